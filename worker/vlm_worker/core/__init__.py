@@ -1,0 +1,1 @@
+"""What to compute: pure bookkeeping without torch, clock or I/O."""

@@ -1,0 +1,1 @@
+"""The engine: one thread that alone touches scheduler and runner."""

@@ -1,0 +1,58 @@
+"""What the engine asks of a model: the seam between what to compute and how.
+
+`model.runner.ModelRunner` and `testing.ChecksumRunner` implement it. Only the engine thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from vlm_worker.core.inputs import StepInputs
+from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
+
+Embedding = Any
+"""An encoder output, opaque to the engine; `num_tokens` rows of `EmbedLayout.row_bytes`."""
+
+
+class Runner(Protocol):
+    """Owns weights, the KV buffer and the device."""
+
+    @property
+    def kv_layout(self) -> KVLayout | None:
+        """None where neither prefill nor decode is loaded."""
+
+    @property
+    def embed_layout(self) -> EmbedLayout:
+        """How rows that leave or enter an encoder lie in memory."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that there are, the null block 0 included."""
+
+    def execute(self, inputs: StepInputs) -> np.ndarray:
+        """Run one packed step and sample.
+
+        Returns:
+            int64 `[len(inputs.sample_rows)]`: the sampled token of each row in `sample_rows`.
+        """
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
+        """Encode pictures in one call; a failed item is an exception in its place."""
+
+    def export_embedding(self, embedding: Embedding) -> memoryview:
+        """The rows as bytes, `[num_tokens, row_bytes]`."""
+
+    def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
+        """Rows received from an encoder. Raises CorruptTransferError on a wrong size."""
+
+    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        """A gather copy of whole blocks, `[len(block_ids), block_bytes]`."""
+
+    def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
+        """Write whole blocks received from a peer."""
+
+    def embedding_bytes(self, embedding: Embedding) -> int:
+        """Memory that it holds, for the encoder cache's budget."""

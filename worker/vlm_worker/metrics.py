@@ -1,0 +1,54 @@
+"""Names of everything that the gateway and the workers measure; docs/metrics.md is tested against them.
+
+Constants only: registries and collectors are made in `__main__`, so that importing this costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.
+STAGES: Final = (
+    "gateway",
+    "media",
+    "encoder_queue",
+    "encode",
+    "embed_transfer",
+    "decode_reserve",
+    "prefill_queue",
+    "prefill",
+    "other",
+)
+
+TTFT_SECONDS: Final = "vlm_ttft_seconds"  # histogram {modality}
+STAGE_SECONDS: Final = "vlm_stage_seconds"  # histogram {stage, modality}
+TTFT_STAGE_SECONDS_TOTAL: Final = "vlm_ttft_stage_seconds_total"  # counter {stage, slo, modality}
+TTFT_TOTAL: Final = "vlm_ttft_total"  # counter {slo, modality}
+ITL_SECONDS: Final = "vlm_itl_seconds"  # histogram
+KV_TOKENS: Final = "vlm_kv_tokens"  # gauge {state}: running, reserved, cached, free, queued
+KV_CAPACITY_TOKENS: Final = "vlm_kv_capacity_tokens"  # gauge
+KV_TRANSFER_SECONDS: Final = "vlm_kv_transfer_seconds"  # histogram
+KV_TRANSFER_BYTES: Final = "vlm_kv_transfer_bytes"  # counter
+EMBED_TRANSFER_SECONDS: Final = "vlm_embed_transfer_seconds"  # histogram
+EMBED_TRANSFER_BYTES: Final = "vlm_embed_transfer_bytes"  # counter
+WORK_QUEUED_SECONDS: Final = "vlm_work_queued_seconds"  # gauge
+WORK_ADMITTED_SECONDS_TOTAL: Final = "vlm_work_admitted_seconds_total"  # counter
+VISUAL_TOKENS_TOTAL: Final = "vlm_visual_tokens_total"  # counter
+IMAGES_TOTAL: Final = "vlm_images_total"  # counter
+ENCODER_CACHE_HITS: Final = "vlm_encoder_cache_hits"  # counter
+ENCODER_CACHE_MISSES: Final = "vlm_encoder_cache_misses"  # counter
+ENCODER_CACHE_BYTES: Final = "vlm_encoder_cache_bytes"  # gauge
+ENCODER_CACHE_EVICTIONS: Final = "vlm_encoder_cache_evictions"  # counter
+PREFIX_CACHE_QUERIES: Final = "vlm_prefix_cache_queries"  # counter, tokens
+PREFIX_CACHE_HITS: Final = "vlm_prefix_cache_hits"  # counter, tokens
+REQUESTS_TOTAL: Final = "vlm_requests_total"  # counter {outcome}: ok, invalid, rejected, cancelled, error
+INFLIGHT: Final = "vlm_inflight"  # gauge
+ACCEPTING: Final = "vlm_accepting"  # gauge
+PREEMPTIONS_TOTAL: Final = "vlm_preemptions_total"  # counter
+LEASES: Final = "vlm_leases"  # gauge {state}: held, reserved, quarantined
+INVARIANT_VIOLATIONS_TOTAL: Final = "vlm_invariant_violations_total"  # counter
+
+SECONDS_BUCKETS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5,
+    0.75, 1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+)  # fmt: skip

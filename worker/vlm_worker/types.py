@@ -1,0 +1,251 @@
+"""The words of the worker: requests, images, sampling, layouts, handles, events. Values only; no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+
+
+class Role(enum.StrEnum):
+    """A pod's specialisation: what it is called and routed as."""
+
+    ENCODER = "encoder"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GATEWAY = "gateway"
+
+
+class Stage(enum.StrEnum):
+    """A piece of work that a worker may have loaded; a role carries one or more."""
+
+    ENCODER = "encoder"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Modality(enum.StrEnum):
+    """What a request brings besides text."""
+
+    TEXT = "text"
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+class FinishReason(enum.StrEnum):
+    """Why an answer ended here. DRAINED means: continue elsewhere."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    DRAINED = "drained"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestKey:
+    """One try at one request. Minted by the gateway; unique on every worker."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token.
+
+    `temperature` 0 is greedy. Randomness is a function of (seed, index of the token in the answer), so
+    that an answer continued on another worker is the same answer. `top_p` 1 and `top_k` 0 mean unset.
+    `max_tokens` bounds the whole answer, tokens delivered by earlier attempts included.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageItem:
+    """One picture's place in a prompt.
+
+    `offset` is the index of its first placeholder token, `num_tokens` how many there are,
+    `grid_thw` the patch grid (time, height, width) before merging. `image_key` is the 32-byte content
+    key (DESIGN §12).
+    """
+
+    image_key: bytes
+    offset: int
+    num_tokens: int
+    grid_thw: tuple[int, int, int]
+
+    @property
+    def end(self) -> int:
+        """Index after the last placeholder."""
+        return self.offset + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine works on.
+
+    `token_ids` is the prompt with image placeholders expanded, followed by the tokens of the answer
+    that earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
+    bytes) separates tenants in the prefix cache.
+    """
+
+    key: RequestKey
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    items: tuple[ImageItem, ...] = ()
+    cache_salt: bytes = b""
+
+    @property
+    def num_delivered_tokens(self) -> int:
+        """Tokens of the answer that are already with the client; also the index of the next one."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How one KV block lies in memory.
+
+    The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that one
+    block is one contiguous piece to move. `inner` names the order inside the last axis
+    (`slot-major`: `[block_size, head_dim]`). Never names a device (DESIGN §12).
+    """
+
+    model_revision: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    inner: str = "slot-major"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.token_bytes * self.block_size
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes; two workers exchange blocks only where these agree."""
+        return _fingerprint("kv/1", self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbedLayout:
+    """One row per visual token: `hidden_size` elements for the main embedding and for each level."""
+
+    model_revision: str
+    hidden_size: int
+    num_levels: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one visual token's row."""
+        return self.hidden_size * (1 + self.num_levels) * ITEMSIZE[self.dtype]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes; an encoder and its consumer must agree on these."""
+        return _fingerprint("embed/1", self)
+
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+
+
+def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
+    fields = [tag, *(f"{k}={v}" for k, v in dataclasses.asdict(layout).items())]
+    framed = b"".join(len(f.encode()).to_bytes(4, "little") + f.encode() for f in fields)
+    return hashlib.sha256(framed).digest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Where a consumer pulls a transfer from; the address comes from the gateway's own pod watch."""
+
+    address: str
+    boot_id: bytes
+    transfer_id: str
+    fingerprint: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageSpan:
+    """One piece of a request's time; seconds on the reporter's monotonic clock, from call arrival."""
+
+    stage: str
+    start: float
+    end: float
+    item: int = 0
+
+
+# ---- what the engine tells the one who submitted ----------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlocksReady:
+    """KV of the first `num_blocks` blocks of the sequence is written and may be read."""
+
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """The answer's token number `index`."""
+
+    index: int
+    token_id: int
+    num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The answer's last word here; `num_tokens` counts the whole answer."""
+
+    reason: FinishReason
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """The request's last word: an error."""
+
+    error: Exception
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledEvent:
+    """The sequence left the queue and computes for the first time."""
+
+
+EngineEvent = BlocksReady | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """One picture, decoded and preprocessed, on its way into the encoder.
+
+    `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, as the model's own processor makes them;
+    an opaque buffer here.
+    """
+
+    image_key: bytes
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+    patches: memoryview
