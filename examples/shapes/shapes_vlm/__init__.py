@@ -1,0 +1,1 @@
+"""The pictures, questions, training and evaluation behind the model in ../model."""
