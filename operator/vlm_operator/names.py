@@ -1,0 +1,91 @@
+"""Every string the cluster knows us by: kinds, labels, ports, managers, and the names of children.
+
+VLMService demo ─▶ demo-decode-default-1a2b3c4d   Deployment, per role, variant and revision
+                ─▶ demo-decode        VLMPool, Service, PDB, NetworkPolicy, ServiceAccount
+                ─▶ demo-gateway       the same without VLMPool, Deployment, ConfigMap, RoleBinding
+                ─▶ demo-autoscaler    ConfigMap: what the autoscaler remembers
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+GROUP = "triptych.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+
+KIND_SERVICE = "VLMService"
+KIND_POOL = "VLMPool"
+KIND_NODE_CLASS = "VLMNodeClass"
+PLURAL_SERVICE = "vlmservices"
+PLURAL_POOL = "vlmpools"
+PLURAL_NODE_CLASS = "vlmnodeclasses"
+
+LABEL_SERVICE = f"{GROUP}/service"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_VARIANT = f"{GROUP}/variant"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_COMPAT = f"{GROUP}/compat"
+LABEL_NODE_TYPE = f"{GROUP}/node-type"
+LABEL_SIMULATED = f"{GROUP}/simulated"
+LABEL_APP_NAME = "app.kubernetes.io/name"
+LABEL_APP_COMPONENT = "app.kubernetes.io/component"
+LABEL_APP_PART_OF = "app.kubernetes.io/part-of"
+LABEL_APP_MANAGED_BY = "app.kubernetes.io/managed-by"
+APP_NAME = "triptych"
+
+MANAGER = "vlm-operator"
+MANAGER_STATUS = "vlm-operator-status"
+MANAGER_AUTOSCALER = "vlm-autoscaler"
+
+FINALIZER = f"{GROUP}/drain"
+GATE_ACCEPTING = f"{GROUP}/accepting"
+CLUSTER_ROLE_GATEWAY = "triptych-gateway"
+OPERATOR_NAMESPACE = "triptych-system"
+OPERATOR_LEASE = "triptych-operator"
+
+PORT_GRPC = 9000
+PORT_HTTP = 9001
+PORT_GATEWAY = 8000
+PORT_GATEWAY_ADMIN = 9001
+
+MAX_SERVICE_NAME = 40
+MAX_VARIANT_NAME = 20
+MAX_NAME = 63  # a label value, and a DNS label
+# A pod is named deployment-replicaset(10)-pod(5); within 63 its hostname is its whole name.
+MAX_DEPLOYMENT_NAME = MAX_NAME - 17
+
+
+class Role(enum.StrEnum):
+    """What a pod specialises in; spelt alike in enums, labels, argv, metrics and health names."""
+
+    ENCODER = "encoder"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GATEWAY = "gateway"
+
+
+# The roles that have a pool, in the order in which a request passes them.
+POOL_ROLES = (Role.ENCODER, Role.PREFILL, Role.DECODE)
+
+
+def child(service: str, part: Role | str) -> str:
+    """Name what a service has once per role: `demo-decode`, `demo-gateway`, `demo-autoscaler`."""
+    return bounded(f"{service}-{part}")
+
+
+def deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
+    """Name one Deployment, short enough for its pods' hostnames to be their whole names."""
+    return bounded(f"{service}-{role}-{variant}-{revision}", limit=MAX_DEPLOYMENT_NAME)
+
+
+def bounded(name: str, *, limit: int = MAX_NAME) -> str:
+    """Return `name`, or its head and a digest of the whole where it is longer than `limit`.
+
+    Deterministic, and unlike names stay unlike: the digest covers what is cut off.
+    """
+    if len(name) <= limit:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: limit - 9].rstrip('-.')}-{digest}"
