@@ -36,7 +36,8 @@ class Runner(Protocol):
         """Run one packed step and sample.
 
         Returns:
-            int64 `[len(inputs.sample_rows)]`: the sampled token of each row in `sample_rows`.
+            int64 `[len(inputs.sample_rows)]`: the sampled token of each row in `sample_rows`, or -1
+            where its logits are not finite: that sequence fails, the others of the step go on.
         """
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
