@@ -1,0 +1,71 @@
+# Everything that a contributor types. Each target makes the environment that it needs.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+BIN := .venv/bin
+ENV := .venv/.ready
+ARGS ?=
+
+##@ The two commands
+
+.PHONY: demo
+demo: $(ENV)  ## a real cluster on this machine, one VLMService, one true answer (ARGS=--once ends after it)
+	@$(BIN)/vlm demo $(ARGS)
+
+.PHONY: test
+test: static $(ENV)  ## static checks and every test, end to end included
+	@tools/test.sh
+
+##@ While working
+
+.PHONY: check
+check: test  ## format, lint, types, layers, sizes, generated files, tests
+
+.PHONY: static
+static: $(ENV)  ## all of check but the tests
+	@tools/step.sh "format"          $(BIN)/ruff format --check --quiet .
+	@tools/step.sh "lint"            $(BIN)/ruff check --quiet .
+	@tools/step.sh "types"           $(BIN)/mypy --no-error-summary
+	@tools/step.sh "layers"          $(BIN)/lint-imports --no-logo
+	@tools/step.sh "sizes"           $(BIN)/python tools/sizes.py
+	@tools/step.sh "generated files" tools/generated.sh --check
+
+.PHONY: test-full
+test-full: $(ENV)  ## the long form of every law (hours)
+	@tools/test.sh --full
+
+.PHONY: bench
+bench: $(ENV)  ## ratios against the limits of this machine, as JSON lines under bench/results
+	@$(BIN)/python bench/run.py $(ARGS)
+
+.PHONY: fmt
+fmt: $(ENV)  ## format and sort imports
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix --select I .
+
+.PHONY: crds proto generate
+crds: $(ENV)  ## crds/, the chart's copy, install.yaml and docs/api.md from the Python models
+	@tools/generated.sh crds
+proto: $(ENV)  ## worker/vlm_worker/pb from worker/proto
+	@tools/generated.sh proto
+generate: $(ENV)  ## all generated files
+	@tools/generated.sh
+
+.PHONY: env
+env: $(ENV)  ## .venv from requirements/dev.txt, hashes checked (about 6 GB on disk: torch from PyPI is the CUDA build)
+$(ENV): requirements/dev.txt pyproject.toml
+	@tools/env.sh "$(PYTHON)"
+
+.PHONY: lock
+lock:  ## requirements/*.txt from pyproject.toml (needs uv)
+	@tools/lock.sh
+
+.PHONY: clean
+clean:  ## remove the environment and caches of this checkout (the control plane's build stays cached)
+	@rm -rf .venv .tools .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+.PHONY: help
+help:  ## this list
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
