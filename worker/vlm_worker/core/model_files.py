@@ -1,0 +1,91 @@
+"""A model's JSON files, read strictly: an error names the file, the field and what it must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlm_worker.errors import WorkerError
+
+
+class ModelConfigError(WorkerError):
+    """The model's files ask for what this worker cannot do: whoever chose the model must act."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; raises ModelConfigError where there is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ModelConfigError(f"{path}: cannot be read: {reason}") from error
+    except ValueError as error:
+        raise ModelConfigError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{path}: holds no JSON object")
+    return value
+
+
+class Fields:
+    """One object of a file, by typed fields; `where` is what an error calls it."""
+
+    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+        self._where = where
+        self._values = values
+
+    def child(self, name: str) -> Fields:
+        """The object under `name`; an empty one where it is absent."""
+        value = self._values.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self.error(name, "must be an object")
+        return Fields(f"{self._where}: {name}", value)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._values.get(name) is not None
+
+    def text(self, name: str) -> str:
+        """A string; required."""
+        value = self._values.get(name)
+        if not isinstance(value, str):
+            raise self.error(name, f"must be a string, not {value!r}")
+        return value
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least`; required where there is no default."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(name, f"must be an integer of at least {least}, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(name, f"must be a positive number, not {value!r}")
+        return float(value)
+
+    def channels(
+        self, name: str, default: tuple[float, float, float]
+    ) -> tuple[float, float, float]:
+        """Three numbers, one a colour channel."""
+        value = self._values.get(name, default)
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) != 3
+            or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in value)
+        ):
+            raise self.error(name, f"must be three numbers, not {value!r}")
+        return float(value[0]), float(value[1]), float(value[2])
+
+    def must_be(self, name: str, wanted: object) -> None:
+        """Raise unless the field is absent or has the one value that is built."""
+        value = self._values.get(name, wanted)
+        if value != wanted:
+            raise self.error(name, f"is {value!r}; only {wanted!r} is built")
+
+    def error(self, name: str, problem: str) -> ModelConfigError:
+        """An error about one field."""
+        return ModelConfigError(f"{self._where}: {name} {problem}")

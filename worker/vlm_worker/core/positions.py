@@ -1,0 +1,79 @@
+"""Where each token stands: plain positions for text, three rows (time, height, width) with M-RoPE.
+
+text  text  | picture, 2x3 tokens           | text
+t: 0   1    | 2  2  2  2  2  2              | 5
+h: 0   1    | 2  2  2  3  3  3              | 5      the text goes on after the longer side
+w: 0   1    | 2  3  4  2  3  4              | 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.types import ImageItem
+
+
+def rope(num_tokens: int) -> tuple[np.ndarray, int]:
+    """Positions `[1, num_tokens]` int64 and delta 0."""
+    return np.arange(num_tokens, dtype=np.int64)[None], 0
+
+
+def mrope(
+    num_tokens: int, items: Sequence[ImageItem], *, merge_size: int
+) -> tuple[np.ndarray, int]:
+    """M-RoPE positions of still pictures in text, as Qwen2.5-VL's `get_rope_index` makes them.
+
+    Args:
+        num_tokens: T, placeholders included.
+        items: checked by `check_items`.
+        merge_size: patches along one side of a visual token.
+
+    Returns:
+        `[3, T]` int64, and delta: token i >= T stands at i + delta in all rows.
+    """
+    out = np.empty((3, num_tokens), dtype=np.int64)
+    index = position = 0
+    for item in items:
+        text = item.offset - index
+        out[:, index : item.offset] = np.arange(position, position + text)
+        position += text
+        t, h, w = item.grid_thw[0], item.grid_thw[1] // merge_size, item.grid_thw[2] // merge_size
+        out[:, item.offset : item.end] = np.indices((t, h, w)).reshape(3, -1) + position
+        position += max(h, w)
+        index = item.end
+    out[:, index:] = np.arange(position, position + num_tokens - index)
+    delta = int(out.max()) + 1 - num_tokens if num_tokens else 0
+    return out, delta
+
+
+def check_items(
+    token_ids: np.ndarray, items: Sequence[ImageItem], *, image_token_id: int, merge_size: int
+) -> None:
+    """Raise InvalidRequestError unless items are sorted, apart, inside, and made of placeholders.
+
+    Items come over the wire from the gateway; a worker believes none of their numbers.
+    """
+    end = 0
+    for number, item in enumerate(items):
+        t, h, w = item.grid_thw
+        if min(t, h, w) < 1 or h % merge_size or w % merge_size:
+            raise InvalidRequestError(f"items[{number}].grid_thw {item.grid_thw} is no patch grid")
+        if item.num_tokens != t * h * w // merge_size**2:
+            raise InvalidRequestError(
+                f"items[{number}].num_tokens is {item.num_tokens}, its grid {item.grid_thw} has "
+                f"{t * h * w // merge_size**2}"
+            )
+        if item.offset < end or item.end > len(token_ids):
+            raise InvalidRequestError(
+                f"items[{number}] covers tokens {item.offset} to {item.end}; "
+                f"free are {end} to {len(token_ids)}"
+            )
+        if not (token_ids[item.offset : item.end] == image_token_id).all():
+            raise InvalidRequestError(
+                f"items[{number}] covers tokens {item.offset} to {item.end}, "
+                "which are not all image placeholders"
+            )
+        end = item.end
