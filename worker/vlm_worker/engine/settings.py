@@ -1,0 +1,105 @@
+"""What the engine is told once, and what it tells whenever asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Bounds of the engine.
+
+    Attributes:
+        max_model_len: tokens of the longest sequence, prompt and answer.
+        eos_token_ids: tokens that end an answer unless the request ignores them.
+        max_num_seqs: sequences that compute at the same time.
+        max_num_batched_tokens: tokens of one step; at least `max_num_seqs`.
+        max_encode_tokens: visual tokens of one encoder call; a single larger picture still runs, alone.
+        max_waiting: sequences in the queue; beyond it a request is answered OverloadedError.
+        max_waiting_images: pictures in the encoder queue; likewise.
+        watermark_percent: share of the KV blocks that admission leaves free for growth.
+        whole_images: the family attends in both directions inside an image, so that a chunk of
+            prefill never cuts one.
+        embedding_cache_bytes: budget of the embedding cache.
+        embedding_ttl_seconds: an embedding unused for so long is not served again.
+        stuck_step_seconds: a step that takes longer makes the engine unhealthy.
+        max_step_failures: so many failed steps in a row make the engine unhealthy.
+        strict: a broken invariant stops the engine (tests) instead of being counted and logged.
+    """
+
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    max_encode_tokens: int = 2048
+    max_waiting: int = 256
+    max_waiting_images: int = 256
+    watermark_percent: int = 2
+    whole_images: bool = False
+    embedding_cache_bytes: int = 256 << 20
+    embedding_ttl_seconds: float = 600.0
+    stuck_step_seconds: float = 60.0
+    max_step_failures: int = 3
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse bounds under which a request could wait for ever."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVStats:
+    """Tokens of KV by state; running + reserved + cached + free = capacity."""
+
+    capacity_tokens: int = 0
+    running_tokens: int = 0
+    reserved_tokens: int = 0
+    cached_tokens: int = 0
+    free_tokens: int = 0
+    queued_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncoderCacheStats:
+    """The embedding cache."""
+
+    entries: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot, made by the engine thread after each turn; `/stats` and `/metrics` are made of it.
+
+    `inflight` counts everything that still owes somebody something: sequences in any state,
+    reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.
+    """
+
+    inflight: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_images: int = 0
+    num_held: int = 0
+    num_reserved: int = 0
+    num_pinned_embeddings: int = 0
+    work_queued_seconds: float = 0.0
+    work_admitted_seconds_total: float = 0.0
+    kv: KVStats | None = None
+    encoder_cache: EncoderCacheStats = EncoderCacheStats()
+    requests: int = 0
+    images: int = 0
+    visual_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    steps: int = 0
+    step_failures: int = 0
+    invariant_violations: int = 0
