@@ -1,0 +1,224 @@
+"""What one step of paged attention reads: sequences in groups, their cache rows, their masks.
+
+Shapes: S sequences, H KV heads, G query heads per KV head, D head size, P slots per block,
+B blocks per sequence; the cache is `[N, L, 2, H, P * D]`.
+
+A group is either the decoding sequences of similar length, padded to the longest, or one sequence
+with a chunk of prefill. A plan is made once per step and used by all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""Per sequence, the [start, end) ranges that attend in both directions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that are computed in one call.
+
+    Attributes:
+        tokens: [S * Q] int64 packed positions of the queries; None where they are the whole batch,
+            in order.
+        num_seqs: S.
+        num_queries: Q, the same for all.
+        num_kv: KV positions that are read, after `kv_pieces` are laid out.
+        kv_pieces: [2 * S * H * B] int64; rows of layer 0 in the cache seen as
+            `[N * L * 2 * H, P * D]`.
+        unwritten: positions behind a sequence's end in the gathered `[2 * S * H * B * P]`; they
+            hold anything, NaN included, and are zeroed. None where there are none.
+        mask: additive, broadcast over `[S * H, G, Q, num_kv]`; None where every position is seen.
+        causal: the mask is the plain lower triangle.
+    """
+
+    tokens: torch.Tensor | None
+    num_seqs: int
+    num_queries: int
+    num_kv: int
+    kv_pieces: torch.Tensor
+    unwritten: torch.Tensor | None
+    mask: torch.Tensor | None
+    causal: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What one step reads; the same for all layers of one window."""
+
+    groups: tuple[Group, ...]
+
+
+def plan_attention(
+    query_start: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    kv_cache: torch.Tensor,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    spans: Spans = (),
+    window: int | None = None,
+) -> AttentionPlan:
+    """Lay out one step.
+
+    Args:
+        query_start: int32 `[S + 1]`; sequence s owns packed tokens
+            `query_start[s] : query_start[s + 1]`, at least one.
+        context_lens: int32 `[S]`; tokens of s whose KV was written by earlier steps.
+        block_table: int32 `[S, B]`; unused entries are the null block 0.
+        kv_cache: `[N, L, 2, H, P * D]`, for its shape and device; block 0 holds zeros, always.
+        head_dim: D.
+        dtype: of the queries.
+        spans: ranges that attend in both directions; each lies in what is computed already or in
+            this step.
+        window: tokens that a sliding-window layer sees, itself included.
+    """
+    num_queries = np.diff(query_start).astype(np.int64)
+    num_kv = context_lens.astype(np.int64) + num_queries
+    assert (num_queries > 0).all()
+    layout = _Layout(kv_cache, head_dim, dtype)
+    decoding = np.flatnonzero(num_queries == 1)
+    members = [
+        *_similar(decoding, num_kv),
+        *([s] for s in np.flatnonzero(num_queries > 1).tolist()),
+    ]
+    alone = len(members) == 1
+    groups = []
+    for seqs in members:
+        in_order = alone and list(seqs) == list(range(len(seqs)))
+        start = query_start[np.asarray(seqs)].astype(np.int64)
+        tokens = (start[:, None] + np.arange(num_queries[seqs[0]])).reshape(-1)
+        groups.append(
+            layout.group(
+                tokens=None if in_order else tokens,
+                num_queries=int(num_queries[seqs[0]]),
+                num_kv=num_kv[np.asarray(seqs)],
+                blocks=block_table[np.asarray(seqs)],
+                spans=[spans[s] if len(spans) else () for s in seqs],
+                window=window,
+            )
+        )
+    return AttentionPlan(tuple(groups))
+
+
+class _Layout:
+    """Turns positions into rows of the cache."""
+
+    def __init__(self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
+        self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
+        self._block_size = kv_cache.shape[4] // head_dim
+        self._device, self._dtype = kv_cache.device, dtype
+
+    def group(
+        self,
+        *,
+        tokens: np.ndarray | None,
+        num_queries: int,
+        num_kv: np.ndarray,
+        blocks: np.ndarray,
+        spans: Sequence[Sequence[tuple[int, int]]],
+        window: int | None,
+    ) -> Group:
+        num_seqs, longest = len(num_kv), int(num_kv.max())
+        num_blocks = -(-longest // self._block_size)
+        used = np.arange(num_blocks) * self._block_size < num_kv[:, None]
+        blocks = np.where(used, blocks[:, :num_blocks], 0).astype(np.int64)
+        mask, causal = self._mask(num_queries, num_kv, spans, window)
+        return Group(
+            tokens=None if tokens is None else self._tensor(tokens),
+            num_seqs=num_seqs,
+            num_queries=num_queries,
+            num_kv=longest,
+            kv_pieces=self._pieces(blocks),
+            unwritten=self._unwritten(num_kv, num_blocks),
+            mask=mask,
+            causal=causal,
+        )
+
+    def _pieces(self, blocks_SB: np.ndarray) -> torch.Tensor:
+        """Row `((block * L + layer) * 2 + kv) * H + head` of layer 0, ordered [2, S, H, B]."""
+        first = blocks_SB * (self._num_layers * 2 * self._num_heads)
+        heads = np.arange(2 * self._num_heads).reshape(2, 1, self._num_heads, 1)
+        return self._tensor((first[None, :, None, :] + heads).reshape(-1))
+
+    def _unwritten(self, num_kv: np.ndarray, num_blocks: int) -> torch.Tensor | None:
+        """Slots behind a sequence's end in its last block; blocks behind are the zero block."""
+        if len(num_kv) == 1:
+            return None  # the view of the gathered rows ends at the sequence's end
+        size = num_blocks * self._block_size
+        ends = -(-num_kv // self._block_size) * self._block_size
+        at = [
+            np.arange(s * size + n, s * size + e)
+            for s, (n, e) in enumerate(zip(num_kv, ends, strict=True))
+        ]
+        flat = np.concatenate(at)
+        if not len(flat):
+            return None
+        seq, position = np.divmod(flat, size)
+        head = np.arange(2 * self._num_heads).reshape(2, self._num_heads, 1)
+        kv, h = head // self._num_heads, head % self._num_heads
+        rows = ((kv * len(num_kv) + seq) * self._num_heads + h) * size + position
+        return self._tensor(rows.reshape(-1))
+
+    def _mask(
+        self,
+        num_queries: int,
+        num_kv: np.ndarray,
+        spans: Sequence[Sequence[tuple[int, int]]],
+        window: int | None,
+    ) -> tuple[torch.Tensor | None, bool]:
+        longest = int(num_kv.max())
+        bounded = window is not None and longest > window
+        if num_queries == 1 and not bounded and (num_kv == longest).all():
+            return None, False
+        if len(num_kv) == 1 and num_queries == longest and not bounded and not spans[0]:
+            return None, True
+        seen = np.stack(
+            [
+                _visible(np.arange(n - num_queries, n), longest, window, spans[s])
+                for s, n in enumerate(num_kv.tolist())
+            ]
+        )
+        seen = (
+            np.repeat(seen, self._num_heads, axis=0)[:, None] if len(num_kv) > 1 else seen[:, None]
+        )
+        mask = torch.zeros(seen.shape, dtype=self._dtype)
+        mask.masked_fill_(torch.from_numpy(~seen), float("-inf"))
+        return mask.to(self._device), False
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _visible(
+    positions: np.ndarray, num_kv: int, window: int | None, spans: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Flags `[Q, num_kv]`: which KV positions each query position sees."""
+    p, j = positions[:, None], np.arange(num_kv)[None]
+    seen = j <= p
+    if window is not None:
+        seen &= j > p - window
+    for start, end in spans:
+        seen |= (p >= start) & (p < end) & (j >= start) & (j < end)
+    return seen
+
+
+def _similar(seqs: np.ndarray, num_kv: np.ndarray) -> list[list[int]]:
+    """Split decoding sequences so that padding to the longest at most doubles what is read."""
+    groups: list[list[int]] = []
+    if not len(seqs):
+        return groups
+    if num_kv[seqs].max() <= 2 * num_kv[seqs].min():
+        return [seqs.tolist()]
+    for s in seqs[np.argsort(-num_kv[seqs], kind="stable")].tolist():
+        if groups and 2 * num_kv[s] >= num_kv[groups[-1][0]]:
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    return groups

@@ -1,0 +1,125 @@
+"""Paged attention:  o_t = sum_j softmax_j(scale * q_t . k_j) v_j  over the positions j that t sees.
+
+Token t at position p of its sequence sees position j when `j <= p`; with a sliding window w, when
+`p - w < j <= p`; and also when both lie in one span (an image that attends in both directions).
+
+Shapes: T packed query tokens, S sequences, H KV heads, G query heads per KV head, D head size,
+P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`. The KV of the queries
+themselves is stored before.
+
+    plan = plan_attention(...)          once per step
+    paged_attention(q, ..., plan)       once per layer: gather, then one fused attention per group
+
+Query heads of one KV head share its gathered rows through a stride of 0; nothing is repeated in
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
+
+
+def paged_attention_reference(
+    q_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    query_start: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    *,
+    scale: float,
+    spans: Spans = (),
+    window: int | None = None,
+) -> torch.Tensor:
+    """The definition: one query token and one head at a time, in float32."""
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv_heads, block_size = kv_cache.shape[3], kv_cache.shape[4] // head_dim
+    o_THD = torch.empty_like(q_THD)
+    for s, context_len in enumerate(context_lens.tolist()):
+        start, end = int(query_start[s]), int(query_start[s + 1])
+        for t in range(start, end):
+            p = context_len + t - start
+            seen = [
+                j
+                for j in range(context_len + end - start)
+                if _sees(p, j, window, spans[s] if len(spans) else ())
+            ]
+            places = [
+                (int(block_table[s, j // block_size]), j % block_size * head_dim) for j in seen
+            ]
+            for h in range(num_heads):
+                rows = [
+                    kv_cache[b, layer, :, h * num_kv_heads // num_heads, o : o + head_dim]
+                    for b, o in places
+                ]
+                k, v = torch.stack(rows, dim=1).float()
+                weights = torch.softmax(scale * (k @ q_THD[t, h].float()), dim=0)
+                o_THD[t, h] = (weights @ v).to(o_THD.dtype)
+    return o_THD
+
+
+def _sees(p: int, j: int, window: int | None, spans: Sequence[tuple[int, int]]) -> bool:
+    causal = j <= p and (window is None or j > p - window)
+    return causal or any(a <= p < b and a <= j < b for a, b in spans)
+
+
+def paged_attention(
+    q_THD: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, *, scale: float
+) -> torch.Tensor:
+    """Attend over KV blocks.
+
+    Args:
+        q_THD: packed queries, `[T, H * G, D]`; head h reads KV head h // G.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous.
+        layer: which layer.
+        plan: of this step, from `plan_attention`.
+        scale: factor of the scores.
+
+    Returns:
+        `[T, H * G, D]`, every element written.
+    """
+    num_kv_heads, head_dim = kv_cache.shape[3], q_THD.shape[-1]
+    pieces = kv_cache.view(-1, kv_cache.shape[-1])
+    o_THD: torch.Tensor | None = None
+    for group in plan.groups:
+        rows = group.kv_pieces + layer * 2 * num_kv_heads
+        kv = pieces.index_select(0, rows).view(-1, head_dim)
+        if group.unwritten is not None:
+            kv.index_fill_(0, group.unwritten, 0)
+        kv = kv.view(2, group.num_seqs * num_kv_heads, 1, -1, head_dim)[:, :, :, : group.num_kv]
+        q = q_THD if group.tokens is None else q_THD[group.tokens]
+        o = _attend(q, kv.to(q.dtype), group, num_kv_heads, scale)
+        if group.tokens is None:
+            return o
+        o_THD = torch.empty_like(q_THD) if o_THD is None else o_THD
+        o_THD[group.tokens] = o
+    assert o_THD is not None
+    return o_THD
+
+
+def _attend(
+    q: torch.Tensor, kv: torch.Tensor, group: Group, num_kv_heads: int, scale: float
+) -> torch.Tensor:
+    """One group: q `[S * Q, H * G, D]`, kv `[2, S * H, 1, num_kv, D]`."""
+    head_dim, num_groups = q.shape[-1], q.shape[1] // num_kv_heads
+    q = q.view(group.num_seqs, group.num_queries, num_kv_heads, num_groups, head_dim)
+    q = q.permute(0, 2, 3, 1, 4).reshape(-1, num_groups, group.num_queries, head_dim)
+    k, v = kv
+    decoding = group.num_queries == 1
+    if decoding:  # the query heads of a KV head become rows of one small product
+        q = q.transpose(1, 2)
+    else:
+        k, v = (x.expand(-1, num_groups, -1, -1) for x in (k, v))
+    o = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=scale
+    )
+    if decoding:
+        o = o.transpose(1, 2)
+    o = o.view(group.num_seqs, num_kv_heads, num_groups, group.num_queries, head_dim)
+    return o.permute(0, 3, 1, 2, 4).reshape(-1, num_kv_heads * num_groups, head_dim)

@@ -1,0 +1,35 @@
+"""Blocks leave and enter the cache bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vlm_kernels import gather_blocks, scatter_blocks
+from vlm_kernels.gather_blocks import gather_blocks_reference
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def cache(request: pytest.FixtureRequest) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(2)
+    return torch.randn(9, 3, 2, 1, 5 * 7, generator=rng).to(request.param)
+
+
+@pytest.mark.parametrize("ids", [[4], [8, 1, 3], [2, 2], []], ids=str)
+def test_gathered_bytes_are_the_blocks_bytes(cache: torch.Tensor, ids: list[int]) -> None:
+    at = np.array(ids, np.int64)
+    got = gather_blocks(cache, at)
+    assert got.shape == (len(ids), cache[0].numel() * cache.element_size())
+    assert not np.shares_memory(got, cache.view(torch.uint8).numpy())
+    if ids:
+        assert np.array_equal(got, gather_blocks_reference(cache, at))
+
+
+def test_scatter_undoes_gather_and_touches_nothing_else(cache: torch.Tensor) -> None:
+    moved = gather_blocks(cache, np.array([1, 2, 3], np.int64))
+    moved.flags.writeable = False
+    other = torch.full_like(cache, float("nan"))
+    scatter_blocks(other, np.array([7, 0, 5], np.int64), moved)
+    assert torch.equal(other[[7, 0, 5]], cache[[1, 2, 3]])
+    assert torch.isnan(other[[1, 2, 3, 4, 6, 8]]).all()
