@@ -1,0 +1,312 @@
+"""A real Kubernetes control plane as four processes, ready in seconds, gone with its parent.
+
+etcd ◀─ kube-apiserver ◀─ kube-controller-manager, kube-scheduler
+           │ audit.log: every request with its user          (Node, RBAC; Pod Security on)
+           └ kubeconfig: the administrator
+"""
+
+import asyncio
+import dataclasses
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from . import build, pki
+from .client import Access, ApiError, Client
+from .errors import PortTakenError, StartError
+from .settings import LocalSettings
+from .spawn import Child, spawn
+from .waiting import until
+
+READY_SECONDS = 60
+STOP_SECONDS = 5
+# A loopback address may be a pod's IP but not an endpoint's: these would only write warnings.
+_CONTROLLERS = ["*", "-endpoints-controller", "-endpointslice-controller"]
+_CONTROLLERS += ["-endpointslice-mirroring-controller", "-node-ipam-controller"]
+_AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata"}],
+}
+
+
+class ControlPlane:
+    """One cluster without nodes; an async context manager, or `start` and `stop`.
+
+    Its folder (mode 0700) holds keys, data and logs, and is removed at the end unless it was given.
+
+    Args:
+        settings: The environment's, if not given.
+        folder: Where to keep everything; a temporary one if not given.
+        port: Of the API server on 127.0.0.1; 0 for any free one.
+        progress: Told in a line what is being done.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: LocalSettings | None = None,
+        folder: Path | None = None,
+        port: int = 0,
+        progress: build.Progress = lambda _: None,
+    ) -> None:
+        self._settings = settings or LocalSettings.read()
+        self._given = folder
+        self._progress = progress
+        self._children: list[Child] = []
+        self._port = port
+        self.folder = Path()
+        self.binaries: Mapping[str, Path] = {}
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.folder / "kubeconfig"
+
+    @property
+    def audit_log(self) -> Path:
+        """One JSON line per request: user, verb, objectRef, responseStatus."""
+        return self.folder / "audit.log"
+
+    @property
+    def server(self) -> str:
+        """The API server's URL."""
+        return f"https://127.0.0.1:{self._port}"
+
+    def client(self) -> Client:
+        """Return a client of the administrator: `async with cp.client() as api`."""
+        return Client(Access.read(self.kubeconfig))
+
+    def authority(self) -> pki.Authority:
+        """Return the cluster's CA, which vouches for nodes too."""
+        return pki.Authority(self.folder / "pki", self._settings.environment)
+
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl as the administrator, as a user would type it.
+
+        Raises:
+            subprocess.CalledProcessError: It failed and `check` is true; `stderr` says why.
+        """
+        command = [str(self.binaries["kubectl"]), f"--kubeconfig={self.kubeconfig}", *arguments]
+        env = {**self._settings.environment, "HOME": str(self.folder)}
+        return subprocess.run(  # noqa: S603
+            command, input=stdin, capture_output=True, text=True, env=env, check=check
+        )
+
+    async def __aenter__(self) -> "ControlPlane":
+        """Start it."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Stop it."""
+        await asyncio.to_thread(self.stop)
+
+    async def start(self) -> None:
+        """Start the four processes and return when the API answers and its controllers run.
+
+        Raises:
+            LocalError: A program is missing, a build or a process failed, the port is taken.
+        """
+        self.binaries = build.find_binaries(self._settings, progress=self._progress)
+        self.folder = self._given or Path(tempfile.mkdtemp(prefix="triptych-"))
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        started = time.monotonic()
+        try:
+            await self._start_processes()
+        except BaseException:
+            self.stop()
+            raise
+        elapsed = time.monotonic() - started
+        self._progress(f"control plane {build.KUBERNETES_VERSION}: ready after {elapsed:.1f} s")
+
+    def stop(self) -> None:
+        """End what was started, in reverse order, and remove the folder unless it was given."""
+        for child in reversed(self._children):
+            child.stop(grace_seconds=STOP_SECONDS if child.name == "etcd" else 1)
+        self._children.clear()
+        if self._given is None and self.folder != Path():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _start_processes(self) -> None:
+        if self._port:
+            _require_free(self._port)
+        etcd_port, peer_port, free_port = free_ports(3)
+        self._port = self._port or free_port
+        authority = self.authority()
+        identities = _issue(authority)
+        etcd = f"http://127.0.0.1:{etcd_port}"
+        self._spawn("etcd", _etcd_flags(self.folder, etcd, f"http://127.0.0.1:{peer_port}"))
+        (self.folder / "audit.yaml").write_text(json.dumps(_AUDIT_POLICY))
+        self._spawn("kube-apiserver", _apiserver_flags(self.folder, etcd, self._port, identities))
+        for user, file in _USERS.items():
+            pair = identities.clients[user]
+            access = Access(
+                self.server,
+                authority.certificate,
+                pair.certificate.read_text(),
+                pair.key.read_text(),
+            )
+            access.write(self.folder / file)
+        await self._wait_until_ready()
+        self._spawn("kube-controller-manager", _controller_manager_flags(self.folder, identities))
+        self._spawn("kube-scheduler", _scheduler_flags(self.folder))
+        await self._wait_for_service_account()
+
+    def _spawn(self, name: str, flags: list[str]) -> None:
+        self._children.append(
+            spawn(
+                name,
+                [self.binaries[name], *flags],
+                log=self.folder / f"{name}.log",
+                environment=self._settings.environment,
+            )
+        )
+
+    async def _wait_until_ready(self) -> None:
+        async with self.client() as api:
+            await self._until(lambda: api.text("/readyz"), "the API server to be ready")
+
+    async def _wait_for_service_account(self) -> None:
+        """The first thing a pod needs, and proof that the controllers are at work."""
+        async with self.client() as api:
+            path = "/api/v1/namespaces/default/serviceaccounts/default"
+            await self._until(lambda: api.get(path), "the controllers to run")
+
+    async def _until(self, ask: Callable[[], Awaitable[object]], awaited: str) -> None:
+        refusal = "no answer"
+
+        async def answered() -> bool:
+            nonlocal refusal
+            for child in self._children:
+                child.require_running()
+            try:
+                await ask()
+            except (ApiError, OSError) as error:
+                refusal = str(error)
+                return False
+            return True
+
+        try:
+            await until(answered, seconds=READY_SECONDS, awaited=awaited)
+        except TimeoutError as error:
+            raise StartError(f"{error} ({refusal})", f"The logs are in {self.folder}.") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Identities:
+    server: pki.Pair
+    signing: pki.Pair
+    ca: pki.Pair
+    clients: Mapping[str, pki.Pair]
+
+
+_ADMIN = "kubernetes-admin"
+_KUBELET_CLIENT = "kube-apiserver-kubelet-client"
+_USERS = {
+    _ADMIN: "kubeconfig",
+    "system:kube-controller-manager": "controller-manager.kubeconfig",
+    "system:kube-scheduler": "scheduler.kubeconfig",
+}
+
+
+def _issue(authority: pki.Authority) -> _Identities:
+    names = ["127.0.0.1", "10.0.0.1", "localhost", "kubernetes.default.svc", "kubernetes.default"]
+    clients = {
+        user: authority.issue(user, groups=["system:masters"] if user == _ADMIN else [])
+        for user in [*_USERS, _KUBELET_CLIENT]
+    }
+    server = authority.issue("kube-apiserver", addresses=names)
+    return _Identities(server, authority.signing_key(), authority.ca, clients)
+
+
+def _etcd_flags(folder: Path, client: str, peer: str) -> list[str]:
+    return [
+        f"--data-dir={folder / 'etcd'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",  # the data ends with the process
+        "--log-level=warn",
+    ]
+
+
+def _apiserver_flags(folder: Path, etcd: str, port: int, who: _Identities) -> list[str]:
+    kubelet = who.clients[_KUBELET_CLIENT]
+    return [
+        f"--etcd-servers={etcd}",
+        f"--secure-port={port}",
+        "--bind-address=127.0.0.1",
+        "--endpoint-reconciler-type=none",
+        f"--tls-cert-file={who.server.certificate}",
+        f"--tls-private-key-file={who.server.key}",
+        f"--client-ca-file={who.ca.certificate}",
+        f"--service-account-key-file={who.signing.certificate}",
+        f"--service-account-signing-key-file={who.signing.key}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        f"--kubelet-certificate-authority={who.ca.certificate}",
+        f"--kubelet-client-certificate={kubelet.certificate}",
+        f"--kubelet-client-key={kubelet.key}",
+        "--kubelet-preferred-address-types=InternalIP",
+        "--service-cluster-ip-range=10.0.0.0/16",
+        f"--audit-policy-file={folder / 'audit.yaml'}",
+        f"--audit-log-path={folder / 'audit.log'}",
+    ]
+
+
+def _controller_manager_flags(folder: Path, who: _Identities) -> list[str]:
+    return [
+        f"--kubeconfig={folder / 'controller-manager.kubeconfig'}",
+        f"--service-account-private-key-file={who.signing.key}",
+        f"--root-ca-file={who.ca.certificate}",
+        "--use-service-account-credentials",
+        "--leader-elect=false",
+        f"--controllers={','.join(_CONTROLLERS)}",
+        "--secure-port=0",
+        "--kube-api-qps=100",
+        "--kube-api-burst=200",
+    ]
+
+
+def _scheduler_flags(folder: Path) -> list[str]:
+    return [
+        f"--kubeconfig={folder / 'scheduler.kubeconfig'}",
+        "--leader-elect=false",
+        "--secure-port=0",
+    ]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of 127.0.0.1 that nobody listens on at this moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _require_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise PortTakenError(
+                f"Port {port} on 127.0.0.1 is taken.",
+                f"Choose another, or see who has it: ss -ltnp 'sport = :{port}'",
+            ) from error

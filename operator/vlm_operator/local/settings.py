@@ -1,0 +1,30 @@
+"""What the local cluster reads from its environment, once."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSettings:
+    """Where things are on this machine.
+
+    Attributes:
+        cache: Folder of built control planes; `$XDG_CACHE_HOME/triptych`, else `~/.cache/triptych`.
+        assets: `$KUBEBUILDER_ASSETS`, a folder with ready-made binaries, or None.
+        environment: The environment that started processes inherit.
+    """
+
+    cache: Path
+    assets: Path | None
+    environment: Mapping[str, str]
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> "LocalSettings":
+        """Read `environment`, by default that of this process."""
+        env = dict(os.environ if environment is None else environment)  # noqa: TID251
+        home = Path(env.get("HOME") or Path.home())
+        cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
+        assets = env.get("KUBEBUILDER_ASSETS")
+        return cls(cache / "triptych", Path(assets) if assets else None, env)
