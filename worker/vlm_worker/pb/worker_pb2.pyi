@@ -1,0 +1,455 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CancelOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CANCEL_OUTCOME_UNSPECIFIED: _ClassVar[CancelOutcome]
+    NOT_FOUND: _ClassVar[CancelOutcome]
+    ALREADY_COMPLETE: _ClassVar[CancelOutcome]
+    CANCELLED_BEFORE_ADVERTISED: _ClassVar[CancelOutcome]
+    CANCEL_REQUESTED_IN_FLIGHT: _ClassVar[CancelOutcome]
+CANCEL_OUTCOME_UNSPECIFIED: CancelOutcome
+NOT_FOUND: CancelOutcome
+ALREADY_COMPLETE: CancelOutcome
+CANCELLED_BEFORE_ADVERTISED: CancelOutcome
+CANCEL_REQUESTED_IN_FLIGHT: CancelOutcome
+
+class Frame(_message.Message):
+    __slots__ = ("raw",)
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    raw: bytes
+    def __init__(self, raw: _Optional[bytes] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    POD_NAME_FIELD_NUMBER: _ClassVar[int]
+    POD_UID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EMBED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    COMPAT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    role: str
+    stages: _containers.RepeatedScalarFieldContainer[str]
+    model: str
+    model_revision: str
+    pod_name: str
+    pod_uid: str
+    boot_id: bytes
+    layout_fingerprint: bytes
+    embed_fingerprint: bytes
+    compat: str
+    limits: Limits
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("block_size_tokens", "kv_capacity_tokens", "max_model_len_tokens", "max_requests")
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    block_size_tokens: int
+    kv_capacity_tokens: int
+    max_model_len_tokens: int
+    max_requests: int
+    def __init__(self, block_size_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., max_requests: _Optional[int] = ...) -> None: ...
+
+class WatchLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("num_inflight", "num_waiting", "work_queued_seconds", "kv_free_tokens", "kv_capacity_tokens", "accepting", "boot_id")
+    NUM_INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WORK_QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KV_FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTING_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    num_inflight: int
+    num_waiting: int
+    work_queued_seconds: float
+    kv_free_tokens: int
+    kv_capacity_tokens: int
+    accepting: bool
+    boot_id: bytes
+    def __init__(self, num_inflight: _Optional[int] = ..., num_waiting: _Optional[int] = ..., work_queued_seconds: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., accepting: _Optional[bool] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class CancelReply(_message.Message):
+    __slots__ = ("outcome",)
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    outcome: CancelOutcome
+    def __init__(self, outcome: _Optional[_Union[CancelOutcome, str]] = ...) -> None: ...
+
+class RenewLeasesRequest(_message.Message):
+    __slots__ = ("transfer_ids", "boot_id")
+    TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_ids: _containers.RepeatedScalarFieldContainer[str]
+    boot_id: bytes
+    def __init__(self, transfer_ids: _Optional[_Iterable[str]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class RenewLeasesReply(_message.Message):
+    __slots__ = ("gone",)
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gone: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseLeaseRequest(_message.Message):
+    __slots__ = ("transfer_id", "boot_id")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    boot_id: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseLeaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("address", "boot_id", "transfer_id", "fingerprint")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    boot_id: bytes
+    transfer_id: str
+    fingerprint: bytes
+    def __init__(self, address: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., transfer_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("transfer_id", "boot_id", "fingerprint", "request_id", "attempt", "first_unit")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_UNIT_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    boot_id: bytes
+    fingerprint: bytes
+    request_id: str
+    attempt: int
+    first_unit: int
+    def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_unit: _Optional[int] = ...) -> None: ...
+
+class StageSpan(_message.Message):
+    __slots__ = ("stage", "start_us", "end_us", "item")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    START_US_FIELD_NUMBER: _ClassVar[int]
+    END_US_FIELD_NUMBER: _ClassVar[int]
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    start_us: int
+    end_us: int
+    item: int
+    def __init__(self, stage: _Optional[str] = ..., start_us: _Optional[int] = ..., end_us: _Optional[int] = ..., item: _Optional[int] = ...) -> None: ...
+
+class EncodeRequest(_message.Message):
+    __slots__ = ("begin", "chunk")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    begin: EncodeBegin
+    chunk: EncodeChunk
+    def __init__(self, begin: _Optional[_Union[EncodeBegin, _Mapping]] = ..., chunk: _Optional[_Union[EncodeChunk, _Mapping]] = ...) -> None: ...
+
+class EncodeBegin(_message.Message):
+    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
+    ON_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
+    cache_salt: bytes
+    last_resort: bool
+    on_corrupt: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ...) -> None: ...
+
+class EncodeItem(_message.Message):
+    __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    num_bytes: int
+    width: int
+    height: int
+    num_tokens: int
+    max_pixels: int
+    format: str
+    def __init__(self, transfer_id: _Optional[str] = ..., num_bytes: _Optional[int] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., num_tokens: _Optional[int] = ..., max_pixels: _Optional[int] = ..., format: _Optional[str] = ...) -> None: ...
+
+class EncodeChunk(_message.Message):
+    __slots__ = ("item", "data")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    data: bytes
+    def __init__(self, item: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class EncodeReply(_message.Message):
+    __slots__ = ("decoded", "ready", "failed", "spans", "clock_us")
+    DECODED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_US_FIELD_NUMBER: _ClassVar[int]
+    decoded: Decoded
+    ready: ItemReady
+    failed: ItemFailed
+    spans: _containers.RepeatedCompositeFieldContainer[StageSpan]
+    clock_us: int
+    def __init__(self, decoded: _Optional[_Union[Decoded, _Mapping]] = ..., ready: _Optional[_Union[ItemReady, _Mapping]] = ..., failed: _Optional[_Union[ItemFailed, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., clock_us: _Optional[int] = ...) -> None: ...
+
+class Decoded(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[DecodedItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[DecodedItem, _Mapping]]] = ...) -> None: ...
+
+class DecodedItem(_message.Message):
+    __slots__ = ("num_tokens", "grid_thw", "image_key", "error")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    image_key: bytes
+    error: ItemError
+    def __init__(self, num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., image_key: _Optional[bytes] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class ItemError(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ItemReady(_message.Message):
+    __slots__ = ("item", "cache_hit", "num_bytes")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    cache_hit: bool
+    num_bytes: int
+    def __init__(self, item: _Optional[int] = ..., cache_hit: _Optional[bool] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class ItemFailed(_message.Message):
+    __slots__ = ("item", "error")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    item: int
+    error: ItemError
+    def __init__(self, item: _Optional[int] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class ImageItem(_message.Message):
+    __slots__ = ("image_key", "offset", "num_tokens", "grid_thw", "source")
+    IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRID_THW_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    image_key: bytes
+    offset: int
+    num_tokens: int
+    grid_thw: _containers.RepeatedScalarFieldContainer[int]
+    source: Source
+    def __init__(self, image_key: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "hand_over")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    transfer_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    items: _containers.RepeatedCompositeFieldContainer[ImageItem]
+    sampling: Sampling
+    cache_salt: bytes
+    last_resort: bool
+    hand_over: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., hand_over: _Optional[bool] = ...) -> None: ...
+
+class PrefillReply(_message.Message):
+    __slots__ = ("accepted", "first_token", "done", "spans", "clock_us")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_US_FIELD_NUMBER: _ClassVar[int]
+    accepted: PrefillAccepted
+    first_token: FirstToken
+    done: PrefillDone
+    spans: _containers.RepeatedCompositeFieldContainer[StageSpan]
+    clock_us: int
+    def __init__(self, accepted: _Optional[_Union[PrefillAccepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., clock_us: _Optional[int] = ...) -> None: ...
+
+class PrefillAccepted(_message.Message):
+    __slots__ = ("transfer_id", "boot_id", "layout_fingerprint", "lease_milliseconds")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    boot_id: bytes
+    layout_fingerprint: bytes
+    lease_milliseconds: int
+    def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("index", "token_id", "num_cached_tokens", "finish_reason")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_id: int
+    num_cached_tokens: int
+    finish_reason: str
+    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "num_tokens", "last_resort")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    num_tokens: int
+    last_resort: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., last_resort: _Optional[bool] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("reservation_id", "boot_id", "lease_milliseconds")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    boot_id: bytes
+    lease_milliseconds: int
+    def __init__(self, reservation_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    reservation_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    items: _containers.RepeatedCompositeFieldContainer[ImageItem]
+    sampling: Sampling
+    cache_salt: bytes
+    kv: Source
+    boot_id: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+
+class DecodeReply(_message.Message):
+    __slots__ = ("tokens", "finished", "spans", "clock_us")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_US_FIELD_NUMBER: _ClassVar[int]
+    tokens: Tokens
+    finished: Finished
+    spans: _containers.RepeatedCompositeFieldContainer[StageSpan]
+    clock_us: int
+    def __init__(self, tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., clock_us: _Optional[int] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("first_index", "token_ids")
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("finish_reason", "num_tokens")
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    finish_reason: str
+    num_tokens: int
+    def __init__(self, finish_reason: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,138 @@
+"""argv and environment -> one frozen value per command, validated once (docs/contract.md).
+
+    vlm-worker encoder|prefill|decode  ->  WorkerSettings
+    vlm-worker gateway                 ->  GatewaySettings
+    vlm-worker serve MODEL             ->  ServeSettings
+
+An error names the flag and the fix, and ends the process with code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vlm_worker.settings.flags import command_line
+from vlm_worker.settings.values import (
+    GatewaySettings,
+    Identity,
+    ModelSource,
+    ServeSettings,
+    Settings,
+    WorkerSettings,
+)
+from vlm_worker.types import Role, Stage
+
+__all__ = [
+    "GatewaySettings",
+    "Identity",
+    "ModelSource",
+    "ServeSettings",
+    "Settings",
+    "WorkerSettings",
+    "parse",
+]
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """The settings of one command line; ends the process with code 2 where they are wrong."""
+    args = command_line().parse_args(argv)
+    fail: Callable[[str], NoReturn] = args.parser.error
+    model = _model(args, fail)
+    served_name = args.served_name or Path(args.model.rstrip("/")).name
+    delays: dict[str, float] = dict(args.inject_delay_ms)
+    common: dict[str, Any] = {
+        "model": model,
+        "served_name": served_name,
+        "block_size": args.block_size,
+        "max_model_len": args.max_model_len,
+        "drain_timeout_seconds": args.drain_timeout_seconds,
+        "compat": args.compat,
+        "delays": delays,
+        "identity": _identity(environ),
+    }
+    if args.command == "serve":
+        worker = _worker(args, common, role=Role.DECODE, bind=args.host, stages=frozenset(Stage))
+        gateway = GatewaySettings(
+            **common, bind=args.host, http_port=args.port, admin_port=args.admin_port
+        )
+        return ServeSettings(
+            host=args.host, port=args.port, split=args.split, worker=worker, gateway=gateway
+        )
+    if args.command == "gateway":
+        if bool(args.worker) == bool(args.namespace or args.service):
+            fail("give --namespace and --service to watch pods, or --worker=HOST:PORT, not both")
+        if not args.worker and not (args.namespace and args.service):
+            fail("--namespace and --service go together")
+        return GatewaySettings(
+            **common,
+            bind=args.bind,
+            http_port=args.http_port,
+            admin_port=args.admin_port,
+            namespace=args.namespace,
+            service=args.service,
+            workers=tuple(args.worker),
+            config=args.config,
+            api_keys_dir=args.api_keys_dir,
+        )
+    role = Role(args.command)
+    stages = args.stages or frozenset({Stage(args.command)})
+    if Stage(args.command) not in stages:
+        fail(f"--stages: must name {args.command} itself, it is this role's own stage")
+    return _worker(args, common, role=role, bind=args.bind, stages=stages)
+
+
+def _worker(
+    args: argparse.Namespace,
+    common: Mapping[str, Any],
+    *,
+    role: Role,
+    bind: str,
+    stages: frozenset[Stage],
+) -> WorkerSettings:
+    return WorkerSettings(
+        **common,
+        role=role,
+        stages=stages,
+        bind=bind,
+        grpc_port=args.grpc_port,
+        http_port=args.worker_http_port,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        device=args.device,
+        kv_memory_bytes=args.kv_memory_bytes,
+        kv_memory_percent=args.kv_memory_percent,
+        kv_reserve_percent=args.kv_reserve_percent,
+        max_requests=args.max_requests,
+        max_batched_tokens=args.max_batched_tokens,
+        runner=args.runner,
+    )
+
+
+def _model(args: argparse.Namespace, fail: Callable[[str], NoReturn]) -> ModelSource:
+    source = ModelSource(uri=args.model, revision=args.model_revision, cache=args.model_cache)
+    repository = source.repository
+    if repository is None:
+        if "://" in source.uri:
+            fail(f"--model: {source.uri!r} is neither a directory nor hf://org/name")
+        return source
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        fail(f"--model: {source.uri!r} must read hf://org/name")
+    if not source.revision and args.command != "serve":
+        fail("--model-revision: give the commit of the hf:// model, so that all pods run the same")
+    return source
+
+
+def _identity(environ: Mapping[str, str]) -> Identity:
+    return Identity(
+        pod_name=environ.get("POD_NAME", ""),
+        pod_uid=environ.get("POD_UID", ""),
+        pod_ip=environ.get("POD_IP", ""),
+        namespace=environ.get("POD_NAMESPACE", ""),
+        node_name=environ.get("NODE_NAME", ""),
+        service=environ.get("TRIPTYCH_SERVICE", ""),
+        variant=environ.get("TRIPTYCH_VARIANT", ""),
+        revision=environ.get("TRIPTYCH_REVISION", ""),
+    )

@@ -1,0 +1,159 @@
+"""Every flag of every command: its name, its type, its default."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from vlm_worker.metrics import STAGES
+from vlm_worker.types import Role, Stage
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+RUNNERS = ("model", "checksum")
+DELAYS = (*STAGES, "kv_transfer")
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of `vlm-worker`; each command leaves itself in `args.parser`."""
+    parser = argparse.ArgumentParser(prog="vlm-worker", description="One process of a VLM service.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for role in (Role.ENCODER, Role.PREFILL, Role.DECODE):
+        worker = commands.add_parser(role.value, help=f"a {role.value} worker")
+        _add_model(worker)
+        _add_server(worker, http_port=None)
+        worker.add_argument("--http-port", dest="worker_http_port", type=_port, default=9001)
+        _add_engine(worker)
+        worker.add_argument(
+            "--stages", type=_stages, help="what is loaded: encoder,prefill,decode (own stage)"
+        )
+        worker.set_defaults(parser=worker)
+    gateway = commands.add_parser("gateway", help="the OpenAI API in front of the workers")
+    _add_model(gateway)
+    _add_server(gateway, http_port=8000)
+    gateway.add_argument("--admin-port", type=_port, default=9001, help="/stats and /metrics")
+    gateway.add_argument("--namespace", default="", help="where the service's pods are")
+    gateway.add_argument("--service", default="", help="the VLMService whose pods are watched")
+    gateway.add_argument(
+        "--worker", type=_address, action="append", default=[], help="HOST:PORT, repeatable"
+    )
+    gateway.add_argument("--config", type=Path, help="gateway.json, re-read every second")
+    gateway.add_argument("--api-keys-dir", type=Path, help="one bearer key per file")
+    gateway.set_defaults(parser=gateway)
+    serve = commands.add_parser("serve", help="all roles on this machine")
+    _add_model(serve, positional=True)
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=_port, default=8000)
+    serve.add_argument("--split", action="store_true", help="one process per role")
+    _add_engine(serve)
+    serve.set_defaults(parser=serve, grpc_port=0, worker_http_port=0, admin_port=0)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    text = "a directory, or hf://org/name"
+    if positional:
+        parser.add_argument("model", metavar="MODEL", help=text)
+    else:
+        parser.add_argument("--model", required=True, help=text)
+    parser.add_argument(
+        "--served-name", required=not positional, default="", help="name in the API"
+    )
+    parser.add_argument("--model-revision", default="", help="commit of an hf:// model")
+    parser.add_argument("--model-cache", type=Path, help="where hf:// models are downloaded to")
+    parser.add_argument("--block-size", type=_at_least(1), default=64, help="tokens of a KV block")
+    parser.add_argument("--max-model-len", type=_at_least(64), default=4096, help="tokens")
+    parser.add_argument("--drain-timeout-seconds", type=_seconds, default=600.0)
+    parser.add_argument("--compat", default="", help="hash of what workers must agree on")
+    parser.add_argument(
+        "--inject-delay-ms",
+        type=_delay,
+        action="append",
+        default=[],
+        metavar="STAGE=MS",
+        help="delay one hop; for tests",
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser, *, http_port: int | None) -> None:
+    parser.add_argument("--bind", default="::", help="address that every server listens on")
+    if http_port is None:
+        parser.add_argument("--grpc-port", type=_port, default=9000)
+    else:
+        parser.add_argument("--http-port", type=_port, default=http_port)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--kv-memory-bytes", type=_at_least(1))
+    memory.add_argument("--kv-memory-percent", type=_percent)
+    parser.add_argument("--kv-reserve-percent", type=_percent, default=5)
+    parser.add_argument("--max-requests", type=_at_least(1), default=256, help="running at once")
+    parser.add_argument("--max-batched-tokens", type=_at_least(16), default=2048, help="of a step")
+    parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        return value
+
+    return convert
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535 (0: any free one)")
+    return int(text)
+
+
+def _percent(text: str) -> int:
+    if not text.isdecimal() or int(text) > 95:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole percentage from 0 to 95")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} must be seconds, 0 to 86400")
+    return value
+
+
+def _stages(text: str) -> frozenset[Stage]:
+    try:
+        return frozenset(Stage(part) for part in text.split(","))
+    except ValueError:
+        known = ",".join(stage.value for stage in Stage)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a comma-separated choice of {known}"
+        ) from None
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must read HOST:PORT")
+    return text
+
+
+def _delay(text: str) -> tuple[str, float]:
+    stage, _, milliseconds = text.partition("=")
+    if stage not in DELAYS or not milliseconds.isdecimal() or int(milliseconds) > 60_000:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must read STAGE=MS with MS up to 60000 and STAGE one of {', '.join(DELAYS)}"
+        )
+    return stage, int(milliseconds) / 1000

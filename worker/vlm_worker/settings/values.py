@@ -1,0 +1,122 @@
+"""The settings of each command, as frozen values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from vlm_worker.types import Role, Stage
+
+HF_PREFIX = "hf://"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is in its cluster, from the downward API; empty strings outside of one."""
+
+    pod_name: str = ""
+    pod_uid: str = ""
+    pod_ip: str = ""
+    namespace: str = ""
+    node_name: str = ""
+    service: str = ""
+    variant: str = ""
+    revision: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the model comes from.
+
+    Attributes:
+        uri: a directory, or `hf://org/name`.
+        revision: commit of an `hf://` model; of a directory, what its publisher calls it.
+        cache: directory that `hf://` models are downloaded into; None is huggingface_hub's own.
+    """
+
+    uri: str
+    revision: str = ""
+    cache: Path | None = None
+
+    @property
+    def repository(self) -> str | None:
+        """`org/name` of an `hf://` source, None of a directory."""
+        return self.uri.removeprefix(HF_PREFIX) if self.uri.startswith(HF_PREFIX) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One encoder, prefill or decode process. A port of 0 is any free one.
+
+    `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
+    `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
+    """
+
+    role: Role
+    stages: frozenset[Stage]
+    model: ModelSource
+    served_name: str
+    bind: str = "::"
+    grpc_port: int = 9000
+    http_port: int = 9001
+    block_size: int = 64
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    device: str = "auto"
+    kv_memory_bytes: int | None = None
+    kv_memory_percent: int | None = None
+    kv_reserve_percent: int = 5
+    max_model_len: int = 4096
+    max_requests: int = 256
+    max_batched_tokens: int = 2048
+    drain_timeout_seconds: float = 600.0
+    compat: str = ""
+    delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    runner: str = "model"
+    identity: Identity = dataclasses.field(default_factory=Identity)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """One gateway process.
+
+    It finds its workers at the static addresses `workers`, or, where these are empty, by watching
+    the pods of `service` in `namespace`. `config` is the mounted gateway.json; `api_keys_dir` a
+    mounted Secret with one bearer key per file, whose name is the tenant; None is open.
+    """
+
+    model: ModelSource
+    served_name: str
+    bind: str = "::"
+    http_port: int = 8000
+    admin_port: int = 9001
+    namespace: str = ""
+    service: str = ""
+    workers: tuple[str, ...] = ()
+    config: Path | None = None
+    api_keys_dir: Path | None = None
+    block_size: int = 64
+    max_model_len: int = 4096
+    drain_timeout_seconds: float = 600.0
+    compat: str = ""
+    delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    identity: Identity = dataclasses.field(default_factory=Identity)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Every role on this machine, behind one port.
+
+    `worker` and `gateway` are the settings that the parts start from; with `split`, each role is a
+    child process.
+    """
+
+    host: str
+    port: int
+    split: bool
+    worker: WorkerSettings
+    gateway: GatewaySettings
+
+
+Settings = WorkerSettings | GatewaySettings | ServeSettings
