@@ -1,0 +1,115 @@
+"""The Kubernetes API, as narrow as the operator needs it: dicts in, dicts out, typed errors.
+
+`kube.KubeCluster` speaks to a real one, `testing.FakeCluster` is one in memory, `leader.Fenced`
+refuses writes of a process that no longer leads. Every method raises `ClusterError` or one of its
+subclasses, and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from vlm_operator import names
+
+Manifest = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One resource of the API: what its manifests say, and where its URL is.
+
+    Attributes:
+        api_version: `apps/v1`, `v1`.
+        kind: `Deployment`.
+        plural: `deployments`, the URL's last word.
+        namespaced: whether objects live in a namespace.
+    """
+
+    api_version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+
+    @property
+    def group(self) -> str:
+        """`apps`; empty for the core group."""
+        return self.api_version.rpartition("/")[0]
+
+
+SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SERVICE = Kind("v1", "Service", "services")
+POD = Kind("v1", "Pod", "pods")
+EVENT = Kind("v1", "Event", "events")
+NODE = Kind("v1", "Node", "nodes", namespaced=False)
+ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+VLM_SERVICE = Kind(names.API_VERSION, names.KIND_SERVICE, names.PLURAL_SERVICE)
+VLM_POOL = Kind(names.API_VERSION, names.KIND_POOL, names.PLURAL_POOL)
+VLM_NODE_CLASS = Kind(
+    names.API_VERSION, names.KIND_NODE_CLASS, names.PLURAL_NODE_CLASS, namespaced=False
+)
+
+# What a VLMService owns, in the order in which it is applied: a pod finds its account, its binding
+# and its configuration when it starts.
+CHILD_KINDS = (
+    SERVICE_ACCOUNT,
+    ROLE_BINDING,
+    CONFIG_MAP,
+    NETWORK_POLICY,
+    SERVICE,
+    PDB,
+    VLM_POOL,
+    DEPLOYMENT,
+)
+
+KINDS = {
+    (kind.api_version, kind.kind): kind
+    for kind in (*CHILD_KINDS, POD, EVENT, NODE, LEASE, VLM_SERVICE, VLM_NODE_CLASS)
+}
+
+
+def kind_of(manifest: Mapping[str, Any]) -> Kind:
+    """Return the kind that a manifest declares; it is one of `KINDS`."""
+    return KINDS[manifest["apiVersion"], manifest["kind"]]
+
+
+class Cluster(Protocol):
+    """What the operator asks of a cluster."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        """Read one object; None where there is none."""
+        ...
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> list[Manifest]:
+        """Read all objects of a kind, in one namespace or in all, that carry `labels`."""
+        ...
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        """Server-side apply as `manager`, taking over the fields it names; returns the object.
+
+        A `metadata.uid` in the manifest is a precondition: `ConflictError` where another object
+        took the name.
+        """
+        ...
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Create; `ConflictError` where the name is taken."""
+        ...
+
+    async def replace(self, manifest: Manifest) -> Manifest:
+        """Replace the version in `metadata.resourceVersion`; `ConflictError` if it moved on."""
+        ...
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
+        """Delete in the background, only the one with `uid` if given; an absent one is fine."""
+        ...

@@ -1,0 +1,57 @@
+"""The operator's own metrics, in one registry. docs/metrics.md lists them, tested."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+REGISTRY = CollectorRegistry()
+
+TURNS = Histogram(
+    "vlm_operator_turn_seconds",
+    "Seconds that one turn of a service's loop took, by result.",
+    ["result"],
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    registry=REGISTRY,
+)
+WRITES = Counter(
+    "vlm_operator_writes",
+    "Objects written to the API server, by kind and verb.",
+    ["kind", "verb"],
+    registry=REGISTRY,
+)
+BAD_SAMPLES = Counter(
+    "vlm_operator_bad_samples",
+    "Answers of pods to /stats that were dropped: unreachable, malformed, of another pod.",
+    ["reason"],
+    registry=REGISTRY,
+)
+LEADER = Gauge("vlm_operator_leader", "1 while this process leads.", registry=REGISTRY)
+SCALE_DECISIONS = Counter(
+    "vlm_scale_decisions",
+    "Decisions that changed a pool's size, by the reason they gave.",
+    ["namespace", "service", "role", "reason"],
+    registry=REGISTRY,
+)
+DESIRED_REPLICAS = Gauge(
+    "vlm_desired_replicas",
+    "Replicas that a pool should have.",
+    ["namespace", "service", "role"],
+    registry=REGISTRY,
+)
+READY_REPLICAS = Gauge(
+    "vlm_ready_replicas",
+    "Replicas of a pool that are ready and accept work.",
+    ["namespace", "service", "role"],
+    registry=REGISTRY,
+)
+
+
+def exposition() -> bytes:
+    """Return all of them in Prometheus' text format."""
+    return generate_latest(REGISTRY)
+
+
+def forget(namespace: str, service: str) -> None:
+    """Drop the series of a service that is gone."""
+    for metric in (SCALE_DECISIONS, DESIRED_REPLICAS, READY_REPLICAS):
+        metric.remove_by_labels({"namespace": namespace, "service": service})

@@ -1,0 +1,88 @@
+"""The operator's settings, read once from argv and the environment."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from vlm_operator import names
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How this process runs. What a service asks for stands in the VLMService.
+
+    Attributes:
+        namespaces: where VLMServices are looked after; empty means everywhere.
+        kubeconfig: a file, or None for the pod's ServiceAccount.
+        worker_image: for services that name no image.
+        image_pull_policy: of every pod; empty leaves Kubernetes' default.
+        bind: the address that metrics and health listen on.
+        worker_bind: what pods pass to --bind; Kubernetes replaces `$(POD_IP)`.
+        metrics_port: of the operator's own `/metrics`, `/healthz` and `/readyz`; 0 picks a free
+            one.
+        cluster_domain: the suffix of `status.url`.
+        resync_seconds: a service is read in full at least this often, events or not.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    kubeconfig: str | None = None
+    worker_image: str = "triptych/worker:dev"
+    image_pull_policy: str = ""
+    identity: str = "operator"
+    lease_namespace: str = names.OPERATOR_NAMESPACE
+    lease_name: str = names.OPERATOR_LEASE
+    lease_seconds: float = 15.0
+    bind: str = "::"
+    worker_bind: str = "$(POD_IP)"
+    metrics_port: int = 8080
+    cluster_domain: str = "cluster.local"
+    resync_seconds: float = 60.0
+    log_level: str = "INFO"
+    log_format: str = "json"
+
+    @classmethod
+    def read(cls, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+        """Parse a command line; exits with a message and status 2 where it is wrong."""
+        found = os.environ if environ is None else environ  # noqa: TID251
+        options = vars(_parser(found).parse_args(argv))
+        options["namespaces"] = tuple(options["namespaces"])
+        return cls(**options)
+
+
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    default = Settings()
+    parser = argparse.ArgumentParser(
+        prog="vlm-operator", description="Run VLMServices as encoder, prefill and decode pools."
+    )
+    add = parser.add_argument
+    add("--namespace", dest="namespaces", action="append", default=[], metavar="NS",
+        help="look after this namespace alone; repeatable; default: all")  # fmt: skip
+    add("--kubeconfig", metavar="FILE", help="default: the pod's own ServiceAccount")
+    add("--worker-image", default=default.worker_image, metavar="IMAGE",
+        help="image of workers and gateways whose VLMService names none (%(default)s)")  # fmt: skip
+    add("--image-pull-policy", default=default.image_pull_policy, metavar="POLICY",
+        help="imagePullPolicy of every pod; default: Kubernetes' own")  # fmt: skip
+    add("--worker-bind", default=default.worker_bind, metavar="ADDRESS",
+        help="what pods pass to --bind (%(default)s: their own address)")  # fmt: skip
+    add("--identity", default=environ.get("POD_NAME") or socket.gethostname(), metavar="NAME",
+        help="holder of the Lease (POD_NAME, else the host name)")  # fmt: skip
+    add("--lease-namespace", default=environ.get("POD_NAMESPACE") or default.lease_namespace,
+        metavar="NS", help="default: POD_NAMESPACE")  # fmt: skip
+    add("--lease-name", default=default.lease_name, metavar="NAME", help="default: %(default)s")
+    add("--lease-seconds", type=float, default=default.lease_seconds, metavar="S",
+        help="how long others wait for a leader that is gone (%(default)s)")  # fmt: skip
+    add("--bind", default=environ.get("POD_IP") or default.bind, metavar="IP",
+        help="address of metrics and health (POD_IP, else all)")  # fmt: skip
+    add("--metrics-port", type=int, default=default.metrics_port, metavar="PORT",
+        help="of /metrics, /healthz and /readyz (%(default)s)")  # fmt: skip
+    add("--cluster-domain", default=default.cluster_domain, metavar="DOMAIN",
+        help="suffix of status.url (%(default)s)")  # fmt: skip
+    add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
+        help="read every service in full at least this often (%(default)s)")  # fmt: skip
+    add("--log-level", default=default.log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    add("--log-format", default=default.log_format, choices=["json", "plain"])
+    return parser

@@ -1,0 +1,222 @@
+"""What was seen: pods, their own reports, the objects a service owns.
+
+Values only; `observe` and `scrape` fill them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from vlm_operator import names
+from vlm_operator.names import Role
+
+Manifest = dict[str, Any]
+Phase = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KvTokens:
+    """A worker's KV cache, in tokens."""
+
+    capacity: int
+    running: int
+    reserved: int
+    cached: int
+    free: int
+    queued: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What a worker found in the checkpoint; integers, 0 where a role does not know."""
+
+    kv_bytes_per_token: int
+    embedding_bytes_per_token: int
+    image_tokens_per_megapixel: int
+    weights_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one stage, summed over requests that met and that missed their target."""
+
+    met: float
+    missed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Ttft:
+    """Time to first token of one modality at one gateway, counted since it started."""
+
+    count: int
+    missed: int
+    sum_seconds: float
+    buckets: Mapping[float, int]  # upper bound in seconds → requests at or below it
+    stages: Mapping[str, StageSeconds]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One pod's `/stats` (docs/stats.schema.json) at one moment; only well-formed ones exist."""
+
+    pod_uid: str
+    boot_id: str
+    role: Role
+    phase: Phase
+    message: str
+    accepting: bool
+    inflight: int
+    queued_requests: int
+    queued_work_seconds: float
+    admitted_work_seconds: float  # since the process started
+    kv: KvTokens | None
+    model: ModelFacts | None
+    ttft: Mapping[str, Ttft]  # by modality; empty on workers
+    config_hash: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PodState:
+    """One pod as the API server shows it.
+
+    Attributes:
+        accepting: the readiness gate; None until it was set.
+        gate_since: when the gate last changed, seconds since the epoch.
+        blocked: the one thing that keeps it from being ready, "" when nothing is known to.
+        created: seconds since the epoch.
+    """
+
+    name: str
+    uid: str
+    role: Role
+    variant: str
+    revision: str
+    deployment: str
+    node: str | None
+    ip: str | None
+    created: float
+    scheduled: bool
+    containers_ready: bool
+    ready: bool
+    accepting: bool | None
+    gate_since: float | None
+    deleting: bool
+    finished: bool
+    restarts: int
+    deletion_cost: int
+    blocked: str
+
+    @property
+    def draining(self) -> bool:
+        """Told to take no new work, or on its way out."""
+        return self.deleting or self.accepting is False
+
+    @property
+    def starting(self) -> bool:
+        """On a node, and not ready yet."""
+        return self.scheduled and not self.ready and not self.draining and not self.finished
+
+    @property
+    def pending(self) -> bool:
+        """On no node yet."""
+        return not self.scheduled and not self.draining and not self.finished
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeClassState:
+    """What a VLMNodeClass says that decisions need."""
+
+    name: str
+    node_selector: Mapping[str, str]
+    tolerations: tuple[Mapping[str, Any], ...]
+    accelerator: str | None  # resource name
+    accelerators: int  # per pod
+    cost_per_hour: float
+    startup_p90_seconds: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """Everything that one turn of the loop looks at.
+
+    Attributes:
+        service: the VLMService, None where it is gone.
+        children: what carries the service's label, by kind and name, ours or not.
+        now: seconds since the epoch, when the reading began.
+    """
+
+    service: Manifest | None
+    children: Mapping[tuple[str, str], Manifest]
+    pods: tuple[PodState, ...]
+    node_classes: Mapping[str, NodeClassState]
+    samples: Mapping[str, Sample]  # by pod uid
+    now: float
+
+    def of(self, role: Role) -> tuple[PodState, ...]:
+        """All pods of a role that have not ended, oldest first."""
+        found = [pod for pod in self.pods if pod.role is role and not pod.finished]
+        return tuple(sorted(found, key=lambda pod: (pod.created, pod.name)))
+
+    def child(self, kind: str, name: str) -> Manifest | None:
+        """One child, None where it does not exist."""
+        return self.children.get((kind, name))
+
+    def of_kind(self, kind: str) -> Iterator[Manifest]:
+        """All children of a kind, by name."""
+        for (found, _), manifest in sorted(self.children.items(), key=lambda item: item[0]):
+            if found == kind:
+                yield manifest
+
+    def deployments(self) -> tuple[DeploymentState, ...]:
+        """All Deployments of the service's roles, gateway included."""
+        return tuple(DeploymentState.of(manifest) for manifest in self.of_kind("Deployment"))
+
+    def pool_replicas(self, service: str, role: Role) -> int | None:
+        """`spec.replicas` of the role's VLMPool, None where there is none."""
+        pool = self.child(names.KIND_POOL, names.child(service, role))
+        return None if pool is None else int(pool["spec"]["replicas"])
+
+
+@dataclasses.dataclass(frozen=True)
+class DeploymentState:
+    """One Deployment: one role, variant and revision."""
+
+    name: str
+    role: Role
+    variant: str
+    revision: str
+    compat: str
+    inputs: str
+    resolved: str
+    desired: int
+    replicas: int
+    ready: int
+    deleting: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> DeploymentState:
+        """Read a manifest that carries the service's labels."""
+        meta, status = manifest["metadata"], manifest.get("status", {})
+        labels, notes = meta.get("labels", {}), meta.get("annotations", {})
+        return cls(
+            name=meta["name"],
+            role=Role(labels[names.LABEL_ROLE]),
+            variant=labels.get(names.LABEL_VARIANT, ""),
+            revision=labels.get(names.LABEL_REVISION, ""),
+            compat=labels.get(names.LABEL_COMPAT, ""),
+            inputs=notes.get(ANNOTATION_INPUTS, ""),
+            resolved=notes.get(ANNOTATION_RESOLVED, ""),
+            desired=int(manifest["spec"].get("replicas", 1)),
+            replicas=int(status.get("replicas", 0)),
+            ready=int(status.get("readyReplicas", 0)),
+            deleting=meta.get("deletionTimestamp") is not None,
+        )
+
+
+# On each Deployment: what its revision was made of, so that a new operator renders the same pods.
+ANNOTATION_INPUTS = f"{names.GROUP}/inputs"
+ANNOTATION_RESOLVED = f"{names.GROUP}/resolved"
+# On each child: the digest of what was last applied.
+ANNOTATION_APPLIED = f"{names.GROUP}/applied"
