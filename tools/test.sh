@@ -20,7 +20,7 @@ printf '\n\033[1m== control plane\033[0m (built once, about 5 minutes, then cach
 .venv/bin/python -m vlm_operator.local.build || { echo "the control plane could not be built; see above"; exit 1; }
 
 suite kernels   tests/kernels
-suite worker    tests/worker
+suite worker    tests/worker tests/examples
 suite operator  tests/operator tests/helm
 suite contracts tests/contracts
 suite e2e       e2e

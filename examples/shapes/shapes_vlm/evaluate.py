@@ -1,323 +1,284 @@
-"""Accuracy of the tiny VLM on held-out seeds, through plain Hugging Face transformers on CPU.
+"""Accuracy on held-out seeds, through plain Hugging Face transformers on CPU.
 
-    python eval.py --model model --out eval.json            # everything
-    python eval.py --model model --n 20 --only color,ocr    # a quick look
+    python -m shapes_vlm.evaluate --model model --out eval.json           # everything
+    python -m shapes_vlm.evaluate --model model --count 20 --only color,ocr
 
-Every question has its own freshly drawn image (seeds no training run uses).  Score: exact match after
-lower-casing and dropping surrounding blanks and a final full stop.  Three tables:
-  tasks    accuracy per task at the image's own resolution
-  tiers    the same questions on 224..336-pixel images with max_pixels at 1, 1/2 and 1/4 of the image
-  pooling  the same questions with the projector's output mean-pooled 1x, 2x (1x2) and 4x (2x2) before the
-           language model; a pooled token takes the mean M-RoPE position of its members
+Exact match after lower-casing and dropping surrounding blanks and a final full stop. Four tables:
+  tasks    per task, at the picture's own resolution
+  blind    the same questions with every picture painted grey: what guessing reaches
+  tiers    pictures of 224..336 pixels with max_pixels at 1, 1/2 and 1/4 of the picture
+  pooling  the projector's output mean-pooled over 1x2 and 2x2 neighbours before the language model;
+           a pooled token takes the mean M-RoPE position of its members
 """
 
+from __future__ import annotations
+
 import argparse
+import dataclasses
 import json
 import multiprocessing
-import random
 import time
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 
-import data
+from shapes_vlm import heldout
 
-SEED = 90_000_000
-GROUPS = {
-    "color": ["color"],
-    "shape": ["shape"],
-    "count<=4": ["count_all<=4", "count_color", "count_shape"],
-    "relations": ["rel_yesno", "rel_what", "extreme", "where"],
-    "ocr": ["ocr", "ocr_line"],
-}
+TRADE_SIDES = (224, 280, 336)
+TRADE_TASKS = (
+    "color", "shape", "count_all", "count_color", "exist", "where", "rel_what", "extreme", "ocr",
+    "cell", "bar_extreme", "bar_value",
+)  # fmt: skip
+MAX_NEW_TOKENS = 40
 
 
-def build_questions(task, n, sides, seed):
-    """n items: dict(images, turns, meta); deterministic in (task, seed)."""
-    rng = random.Random(f"{seed}/{task}")
-    out = []
-    while len(out) < n:
-        W, H = rng.choice(sides), rng.choice(sides)
-        if max(W, H) > 3 * min(W, H):
-            continue
-        if task.startswith("text:"):
-            t, turns = data.text_only(rng)
-            if t == task[5:]:
-                out.append(dict(images=[], turns=turns, meta={}))
-            continue
-        if task.startswith("compare"):
-            a, b = data.scene_shapes(rng, W, H, 4), data.scene_shapes(rng, W, H, 4)
-            qs = [q for q in data.two_image_questions(a, b, rng, 3) if q[0] == task]
-            scs = [a, b]
-        else:
-            base = task.split("<")[0].split(">")[0]
-            kinds = [k for k, v in data.TASKS.items() if base in v]
-            sc = data.make_scene(
-                rng, W, H, kinds[rng.randrange(len(kinds))] if base != "ocr" else "text"
-            )
-            qs = data.questions(sc, rng, 1, only=[base])
-            if qs and task == "count_all<=4" and int(qs[0][1][0][1]) > 4:
-                continue
-            if qs and task == "count_all>4" and int(qs[0][1][0][1]) <= 4:
-                continue
-            scs = [sc]
-        if not qs:
-            continue
-        meta = dict(size=[W, H])
-        if task.startswith("ocr"):
-            t = [t for t in scs[0]["texts"] if t["s"] == qs[0][1][0][1]][0]
-            meta.update(font=t["size"], length=len(t["s"]))
-        out.append(
-            dict(
-                images=[Image.fromarray(data.render(s, rng)) for s in scs],
-                turns=qs[0][1],
-                meta=meta,
-            )
-        )
-    return out
+class Unit(NamedTuple):
+    """One row of one table."""
+
+    table: str
+    column: str
+    task: str
+    count: int
+    scale: float = 1.0
+    pool: int = 1
 
 
-TASKS = [
-    "color",
-    "shape",
-    "count_all<=4",
-    "count_all>4",
-    "count_color",
-    "count_shape",
-    "exist",
-    "background",
-    "where",
-    "rel_yesno",
-    "rel_what",
-    "extreme",
-    "caption",
-    "ocr",
-    "ocr_line",
-    "text_color",
-    "char_count",
-    "cell",
-    "grid_size",
-    "bar_extreme",
-    "bar_value",
-    "bar_count",
-    "compare_count",
-    "compare_color",
-    "compare_shape",
-    "multi_turn",
-    "text:arithmetic",
-    "text:spell",
-    "text:repeat",
-    "text:no_image",
-    "text:chat",
-]
+class Score(NamedTuple):
+    """Hits per question, mean visual tokens, and (question, reference, answer) of the misses."""
+
+    hits: list[bool]
+    visual_tokens: float
+    misses: list[tuple[str, str, str]]
 
 
-def norm(s):
-    return s.strip().lower().rstrip(".").strip()
+class Evaluator:
+    """A model and its processor."""
 
-
-class Runner:
-    def __init__(self, path, threads):
+    def __init__(self, path: Path, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.proc = AutoProcessor.from_pretrained(path)
-        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-        self.tokens = 0
+        self._processor = AutoProcessor.from_pretrained(path)
+        self._model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        self._image_token = self._model.config.image_token_id
 
-    def messages(self, item, history, q):
-        m = [dict(role=r, content=[dict(type="text", text=t)]) for r, t in history + [("user", q)]]
-        m[0]["content"] = [dict(type="image", image=i) for i in item["images"]] + m[0]["content"]
-        return m
+    def score(self, items: list[heldout.Item], *, scale: float = 1.0, pool: int = 1) -> Score:
+        """Exact match of the last turn; earlier turns are answered by the model itself."""
+        hits, num_visual, misses = [], 0, []
+        for item in items:
+            history: list[tuple[str, str]] = []
+            for question, _ in item.turns:
+                answer, tokens = self.answer(item, history, question, scale=scale, pool=pool)
+                history += [("user", question), ("assistant", answer)]
+            reference = item.turns[-1][1]
+            hits.append(heldout.normalise(answer) == heldout.normalise(reference))
+            num_visual += tokens
+            if not hits[-1]:
+                misses.append((question, reference, answer))
+        return Score(hits, num_visual / len(items), misses)
 
     @torch.inference_mode()
-    def generate(self, item, history, q, scale=1.0, pool=1):
-        kw = {}
-        if item["images"] and scale != 1.0:
-            px = int(item["images"][0].width * item["images"][0].height * scale)
-            kw = dict(processor_kwargs=dict(size=dict(shortest_edge=56 * 56, longest_edge=px)))
-        x = self.proc.apply_chat_template(
-            self.messages(item, history, q),
+    def answer(
+        self,
+        item: heldout.Item,
+        history: list[tuple[str, str]],
+        question: str,
+        *,
+        scale: float = 1.0,
+        pool: int = 1,
+    ) -> tuple[str, int]:
+        """The answer and the number of visual tokens it was read from."""
+        messages: list[dict[str, Any]] = [
+            {"role": role, "content": [{"type": "text", "text": text}]}
+            for role, text in [*history, ("user", question)]
+        ]
+        pictures = [{"type": "image", "image": image} for image in item.images]
+        messages[0]["content"] = pictures + messages[0]["content"]
+        options = {}
+        if item.images and scale != 1.0:
+            most = int(item.images[0].width * item.images[0].height * scale)
+            size = {"shortest_edge": 56 * 56, "longest_edge": most}
+            options = {"processor_kwargs": {"size": size}}
+        inputs = self._processor.apply_chat_template(
+            messages,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            **kw,
+            **options,
         )
-        self.tokens = int((x["input_ids"] == self.model.config.image_token_id).sum()) // pool
+        num_visual = int((inputs["input_ids"] == self._image_token).sum()) // pool
         if pool == 1:
-            y = self.model.generate(**x, max_new_tokens=40, do_sample=False)
-            return self.proc.decode(y[0, x["input_ids"].shape[1] :], skip_special_tokens=True)
-        return self.pooled(x, pool)
+            output = self._model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            tokens = output[0, inputs["input_ids"].shape[1] :]
+        else:
+            tokens = self._generate_pooled(inputs, pool)
+        return self._processor.decode(tokens, skip_special_tokens=True), num_visual
 
-    def pooled(self, x, pool):
-        """Greedy decoding with mean-pooled visual tokens (pool 2: pairs along x; pool 4: 2x2 blocks)."""
-        m = self.model.model
-        ids = x["input_ids"][0]
-        pos, _ = m.get_rope_index(
-            x["input_ids"],
-            mm_token_type_ids=x["mm_token_type_ids"],
-            image_grid_thw=x["image_grid_thw"],
-            attention_mask=x["attention_mask"],
-        )
-        pos = pos[:, 0].float()
-        emb = m.language_model.embed_tokens(ids)
-        vis = m.visual(x["pixel_values"], grid_thw=x["image_grid_thw"]).pooler_output
-        E, P, o, i = [], [], 0, 0
-        grids = (x["image_grid_thw"][:, 1:] // 2).tolist()
-        g = 0
-        while i < len(ids):
-            if ids[i] != self.model.config.image_token_id:
-                E.append(emb[i : i + 1])
-                P.append(pos[:, i : i + 1])
-                i += 1
-                continue
-            r, c = grids[g]
-            g += 1
-            v, p = vis[o : o + r * c].view(r, c, -1), pos[:, i : i + r * c].view(3, r, c)
-            ph, pw = (2, 2) if pool == 4 else (1, 2)
-            for a in range(0, r, ph):
-                for b in range(0, c, pw):
-                    E.append(v[a : a + ph, b : b + pw].flatten(0, 1).mean(0, keepdim=True))
-                    P.append(p[:, a : a + ph, b : b + pw].flatten(1).mean(1, keepdim=True))
-            o += r * c
-            i += r * c
-        E, P = torch.cat(E)[None], torch.cat(P, 1)[:, None]
-        cache, out, nxt = DynamicCache(), [], float(P.max()) + 1
-        for _ in range(40):
-            h = m.language_model(
-                inputs_embeds=E, position_ids=P, past_key_values=cache, use_cache=True
+    def _generate_pooled(self, inputs: Any, pool: int) -> list[int]:
+        language = self._model.model.language_model
+        embeds, positions = self._pooled_prompt(inputs, (2, 2) if pool == 4 else (1, 2))
+        cache, tokens, following = DynamicCache(), [], float(positions.max()) + 1
+        for _ in range(MAX_NEW_TOKENS):
+            hidden = language(
+                inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state
-            t = int(self.model.lm_head(h[0, -1]).argmax())
-            if t == self.model.config.text_config.eos_token_id:
+            token = int(self._model.lm_head(hidden[0, -1]).argmax())
+            if token == self._model.config.text_config.eos_token_id:
                 break
-            out.append(t)
-            E, P = m.language_model.embed_tokens(torch.tensor([[t]])), torch.full((3, 1, 1), nxt)
-            nxt += 1
-        return self.proc.decode(out, skip_special_tokens=True)
+            tokens.append(token)
+            embeds = language.embed_tokens(torch.tensor([[token]]))
+            positions = torch.full((3, 1, 1), following)
+            following += 1
+        return tokens
 
-    def score(self, items, **kw):
-        """Exact match of the last turn (earlier turns are answered by the model itself)."""
-        hits, toks, wrong = [], 0, []
-        for it in items:
-            history = []
-            for q, ref in it["turns"]:
-                ans = self.generate(it, history, q, **kw)
-                history += [("user", q), ("assistant", ans)]
-            hits.append(norm(ans) == norm(ref))
-            toks += self.tokens
-            if not hits[-1]:
-                wrong.append([q, ref, ans])
-        return hits, toks / len(items), wrong
-
-
-TRADE = [
-    "color",
-    "shape",
-    "count_all",
-    "count_color",
-    "exist",
-    "where",
-    "rel_what",
-    "extreme",
-    "ocr",
-    "cell",
-    "bar_extreme",
-    "bar_value",
-]
-MODES = {
-    "tiers": {"1": {}, "1/2": dict(scale=0.5), "1/4": dict(scale=0.25)},
-    "pooling": {"2x": dict(pool=2), "4x": dict(pool=4)},
-}
-_run = None
-
-
-def init(path, threads):
-    global _run
-    _run = Runner(path, threads)
-
-
-def unit(u):
-    table, mode, task, n = u
-    if table == "tasks":
-        items, kw = build_questions(task, n, [112, 168, 224, 280, 336], SEED), {}
-    else:
-        items, kw = build_questions(task, n, [224, 280, 336], SEED + 1), MODES[table][mode]
-    hits, toks, wrong = _run.score(items, **kw)
-    return u, hits, toks, wrong, [i["meta"] for i in items]
-
-
-def main():
-    ap = argparse.ArgumentParser()
-    ap.add_argument("--model", default="model")
-    ap.add_argument("--out", default="")
-    ap.add_argument("--n", type=int, default=60, help="questions per task")
-    ap.add_argument(
-        "--n-trade", type=int, default=40, help="questions per task in the tier and pooling tables"
-    )
-    ap.add_argument("--only", default="", help="comma-separated tasks; skips the other tables")
-    ap.add_argument("--jobs", type=int, default=2, help="worker processes, one thread each")
-    a = ap.parse_args()
-    t0 = time.time()
-    units = [("tasks", "1", t, a.n) for t in (a.only.split(",") if a.only else TASKS)]
-    if not a.only:
-        units += [(tb, m, t, a.n_trade) for tb, ms in MODES.items() for m in ms for t in TRADE]
-    res = dict(
-        config=dict(weights="bfloat16", compute="float32", seed=SEED, n=a.n, n_trade=a.n_trade),
-        tasks={},
-        errors={},
-        tiers={},
-        pooling={},
-    )
-    ocr = []
-    with multiprocessing.get_context("spawn").Pool(a.jobs, init, (a.model, 1)) as pool:
-        for (table, mode, t, _), hits, toks, wrong, metas in pool.imap(unit, units):
-            acc = round(sum(hits) / len(hits), 4)
-            if table == "tasks":
-                res["tasks"][t] = dict(accuracy=acc, n=len(hits), visual_tokens=round(toks, 1))
-                res["errors"][t] = wrong[:3]
-                if t.startswith("ocr"):
-                    ocr += list(zip(hits, metas))
-            else:
-                d = res[table].setdefault(mode, dict(tokens=[]))
-                d[t] = acc
-                d["tokens"].append(toks)
-            print(f"{table} {mode:4s} {t:16s} {acc:.3f} tokens {toks:.0f}  {wrong[:2]}", flush=True)
-    if not a.only:
-        res["groups"] = {
-            g: round(sum(res["tasks"][t]["accuracy"] for t in ts) / len(ts), 4)
-            for g, ts in GROUPS.items()
-        }
-        vis = [v["accuracy"] for t, v in res["tasks"].items() if not t.startswith("text:")]
-        res["mean_image_tasks"] = round(sum(vis) / len(vis), 4)
-
-        def rate(f):
-            h = [x for x, m in ocr if f(m)]
-            return dict(accuracy=round(sum(h) / max(1, len(h)), 4), n=len(h))
-
-        res["ocr_detail"] = {
-            "font 16-20": rate(lambda m: m["font"] <= 20),
-            "font 21-27": rate(lambda m: 20 < m["font"] <= 27),
-            "font 28+": rate(lambda m: m["font"] > 27),
-        }
-        res["ocr_detail"].update(
-            {f"length {k}": rate(lambda m, k=k: m["length"] == k) for k in (1, 2, 3, 4)}
+    def _pooled_prompt(
+        self, inputs: Any, window: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompt embeddings [1, T, 256] and positions [3, 1, T], visual tokens averaged."""
+        inner = self._model.model
+        ids = inputs["input_ids"][0]
+        positions, _ = inner.get_rope_index(
+            inputs["input_ids"],
+            mm_token_type_ids=inputs["mm_token_type_ids"],
+            image_grid_thw=inputs["image_grid_thw"],
+            attention_mask=inputs["attention_mask"],
         )
-        for tb in ("tiers", "pooling"):
-            for m, d in res[tb].items():
-                tk = d.pop("tokens")
-                res[tb][m] = dict(
-                    visual_tokens=round(sum(tk) / len(tk), 1),
-                    mean=round(sum(d.values()) / len(d), 4),
-                    **d,
-                )
-        res["pooling"] = {"1x": res["tiers"]["1"], **res["pooling"]}
-        for k in ("groups", "ocr_detail", "mean_image_tasks", "tiers", "pooling"):
-            print(k, res[k])
-    res["seconds"] = round(time.time() - t0)
-    if a.out:
-        with open(a.out, "w") as f:
-            json.dump(res, f, indent=1)
-            f.write("\n")
+        positions = positions[:, 0].float()
+        words = inner.language_model.embed_tokens(ids)
+        grids = (inputs["image_grid_thw"][:, 1:] // 2).tolist()
+        visual = inner.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        rows_left, embeds, kept = visual.pooler_output, [], []
+        at = 0
+        while at < len(ids):
+            if ids[at] != self._image_token:
+                embeds.append(words[at : at + 1])
+                kept.append(positions[:, at : at + 1])
+                at += 1
+                continue
+            rows, columns = grids.pop(0)
+            count = rows * columns
+            cells = rows_left[:count].view(rows, columns, -1)
+            where = positions[:, at : at + count].view(3, rows, columns)
+            for j in range(0, rows, window[0]):
+                for i in range(0, columns, window[1]):
+                    box = (slice(j, j + window[0]), slice(i, i + window[1]))
+                    embeds.append(cells[box].flatten(0, 1).mean(0, keepdim=True))
+                    kept.append(where[(slice(None), *box)].flatten(1).mean(1, keepdim=True))
+            rows_left = rows_left[count:]
+            at += count
+        return torch.cat(embeds)[None], torch.cat(kept, 1)[:, None]
+
+
+def _grey(item: heldout.Item) -> heldout.Item:
+    grey = tuple(Image.new("RGB", image.size, (128, 128, 128)) for image in item.images)
+    return dataclasses.replace(item, images=grey)
+
+
+_evaluator: Evaluator
+
+
+def _start(path: Path) -> None:
+    global _evaluator  # noqa: PLW0603  one model per process
+    _evaluator = Evaluator(path)
+
+
+def _run(unit: Unit) -> tuple[Unit, Score, list[dict[str, Any]]]:
+    trade = unit.table in ("tiers", "pooling")
+    sides, seed = (TRADE_SIDES, heldout.SEED + 1) if trade else (heldout.SIDES, heldout.SEED)
+    items = heldout.build(unit.task, unit.count, sides, seed)
+    shown = [_grey(item) for item in items] if unit.table == "blind" else items
+    score = _evaluator.score(shown, scale=unit.scale, pool=unit.pool)
+    return unit, score, [item.meta for item in items]
+
+
+def plan_units(only: list[str], count: int, count_trade: int) -> list[Unit]:
+    """All rows of all tables, or the rows of some tasks."""
+    units = [Unit("tasks", "1", task, count) for task in only or heldout.TASKS]
+    if only:
+        return units
+    pictured = [task for task in heldout.TASKS if not task.startswith("text:")]
+    units += [Unit("blind", "grey", task, count_trade) for task in pictured]
+    for task in TRADE_TASKS:
+        for name, scale in {"1": 1.0, "1/2": 0.5, "1/4": 0.25}.items():
+            units.append(Unit("tiers", name, task, count_trade, scale=scale))
+        units += [Unit("pooling", f"{n}x", task, count_trade, pool=n) for n in (2, 4)]
+    return units
+
+
+def summarise(rows: list[tuple[Unit, Score, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """The tables as one JSON object."""
+    result: dict[str, Any] = {}
+    for unit, score, _ in rows:
+        column = result.setdefault(unit.table, {}).setdefault(unit.column, {})
+        column[unit.task] = {
+            "accuracy": round(sum(score.hits) / len(score.hits), 4),
+            "count": len(score.hits),
+            "visual_tokens": round(score.visual_tokens, 1),
+            "misses": score.misses[:3],
+        }
+    for columns in result.values():
+        for column in columns.values():
+            pictured = [row for task, row in column.items() if not task.startswith("text:")]
+            if pictured:
+                for key in ("accuracy", "visual_tokens"):
+                    mean = sum(row[key] for row in pictured) / len(pictured)
+                    column[f"mean_{key}"] = round(mean, 4)
+    tasks = result["tasks"]["1"]
+    result["groups"] = {
+        group: round(sum(tasks[task]["accuracy"] for task in members) / len(members), 4)
+        for group, members in heldout.GROUPS.items()
+        if all(task in tasks for task in members)
+    }
+    result["ocr"] = _ocr(rows)
+    return result
+
+
+def _ocr(rows: list[tuple[Unit, Score, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Accuracy of reading by length of the string."""
+    pairs = [
+        (hit, meta["length"])
+        for unit, score, metas in rows
+        if unit.table == "tasks" and unit.task.startswith("ocr")
+        for hit, meta in zip(score.hits, metas, strict=True)
+    ]
+    by_length = {n: [hit for hit, length in pairs if length == n] for n in (1, 2, 3, 4)}
+    return {
+        f"length {n}": {"accuracy": round(sum(hits) / len(hits), 4), "count": len(hits)}
+        for n, hits in by_length.items()
+        if hits
+    }
+
+
+def main() -> None:
+    """Parse the command line, evaluate, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=Path("model"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--count", type=int, default=100, help="questions per task")
+    parser.add_argument("--count-trade", type=int, default=40, help="per task in the other tables")
+    parser.add_argument("--only", default="", help="comma-separated tasks; skips the other tables")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    only = [task for task in arguments.only.split(",") if task]
+    units = plan_units(only, arguments.count, arguments.count_trade)
+    rows = []
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.jobs, _start, (arguments.model,)) as pool:
+        for row in pool.imap(_run, units):
+            rows.append(row)
+            unit, score, _ = row
+            accuracy = sum(score.hits) / len(score.hits)
+            print(f"{unit.table:8s} {unit.column:4s} {unit.task:16s} {accuracy:.3f}", flush=True)
+    result = summarise(rows)
+    result["seconds"] = round(time.monotonic() - begun)
+    print(json.dumps({key: result[key] for key in ("groups", "ocr", "seconds")}, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from typing import Any
 
 from PIL import Image
 
-from shapes_vlm import questions, scenes
+from shapes_vlm import conversations, drawing, questions, scenes
 
 SEED = 90_000_000
 SIDES = (112, 168, 224, 280, 336)
 
 TASKS = (
-    "color", "shape", "count_all<=4", "count_all>4", "count_color", "count_shape", "exist", "background",
-    "where", "rel_yesno", "rel_what", "extreme", "caption", "ocr", "ocr_line", "text_color", "char_count",
-    "cell", "grid_size", "bar_extreme", "bar_value", "bar_count", "compare_count", "compare_color",
-    "compare_shape", "multi_turn", "text:arithmetic", "text:spell", "text:repeat", "text:no_image",
-    "text:chat",
+    "color", "shape", "count_all<=4", "count_all>4", "count_color", "count_shape", "exist",
+    "background", "where", "rel_yesno", "rel_what", "extreme", "caption", "ocr", "ocr_line",
+    "text_color", "char_count", "cell", "grid_size", "bar_extreme", "bar_value", "bar_count",
+    "compare_count", "compare_color", "compare_shape", "multi_turn", "text:arithmetic",
+    "text:spell", "text:repeat", "text:no_image", "text:chat",
 )  # fmt: skip
 
 GROUPS = {
@@ -57,11 +57,11 @@ def build(task: str, count: int, sides: Sequence[int] = SIDES, seed: int = SEED)
 
 def _draw(task: str, width: int, height: int, rng: random.Random) -> Item | None:
     if task.startswith("text:"):
-        kind, turns = questions.text_only(rng)
+        kind, turns = conversations.text_only(rng)
         return Item(task, (), tuple(turns), {}) if kind == task[5:] else None
     if task.startswith("compare"):
         drawn = [scenes.scene_shapes(rng, width, height, 4) for _ in range(2)]
-        asked = [q for q in questions.two_image_questions(*drawn, rng, 3) if q[0] == task]
+        asked = [q for q in conversations.two_image_questions(*drawn, rng, 3) if q[0] == task]
     else:
         base = task.split("<")[0].split(">")[0]
         kinds = [kind for kind, tasks in questions.TASKS.items() if base in tasks]
@@ -74,7 +74,7 @@ def _draw(task: str, width: int, height: int, rng: random.Random) -> Item | None
     if task.startswith("ocr"):
         text = next(t for t in drawn[0]["texts"] if t["s"] == asked[0][1][0][1])
         meta.update(font=text["size"], length=len(text["s"]))
-    images = tuple(Image.fromarray(scenes.render(scene, rng)) for scene in drawn)
+    images = tuple(Image.fromarray(drawing.render(scene, rng)) for scene in drawn)
     return Item(task, images, tuple(asked[0][1]), meta)
 
 
