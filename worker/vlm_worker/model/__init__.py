@@ -1,0 +1,10 @@
+"""How a step is computed: transformers' own modules with paged attention. The place with torch.
+
+checkpoint   a model directory's files, checked before anything is loaded; no torch
+loader       one modelling module, the halves that the stages need, weights
+attention    what the modules call instead of their own attention
+vision       pictures to embeddings
+sampler      logits to tokens
+memory       how much KV fits
+runner       all of it behind `engine.runner.Runner`
+"""

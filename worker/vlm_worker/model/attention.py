@@ -1,0 +1,88 @@
+"""What transformers' modules call instead of their own attention.
+
+    decoder(inputs_embeds [1, T, D], step=StepContext)     every layer passes `step` on
+        └─ paged_forward     store K and V of the new tokens, attend over KV blocks
+    vision tower(patches, grid)
+        └─ varlen_forward    attend inside windows and frames, one call for all of them
+
+No mask is ever built: transformers skips masks for implementations without a mask function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vlm_kernels import AttentionPlan, paged_attention, store_kv, varlen_attention
+
+PAGED = "triptych_paged"
+VARLEN = "triptych_flash_varlen"  # "flash" in the name makes vision towers pass segment bounds
+
+
+@dataclasses.dataclass(slots=True)
+class StepContext:
+    """What all layers share in one step; `make_plan(window)` is called once per window size."""
+
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    make_plan: Callable[[int | None], AttentionPlan]
+    plans: dict[int | None, AttentionPlan] = dataclasses.field(default_factory=dict)
+
+    def plan(self, window: int | None) -> AttentionPlan:
+        """The plan of layers with this window."""
+        if window not in self.plans:
+            self.plans[window] = self.make_plan(window)
+        return self.plans[window]
+
+
+def use_paged_attention(model: Any) -> None:
+    """Route the language model's attention to KV blocks and the vision tower's to segments."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PAGED, paged_forward)
+    AttentionInterface.register(VARLEN, varlen_forward)
+    # set after loading: from_pretrained takes a name with "flash" for a kernel to download
+    model.config.get_text_config()._attn_implementation_internal = PAGED
+    model.config.vision_config._attn_implementation_internal = VARLEN
+
+
+def paged_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    step: StepContext,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer of one packed step; `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
+    assert attention_mask is None
+    assert softcap is None
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    store_kv(k_THD, v_THD, step.kv_cache, module.layer_idx, step.slot_mapping)
+    plan = step.plan(sliding_window)
+    return paged_attention(q_THD, step.kv_cache, module.layer_idx, plan, scale=scaling)[None], None
+
+
+def varlen_forward(
+    _module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer of packed pictures; `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
+    assert attention_mask is None
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    return varlen_attention(q_THD, k_THD, v_THD, cu_seq_lens_q, scale=scaling)[None], None

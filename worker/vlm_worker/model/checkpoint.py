@@ -1,0 +1,156 @@
+"""A model directory's files, checked before anything is loaded: safetensors, no code.
+
+config.json ─┬─ auto_map? refused          *.safetensors ─▶ names, shapes, types, revision
+             └─ model_type ─▶ Family       *.bin, *.pt    ─▶ refused
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlm_worker.core.families import Family, load_family
+from vlm_worker.core.model_files import ModelConfigError, read_json
+
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_MAX_HEADER_BYTES = 100 << 20  # the format's own bound
+_ITEM_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I8": 8, "U8": 8}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SAMPLED_BYTES = 4096
+_NUM_SAMPLES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint, as its header says."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * _ITEM_BITS.get(self.dtype, 8) // 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a model directory holds, weights unread."""
+
+    path: Path
+    config: Mapping[str, Any]
+    family: Family
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def dtype(self) -> str:
+        """What `auto` means: the type that `config.json` names, or most of the weights have."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        if isinstance(named, str) and named in _DTYPES.values():
+            return named
+        num_bytes = dict.fromkeys(_DTYPES, 0)
+        for tensor in self.tensors.values():
+            if tensor.dtype in num_bytes:
+                num_bytes[tensor.dtype] += tensor.num_bytes
+        return _DTYPES[max(num_bytes, key=num_bytes.__getitem__)]
+
+    def revision(self) -> str:
+        """A name for the content, for models that come without one.
+
+        Two directories with equal configuration and weights have equal revisions. Of the
+        weights it reads the headers and 64 samples of 4 KiB per file: no time on a large model.
+        """
+        digest = hashlib.sha256(b"triptych-revision-1")
+        digest.update(json.dumps(self.config, sort_keys=True).encode())
+        for file in sorted({tensor.file for tensor in self.tensors.values()}):
+            size = file.stat().st_size
+            digest.update(f"{file.name}/{size}/".encode())
+            stride = max(_SAMPLED_BYTES, size // _NUM_SAMPLES)
+            with file.open("rb") as stream:
+                digest.update(stream.read(8 + _header_size(file, stream.read(8))))
+                for offset in range(0, size, stride):
+                    stream.seek(offset)
+                    digest.update(stream.read(_SAMPLED_BYTES))
+        return digest.hexdigest()[:16]
+
+
+def open_checkpoint(model_dir: str | Path) -> Checkpoint:
+    """Read a model directory, weights apart.
+
+    Raises:
+        ModelConfigError: what is missing, malformed or refused, with path and fix.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise ModelConfigError(f"{path}: no such directory; --model names a directory with a model")
+    config = read_json(path / "config.json")
+    if "auto_map" in config:
+        raise ModelConfigError(
+            f"{path / 'config.json'}: auto_map names code that comes with the model; it is "
+            "never run. Use a model whose model_type is built in, or remove auto_map if it is"
+        )
+    return Checkpoint(path, config, load_family(path), _read_tensors(path))
+
+
+def _read_tensors(path: Path) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for file in _weight_files(path):
+        for name, entry in _read_header(file).items():
+            tensors[name] = TensorInfo(str(entry["dtype"]), tuple(entry["shape"]), file)
+    return tensors
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / _INDEX
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, Mapping) or not names:
+            raise ModelConfigError(f"{index}: weight_map must map tensors to files")
+        files = [path / str(name) for name in sorted(set(names.values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        if file.parent != path or not file.is_file():
+            raise ModelConfigError(f"{file}: missing; {_INDEX} names it. Copy the model again")
+    if files:
+        return files
+    pickled = sorted(found for pattern in _PICKLED for found in path.glob(pattern))
+    if pickled:
+        raise ModelConfigError(
+            f"{pickled[0]}: weights in pickle are never loaded, they can run code; "
+            "convert them with save_pretrained(..., safe_serialization=True)"
+        )
+    raise ModelConfigError(f"{path}: no *.safetensors; copy the model's weights there")
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """The header, and a check that the file is as long as it says."""
+    try:
+        with file.open("rb") as stream:
+            size = _header_size(file, stream.read(8))
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except OSError as error:
+        raise ModelConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ModelConfigError(f"{file}: no safetensors header; copy the file again") from error
+    if file.stat().st_size < end:
+        raise ModelConfigError(
+            f"{file}: cut off at {file.stat().st_size} of {end} bytes; copy the file again"
+        )
+    return dict(header)
+
+
+def _header_size(file: Path, prefix: bytes) -> int:
+    size = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= size <= _MAX_HEADER_BYTES:
+        raise ModelConfigError(f"{file}: no safetensors header; copy the file again")
+    return size

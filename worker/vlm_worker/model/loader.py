@@ -1,0 +1,192 @@
+"""Load the halves of a model that the stages need, out of transformers' own modelling module.
+
+    stages          built on the meta device          read from the files
+    encoder         vision tower   [Absent]           vision tower
+    prefill,decode  [Absent]       language model     language model, head
+    all             vision tower   language model     everything
+
+The other half is replaced while it still has no memory, so its tensors are never read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlm_worker.core.families import Family, FamilySpec
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model.attention import use_paged_attention
+from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
+from vlm_worker.types import Stage
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, or half of one, ready to run.
+
+    `weights_bytes` counts shared weights once. `import_seconds` and `load_seconds` are what
+    start-up spent on the modelling module and on weights.
+    """
+
+    model: Any
+    checkpoint: Checkpoint
+    stages: frozenset[Stage]
+    dtype: torch.dtype
+    device: torch.device
+    weights_bytes: int
+    import_seconds: float
+    load_seconds: float
+
+    @property
+    def family(self) -> Family:
+        """The model's facts that need no weights."""
+        return self.checkpoint.family
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether pictures can be encoded."""
+        return Stage.ENCODER in self.stages
+
+    @property
+    def has_lm(self) -> bool:
+        """Whether tokens can be computed."""
+        return bool(self.stages & {Stage.PREFILL, Stage.DECODE})
+
+
+class Absent(nn.Module):
+    """Stands where the other half would be; calling it is a defect."""
+
+    def __init__(self, name: str, config: Any = None) -> None:
+        super().__init__()
+        self.name, self.config = name, config
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> None:
+        """Never called: the stage that needs this half is not loaded."""
+        raise AssertionError(f"{self.name} is not loaded in these stages")
+
+
+def load_model(
+    model_dir: str | Path, stages: Collection[Stage], *, dtype: str = "auto", device: str = "cpu"
+) -> LoadedModel:
+    """Load what `stages` need.
+
+    Args:
+        model_dir: a directory in transformers' layout, safetensors.
+        stages: at least one.
+        dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
+        device: `cpu` or `cuda[:N]`.
+
+    Raises:
+        ModelConfigError: the directory cannot be served, with path and fix.
+    """
+    assert stages
+    checkpoint = open_checkpoint(model_dir)
+    target = torch.device(device)
+    chosen = _choose_dtype(checkpoint, dtype, target)
+    began = time.perf_counter()
+    module = importlib.import_module(checkpoint.family.spec.module)
+    imported = time.perf_counter()
+    wanted = frozenset(stages)
+    model = _read_weights(checkpoint, _pruned_class(module, checkpoint.family.spec, wanted), chosen)
+    use_paged_attention(model)
+    model = model.eval().requires_grad_(False).to(target)
+    loaded = LoadedModel(
+        model=model,
+        checkpoint=checkpoint,
+        stages=wanted,
+        dtype=chosen,
+        device=target,
+        weights_bytes=sum(p.numel() * p.element_size() for p in set(model.parameters())),
+        import_seconds=imported - began,
+        load_seconds=time.perf_counter() - imported,
+    )
+    logger.info(
+        "model loaded",
+        extra={
+            "model": str(checkpoint.path),
+            "stages": sorted(wanted),
+            "dtype": str(chosen).removeprefix("torch."),
+            "device": str(target),
+            "weights_bytes": loaded.weights_bytes,
+            "import_seconds": round(loaded.import_seconds, 3),
+            "load_seconds": round(loaded.load_seconds, 3),
+        },
+    )
+    return loaded
+
+
+def _choose_dtype(checkpoint: Checkpoint, dtype: str, device: torch.device) -> torch.dtype:
+    name = checkpoint.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ModelConfigError(f"--dtype={dtype}: must be auto, {', '.join(DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ModelConfigError(
+            f"{checkpoint.path}: float16 is not served on CPUs; choose --dtype=bfloat16 or float32"
+        )
+    return DTYPES[name]
+
+
+def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> Any:
+    """The family's class, whose constructor leaves out what the stages do not need.
+
+    Its name and module stay: transformers looks up by them how to rename a checkpoint's tensors.
+    """
+    whole = getattr(module, spec.model_class)
+    needs_lm = bool(stages & {Stage.PREFILL, Stage.DECODE})
+
+    def build(self: Any, config: Any) -> None:
+        whole.__init__(self, config)
+        left_out = () if Stage.ENCODER in stages else spec.encoder_children
+        if not needs_lm:
+            left_out = (*left_out, *spec.lm_children)
+            setattr(self, spec.head, Absent(spec.head))
+            self._tied_weights_keys = {}
+            self.all_tied_weights_keys = {}
+        for name in left_out:
+            setattr(self.model, name, Absent(name, getattr(self.model, name).config))
+
+    identity = {"__module__": whole.__module__, "__qualname__": whole.__qualname__}
+    return type(whole.__name__, (whole,), {"__init__": build, **identity})
+
+
+def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) -> Any:
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        config = model_class.config_class.from_dict(dict(checkpoint.config))
+        model, report = model_class.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise ModelConfigError(f"{checkpoint.path}: cannot be loaded: {error}") from error
+    missing = sorted(report["missing_keys"])
+    misshapen = sorted(str(key[0]) for key in report["mismatched_keys"])
+    if missing or misshapen or report["error_msgs"]:
+        names = missing or misshapen or [str(message) for message in report["error_msgs"]]
+        problem = "has no" if missing else "does not fit config.json in"
+        raise ModelConfigError(
+            f"{checkpoint.path}: the checkpoint {problem} {names[0]} (one of {len(names)}); "
+            "config.json and the weights are of different models, or files are missing"
+        )
+    unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not unread, f"never read: {unread[:3]}"
+    return model

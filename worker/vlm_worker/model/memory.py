@@ -1,0 +1,66 @@
+"""How many KV blocks fit: a given number of bytes, or a share of what the device has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.types import KVLayout
+
+DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
+DEFAULT_CPU_BYTES = 1 << 30  # of host memory nobody means to give a quarter without saying so
+
+
+def num_kv_blocks(
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    memory_bytes: int | None = None,
+    memory_percent: int | None = None,
+) -> int:
+    """KV blocks, the null block included.
+
+    Without a number: on a GPU 90 % of its free memory, on a CPU 25 % of what the container has
+    left, at most 1 GiB.
+
+    Raises:
+        ModelConfigError: not even two blocks fit, with the numbers.
+    """
+    if memory_bytes is None:
+        memory_bytes = available_bytes(device)
+        percent = DEFAULT_PERCENT[device.type] if memory_percent is None else memory_percent
+        memory_bytes = memory_bytes * percent // 100
+        if memory_percent is None and device.type == "cpu":
+            memory_bytes = min(memory_bytes, DEFAULT_CPU_BYTES)
+    num_blocks = memory_bytes // layout.block_bytes
+    if num_blocks < 2:
+        raise ModelConfigError(
+            f"{memory_bytes} bytes hold {num_blocks} KV blocks of {layout.block_bytes} bytes; "
+            f"give at least {2 * layout.block_bytes} with --kv-memory-bytes"
+        )
+    return num_blocks
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory left: on a GPU what the driver says, else what container and machine leave."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    machine = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = _cgroup_bytes("memory.max")
+    if limit is None:
+        return machine
+    return max(0, min(machine, limit - (_cgroup_bytes("memory.current") or 0)))
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A value of this process's cgroup (version 2); None where there is none or no limit."""
+    try:
+        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
+        text = (Path("/sys/fs/cgroup") / line.split("::", 1)[1].lstrip("/") / name).read_text()
+    except (OSError, IndexError):
+        return None
+    return int(text) if text.strip().isdigit() else None

@@ -1,0 +1,83 @@
+"""Pictures to embeddings: several pictures of any size in one call of the vision tower."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlm_worker.errors import EngineError
+from vlm_worker.types import PreparedImage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Embedding:
+    """The encoder's output for one picture; `rows` `[num_tokens, hidden_size]` own memory."""
+
+    rows: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+        return self.rows.numel() * self.rows.element_size()
+
+
+class PictureEncoder:
+    """The vision tower and projector of a loaded model."""
+
+    def __init__(
+        self, model: Any, *, patch_dim: int, merge_size: int, device: torch.device
+    ) -> None:
+        self._model, self._device = model, device
+        self._patch_dim, self._merge_size = patch_dim, merge_size
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
+        """Encode pictures together; where that fails, one by one, so that each fails for itself."""
+        if not images:
+            return []
+        try:
+            return self._encode_together(images)
+        except (EngineError, RuntimeError, ValueError) as error:
+            if len(images) == 1:
+                return [_as_engine_error(error)]
+            return [self.encode([image])[0] for image in images]
+
+    def _encode_together(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
+        patches = torch.from_numpy(np.concatenate([self._patches(image) for image in images]))
+        grid = torch.tensor([image.grid_thw for image in images], dtype=torch.int64)
+        output = self._model.get_image_features(
+            pixel_values=patches.to(self._device),
+            image_grid_thw=grid.to(self._device),
+            return_dict=True,
+        )
+        return [
+            self._checked(image, rows)
+            for image, rows in zip(images, output.pooler_output, strict=True)
+        ]
+
+    def _patches(self, image: PreparedImage) -> np.ndarray:
+        t, h, w = image.grid_thw
+        values = np.frombuffer(image.patches, np.float32)
+        if len(values) != t * h * w * self._patch_dim:
+            raise EngineError(
+                f"a picture with grid {image.grid_thw} needs {t * h * w} patches of "
+                f"{self._patch_dim} values, and has {len(values)} values"
+            )
+        if image.num_tokens * self._merge_size**2 != t * h * w:
+            raise EngineError(
+                f"a picture with grid {image.grid_thw} has "
+                f"{t * h * w // self._merge_size**2} tokens, not {image.num_tokens}"
+            )
+        return values.reshape(t * h * w, self._patch_dim)
+
+    def _checked(self, image: PreparedImage, rows: torch.Tensor) -> Embedding | Exception:
+        if not bool(torch.isfinite(rows).all()):
+            return EngineError(f"the encoder's output for grid {image.grid_thw} is not finite")
+        return Embedding(rows.clone())  # a view would keep the whole batch in memory
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    return error if isinstance(error, EngineError) else EngineError(f"encoding failed: {error}")
