@@ -1,0 +1,173 @@
+"""How a field of the API is written down: its type, its limits, what it restarts, and its rules.
+
+Everything here ends up in the CustomResourceDefinition through `vlm_operator.crd`, so a field
+says once what `kubectl explain`, the API server and the operator need to know of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import WithJsonSchema as Schema
+from pydantic.alias_generators import to_camel
+
+# Keys of the JSON schema that only `vlm_operator.crd` reads; none reaches the API server.
+KEY_RESTARTS = "x-triptych-restarts"
+KEY_UNSET = "x-triptych-unset"
+
+OPEN_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_QUANTITY = r"^[+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(([KMGTPE]i)|[numkMGTPE]|([eE][-+]?[0-9]+))?$"
+
+
+class Restarts(enum.StrEnum):
+    """What a change of a field restarts. Contract: tests/contracts/test_restart_classes.py."""
+
+    NONE = "none"
+    GATEWAY = "gateway"
+    PODS = "pods"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One CEL rule, evaluated by the API server on the object that declares it.
+
+    Attributes:
+        name: identifies the rule in tests and nowhere else.
+        holds: CEL over `self` (and `oldSelf`); true where the object is right.
+        message: what is wrong and what to write instead.
+        says: CEL that yields the message with the values in it; `message` stands in if it fails.
+        at: the offending field, relative to `self`, as `.scaling.replicas`.
+        reason: the API server's reason; `Forbidden` marks what is not built yet.
+    """
+
+    name: str
+    holds: str
+    message: str
+    at: str = ""
+    says: str | None = None
+    reason: str = "FieldValueInvalid"
+
+    def schema(self) -> dict[str, Any]:
+        """Write the entry of `x-kubernetes-validations`."""
+        entry = {"rule": self.holds, "message": self.message, "reason": self.reason}
+        if self.says is not None:
+            entry["messageExpression"] = self.says
+        if self.at:
+            entry["fieldPath"] = self.at
+        return entry
+
+
+def not_built(name: str, holds: str, what: str, *, at: str = "", instead: str = "") -> Rule:
+    """Refuse what no code honours yet, saying so; the issue that builds it lifts the rule."""
+    hint = f"; {instead}" if instead else ""
+    return Rule(
+        name=name,
+        holds=holds,
+        message=f"not built yet: {what}{hint}",
+        at=at,
+        reason="FieldValueForbidden",
+    )
+
+
+class Model(BaseModel):
+    """A frozen object of the API: camelCase in YAML, unknown fields refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
+    )
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Add the model's rules to its schema."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        if cls.rules:
+            schema["x-kubernetes-validations"] = [rule.schema() for rule in cls.rules]
+        return schema
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object as YAML spells it, without what is not set."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def field(
+    default: Any,
+    description: str,
+    *,
+    example: Any = None,
+    unset: str | None = None,
+    restarts: Restarts | None = None,
+    keys: str | None = None,
+    **limits: Any,
+) -> Any:
+    """Declare a field of the API.
+
+    Args:
+        default: the value where the user wrote none; `...` makes the field required.
+        description: what it is, with its unit.
+        example: one sensible value; objects have none, their fields do.
+        unset: what holds while the field is not set, for defaults that are not constants.
+        restarts: what a change restarts; where absent, the enclosing field says.
+        keys: the field that tells the items of a list apart (server-side apply merges by it).
+        limits: pydantic's ge, le, min_length, max_length, pattern.
+    """
+    extra: dict[str, Any] = {}
+    if unset is not None:
+        extra[KEY_UNSET] = unset
+    if restarts is not None:
+        extra[KEY_RESTARTS] = restarts.value
+    if keys is not None:
+        extra |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [keys]}
+    if example is not None:
+        extra["example"] = example
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def _int_or_string(pattern: str) -> dict[str, Any]:
+    return {
+        "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "maxLength": 64,
+        "pattern": pattern,
+        "x-kubernetes-int-or-string": True,
+    }
+
+
+# What Kubernetes calls a quantity: 40Gi, 1500m, 2.5. Kept as written; `quantity.parse` reads it.
+Quantity = Annotated[
+    str,
+    Field(pattern=_QUANTITY, max_length=64),
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    Schema(_int_or_string(_QUANTITY)),
+]
+# A count of pods or a share of them: 1 or 25%.
+CountOrPercent = Annotated[
+    str,
+    Field(pattern=r"^([0-9]+|[0-9]{1,2}%|100%)$", max_length=64),
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    Schema(_int_or_string(r"^([0-9]+|[0-9]{1,2}%|100%)$")),
+]
+# An object of Kubernetes' own that its own API server checks, by a dry run.
+Open = Annotated[dict[str, Any], Schema(OPEN_OBJECT)]
+
+_DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+_DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=_DNS_LABEL)]
+VariantName = Annotated[str, Field(min_length=1, max_length=20, pattern=_DNS_LABEL)]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=_DNS_SUBDOMAIN)]
+ImageName = Annotated[str, Field(min_length=1, max_length=512)]
+LabelKey = Annotated[str, Field(max_length=317)]
+LabelValue = Annotated[str, Field(max_length=63)]
+AnnotationValue = Annotated[str, Field(max_length=4096)]
+ResourceName = Annotated[str, Field(min_length=1, max_length=253)]
+Time = Annotated[str, Field(max_length=64), Schema({"type": "string", "format": "date-time"})]
+
+
+class NameRef(Model):
+    """Another object, by name."""
+
+    name: ObjectName = field(..., "Name of the object.", example="my-secret")

@@ -1,0 +1,106 @@
+"""The OpenAI-compatible front: `spec.gateway`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from vlm_operator.api.base import ImageName, Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.enums import ServiceType
+from vlm_operator.api.placement import Placement, ResourceRequirements
+from vlm_operator.api.pod import Annotations
+
+Domain = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class GatewayService(Model):
+    """The Kubernetes Service in front of the gateway."""
+
+    type: ServiceType = field(
+        ServiceType.CLUSTER_IP, "How the gateway is reached.", example="LoadBalancer"
+    )
+    port: int = field(80, "Port of the Service.", example=8000, ge=1, le=65535)
+    annotations: Annotations = field(
+        {},
+        "Annotations of the Service.",
+        example={"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"},
+    )
+
+
+class GatewayDrain(Model):
+    """How gateway pods are let go."""
+
+    timeout_seconds: int = field(
+        600,
+        "Seconds for streams to end; one that outlasts them ends with an error event.",
+        example=120,
+        ge=1,
+        le=86400,
+    )
+
+
+class Auth(Model):
+    """Who may ask."""
+
+    secret_ref: NameRef | None = field(
+        None,
+        "Secret with one bearer key per data key; its contents are live.",
+        unset="the gateway is open",
+        restarts=Restarts.GATEWAY,
+    )
+
+
+class Media(Model):
+    """Where pictures may come from."""
+
+    allowed_domains: list[Domain] = field(
+        [],
+        "Hosts from which pictures are fetched; empty refuses every URL but data:.",
+        example=["images.example.com"],
+        max_length=32,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "media-domains",
+            "!has(self.allowedDomains) || self.allowedDomains.size() == 0",
+            "fetching pictures by URL",
+            at=".allowedDomains",
+            instead="leave it empty and send data: URLs",
+        ),
+    )
+
+
+class Gateway(Model):
+    """The OpenAI-compatible front of the service."""
+
+    replicas: int = field(
+        1,
+        "Gateway pods; they share nothing, limits count per replica.",
+        example=2,
+        restarts=Restarts.NONE,
+        ge=1,
+        le=100,
+    )
+    image: ImageName | None = field(
+        None,
+        "Image of the gateway.",
+        example="ghcr.io/example/triptych-worker:0.1.0",
+        unset="spec.image",
+        restarts=Restarts.GATEWAY,
+    )
+    resources: ResourceRequirements = field(
+        ResourceRequirements(), "CPU and memory of one gateway.", restarts=Restarts.GATEWAY
+    )
+    placement: Placement = field(
+        Placement(), "Which nodes take gateway pods.", restarts=Restarts.GATEWAY
+    )
+    service: GatewayService = field(
+        GatewayService(), "The Kubernetes Service in front of it.", restarts=Restarts.NONE
+    )
+    drain: GatewayDrain = field(
+        GatewayDrain(), "How gateway pods are let go.", restarts=Restarts.NONE
+    )
+    auth: Auth = field(Auth(), "Who may ask.", restarts=Restarts.GATEWAY)
+    media: Media = field(Media(), "Where pictures may come from.", restarts=Restarts.NONE)

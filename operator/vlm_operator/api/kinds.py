@@ -1,0 +1,125 @@
+"""The two smaller kinds: VLMPool, a number with /scale, and VLMNodeClass, a type of node."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vlm_operator.api.base import (
+    Model,
+    ObjectName,
+    Quantity,
+    ResourceName,
+    field,
+)
+from vlm_operator.api.enums import ScalingMode
+from vlm_operator.api.placement import Labels, Toleration
+from vlm_operator.api.policy import PoolRole
+from vlm_operator.api.status import Condition, Text
+
+
+class ServiceRef(Model):
+    """The VLMService to which a pool belongs."""
+
+    name: ObjectName = field(..., "Its name.", example="demo")
+    uid: str | None = field(
+        None,
+        "Its uid.",
+        example="3f1f6c1e-7f2b-4c7e-9d55-0f4f2b8d1a11",
+        unset="unknown",
+        max_length=64,
+    )
+
+
+class VLMPoolSpec(Model):
+    """How many replicas one role should have. Written by the operator; scale it with /scale."""
+
+    service_ref: ServiceRef | None = field(
+        None, "The VLMService it belongs to.", unset="being written"
+    )
+    role: PoolRole | None = field(
+        None, "The role it counts.", example="decode", unset="being written"
+    )
+    replicas: int = field(
+        ..., "Replicas wanted; kubectl scale, HPA and KEDA write here.", example=2, ge=0, le=10_000
+    )
+    min_replicas: int | None = field(
+        None, "Fewest replicas, from the VLMService.", example=1, unset="Manual", ge=0
+    )
+    max_replicas: int | None = field(
+        None, "Most replicas, from the VLMService.", example=8, unset="Manual", ge=1
+    )
+    mode: ScalingMode | None = field(
+        None, "Who owns replicas, from the VLMService.", example="External", unset="being written"
+    )
+
+
+class VLMPoolStatus(Model):
+    """What became of it."""
+
+    replicas: int = field(0, "Pods that exist.")
+    ready_replicas: int = field(0, "Pods that are ready.")
+    selector: Text | None = field(None, "Label selector of the pods, for HPA.")
+    conditions: list[Condition] | None = field(
+        None, "Aspects of the state.", keys="type", max_length=32
+    )
+
+
+class Accelerator(Model):
+    """The devices of one pod."""
+
+    resource_name: ResourceName = field(..., "Extended resource.", example="nvidia.com/gpu")
+    count: int = field(1, "Devices per pod.", example=1, ge=1, le=64)
+    memory: Quantity | None = field(None, "Memory of one device.", example="48Gi", unset="unknown")
+
+
+class NodeCost(Model):
+    """What a replica costs."""
+
+    per_hour: Quantity = field(..., "Cost of one replica per hour.", example="1.20")
+    spot_per_hour: Quantity | None = field(
+        None, "The same on spot nodes.", example="0.45", unset="perHour"
+    )
+
+
+class Speed(Model):
+    """How fast one replica of a role is here."""
+
+    role: PoolRole = field(..., "The role.", example="encoder")
+    relative_percent: int = field(
+        100, "Work per second relative to other classes, in percent.", example=180, ge=1, le=100_000
+    )
+
+
+class VLMNodeClassSpec(Model):
+    """A type of node, described once by the platform team."""
+
+    node_selector: Labels = field(
+        {}, "Labels of its nodes.", example={"triptych.dev/node-type": "gpu-memory"}
+    )
+    tolerations: list[Toleration] = field([], "Taints of its nodes.", max_length=16)
+    accelerator: Accelerator | None = field(None, "The devices of one pod.", unset="none")
+    cost: NodeCost | None = field(None, "What a replica costs.", unset="unknown")
+    spot: bool = field(False, "Whether its nodes may be taken away.", example=True)
+    expected_startup_seconds: int = field(
+        180, "Seconds until a replica is ready, until it is measured.", example=240, ge=1, le=86400
+    )
+    roles: Annotated[list[PoolRole], Field(json_schema_extra={"x-kubernetes-list-type": "set"})] = (
+        field([], "Roles that may run here; empty is all.", example=["encoder"], max_length=3)
+    )
+    speed: list[Speed] = field([], "How fast each role is here.", keys="role", max_length=3)
+
+
+class VLMNodeClassStatus(Model):
+    """What the cluster has of it."""
+
+    nodes: int = field(0, "Nodes that match.")
+    allocatable: int = field(0, "Replicas for which they have room altogether.")
+    in_use: int = field(0, "Replicas that run there.")
+    measured_startup_p90_seconds: int | None = field(
+        None, "Seconds from creation to ready, at the 90th percentile."
+    )
+    conditions: list[Condition] | None = field(
+        None, "Aspects of the state.", keys="type", max_length=32
+    )

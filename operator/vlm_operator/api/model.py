@@ -1,0 +1,175 @@
+"""What is served, and what a request may bring: `spec.model`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from vlm_operator.api.base import Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.enums import DType, KvDType, OnCorrupt, OnOversize
+
+ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
+ServedName = Annotated[
+    str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._/:]*$")
+]
+BlockSize = Literal[4, 8, 16, 32, 64, 128, 256]
+
+
+class Limits(Model):
+    """What a request may bring. A change is live within seconds and restarts nothing."""
+
+    images_per_request: int = field(
+        4, "Pictures in one request; 0 refuses all.", example=8, ge=0, le=64
+    )
+    bytes_per_image: int = field(
+        20 * 2**20, "Bytes of one picture as sent.", example=5242880, ge=1, le=2**30
+    )
+    pixels_per_image: int = field(
+        16_777_216,
+        "Pixels of one picture, width times height; onOversize says what happens above it.",
+        example=4194304,
+        ge=1,
+        le=2**40,
+    )
+    on_oversize: OnOversize = field(
+        OnOversize.DOWNSCALE,
+        "A picture above pixelsPerImage is scaled down, or refused with a 400.",
+        example="Reject",
+    )
+    on_corrupt: OnCorrupt = field(
+        OnCorrupt.REJECT,
+        "A picture that cannot be decoded refuses the request with a 400, or is left out.",
+        example="Reject",
+    )
+    video_seconds: int = field(
+        0, "Seconds of video in one request; 0 refuses all.", example=0, ge=0, le=600
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "video",
+            "!has(self.videoSeconds) || self.videoSeconds == 0",
+            "video input",
+            at=".videoSeconds",
+            instead="set 0 or leave it out",
+        ),
+    )
+
+
+class ModelSource(Model):
+    """The model, and how it is laid out in memory."""
+
+    uri: ModelUri = field(
+        ...,
+        "Where the weights are: pvc://CLAIM[/PATH] (a claim of the same namespace, mounted "
+        "read-only) or hf://ORG/NAME (downloaded by each pod).",
+        example="pvc://shapes",
+        restarts=Restarts.PODS,
+    )
+    revision: str | None = field(
+        None,
+        "Commit or tag of the model; required for hf://, where a name alone may move.",
+        example="8f4592b9a2fd38cf9d2e9f6ae45a0a4cdd5a4d3f",
+        unset="none",
+        restarts=Restarts.PODS,
+        min_length=1,
+        max_length=128,
+    )
+    served_name: ServedName | None = field(
+        None,
+        "The name that clients put into `model`. Immutable.",
+        example="qwen2.5-vl",
+        unset="metadata.name",
+        restarts=Restarts.NONE,
+    )
+    max_model_len_tokens: int | None = field(
+        None,
+        "Tokens of prompt and answer together, image tokens included.",
+        example=4096,
+        unset="the checkpoint's own",
+        restarts=Restarts.PODS,
+        ge=64,
+        le=2**24,
+    )
+    dtype: DType = field(
+        DType.AUTO,
+        "Number type of weights and activations; Auto is the checkpoint's, alike in every role.",
+        example="BFloat16",
+        restarts=Restarts.PODS,
+    )
+    kv_dtype: KvDType = field(
+        KvDType.AUTO,
+        "Number type of the KV cache; Auto is that of the activations.",
+        example="BFloat16",
+        restarts=Restarts.PODS,
+    )
+    block_size_tokens: BlockSize | None = field(
+        None,
+        "Tokens in one KV block, one value for the whole service.",
+        example=16,
+        unset="64 where no prefill or decode variant asks for an accelerator, else 16",
+        restarts=Restarts.PODS,
+    )
+    limits: Limits = field(
+        Limits(), "What a request may bring; live, restarts nothing.", restarts=Restarts.NONE
+    )
+    credentials_secret_ref: NameRef | None = field(
+        None,
+        "Secret with the key `token`, for hf:// models that need one.",
+        unset="anonymous",
+        restarts=Restarts.PODS,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "uri-remote",
+            "!self.uri.startsWith('oci://') && !self.uri.startsWith('s3://')",
+            "oci:// and s3:// model sources",
+            at=".uri",
+            instead="use pvc://CLAIM[/PATH] or hf://ORG/NAME",
+        ),
+        Rule(
+            name="uri-form",
+            holds="self.uri.startsWith('oci://') || self.uri.startsWith('s3://') || "
+            "self.uri.matches('^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[-A-Za-z0-9._]+)*/?$') || "
+            "self.uri.matches('^hf://[-A-Za-z0-9._]+/[-A-Za-z0-9._]+$')",
+            message="must be pvc://CLAIM[/PATH] or hf://ORG/NAME",
+            says="'must be pvc://CLAIM[/PATH] or hf://ORG/NAME, not ' + self.uri",
+            at=".uri",
+        ),
+        Rule(
+            name="uri-path",
+            holds="!self.uri.split('/').exists(part, part == '..' || part == '.')",
+            message="a path in a model uri has no . or .. parts",
+            at=".uri",
+        ),
+        Rule(
+            name="hf-revision",
+            holds="!self.uri.startsWith('hf://') || has(self.revision)",
+            message="is required for hf:// models: set the commit to serve",
+            says="'is required for ' + self.uri + ': set the commit to serve, a name may move'",
+            at=".revision",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            name="credentials-hf",
+            holds="!has(self.credentialsSecretRef) || self.uri.startsWith('hf://')",
+            message="is only read for hf:// models: remove it",
+            at=".credentialsSecretRef",
+        ),
+        Rule(
+            name="served-name-immutable",
+            holds="has(self.servedName) == has(oldSelf.servedName) && "
+            "(!has(self.servedName) || self.servedName == oldSelf.servedName)",
+            message="is immutable, clients ask for it by name: create another VLMService",
+            at=".servedName",
+        ),
+        not_built(
+            "kv-dtype-quantised",
+            "!has(self.kvDtype) || !(self.kvDtype in ['Int8', 'FP8'])",
+            "a quantised KV cache",
+            at=".kvDtype",
+            instead="use Auto, BFloat16 or Float32",
+        ),
+    )

@@ -1,0 +1,159 @@
+"""From a Kubernetes body to a VLMService, and from there to the values that take effect.
+
+body ── parse ─▶ VLMService as written ── resolve ─▶ VLMService with every default filled in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vlm_operator.api.base import Model
+from vlm_operator.api.enums import ScalingMode
+from vlm_operator.api.placement import Placement, Variant
+from vlm_operator.api.pool import Pool
+from vlm_operator.api.scaling import Scaling
+from vlm_operator.api.service import VLMServiceSpec
+from vlm_operator.errors import SpecError
+
+DEFAULT_VARIANT = Variant(name="default", placement=Placement())
+_BLOCK_SIZE_CPU = 64
+_BLOCK_SIZE_ACCELERATOR = 16
+
+
+class VLMService(Model):
+    """One VLMService: who it is and what is wanted."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: VLMServiceSpec
+
+
+def parse(body: Mapping[str, Any]) -> VLMService:
+    """Turn a Kubernetes body into a VLMService.
+
+    The API server's CEL rules have held when the object was written, maybe under an older
+    CustomResourceDefinition; what the operator's own code rests on is checked again here.
+
+    Raises:
+        SpecError: a field is wrong; it names the path as the user writes it.
+    """
+    meta = body["metadata"]
+    try:
+        spec = VLMServiceSpec.model_validate(body.get("spec") or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise SpecError(_path(first["loc"]), first["msg"]) from None
+    for role, pool in spec.pools.present.items():
+        _check_scaling(pool.scaling, path=f"spec.pools.{role}.scaling")
+    return VLMService(
+        name=meta["name"],
+        namespace=meta["namespace"],
+        uid=meta["uid"],
+        generation=meta["generation"],
+        spec=spec,
+    )
+
+
+def resolve(service: VLMService, *, worker_image: str) -> VLMService:
+    """Fill in every default that depends on something else.
+
+    Args:
+        service: as the user wrote it.
+        worker_image: the image where the user names none, an operator setting.
+    """
+    spec = service.spec
+    image = spec.image or worker_image
+    pools = {
+        role.value: pool.model_copy(
+            update={"image": pool.image or image, "variants": pool.variants or [DEFAULT_VARIANT]}
+        )
+        for role, pool in spec.pools.present.items()
+    }
+    model = spec.model.model_copy(
+        update={
+            "served_name": spec.model.served_name or service.name,
+            "block_size_tokens": spec.model.block_size_tokens or _block_size(spec),
+        }
+    )
+    resolved = spec.model_copy(
+        update={
+            "image": image,
+            "model": model,
+            "pools": spec.pools.model_copy(update=pools),
+            "gateway": spec.gateway.model_copy(update={"image": spec.gateway.image or image}),
+        }
+    )
+    return service.model_copy(update={"spec": resolved})
+
+
+def effective(service: VLMService, resolved: VLMService) -> dict[str, Any]:
+    """Return the defaults that took effect, spelt as in spec: what the user did not write."""
+    written = service.spec.model_dump(
+        mode="json", by_alias=True, exclude_none=True, exclude_unset=True
+    )
+    missing: dict[str, Any] = _missing(resolved.spec.to_dict(), written) or {}
+    return missing
+
+
+def _missing(whole: Any, given: Any) -> Any:
+    """Return the part of `whole` that `given` lacks; lists count as one value."""
+    if not isinstance(whole, dict) or not isinstance(given, dict):
+        return None
+    rest = {
+        key: value if key not in given else _missing(value, given[key])
+        for key, value in whole.items()
+    }
+    return {
+        key: pruned for key, value in rest.items() if (pruned := _without_empty(value)) is not None
+    }
+
+
+def _without_empty(value: Any) -> Any:
+    """Drop empty maps and lists at every depth; None where nothing is left."""
+    if isinstance(value, dict):
+        kept = {
+            key: pruned
+            for key, item in value.items()
+            if (pruned := _without_empty(item)) is not None
+        }
+        return kept or None
+    return None if value == [] else value
+
+
+def _block_size(spec: VLMServiceSpec) -> int:
+    """CPU kernels like long blocks, GPU kernels short ones; one value serves all pools."""
+    pools: tuple[Pool | None, ...] = (spec.pools.prefill, spec.pools.decode)
+    variants = [variant for pool in pools if pool is not None for variant in pool.variants]
+    on_accelerator = any(
+        "/" in resource
+        for variant in variants
+        for resource in (*variant.resources.limits, *variant.resources.requests)
+    )
+    return _BLOCK_SIZE_ACCELERATOR if on_accelerator else _BLOCK_SIZE_CPU
+
+
+def _check_scaling(scaling: Scaling, *, path: str) -> None:
+    if scaling.mode is ScalingMode.MANUAL:
+        if scaling.replicas is None:
+            raise SpecError(f"{path}.replicas", "is required with mode Manual")
+        return
+    if scaling.min_replicas is None or scaling.max_replicas is None:
+        raise SpecError(path, f"mode {scaling.mode} needs minReplicas and maxReplicas")
+    if scaling.min_replicas > scaling.max_replicas:
+        raise SpecError(
+            f"{path}.minReplicas",
+            f"minReplicas ({scaling.min_replicas}) is greater than maxReplicas "
+            f"({scaling.max_replicas})",
+        )
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Write a location as a user does: spec.pools.decode.variants[0].name."""
+    return "spec" + "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
+    )

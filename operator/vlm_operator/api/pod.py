@@ -1,0 +1,259 @@
+"""What a user may add to our pods: arguments, environment, volumes. A closed list, no PodSpec."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from vlm_operator.api.base import (
+    AnnotationValue,
+    DnsLabel,
+    LabelKey,
+    Model,
+    ObjectName,
+    Quantity,
+    Rule,
+    field,
+)
+from vlm_operator.api.placement import Labels
+
+# What the operator sets on every command line (docs/contract.md); a user cannot set it twice.
+OWNED_ARGS = (
+    "--model", "--served-name", "--model-revision", "--model-cache", "--stages", "--bind",
+    "--grpc-port", "--http-port", "--admin-port", "--block-size", "--dtype", "--kv-dtype",
+    "--kv-memory-bytes", "--kv-memory-percent", "--kv-reserve-percent", "--max-model-len",
+    "--drain-timeout-seconds", "--compat", "--namespace", "--service", "--worker", "--config",
+    "--api-keys-dir",
+)  # fmt: skip
+OWNED_ENV = ("POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME")
+OWNED_ENV_PREFIX = "TRIPTYCH_"
+OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
+OWNED_MOUNT = "/models"
+
+EnvName = Annotated[
+    str, Field(min_length=1, max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
+]
+Argument = Annotated[str, Field(min_length=1, max_length=512)]
+Annotations = Annotated[dict[LabelKey, AnnotationValue], Field(max_length=32)]
+
+
+def _cel_list(values: tuple[str, ...]) -> str:
+    return "[" + ", ".join(f"'{value}'" for value in values) + "]"
+
+
+class KeySelector(Model):
+    """One key of a Secret or ConfigMap."""
+
+    name: ObjectName = field(..., "Name of the object.", example="proxy-settings")
+    key: str = field(..., "Key in its data.", example="HTTPS_PROXY", min_length=1, max_length=253)
+    optional: bool = field(False, "Whether a pod starts without it.", example=True)
+
+
+class EnvSource(Model):
+    """Where the value of a variable comes from."""
+
+    secret_key_ref: KeySelector | None = field(None, "A key of a Secret.", unset="configMapKeyRef")
+    config_map_key_ref: KeySelector | None = field(
+        None, "A key of a ConfigMap.", unset="secretKeyRef"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="env-source",
+            holds="has(self.secretKeyRef) != has(self.configMapKeyRef)",
+            message="set exactly one of secretKeyRef and configMapKeyRef",
+        ),
+    )
+
+
+class EnvVar(Model):
+    """One environment variable."""
+
+    name: EnvName = field(..., "Name of the variable.", example="OMP_NUM_THREADS")
+    value: str | None = field(None, "Its value.", example="4", unset="empty", max_length=4096)
+    value_from: EnvSource | None = field(None, "Where its value comes from.", unset="value")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="env-value",
+            holds="!(has(self.value) && has(self.valueFrom))",
+            message="set value or valueFrom, not both",
+            says="self.name + ': set value or valueFrom, not both'",
+            at=".value",
+        ),
+    )
+
+
+class Engine(Model):
+    """What is added to the worker's command line and environment."""
+
+    args: list[Argument] = field(
+        [],
+        "Arguments after the operator's own, as `vlm-worker ROLE --help` lists them.",
+        example=["--max-num-seqs=64"],
+        max_length=64,
+    )
+    env: list[EnvVar] = field(
+        [], "Environment variables beside the operator's own.", keys="name", max_length=64
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="owned-args",
+            holds="!has(self.args) || self.args.all(a, "
+            f"!(a.split('=')[0] in {_cel_list(OWNED_ARGS)}))",
+            message="names an argument that the operator sets itself: remove it",
+            says="self.args.filter(a, a.split('=')[0] in "
+            f"{_cel_list(OWNED_ARGS)})[0].split('=')[0] + "
+            "' is set by the operator: remove it; the spec has a field for what may be chosen'",
+            at=".args",
+        ),
+        Rule(
+            name="owned-env",
+            holds=f"!has(self.env) || self.env.all(e, !(e.name in {_cel_list(OWNED_ENV)}) && "
+            f"!e.name.startsWith('{OWNED_ENV_PREFIX}'))",
+            message="names a variable that the operator sets itself: remove it",
+            says=f"self.env.filter(e, e.name in {_cel_list(OWNED_ENV)} || "
+            f"e.name.startsWith('{OWNED_ENV_PREFIX}'))[0].name + "
+            "' is set by the operator: remove it'",
+            at=".env",
+        ),
+    )
+
+
+class TopologySpread(Model):
+    """How the pods of one pool spread over nodes; the selector is the pool's own."""
+
+    max_skew: int = field(1, "Pods by which two domains may differ.", example=1, ge=1, le=100)
+    topology_key: str = field(
+        ...,
+        "Node label that names the domain.",
+        example="topology.kubernetes.io/zone",
+        max_length=317,
+    )
+    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = field(
+        "ScheduleAnyway", "Whether a pod waits for an even place.", example="DoNotSchedule"
+    )
+
+
+class ClaimVolume(Model):
+    """A PersistentVolumeClaim."""
+
+    claim_name: ObjectName = field(..., "Name of the claim.", example="scratch")
+    read_only: bool = field(False, "Whether it is mounted read-only.", example=True)
+
+
+class EmptyDirVolume(Model):
+    """A directory that lives as long as the pod."""
+
+    medium: Literal["", "Memory"] | None = field(
+        None, "Memory for a tmpfs.", example="Memory", unset="the node's disk"
+    )
+    size_limit: Quantity | None = field(None, "Most bytes in it.", example="8Gi", unset="no limit")
+
+
+class SecretVolume(Model):
+    """The keys of a Secret as files."""
+
+    secret_name: ObjectName = field(..., "Name of the Secret.", example="proxy-ca")
+    optional: bool = field(False, "Whether a pod starts without it.", example=True)
+
+
+class ConfigMapVolume(Model):
+    """The keys of a ConfigMap as files."""
+
+    name: ObjectName = field(..., "Name of the ConfigMap.", example="proxy-ca")
+    optional: bool = field(False, "Whether a pod starts without it.", example=True)
+
+
+class Volume(Model):
+    """A volume of one of four kinds."""
+
+    name: DnsLabel = field(..., "Name of the volume.", example="scratch")
+    persistent_volume_claim: ClaimVolume | None = field(None, "A claim.", unset="another kind")
+    empty_dir: EmptyDirVolume | None = field(
+        None, "A directory that lives as long as the pod.", unset="another kind"
+    )
+    secret: SecretVolume | None = field(None, "The keys of a Secret.", unset="another kind")
+    config_map: ConfigMapVolume | None = field(
+        None, "The keys of a ConfigMap.", unset="another kind"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="volume-kind",
+            holds="[has(self.persistentVolumeClaim), has(self.emptyDir), has(self.secret), "
+            "has(self.configMap)].filter(x, x).size() == 1",
+            message="set exactly one of persistentVolumeClaim, emptyDir, secret and configMap",
+            says="'volume ' + self.name + "
+            "': set exactly one of persistentVolumeClaim, emptyDir, secret and configMap'",
+        ),
+        Rule(
+            name="volume-name",
+            holds="!self.name.startsWith('triptych-')",
+            message="names with triptych- are the operator's: choose another",
+            at=".name",
+        ),
+    )
+
+
+class VolumeMount(Model):
+    """Where a volume appears in the worker container."""
+
+    name: DnsLabel = field(..., "Name of the volume.", example="scratch")
+    mount_path: str = field(..., "Absolute path.", example="/scratch", max_length=512, pattern="^/")
+    sub_path: str | None = field(
+        None, "Path inside the volume.", example="run-1", unset="its root", max_length=512
+    )
+    read_only: bool = field(False, "Whether it is read-only.", example=True)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="owned-mount",
+            holds=f"self.mountPath != '{OWNED_MOUNT}' && "
+            f"!self.mountPath.startsWith('{OWNED_MOUNT}/')",
+            message=f"{OWNED_MOUNT} is the operator's: choose another path",
+            at=".mountPath",
+        ),
+    )
+
+
+class PodOverlay(Model):
+    """What is added to the pods of a pool. A closed list: there is no raw PodSpec."""
+
+    labels: Labels = field({}, "Labels beside the operator's own.", example={"team": "vision"})
+    annotations: Annotations = field(
+        {}, "Annotations of the pods.", example={"sidecar.istio.io/inject": "false"}
+    )
+    priority_class_name: ObjectName | None = field(
+        None, "PriorityClass of the pods.", example="inference", unset="the cluster's default"
+    )
+    topology_spread_constraints: list[TopologySpread] = field(
+        [], "How the pods spread over nodes.", max_length=8
+    )
+    volumes: list[Volume] = field([], "Volumes of the pods.", keys="name", max_length=16)
+    volume_mounts: list[VolumeMount] = field(
+        [], "Where volumes appear in the worker container.", keys="mount_path", max_length=16
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="owned-labels",
+            holds="!has(self.labels) || self.labels.all(k, "
+            + " && ".join(f"!k.startsWith('{domain}')" for domain in OWNED_LABEL_DOMAINS)
+            + ")",
+            message=f"labels under {' and '.join(OWNED_LABEL_DOMAINS)} are the operator's: "
+            "remove them",
+            at=".labels",
+        ),
+        Rule(
+            name="mount-volume",
+            holds="!has(self.volumeMounts) || self.volumeMounts.all(m, "
+            "has(self.volumes) && self.volumes.exists(v, v.name == m.name))",
+            message="each names one of volumes: add the volume, or correct the name",
+            says="'no volume is named ' + self.volumeMounts.filter(m, !(has(self.volumes) && "
+            "self.volumes.exists(v, v.name == m.name)))[0].name + ': add it to volumes'",
+            at=".volumeMounts",
+        ),
+    )

@@ -1,0 +1,227 @@
+"""Goals and bounds of a whole service: SLO, budget, autoscaling, admission, transfer, rollout."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from vlm_operator.api.base import Model, Quantity, Rule, field, not_built
+from vlm_operator.api.enums import (
+    AutoscalingPolicy,
+    MissingMetrics,
+    Modality,
+    NoSpareCapacity,
+    OnExceeded,
+    OnFailure,
+    RolloutStrategy,
+    TransferMode,
+)
+from vlm_operator.names import Role
+
+PoolRole = Annotated[Role, Field(json_schema_extra={"enum": ["encoder", "prefill", "decode"]})]
+Milliseconds = Annotated[int, Field(ge=1, le=3_600_000)]
+
+
+class SloOverride(Model):
+    """Another TTFT goal for one modality."""
+
+    modality: Modality = field(..., "What the request carries.", example="Image")
+    ttft_p95_milliseconds: Milliseconds = field(
+        ..., "TTFT at the 95th percentile, in milliseconds.", example=2500
+    )
+
+
+class Slo(Model):
+    """What users are promised."""
+
+    ttft_p95_milliseconds: Milliseconds | None = field(
+        None,
+        "Time to first token at the 95th percentile, in milliseconds, from the last byte of the "
+        "request to the first byte of the answer.",
+        example=1500,
+        unset="no goal; required by scaling mode Auto",
+    )
+    itl_p95_milliseconds: Milliseconds | None = field(
+        None,
+        "Time between two tokens at the 95th percentile, in milliseconds.",
+        example=50,
+        unset="no goal",
+    )
+    window_seconds: int = field(
+        300, "Seconds over which percentiles are taken.", example=600, ge=30, le=3600
+    )
+    overrides: list[SloOverride] = field(
+        [], "Other goals for single modalities.", keys="modality", max_length=3
+    )
+
+
+class Budget(Model):
+    """What the service may take of the cluster."""
+
+    max_accelerators: int | None = field(
+        None, "Devices of all pools together.", example=8, unset="no bound", ge=0, le=100_000
+    )
+    max_cost_per_hour: Quantity | None = field(
+        None, "Cost of all pools together per hour.", example="24.50", unset="no bound"
+    )
+    currency: str | None = field(
+        None, "Currency of the cost, shown only.", example="EUR", unset="none", max_length=8
+    )
+
+
+class Coupling(Model):
+    """A bound on the ratio of two pools."""
+
+    numerator: PoolRole = field(..., "Role whose replicas are counted.", example="prefill")
+    denominator: PoolRole = field(..., "Role against which they are counted.", example="decode")
+    min_percent: int | None = field(
+        None, "Least ratio in percent.", example=50, unset="no bound", ge=0, le=10_000
+    )
+    max_percent: int | None = field(
+        None, "Greatest ratio in percent.", example=200, unset="no bound", ge=1, le=10_000
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="coupling-sides",
+            holds="self.numerator != self.denominator",
+            message="couples a pool with itself: numerator and denominator must differ",
+            at=".denominator",
+        ),
+        Rule(
+            name="coupling-bounds",
+            holds="!(has(self.minPercent) && has(self.maxPercent)) || "
+            "self.minPercent <= self.maxPercent",
+            message="minPercent is greater than maxPercent",
+            says="'minPercent (' + string(self.minPercent) + ') is greater than maxPercent (' "
+            "+ string(self.maxPercent) + ')'",
+            at=".minPercent",
+        ),
+    )
+
+
+class FallbackReplicas(Model):
+    """Replicas to hold while metrics are missing."""
+
+    encoder: int | None = field(
+        None, "Encoder replicas.", example=1, unset="as they are", ge=0, le=1000
+    )
+    prefill: int | None = field(
+        None, "Prefill replicas.", example=2, unset="as they are", ge=1, le=1000
+    )
+    decode: int | None = field(
+        None, "Decode replicas.", example=2, unset="as they are", ge=1, le=1000
+    )
+
+
+class Autoscaling(Model):
+    """How pools with scaling mode Auto are decided on."""
+
+    policy: AutoscalingPolicy = field(
+        AutoscalingPolicy.ACTIVE,
+        "Apply decisions, only show them, or make none.",
+        example="Advisory",
+    )
+    tick_seconds: int = field(5, "Seconds between two decisions.", example=10, ge=1, le=300)
+    missing_metrics: MissingMetrics = field(
+        MissingMetrics.HOLD,
+        "What a pool does while too few of its pods answer.",
+        example="Hold",
+    )
+    fallback_replicas: FallbackReplicas | None = field(
+        None, "Replicas to hold with missingMetrics Fallback.", unset="as they are"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "autoscaling-advisory",
+            "!has(self.policy) || self.policy == 'Active'",
+            "autoscaling policies other than Active",
+            at=".policy",
+            instead="use Active, or scaling mode Manual",
+        ),
+        not_built(
+            "autoscaling-tick",
+            "!has(self.tickSeconds) || self.tickSeconds == 5",
+            "another interval of decisions",
+            at=".tickSeconds",
+            instead="set 5 or leave it out",
+        ),
+        not_built(
+            "autoscaling-fallback",
+            "(!has(self.missingMetrics) || self.missingMetrics == 'Hold') && "
+            "!has(self.fallbackReplicas)",
+            "fallback replicas",
+            at=".missingMetrics",
+            instead="use Hold",
+        ),
+    )
+
+
+class Tenant(Model):
+    """One tenant's share, by the name of its bearer key."""
+
+    name: str = field(
+        ..., "Data key in the Secret of gateway.auth.", example="team-a", max_length=63
+    )
+    weight: int = field(1, "Share relative to the other tenants.", example=2, ge=1, le=1000)
+
+
+class Admission(Model):
+    """What becomes of requests that would wait."""
+
+    max_queue_seconds: int | None = field(
+        None, "Seconds that a request may wait.", example=30, unset="no bound", ge=1, le=3600
+    )
+    on_exceeded: OnExceeded = field(
+        OnExceeded.QUEUE, "A request that would wait longer waits, or gets a 429.", example="Reject"
+    )
+    tenants: list[Tenant] = field([], "Shares of tenants.", keys="name", max_length=16)
+
+
+class Transfer(Model):
+    """How bytes go from one pod to the next."""
+
+    embeddings: TransferMode = field(
+        TransferMode.AUTO, "Encoder to prefill; Auto is Stream.", example="Stream"
+    )
+    kv: TransferMode = field(
+        TransferMode.AUTO, "Prefill to decode; Auto is Stream.", example="Stream"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = tuple(
+        not_built(
+            f"transfer-{name}",
+            f"!has(self.{name}) || self.{name} in ['Auto', 'Stream']",
+            "SharedMemory and RDMA between pods",
+            at=f".{name}",
+            instead="use Auto or Stream",
+        )
+        for name in ("embeddings", "kv")
+    )
+
+
+class Rollout(Model):
+    """How the service gets from one revision to the next."""
+
+    strategy: RolloutStrategy = field(
+        RolloutStrategy.ROLLING_BY_REVISION,
+        "RollingByRevision keeps serving meanwhile; Recreate drains everything first.",
+        example="Recreate",
+    )
+    progress_deadline_seconds: int = field(
+        1800,
+        "Seconds without progress after which a rollout has failed.",
+        example=3600,
+        ge=60,
+        le=86400,
+    )
+    on_failure: OnFailure = field(
+        OnFailure.PAUSE, "Stay where it is, or go back to the old revision.", example="Rollback"
+    )
+    when_no_spare_capacity: NoSpareCapacity = field(
+        NoSpareCapacity.DRAIN_FIRST,
+        "Where no node has room for one more pod: drain an old one first, or wait.",
+        example="Wait",
+    )

@@ -1,0 +1,307 @@
+"""The pods of one role: `spec.pools.encoder`, `.prefill`, `.decode`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vlm_operator.api.base import (
+    CountOrPercent,
+    ImageName,
+    Model,
+    Quantity,
+    Restarts,
+    Rule,
+    field,
+    not_built,
+)
+from vlm_operator.api.enums import DisruptionPolicy, LendingMode
+from vlm_operator.api.placement import Variant
+from vlm_operator.api.pod import Engine, PodOverlay
+from vlm_operator.api.scaling import Scaling
+from vlm_operator.names import POOL_ROLES, Role
+
+
+class Parallelism(Model):
+    """How one replica is spread over devices."""
+
+    tensor: int = field(1, "Devices that share each layer.", example=1, ge=1, le=16)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "tensor-parallel",
+            "!has(self.tensor) || self.tensor == 1",
+            "tensor parallelism",
+            at=".tensor",
+            instead="set 1 or leave it out",
+        ),
+    )
+
+
+class KvCache(Model):
+    """How much memory the KV cache takes. Prefill and decode only."""
+
+    memory_fraction_percent: int | None = field(
+        None,
+        "Share of the device's memory (or of the memory limit, on CPU) in percent.",
+        example=80,
+        unset="the worker's own measure",
+        ge=1,
+        le=95,
+    )
+    memory: Quantity | None = field(
+        None, "Bytes of KV cache, instead of a share.", example="8Gi", unset="memoryFractionPercent"
+    )
+    reserve_percent: int | None = field(
+        None,
+        "Share of the blocks that new requests leave free, in percent.",
+        example=5,
+        unset="the worker's own",
+        ge=0,
+        le=50,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="kv-memory",
+            holds="!(has(self.memoryFractionPercent) && has(self.memory))",
+            message="set memoryFractionPercent or memory, not both",
+            at=".memory",
+        ),
+    )
+
+
+class Drain(Model):
+    """How pods are let go."""
+
+    timeout_seconds: int = field(
+        600,
+        "Seconds a pod may take to finish what it has; the grace period is 30 s longer.",
+        example=120,
+        ge=1,
+        le=86400,
+    )
+    max_concurrent: int = field(
+        1, "Pods of this pool that drain at the same time.", example=2, ge=1, le=100
+    )
+
+
+class Disruption(Model):
+    """How many pods a node drain may take at once."""
+
+    policy: DisruptionPolicy = field(
+        DisruptionPolicy.AUTO,
+        "Auto keeps a PodDisruptionBudget while the pool has two replicas or more.",
+        example="None",
+    )
+    max_unavailable: CountOrPercent | None = field(
+        None,
+        "Pods that may be gone at once, a count or a percentage.",
+        example="20%",
+        unset="a fifth of the ready pods, at least 1",
+    )
+
+
+class PoolRollout(Model):
+    """How the pods of one pool are replaced."""
+
+    max_surge: CountOrPercent | None = field(
+        None, "Pods above the desired number.", example="1", unset="1"
+    )
+    max_unavailable: CountOrPercent | None = field(
+        None, "Pods below the desired number.", example="0", unset="0"
+    )
+    min_ready_seconds: int = field(
+        0, "Seconds a pod must stay ready before it counts.", example=10, ge=0, le=3600
+    )
+
+
+class Lending(Model):
+    """Which work of another role this pool takes over."""
+
+    mode: LendingMode = field(
+        LendingMode.NONE,
+        "InlineEncode loads the vision tower here too, so that pictures need no encoder pod.",
+        example="InlineEncode",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "chunk-prefill",
+            "!has(self.mode) || self.mode != 'ChunkPrefill'",
+            "lending of prefill work",
+            at=".mode",
+            instead="use None or InlineEncode",
+        ),
+    )
+
+
+class Pool(Model):
+    """The pods of one role."""
+
+    image: ImageName | None = field(
+        None,
+        "Worker image of this pool.",
+        example="ghcr.io/example/triptych-worker:0.1.0",
+        unset="spec.image",
+        restarts=Restarts.PODS,
+    )
+    parallelism: Parallelism = field(
+        Parallelism(), "How one replica is spread over devices.", restarts=Restarts.PODS
+    )
+    variants: list[Variant] = field(
+        [],
+        "The node types of this pool. Default: one, named `default`, on any node.",
+        restarts=Restarts.PODS,
+        keys="name",
+        min_length=1,
+        max_length=4,
+        validate_default=False,
+    )
+    scaling: Scaling = field(..., "The number of replicas and its owner.", restarts=Restarts.NONE)
+    kv: KvCache | None = field(
+        None,
+        "How much memory the KV cache takes; prefill and decode only.",
+        unset="the worker's own measure",
+        restarts=Restarts.PODS,
+    )
+    drain: Drain = field(Drain(), "How pods are let go.", restarts=Restarts.NONE)
+    disruption: Disruption = field(
+        Disruption(), "How many pods a node drain may take at once.", restarts=Restarts.NONE
+    )
+    rollout: PoolRollout = field(
+        PoolRollout(), "How the pods of this pool are replaced.", restarts=Restarts.NONE
+    )
+    lending: Lending = field(
+        Lending(), "Which work of another role this pool takes over.", restarts=Restarts.PODS
+    )
+    engine: Engine = field(
+        Engine(), "Added to the worker's command line and environment.", restarts=Restarts.PODS
+    )
+    pod: PodOverlay = field(PodOverlay(), "Added to the pods of this pool.", restarts=Restarts.PODS)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "several-variants",
+            "!has(self.variants) || self.variants.size() == 1",
+            "several node types in one pool",
+            at=".variants",
+            instead="keep one variant",
+        ),
+        Rule(
+            name="variants-hold-min",
+            holds="!has(self.variants) || !has(self.scaling.minReplicas) || "
+            "self.variants.exists(v, !has(v.maxReplicas)) || "
+            "self.variants.map(v, v.maxReplicas).sum() >= self.scaling.minReplicas",
+            message="the variants' maxReplicas add up to less than scaling.minReplicas",
+            says="'maxReplicas of all variants (' + "
+            "string(self.variants.map(v, v.maxReplicas).sum()) + "
+            "') is less than scaling.minReplicas (' + string(self.scaling.minReplicas) + ')'",
+            at=".variants",
+        ),
+        Rule(
+            name="variants-hold-replicas",
+            holds="!has(self.variants) || !has(self.scaling.replicas) || "
+            "self.variants.exists(v, !has(v.maxReplicas)) || "
+            "self.variants.map(v, v.maxReplicas).sum() >= self.scaling.replicas",
+            message="the variants' maxReplicas add up to less than scaling.replicas",
+            says="'maxReplicas of all variants (' + "
+            "string(self.variants.map(v, v.maxReplicas).sum()) + "
+            "') is less than scaling.replicas (' + string(self.scaling.replicas) + ')'",
+            at=".variants",
+        ),
+        not_built(
+            "pool-rollout",
+            "!has(self.rollout)",
+            "rollout settings of a pool",
+            at=".rollout",
+            instead="remove it",
+        ),
+    )
+
+
+_LENDER = "(has(self.prefill) ? self.prefill : self.decode)"
+_LENDS_ENCODE = (
+    f"has({_LENDER}.lending) && has({_LENDER}.lending.mode) && "
+    f"{_LENDER}.lending.mode == 'InlineEncode'"
+)
+
+
+class Pools(Model):
+    """One pool per role. A request whose stage has no pool runs that stage on the next role."""
+
+    encoder: Pool | None = field(
+        None,
+        "Pictures to embeddings. Compute-bound; cheap nodes will do.",
+        unset="the next role encodes",
+        restarts=Restarts.PODS,
+    )
+    prefill: Pool | None = field(
+        None,
+        "Prompt to KV blocks and the first token. Compute-bound.",
+        unset="decode prefills",
+        restarts=Restarts.PODS,
+    )
+    decode: Pool = field(
+        ...,
+        "KV blocks to tokens. Bound by memory bandwidth.",
+        restarts=Restarts.PODS,
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="encoder-kv",
+            holds="!has(self.encoder) || !has(self.encoder.kv)",
+            message="an encoder pool has no KV cache: remove kv",
+            at=".encoder.kv",
+        ),
+        Rule(
+            name="encoder-lends",
+            holds="!has(self.encoder) || !has(self.encoder.lending) || "
+            "!has(self.encoder.lending.mode) || self.encoder.lending.mode == 'None'",
+            message="an encoder pool takes over no other role's work: remove lending",
+            at=".encoder.lending",
+        ),
+        Rule(
+            name="decode-lends",
+            holds="!has(self.prefill) || !has(self.decode.lending) || "
+            "!has(self.decode.lending.mode) || self.decode.lending.mode != 'InlineEncode'",
+            message="pictures go to the prefill pool first: "
+            "set InlineEncode on prefill, or remove the prefill pool",
+            at=".decode.lending",
+        ),
+        Rule(
+            name="zero-prefill",
+            holds="!has(self.prefill) || !has(self.prefill.scaling.minReplicas) || "
+            "self.prefill.scaling.minReplicas > 0",
+            message="only an encoder pool may go to 0: set 1 or more, or remove the prefill pool",
+            at=".prefill.scaling.minReplicas",
+        ),
+        Rule(
+            name="zero-decode",
+            holds="!has(self.decode.scaling.minReplicas) || self.decode.scaling.minReplicas > 0",
+            message="only an encoder pool may go to 0: set 1 or more, or spec.suspend",
+            at=".decode.scaling.minReplicas",
+        ),
+        Rule(
+            name="inline-needs-lender",
+            holds="!has(self.encoder) || !has(self.encoder.scaling.scaleToZero) || "
+            "(has(self.encoder.scaling.scaleToZero.onDemand) && "
+            "self.encoder.scaling.scaleToZero.onDemand != 'InlineAtPrefill') || "
+            f"({_LENDS_ENCODE})",
+            message="InlineAtPrefill needs a pool that encodes: "
+            "set lending.mode InlineEncode on prefill (on decode, if there is no prefill pool)",
+            at=".encoder.scaling.scaleToZero",
+        ),
+    )
+
+    def of(self, role: Role) -> Pool | None:
+        """Return the pool of a role, or None where the service has none."""
+        return {Role.ENCODER: self.encoder, Role.PREFILL: self.prefill, Role.DECODE: self.decode}[
+            role
+        ]
+
+    @property
+    def present(self) -> dict[Role, Pool]:
+        """The pools there are, in the order in which a request passes them."""
+        pools = {role: self.of(role) for role in POOL_ROLES}
+        return {role: pool for role, pool in pools.items() if pool is not None}

@@ -1,0 +1,43 @@
+"""Kubernetes quantities as exact numbers: 40Gi is 42949672960, 250m is 0.25."""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+_BINARY = {
+    unit: Decimal(1024) ** power
+    for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)
+}
+_DECIMAL = {
+    "n": Decimal(10) ** -9,
+    "u": Decimal(10) ** -6,
+    "m": Decimal(10) ** -3,
+    **{
+        unit: Decimal(1000) ** power for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)
+    },
+}
+
+
+def parse(text: str) -> Decimal:
+    """Return the exact value of a quantity.
+
+    Raises:
+        ValueError: it is none; the message says what one looks like.
+    """
+    for factors in (_BINARY, _DECIMAL):
+        for unit, factor in factors.items():
+            if text.endswith(unit):
+                return _number(text, text.removesuffix(unit)) * factor
+    return _number(text, text)
+
+
+def _number(text: str, digits: str) -> Decimal:
+    try:
+        value = Decimal(digits)
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not value.is_finite():
+        raise ValueError(
+            f"{text!r} is no quantity: write a number with an optional unit, as 40Gi or 250m"
+        )
+    return value

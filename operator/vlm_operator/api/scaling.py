@@ -1,0 +1,183 @@
+"""Who decides a pool's number of replicas, and within which bounds."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vlm_operator.api.base import Model, Rule, field, not_built
+from vlm_operator.api.enums import OnDemand, ScalingMode
+
+
+class ScaleToZero(Model):
+    """When a pool without work goes away, and what happens to work that comes then."""
+
+    idle_seconds: int = field(
+        600, "Seconds without a picture before the pool goes to zero.", example=900, ge=60, le=86400
+    )
+    on_demand: OnDemand = field(
+        OnDemand.INLINE_AT_PREFILL,
+        "What becomes of a picture meanwhile: encoded by the next role, queued, or refused.",
+        example="Queue",
+    )
+
+
+class ScaleUp(Model):
+    """How fast a pool may grow."""
+
+    stabilization_seconds: int = field(0, "Seconds the need must last.", example=15, ge=0, le=3600)
+    max_percent_per_minute: int = field(
+        100, "Growth per minute in percent of the pool.", example=50, ge=1, le=1000
+    )
+    max_pods_per_minute: int = field(4, "Growth per minute in pods.", example=8, ge=1, le=1000)
+    panic_percent: int = field(
+        200,
+        "Need in percent of the pool from which it grows at once.",
+        example=300,
+        ge=100,
+        le=1000,
+    )
+    panic_hold_seconds: int = field(
+        60, "Seconds without any shrinking after such growth.", example=120, ge=0, le=3600
+    )
+
+
+class ScaleDown(Model):
+    """How fast a pool may shrink."""
+
+    stabilization_seconds: int = field(
+        300, "Seconds the need must stay lower.", example=600, ge=0, le=3600
+    )
+    max_pods_per_minute: int = field(1, "Pods drained per minute.", example=2, ge=1, le=1000)
+
+
+class Behavior(Model):
+    """How fast a pool may change."""
+
+    scale_up: ScaleUp = field(ScaleUp(), "How fast the pool may grow.")
+    scale_down: ScaleDown = field(ScaleDown(), "How fast the pool may shrink.")
+
+
+class Targets(Model):
+    """How busy one replica should be."""
+
+    utilization_percent: int = field(
+        75, "Busy share of an encoder or prefill replica, in percent.", example=60, ge=10, le=95
+    )
+    kv_occupancy_percent: int = field(
+        80, "Share of a replica's KV blocks in use, in percent.", example=70, ge=10, le=95
+    )
+
+
+class Scaling(Model):
+    """The number of replicas and its owner. A change restarts no pod."""
+
+    mode: ScalingMode = field(
+        ...,
+        "Who owns the number: Auto (the autoscaler), External (whoever scales VLMPool: HPA, KEDA, "
+        "kubectl scale), Manual (this manifest).",
+        example="Manual",
+    )
+    replicas: int | None = field(
+        None,
+        "Number of replicas; with mode Manual only.",
+        example=2,
+        unset="not Manual",
+        ge=1,
+        le=1000,
+    )
+    min_replicas: int | None = field(
+        None,
+        "Fewest replicas; with Auto and External. Only an encoder pool may go to 0.",
+        example=1,
+        unset="Manual",
+        ge=0,
+        le=1000,
+    )
+    max_replicas: int | None = field(
+        None, "Most replicas; with Auto and External.", example=8, unset="Manual", ge=1, le=1000
+    )
+    scale_to_zero: ScaleToZero | None = field(
+        None, "When to go to zero; exactly if minReplicas is 0.", unset="never"
+    )
+    behavior: Behavior | None = field(
+        None, "How fast the pool may change, with Auto.", unset="the defaults inside"
+    )
+    targets: Targets | None = field(
+        None, "How busy one replica should be, with Auto.", unset="the defaults inside"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="manual-replicas",
+            holds="self.mode != 'Manual' || has(self.replicas)",
+            message="is required with mode Manual",
+            at=".replicas",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            name="manual-no-bounds",
+            holds="self.mode != 'Manual' || !(has(self.minReplicas) || has(self.maxReplicas))",
+            message="mode Manual takes replicas, not minReplicas and maxReplicas: "
+            "remove them, or choose Auto or External",
+            at=".mode",
+        ),
+        Rule(
+            name="owned-replicas",
+            holds="self.mode == 'Manual' || !has(self.replicas)",
+            message="belongs to mode Manual alone: remove it and set minReplicas and maxReplicas",
+            says="'belongs to mode Manual alone: with mode ' + self.mode + "
+            "' remove it and set minReplicas and maxReplicas'",
+            at=".replicas",
+        ),
+        Rule(
+            name="owned-bounds",
+            holds="self.mode == 'Manual' || (has(self.minReplicas) && has(self.maxReplicas))",
+            message="modes Auto and External need minReplicas and maxReplicas",
+            says="'mode ' + self.mode + ' needs minReplicas and maxReplicas'",
+            at=".mode",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            name="min-max",
+            holds="!(has(self.minReplicas) && has(self.maxReplicas)) || "
+            "self.minReplicas <= self.maxReplicas",
+            message="minReplicas is greater than maxReplicas",
+            says="'minReplicas (' + string(self.minReplicas) + ') is greater than maxReplicas (' "
+            "+ string(self.maxReplicas) + ')'",
+            at=".minReplicas",
+        ),
+        Rule(
+            name="zero-needs-policy",
+            holds="!has(self.minReplicas) || self.minReplicas > 0 || has(self.scaleToZero)",
+            message="is required with minReplicas 0: say what becomes of pictures meanwhile",
+            at=".scaleToZero",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            name="policy-needs-zero",
+            holds="!has(self.scaleToZero) || (has(self.minReplicas) && self.minReplicas == 0)",
+            message="takes effect only with minReplicas 0: set that, or remove scaleToZero",
+            at=".scaleToZero",
+        ),
+        not_built(
+            "scale-to-zero",
+            "!has(self.scaleToZero)",
+            "scaling to zero",
+            at=".scaleToZero",
+            instead="set minReplicas to 1 or more",
+        ),
+        not_built(
+            "behavior",
+            "!has(self.behavior)",
+            "settings of the autoscaler's pace",
+            at=".behavior",
+            instead="remove it",
+        ),
+        not_built(
+            "targets",
+            "!has(self.targets)",
+            "settings of the autoscaler's targets",
+            at=".targets",
+            instead="remove it",
+        ),
+    )

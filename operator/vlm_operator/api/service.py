@@ -1,0 +1,137 @@
+"""VLMService: one vision-language model, served by pools of pods. The one object a user writes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from vlm_operator.api.base import ImageName, Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.gateway import Gateway
+from vlm_operator.api.model import ModelSource
+from vlm_operator.api.policy import (
+    Admission,
+    Autoscaling,
+    Budget,
+    Coupling,
+    Rollout,
+    Slo,
+    Transfer,
+)
+from vlm_operator.api.pool import Pools
+
+
+def _present(side: str) -> str:
+    """CEL: the pool that one side of a coupling names exists."""
+    optional = (f"(c.{side} == '{r}' && has(self.pools.{r}))" for r in ("encoder", "prefill"))
+    return f"(c.{side} == 'decode' || {' || '.join(optional)})"
+
+
+class VLMServiceSpec(Model):
+    """What the user wants."""
+
+    suspend: bool = field(
+        False,
+        "Drain all pools and keep them at zero; the status is kept.",
+        example=True,
+        restarts=Restarts.NONE,
+    )
+    paused: bool = field(
+        False,
+        "Observe and report, but write nothing (status, the accepting gate and deletion excepted).",
+        example=True,
+        restarts=Restarts.NONE,
+    )
+    image: ImageName | None = field(
+        None,
+        "Worker image of all roles.",
+        example="ghcr.io/example/triptych-worker:0.1.0",
+        unset="the operator's --worker-image",
+        restarts=Restarts.PODS,
+    )
+    image_pull_secrets: list[NameRef] = field(
+        [],
+        "Secrets for pulling the images.",
+        restarts=Restarts.PODS,
+        keys="name",
+        max_length=8,
+    )
+    model: ModelSource = field(..., "What is served.")
+    pools: Pools = field(..., "One pool per role; decode is required.", restarts=Restarts.PODS)
+    gateway: Gateway = field(Gateway(), "The OpenAI-compatible front.", restarts=Restarts.GATEWAY)
+    slo: Slo = field(Slo(), "What users are promised.", restarts=Restarts.NONE)
+    budget: Budget | None = field(
+        None,
+        "What the service may take of the cluster.",
+        unset="no bound",
+        restarts=Restarts.NONE,
+    )
+    coupling: list[Coupling] = field(
+        [], "Bounds on ratios of pools.", restarts=Restarts.NONE, max_length=6
+    )
+    autoscaling: Autoscaling = field(
+        Autoscaling(), "How pools with mode Auto are decided on.", restarts=Restarts.NONE
+    )
+    admission: Admission | None = field(
+        None,
+        "What becomes of requests that would wait.",
+        unset="they wait",
+        restarts=Restarts.NONE,
+    )
+    transfer: Transfer = field(
+        Transfer(), "How bytes go from one pod to the next.", restarts=Restarts.PODS
+    )
+    rollout: Rollout = field(
+        Rollout(), "How the service gets to its next revision.", restarts=Restarts.NONE
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="encoder-input",
+            holds="!has(self.pools.encoder) || !has(self.model.limits) || "
+            "!has(self.model.limits.imagesPerRequest) || self.model.limits.imagesPerRequest > 0 || "
+            "(has(self.model.limits.videoSeconds) && self.model.limits.videoSeconds > 0)",
+            message="an encoder pool needs pictures or video: remove it, "
+            "or raise model.limits.imagesPerRequest",
+            at=".pools.encoder",
+        ),
+        Rule(
+            name="auto-slo",
+            holds="(has(self.slo) && has(self.slo.ttftP95Milliseconds)) || "
+            "!((has(self.pools.encoder) && self.pools.encoder.scaling.mode == 'Auto') || "
+            "(has(self.pools.prefill) && self.pools.prefill.scaling.mode == 'Auto') || "
+            "self.pools.decode.scaling.mode == 'Auto')",
+            message="scaling mode Auto needs a goal: set slo.ttftP95Milliseconds",
+            at=".slo",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            name="coupling-present",
+            holds="!has(self.coupling) || "
+            f"self.coupling.all(c, {_present('numerator')} && {_present('denominator')})",
+            message="couples a pool that the service does not have",
+            at=".coupling",
+        ),
+        not_built(
+            "budget", "!has(self.budget)", "budgets", at=".budget", instead="use maxReplicas"
+        ),
+        not_built(
+            "coupling",
+            "!has(self.coupling) || self.coupling.size() == 0",
+            "coupling of pools",
+            at=".coupling",
+            instead="remove it",
+        ),
+        not_built(
+            "admission",
+            "!has(self.admission)",
+            "admission control and tenants",
+            at=".admission",
+            instead="remove it",
+        ),
+        not_built(
+            "rollout",
+            "!has(self.rollout)",
+            "settings of rollouts",
+            at=".rollout",
+            instead="remove it",
+        ),
+    )
