@@ -1,0 +1,118 @@
+"""Every parameter of OpenAI's API and what becomes of it here; docs/openai.md prints the tables.
+
+None is ignored: a parameter is acted on, written to the log where that is its purpose, taken when
+it asks for what happens anyway, or refused with a 400 that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, Final
+
+
+class Support(enum.StrEnum):
+    """What becomes of a parameter."""
+
+    SUPPORTED = "supported"
+    LOGGED = "logged"
+    NEUTRAL = "neutral value only"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """One row of the table. `neutral` are the values that ask for what happens anyway."""
+
+    name: str
+    support: Support
+    note: str
+    neutral: tuple[Any, ...] = ()
+
+
+def _supported(name: str, note: str) -> Parameter:
+    return Parameter(name, Support.SUPPORTED, note)
+
+
+def _logged(name: str, note: str) -> Parameter:
+    return Parameter(name, Support.LOGGED, note)
+
+
+def _neutral(name: str, note: str, *values: Any) -> Parameter:
+    return Parameter(name, Support.NEUTRAL, note, values)
+
+
+def _refused(name: str, note: str) -> Parameter:
+    return Parameter(name, Support.REFUSED, note)
+
+
+_SHARED: Final = (
+    _supported("model", "the served name; any other is 404 `model_not_found`"),
+    _supported("temperature", "0 to 2, 0 is greedy; default: the model's `generation_config.json`"),
+    _supported("top_p", "0 to 1, 0 is greedy; default: the model's `generation_config.json`"),
+    _supported("seed", "-2^63 to 2^63-1; the same seed gives the same answer, on any pod"),
+    _supported("stop", "a string or up to 4 of 1 to 256 characters; found across token borders"),
+    _supported("stream", "server-sent events"),
+    _supported("stream_options", "`include_usage`; only with `stream`"),
+    _neutral("n", "one answer a request", 1),
+    _neutral("frequency_penalty", "penalties are not built", 0),
+    _neutral("presence_penalty", "penalties are not built", 0),
+    _neutral("logit_bias", "biases are not built", {}),
+    _logged("user", "up to 256 characters; written to the log, used for nothing else"),
+)
+
+CHAT: Final = (
+    _supported(
+        "messages", "roles system, developer (as system), user, assistant; see the parts below"
+    ),
+    _supported("max_completion_tokens", "1 to the context; default: what the context leaves"),
+    _supported("max_tokens", "the older name of `max_completion_tokens`; both only if they agree"),
+    *_SHARED,
+    _logged("safety_identifier", "up to 64 characters; written to the log, used for nothing else"),
+    _logged(
+        "metadata", "up to 16 pairs, keys to 64 and values to 512 characters; written to the log"
+    ),
+    _neutral("logprobs", "log probabilities are not built", False),
+    _neutral("modalities", "answers are text", ["text"]),
+    _neutral("response_format", "constrained output is not built", {"type": "text"}),
+    _neutral("service_tier", "there is one tier", "auto", "default"),
+    _neutral("store", "nothing is stored", False),
+    _refused("audio", "answers are text"),
+    _refused("function_call", "tools are not built"),
+    _refused("functions", "tools are not built"),
+    _refused("moderation", "moderation is not built"),
+    _refused("parallel_tool_calls", "tools are not built"),
+    _refused("prediction", "predicted output is not built"),
+    _refused("prompt_cache_key", "caches are keyed by content and tenant, never by the client"),
+    _refused("prompt_cache_options", "caches are keyed by content and tenant, never by the client"),
+    _refused("prompt_cache_retention", "caches keep what fits"),
+    _refused("reasoning_effort", "the model has no such setting"),
+    _refused("tool_choice", "tools are not built"),
+    _refused("tools", "tools are not built"),
+    _refused("top_logprobs", "log probabilities are not built"),
+    _refused("verbosity", "the model has no such setting"),
+    _refused("web_search_options", "nothing is fetched from the web"),
+)
+
+COMPLETION: Final = (
+    _supported("prompt", "one string, or an array of one"),
+    _supported("max_tokens", "1 to the context; default: 16, as with OpenAI"),
+    *_SHARED,
+    _neutral("best_of", "one answer a request", 1),
+    _neutral("echo", "the prompt is not repeated", False),
+    _refused("logprobs", "log probabilities are not built"),
+    _refused("suffix", "the model completes, it does not fill in"),
+)
+
+# Fields of a message, by OpenAI's client; what is not listed for a role is unknown there.
+MESSAGE: Final = (
+    _supported("role", "system, developer, user or assistant; tool and function are refused"),
+    _supported("content", "a string, or parts: `text` in any role, `image_url` in user messages"),
+    _refused("name", "the chat template knows no names"),
+    _neutral("annotations", "an answer's own field, given back", []),
+    _refused("audio", "audio is not built"),
+    _refused("function_call", "tools are not built"),
+    _refused("refusal", "the model has no refusals"),
+    _refused("tool_call_id", "tools are not built"),
+    _refused("tool_calls", "tools are not built"),
+)

@@ -1,0 +1,302 @@
+"""The bodies of `/v1/chat/completions` and `/v1/completions` as values, checked to the last field.
+
+Pure: nothing is decoded, fetched or counted here, so a bad request costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from vlm_worker.core.families import Detail
+from vlm_worker.gateway.api import parameters
+from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.api.fields import Fields, check_text
+from vlm_worker.gateway.api.parameters import Parameter, Support
+
+MAX_MESSAGES = 1024
+MAX_PARTS = 1024
+MAX_TEXT = 4 * 2**20
+MAX_URL = 64 * 2**20  # the body's own limit is smaller
+MAX_TOKENS = 2**20
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256
+
+ChatRole = Literal["system", "user", "assistant"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text in a message."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImagePart:
+    """A picture in a message; `path` is what errors call it."""
+
+    url: str
+    detail: Detail
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. A string stays a string: chat templates treat it unlike a list of one text."""
+
+    role: ChatRole
+    content: str | tuple[TextPart | ImagePart, ...]
+
+    @property
+    def parts(self) -> tuple[TextPart | ImagePart, ...]:
+        """The content as parts."""
+        return (TextPart(self.content),) if isinstance(self.content, str) else self.content
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What both endpoints share. None = the client did not say."""
+
+    model: str
+    max_tokens: int | None
+    max_tokens_param: str
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    logged: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """`/v1/chat/completions`."""
+
+    options: Options
+    messages: tuple[Message, ...]
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """All pictures, in order."""
+        return tuple(part for m in self.messages for part in m.parts if isinstance(part, ImagePart))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """`/v1/completions`."""
+
+    options: Options
+    prompt: str
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Check a chat request; raises ApiError naming the part."""
+    fields = Fields("", body)
+    _refuse(fields, parameters.CHAT)
+    messages = fields.array("messages", min_length=1, max_length=MAX_MESSAGES)
+    if messages is None:
+        raise fields.missing("messages")
+    max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
+    options = _options(fields, max_tokens, param)
+    fields.done()
+    return ChatRequest(
+        options, tuple(_message(f"messages[{i}]", value) for i, value in enumerate(messages))
+    )
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Check a completion request; raises ApiError naming the part."""
+    fields = Fields("", body)
+    _refuse(fields, parameters.COMPLETION)
+    prompt = _prompt(fields)
+    max_tokens, param = _max_tokens(fields, ("max_tokens",))
+    options = _options(fields, 16 if max_tokens is None else max_tokens, param)
+    fields.done()
+    return CompletionRequest(options, prompt)
+
+
+def _refuse(fields: Fields, table: Sequence[Parameter]) -> None:
+    for row in table:
+        if row.support in (Support.NEUTRAL, Support.REFUSED):
+            fields.only(row.name, row.neutral, f"{row.note}.")
+
+
+def _options(fields: Fields, max_tokens: int | None, max_tokens_param: str) -> Options:
+    stream = fields.boolean("stream") or False
+    return Options(
+        model=fields.required_text("model", max_length=256),
+        max_tokens=max_tokens,
+        max_tokens_param=max_tokens_param,
+        temperature=fields.number("temperature", minimum=0, maximum=2),
+        top_p=fields.number("top_p", minimum=0, maximum=1),
+        seed=fields.integer("seed", minimum=-(2**63), maximum=2**63 - 1),
+        stop=_stop(fields),
+        stream=stream,
+        include_usage=_include_usage(fields, stream),
+        logged=_logged(fields),
+    )
+
+
+def _max_tokens(fields: Fields, names: Sequence[str]) -> tuple[int | None, str]:
+    given = {
+        name: value
+        for name in names
+        if (value := fields.integer(name, minimum=1, maximum=MAX_TOKENS)) is not None
+    }
+    if len(set(given.values())) > 1:
+        raise invalid(
+            "'max_tokens' and 'max_completion_tokens' are two names of one limit; they differ.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    return (next(iter(given.values())), next(iter(given))) if given else (None, names[0])
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if value is None:
+        return ()
+    if isinstance(value, list):
+        if len(value) > MAX_STOPS:
+            raise invalid(
+                f"'stop' may have up to {MAX_STOPS} strings, it has {len(value)}.",
+                param="stop",
+                code="invalid_value",
+            )
+        named = [(f"stop[{i}]", item) for i, item in enumerate(value)]
+    else:
+        named = [("stop", value)]
+    return tuple(
+        check_text(item, path, min_length=1, max_length=MAX_STOP_LENGTH) for path, item in named
+    )
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    options = fields.child("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise invalid(
+            "'stream_options' needs 'stream': true.", param="stream_options", code="invalid_value"
+        )
+    include = options.boolean("include_usage") or False
+    options.only("include_obfuscation", (False,), "chunks are not padded.")
+    options.done()
+    return include
+
+
+def _logged(fields: Fields) -> dict[str, Any]:
+    logged: dict[str, Any] = {
+        "user": fields.text("user", max_length=256),
+        "safety_identifier": fields.text("safety_identifier", max_length=64),
+        "metadata": _metadata(fields),
+    }
+    return {name: value for name, value in logged.items() if value is not None}
+
+
+def _metadata(fields: Fields) -> dict[str, str] | None:
+    metadata = fields.child("metadata")
+    if metadata is None:
+        return None
+    names = list(metadata.names())
+    if len(names) > 16:
+        raise invalid(
+            f"'metadata' may have up to 16 pairs, it has {len(names)}.",
+            param="metadata",
+            code="invalid_value",
+        )
+    pairs = {}
+    for name in names:
+        check_text(name, "metadata", max_length=64)
+        pairs[name] = check_text(metadata.take(name), "metadata", max_length=512)
+    return pairs
+
+
+def _prompt(fields: Fields) -> str:
+    value = fields.take("prompt")
+    if value is None:
+        raise fields.missing("prompt")
+    if isinstance(value, list):
+        if len(value) != 1 or not isinstance(value[0], str):
+            raise unsupported(
+                "prompt",
+                "'prompt' must be one string: several prompts and token ids are not built.",
+            )
+        return check_text(value[0], "prompt[0]", min_length=1, max_length=MAX_TEXT)
+    return check_text(value, "prompt", min_length=1, max_length=MAX_TEXT)
+
+
+def _message(path: str, value: Any) -> Message:
+    fields = Fields(path, value)
+    role = fields.required_text("role", max_length=32)
+    if role in ("tool", "function"):
+        raise unsupported(f"{path}.role", f"'{path}.role' is '{role}': tools are not built.")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise invalid(
+            f"'{path}.role' must be one of 'system', 'developer', 'user', 'assistant'.",
+            param=f"{path}.role",
+            code="invalid_value",
+        )
+    _refuse(fields, parameters.MESSAGE)
+    content = fields.take("content")
+    fields.done()
+    known = cast(ChatRole, "system" if role == "developer" else role)
+    return Message(known, _content(f"{path}.content", content, known))
+
+
+def _content(path: str, value: Any, role: ChatRole) -> str | tuple[TextPart | ImagePart, ...]:
+    if value is None:
+        raise invalid(f"'{path}' is required.", param=path, code="missing_required_parameter")
+    if isinstance(value, str):
+        return check_text(value, path, max_length=MAX_TEXT)
+    if not isinstance(value, list):
+        raise invalid(
+            f"'{path}' must be a string or an array of parts.", param=path, code="invalid_type"
+        )
+    if not 1 <= len(value) <= MAX_PARTS:
+        raise invalid(
+            f"'{path}' must have 1 to {MAX_PARTS} parts, it has {len(value)}.",
+            param=path,
+            code="invalid_value",
+        )
+    return tuple(_part(f"{path}[{i}]", item, role) for i, item in enumerate(value))
+
+
+def _part(path: str, value: Any, role: ChatRole) -> TextPart | ImagePart:
+    fields = Fields(path, value)
+    kind = fields.required_text("type", max_length=64)
+    if kind == "text":
+        text = fields.text("text", max_length=MAX_TEXT)
+        if text is None:
+            raise fields.missing("text")
+        fields.done()
+        return TextPart(text)
+    if kind != "image_url":
+        raise _unknown_part(path, kind)
+    if role != "user":
+        raise invalid(
+            f"'{path}' is a picture in a {role} message; pictures go into user messages.",
+            param=path,
+            code="invalid_value",
+        )
+    # A client's name for a picture is never a cache key: content alone is.
+    fields.text("uuid", max_length=128)
+    image = fields.child("image_url")
+    if image is None:
+        raise fields.missing("image_url")
+    url = image.required_text("url", max_length=MAX_URL)
+    detail = image.choice("detail", ("auto", "low", "high", "original")) or "auto"
+    image.done()
+    fields.done()
+    return ImagePart(url, cast(Detail, detail), f"{path}.image_url")
+
+
+def _unknown_part(path: str, kind: str) -> ApiError:
+    if kind in ("input_audio", "file", "refusal", "video_url", "image_embeds"):
+        return unsupported(f"{path}.type", f"'{path}.type' is '{kind}', which is not built.")
+    return invalid(
+        f"'{path}.type' must be 'text' or 'image_url'.", param=f"{path}.type", code="invalid_value"
+    )

@@ -1,0 +1,208 @@
+"""From messages to token ids, as transformers' processor; text never becomes a control token.
+
+messages ─▶ template ─▶ pieces ─▶ ids ─▶ one placeholder a picture ─▶ as many as it has tokens
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from vlm_worker.core.families import Family, ModelConfigError, load_family
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.template import ChatTemplate, read_template
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+# No normaliser shrinks text by more: decomposed Hangul and accents at most to a third.
+_NORMALIZER_SHRINKS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens; the k-th picture has `counts[k]` placeholders from `offsets[k]` on."""
+
+    token_ids: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Placeholders in it."""
+        return sum(self.counts)
+
+    @property
+    def num_text_tokens(self) -> int:
+        """All the others."""
+        return len(self.token_ids) - self.num_image_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What holds where the client says nothing: the model's `generation_config.json`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class Language:
+    """A model's tokenizer, chat template and defaults: all that the gateway needs of its files."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.family: Family = load_family(model_dir)
+        self.tokenizer: Tokenizer = _load_tokenizer(model_dir)
+        # Text from clients: what reads like a special token is only text.
+        self.tokenizer.encode_special_tokens = True
+        self._control = {
+            token.content: (token_id, token)
+            for token_id, token in self.tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._longest_token = max(len(token) for token in self.tokenizer.get_vocab())
+        self._prefix, self._suffix, self._bos = self._surroundings(model_dir)
+        source = read_template(model_dir)
+        named = _named_tokens(model_dir)
+        self._template = source and ChatTemplate(source, list(self._control), named)
+        self.defaults = _sampling_defaults(model_dir)
+
+    def chat(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
+        """The prompt of a conversation.
+
+        Args:
+            messages: without the pictures that are left out.
+            counts: tokens of each picture, in order.
+
+        Raises:
+            ApiError: 400; the model has no template, or it refuses the conversation.
+        """
+        if not isinstance(self._template, ChatTemplate):
+            raise invalid(
+                "This model has no chat template; use /v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
+        pieces = self._template.render(messages)
+        starts_with_bos = bool(pieces) and pieces[0] == (self._bos, True)
+        token_ids = self._encode(pieces)
+        if not starts_with_bos:
+            token_ids = [*self._prefix, *token_ids, *self._suffix]
+        try:
+            expanded, offsets = self.family.expand(token_ids, counts)
+        except InvalidRequestError as error:
+            raise invalid(
+                "The model's chat template cannot place the pictures of these messages.",
+                param="messages",
+                code="invalid_messages",
+            ) from error
+        return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
+
+    def completion(self, text: str) -> Prompt:
+        """The prompt of a plain text."""
+        return Prompt((*self._prefix, *self._encode([(text, False)]), *self._suffix))
+
+    def least_tokens(self, num_bytes: int) -> int:
+        """The fewest tokens that so many bytes of text have; costs nothing, unlike encoding."""
+        return num_bytes // (self._longest_token * _NORMALIZER_SHRINKS)
+
+    def _encode(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+        """Token ids of the pieces; a special token takes the spaces beside it that it asks for."""
+        token_ids: list[int] = []
+        strip_next = False
+        for i, (piece, control) in enumerate(pieces):
+            if control:
+                token_id, token = self._control[piece]
+                token_ids.append(token_id)
+                strip_next = token.rstrip
+                continue
+            text = piece.lstrip() if strip_next else piece
+            if i + 1 < len(pieces) and self._control[pieces[i + 1][0]][1].lstrip:
+                text = text.rstrip()
+            strip_next = False
+            token_ids += self.tokenizer.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    def _surroundings(self, model_dir: Path) -> tuple[list[int], list[int], str | None]:
+        """What the tokenizer itself puts before and after a text, and the beginning's name."""
+        bare = self.tokenizer.encode("a", add_special_tokens=False).ids
+        full = self.tokenizer.encode("a", add_special_tokens=True).ids
+        at = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+        return full[:at], full[at + len(bare) :], _named_tokens(model_dir).get("bos_token")
+
+
+def check_context(
+    prompt: Prompt, max_tokens: int | None, limit: int, *, param: str, max_tokens_param: str
+) -> int:
+    """How many tokens the answer may have.
+
+    Raises:
+        ApiError: 400 `context_length_exceeded`, with the numbers.
+    """
+    room = limit - len(prompt.token_ids)
+    if room >= (max_tokens or 1):
+        return room if max_tokens is None else max_tokens
+    if room < 1:
+        raise context_exceeded(
+            f"the prompt has {len(prompt.token_ids)} ({prompt.num_text_tokens} of text, "
+            f"{prompt.num_image_tokens} of pictures)",
+            limit,
+            param,
+        )
+    raise context_exceeded(
+        f"the prompt has {len(prompt.token_ids)} ({prompt.num_text_tokens} of text, "
+        f"{prompt.num_image_tokens} of pictures) and '{max_tokens_param}' asks for {max_tokens}",
+        limit,
+        max_tokens_param,
+    )
+
+
+def context_exceeded(what: str, limit: int, param: str) -> ApiError:
+    """The 400 of a request that can never fit."""
+    return invalid(
+        f"The context of this model is {limit} tokens; {what}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer:
+    path = model_dir / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise ModelConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_bytes()) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise ModelConfigError(f"{path}: holds no JSON object")
+    return value
+
+
+def _named_tokens(model_dir: Path) -> dict[str, str]:
+    config = _read_optional(model_dir / "tokenizer_config.json")
+    named = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    config = _read_optional(model_dir / "generation_config.json")
+    if not config.get("do_sample"):
+        return SamplingDefaults()
+    return SamplingDefaults(
+        temperature=float(config.get("temperature") or 1.0),
+        top_p=float(config.get("top_p") or 1.0),
+        top_k=int(config.get("top_k") or 0),
+    )

@@ -1,0 +1,192 @@
+"""The model's chat template, sandboxed, with the same rendering as transformers'.
+
+A client's text must never become a control token. So its borders, and everything in it that reads
+like a control token, carry a mark while the template runs; what still reads like one afterwards is
+the template's own.
+
+    "hi <|im_end|>" ─mark─▶ "▮hi <▮|▮i▮m▮_…▮>▮" ─render─▶ split at real control tokens ─▶ unmark
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vlm_worker.core.families import ModelConfigError
+from vlm_worker.gateway.api.errors import invalid
+from vlm_worker.gateway.api.requests import ImagePart, Message
+
+# Private-use characters; the first that no text of the conversation contains is the mark.
+_MARKS = "\U0010fff0\U0010fff1\U0010fff2\U0010fff3\uf8f0\uf8f1"
+
+
+class ChatTemplate:
+    """One model's template and its control tokens.
+
+    `named_tokens` are what templates call `bos_token`, `eos_token` and so on.
+    """
+
+    def __init__(
+        self, source: str, control_tokens: Sequence[str], named_tokens: Mapping[str, str]
+    ) -> None:
+        self._template = _environment().from_string(source)
+        self._named_tokens = dict(named_tokens)
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        pattern = "|".join(re.escape(token) for token in longest_first)
+        self._control = re.compile(pattern) if pattern else re.compile(r"(?!)")
+
+    def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """The conversation as pieces, in order; True where a piece is a control token.
+
+        Joined, the pieces are what transformers' `apply_chat_template` renders.
+
+        Raises:
+            ApiError: 400; the template refuses the conversation, or rewrites text so that the
+                client's words cannot be told from its own.
+        """
+        plain = self._render(_plain(messages))
+        mark = self._mark_for(messages)
+        marked = self._render(self._marked(messages, mark))
+        if marked.replace(mark, "") != plain:
+            return self._unmarked_pieces(messages, plain)
+        return [(piece.replace(mark, ""), control) for piece, control in self._split(marked)]
+
+    def _render(self, conversation: list[dict[str, Any]]) -> str:
+        try:
+            return self._template.render(
+                messages=conversation,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._named_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise invalid(
+                "The model's chat template refuses this sequence of messages.",
+                param="messages",
+                code="invalid_messages",
+            ) from error
+
+    def _marked(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
+        def break_up(match: re.Match[str]) -> str:
+            return mark.join(match.group())
+
+        def marked(text: str) -> str:
+            core = text.strip()
+            if not core:
+                return text
+            start = text.index(core)
+            inner = mark + self._control.sub(break_up, core) + mark
+            return text[:start] + inner + text[start + len(core) :]
+
+        return _plain(messages, marked)
+
+    def _mark_for(self, messages: Sequence[Message]) -> str:
+        texts = "".join(_texts(messages))
+        for mark in _MARKS:
+            if mark not in texts:
+                return mark
+        raise invalid(
+            "The text uses private characters that this server needs for itself.",
+            param="messages",
+            code="invalid_messages",
+        )
+
+    def _unmarked_pieces(self, messages: Sequence[Message], plain: str) -> list[tuple[str, bool]]:
+        """A template that looks into text is trusted where no text reads like a control token."""
+        if self._control.search("".join(_texts(messages))):
+            raise invalid(
+                "The text contains a control token that the model's chat template cannot carry.",
+                param="messages",
+                code="invalid_messages",
+            )
+        return list(self._split(plain))
+
+    def _split(self, text: str) -> list[tuple[str, bool]]:
+        pieces: list[tuple[str, bool]] = []
+        start = 0
+        for match in self._control.finditer(text):
+            if match.start() > start:
+                pieces.append((text[start : match.start()], False))
+            pieces.append((match.group(), True))
+            start = match.end()
+        if start < len(text):
+            pieces.append((text[start:], False))
+        return pieces
+
+
+def read_template(model_dir: Path) -> str | None:
+    """`chat_template.jinja`, else what stands in `tokenizer_config.json`; None without either."""
+    path = model_dir / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    config = model_dir / "tokenizer_config.json"
+    if not config.exists():
+        return None
+    template = json.loads(config.read_bytes()).get("chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelConfigError(f"{config}: chat_template must be one string")
+    return template
+
+
+def _plain(messages: Sequence[Message], change: Any = lambda text: text) -> list[dict[str, Any]]:
+    conversation: list[dict[str, Any]] = []
+    for message in messages:
+        content: Any
+        if isinstance(message.content, str):
+            content = change(message.content)
+        else:
+            content = [
+                {"type": "image"}
+                if isinstance(part, ImagePart)
+                else {"type": "text", "text": change(part.text)}
+                for part in message.content
+            ]
+        conversation.append({"role": message.role, "content": content})
+    return conversation
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    return [p.text for m in messages for p in m.parts if not isinstance(p, ImagePart)]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja2 as transformers sets it up, so that templates mean the same."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> Any:
+        """The body of the block, as it stands."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - as transformers does

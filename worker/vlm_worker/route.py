@@ -1,0 +1,243 @@
+"""Which pods serve a request. Pure: candidates and a demand in, a route with its reasons out.
+
+    decode    room for the whole prompt in KV, then the least loaded
+    prefill   the pod that saw this prefix before, unless busy; without a pool, where it decodes
+    encoder   the pod that saw these pictures before, unless busy; without a pool, where it prefills
+
+A stage without a pool runs on the next role that has loaded it. Pods of one route agree in their
+fingerprints. A draining pod is taken only where there is no other, and the call says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from vlm_worker.types import Role, Stage
+
+# The pod with the warm cache is left for the least loaded one when it has this much more to do.
+AFFINITY_SLACK_REQUESTS = 4
+AFFINITY_SLACK_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker pod as the gateway sees it now.
+
+    Attributes:
+        name: unique; the pod's name, or its address where there is no cluster.
+        address: host:port of its gRPC server.
+        role, stages: from Hello.
+        boot_id, layout_fingerprint, embed_fingerprint: from Hello.
+        kv_capacity_tokens, max_model_len_tokens: from Hello; 0 without KV.
+        ready: it is not being deleted and its containers are ready.
+        accepting: the readiness gate and its own word; False while it drains.
+        num_inflight: requests that this gateway has there.
+        num_waiting, work_queued_seconds, kv_free_tokens: its last load report.
+    """
+
+    name: str
+    address: str
+    role: Role
+    stages: frozenset[Stage]
+    boot_id: bytes
+    layout_fingerprint: bytes
+    embed_fingerprint: bytes
+    kv_capacity_tokens: int
+    max_model_len_tokens: int
+    ready: bool = True
+    accepting: bool = True
+    num_inflight: int = 0
+    num_waiting: int = 0
+    work_queued_seconds: float = 0.0
+    kv_free_tokens: int = 0
+
+    @property
+    def pressure(self) -> tuple[float, int]:
+        """What orders pods by load: work queued, then requests."""
+        return (self.work_queued_seconds, self.num_inflight + self.num_waiting)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request needs.
+
+    Attributes:
+        num_tokens: prompt and delivered tokens, plus one.
+        image_digest: of the pictures' bytes; empty without pictures.
+        prefix_digest: of the prompt's beginning.
+        needs_decode: more than one token may follow.
+    """
+
+    num_tokens: int
+    image_digest: bytes
+    prefix_digest: bytes
+    needs_decode: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One pod for one stage. `last_resort`: it drains, and there is no other."""
+
+    pod: Candidate
+    reason: str
+    last_resort: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """Who serves the request. `decode` is None where the first token is the last one."""
+
+    encoder: Choice | None
+    prefill: Choice
+    decode: Choice | None
+
+    @property
+    def reserve(self) -> bool:
+        """Whether KV must be reserved on another pod than the one that computes it."""
+        return self.decode is not None and self.decode.pod.boot_id != self.prefill.pod.boot_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoRoute:
+    """No pod for a stage, and why. `capacity_tokens`: the prompt fits into no pod, ever."""
+
+    stage: Stage
+    reason: str
+    capacity_tokens: int | None = None
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    demand: Demand,
+    *,
+    failed: frozenset[bytes] = frozenset(),
+) -> Route | NoRoute:
+    """Choose pods for one attempt.
+
+    Args:
+        candidates: all pods known.
+        demand: what is needed.
+        failed: boot ids of pods that failed this request before; a restarted pod is another one.
+            They are tried again only where there is no other.
+    """
+    usable = [c for c in candidates if c.ready and c.boot_id not in failed]
+    route = _choose(usable, demand)
+    if isinstance(route, NoRoute) and failed:
+        return _choose([c for c in candidates if c.ready], demand)
+    return route
+
+
+def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
+    """Stages of `needed` that no ready and accepting pod has loaded, in the order of a request."""
+    loaded = {stage for c in candidates if c.ready and c.accepting for stage in c.stages}
+    return [stage for stage in Stage if stage in needed and stage not in loaded]
+
+
+def rendezvous(key: bytes, name: str) -> int:
+    """The weight of a pod for a key: the pod with the greatest is the key's home.
+
+    Highest random weight hashing: all gateways agree without talking, and a pod that comes or goes
+    moves only the keys that are its own.
+    """
+    digest = hashlib.blake2b(name.encode(), key=key[:64], digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _choose(usable: Sequence[Candidate], demand: Demand) -> Route | NoRoute:
+    decode: Choice | None = None
+    if demand.needs_decode:
+        chosen = _decode(usable, demand)
+        if isinstance(chosen, NoRoute):
+            return chosen
+        decode = chosen
+        usable = [c for c in usable if _share_kv(c, chosen.pod)]
+    prefill = _prefill(usable, demand, decode)
+    if isinstance(prefill, NoRoute):
+        return prefill
+    if not demand.image_digest:
+        return Route(None, prefill, decode)
+    encoder = _encoder(usable, demand, prefill)
+    return encoder if isinstance(encoder, NoRoute) else Route(encoder, prefill, decode)
+
+
+def _decode(usable: Sequence[Candidate], demand: Demand) -> Choice | NoRoute:
+    pods, last_resort = _pool(usable, Stage.DECODE)
+    if not pods:
+        return NoRoute(Stage.DECODE, "no decode pod is ready")
+    large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
+    if not large:
+        biggest = max(c.kv_capacity_tokens for c in pods)
+        return NoRoute(
+            Stage.DECODE,
+            f"{demand.num_tokens} tokens, the largest decode pod holds {biggest}",
+            capacity_tokens=biggest,
+        )
+    roomy = [c for c in large if c.kv_free_tokens >= demand.num_tokens]
+    reason = (
+        f"room for {demand.num_tokens} tokens" if roomy else "no pod has room, the least loaded"
+    )
+    return Choice(min(roomy or large, key=_decode_order), reason, last_resort)
+
+
+def _decode_order(pod: Candidate) -> tuple[int, float, str]:
+    full = 1 - pod.kv_free_tokens / max(1, pod.kv_capacity_tokens)
+    return (pod.num_inflight + pod.num_waiting, full, pod.name)
+
+
+def _prefill(
+    usable: Sequence[Candidate], demand: Demand, decode: Choice | None
+) -> Choice | NoRoute:
+    pods, last_resort = _pool(usable, Stage.PREFILL)
+    if not pods:
+        return NoRoute(Stage.PREFILL, "no prefill pod is ready that agrees with the decode pod")
+    if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
+        return Choice(decode.pod, "no prefill pool: where it decodes", decode.last_resort)
+    return _at_home(pods, demand.prefix_digest, "prefix", last_resort)
+
+
+def _encoder(usable: Sequence[Candidate], demand: Demand, prefill: Choice) -> Choice | NoRoute:
+    agreeing = [c for c in usable if c.embed_fingerprint == prefill.pod.embed_fingerprint]
+    pods, last_resort = _pool(agreeing, Stage.ENCODER)
+    if not pods:
+        return NoRoute(Stage.ENCODER, "no pod that encodes pictures is ready")
+    if pods[0].role is not Role.ENCODER and Stage.ENCODER in prefill.pod.stages:
+        return Choice(prefill.pod, "no encoder pool: where it prefills", prefill.last_resort)
+    return _at_home(pods, demand.image_digest, "pictures", last_resort)
+
+
+def _pool(usable: Sequence[Candidate], stage: Stage) -> tuple[list[Candidate], bool]:
+    """Pods that run a stage: accepting before draining, its own role before the next ones."""
+    loaded = [c for c in usable if stage in c.stages]
+    for accepting in (True, False):
+        for role in _ROLES_FOR[stage]:
+            pods = [c for c in loaded if c.role is role and c.accepting is accepting]
+            if pods:
+                return pods, not accepting
+    return [], False
+
+
+_ROLES_FOR = {
+    Stage.ENCODER: (Role.ENCODER, Role.PREFILL, Role.DECODE),
+    Stage.PREFILL: (Role.PREFILL, Role.DECODE, Role.ENCODER),
+    Stage.DECODE: (Role.DECODE, Role.PREFILL, Role.ENCODER),
+}
+
+
+def _at_home(pods: Sequence[Candidate], key: bytes, what: str, last_resort: bool) -> Choice:
+    home = max(pods, key=lambda c: (rendezvous(key, c.name), c.name))
+    idle = min(pods, key=lambda c: (c.pressure, c.name))
+    busy = (
+        home.num_inflight + home.num_waiting
+        > idle.num_inflight + idle.num_waiting + AFFINITY_SLACK_REQUESTS
+        or home.work_queued_seconds > idle.work_queued_seconds + AFFINITY_SLACK_SECONDS
+    )
+    if busy:
+        return Choice(idle, f"least loaded: the home of the {what} is busy", last_resort)
+    return Choice(home, f"home of the {what}", last_resort)
+
+
+def _share_kv(pod: Candidate, decode: Candidate) -> bool:
+    """Pods without KV have no layout to disagree in."""
+    return not pod.layout_fingerprint or pod.layout_fingerprint == decode.layout_fingerprint
