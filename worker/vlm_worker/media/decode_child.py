@@ -1,0 +1,96 @@
+"""The process that meets hostile files: decodes one picture after another, and may die of any.
+
+Started as `python -P -S -m vlm_worker.media.decode_child CONFIG`, a socket as its standard input.
+It holds no secret and opens no connection, and the kernel bounds it: address space, and CPU time
+per picture. End of input ends it, so it never outlives its worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import resource
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vlm_worker.core.geometry import picture_geometry
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.media.frames import READY, ChildConfig, Done, Job, receive
+from vlm_worker.media.patches import image_key, make_patches
+from vlm_worker.media.pixels import UndecodableError, decode_rgb
+
+NO_MEMORY = "decoding the image needs more memory than one image may take; send it smaller"
+
+
+def main() -> None:
+    """Serve jobs from standard input until it ends."""
+    config = ChildConfig.from_json(sys.argv[1])
+    _bound_memory(config.memory_bytes)
+    with socket.socket(fileno=0) as channel:
+        channel.sendall(READY)
+        while True:
+            try:
+                job = Job.unpack(bytes(receive(channel, Job.SIZE)))
+            except EOFError:
+                return
+            _bound_cpu(config.cpu_seconds)
+            done, body = _run(job, receive(channel, job.num_bytes), config)
+            channel.sendall(done.pack())
+            channel.sendall(body)
+
+
+def _run(job: Job, data: bytearray, config: ChildConfig) -> tuple[Done, memoryview]:
+    try:
+        return _prepare(job, data, config)
+    except (UndecodableError, InvalidRequestError) as error:
+        code, message = "invalid_image", str(error)
+    except MemoryError:
+        code, message = "image_too_large", NO_MEMORY
+    text = f"{code}\0{message}".encode()
+    return Done.failure(len(text)), memoryview(text)
+
+
+def _prepare(job: Job, data: bytearray, config: ChildConfig) -> tuple[Done, memoryview]:
+    start = time.perf_counter_ns()
+    rgb = decode_rgb(data, job.header)
+    decoded = time.perf_counter_ns()
+    processor = config.processor.capped(job.max_pixels)
+    geometry = picture_geometry(job.header.height, job.header.width, processor)
+    patches = make_patches(rgb, processor, geometry)
+    body = patches.data.cast("B")
+    done = Done(
+        ok=True,
+        image_key=image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt),
+        file_digest=hashlib.sha256(data).digest(),
+        grid_thw=geometry.grid_thw,
+        num_tokens=geometry.num_tokens,
+        decode_us=(decoded - start) // 1000,
+        prepare_us=(time.perf_counter_ns() - decoded) // 1000,
+        num_bytes=len(body),
+    )
+    return done, body
+
+
+def _bound_memory(memory_bytes: int) -> None:
+    """Address space: what the idle child has, and so much more. No core dumps."""
+    np.zeros(1)  # the libraries' own start-up allocations are part of the idle child
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _bound_cpu(cpu_seconds: int) -> None:
+    """CPU time from now on; the kernel's limit counts the whole life, so it moves along."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = math.ceil(usage.ru_utime + usage.ru_stime)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""From RGB pixels to what the vision tower reads, bit for bit as transformers' own processor.
+
+Pixels are bytes, so rescaling and normalising are a table of 256 floats per channel, made with the
+processor's own arithmetic and looked up once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+from PIL import Image
+
+from vlm_worker.core.geometry import Geometry, Processor
+
+
+def make_patches(rgb: np.ndarray, processor: Processor, geometry: Geometry) -> np.ndarray:
+    """Resize, normalise and cut a picture.
+
+    Args:
+        rgb: uint8 `[height, width, 3]`.
+        processor: the effective parameters.
+        geometry: of this picture under these parameters.
+
+    Returns:
+        float32 `[t*h*w, patch_dim]`, C-contiguous; rows are grouped by merged token, columns are
+        (channel, time, y, x).
+    """
+    size = (geometry.width, geometry.height)
+    resized = Image.fromarray(rgb).resize(size, resample=Image.Resampling(processor.resample))
+    patch, merge, times = processor.patch_size, processor.merge_size, processor.temporal_patch_size
+    _, rows, columns = geometry.grid_thw
+    # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
+    tiles = np.asarray(resized).reshape(
+        rows // merge, merge, patch, columns // merge, merge, patch, 3
+    )
+    bytes_ = tiles.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
+    out = np.empty((rows * columns, 3, times, patch * patch), dtype=np.float32)
+    for channel, table in enumerate(_tables(processor)):
+        np.take(table, bytes_[:, channel], out=out[:, channel, 0])
+    out[:, :, 1:] = out[:, :, :1]
+    return out.reshape(rows * columns, processor.patch_dim)
+
+
+def _tables(processor: Processor) -> np.ndarray:
+    """float32 `[3, 256]`: what each byte becomes, per channel."""
+    values = (np.arange(256).astype(np.float64) * processor.rescale_factor).astype(np.float32)
+    mean = np.array(processor.image_mean, dtype=np.float32)
+    std = np.array(processor.image_std, dtype=np.float32)
+    return (values - mean[:, None]) / std[:, None]
+
+
+def image_key(rgb: np.ndarray, processor: Processor, *, model_revision: str, salt: bytes) -> bytes:
+    """The 32-byte content key of DESIGN §12: equal for equal pixels, whatever file they came in.
+
+    Args:
+        rgb: uint8 `[height, width, 3]`, oriented, before resizing.
+        processor: the effective parameters, the request's cap included.
+        model_revision: of the weights that will encode it.
+        salt: separates tenants.
+    """
+    parameters = json.dumps(dataclasses.asdict(processor), sort_keys=True, separators=(",", ":"))
+    height, width, _ = rgb.shape
+    digest = hashlib.sha256()
+    for part in (
+        b"triptych.image/1",
+        model_revision.encode(),
+        parameters.encode(),
+        f"{width}x{height}".encode(),
+        np.ascontiguousarray(rgb).data.cast("B"),
+        salt,
+    ):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

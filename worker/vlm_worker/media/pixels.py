@@ -1,0 +1,119 @@
+"""A file's pixels as a person sees them: oriented, 8 bits, RGB, transparency over white.
+
+Runs in the decode child alone. Rules where libraries differ:
+
+    orientation    the EXIF field as `media.header` read it; XMP and other places are ignored
+    transparency   over white, whether alpha channel, palette alpha or a transparent colour (tRNS)
+    16 bits        scaled to 8 (40000 becomes 156), never clipped
+    CMYK, YCCK     converted without a profile; ICC profiles are ignored
+    GIF            the first frame on its canvas; what the frame leaves free is white
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from vlm_worker.media.header import ImageHeader
+
+# The plugins themselves, never Image.open: a file's bytes cannot choose another format's code.
+_PLUGINS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
+    "PNG": PngImagePlugin.PngImageFile,
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+}
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class UndecodableError(ValueError):
+    """The file's pixels cannot be had; the text is fit for a client."""
+
+
+def decode_rgb(data: bytes | bytearray, header: ImageHeader) -> np.ndarray:
+    """Decode one picture.
+
+    Args:
+        data: the whole file.
+        header: what `read_header` said of it.
+
+    Returns:
+        uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size.
+
+    Raises:
+        UndecodableError: the file is damaged, cut off, or not of the header's size.
+        MemoryError: it needs more memory than the child has.
+    """
+    try:
+        with _PLUGINS[header.format](io.BytesIO(data)) as image:
+            covered = image.tile[0].extents if header.format == "GIF" else None
+            image.load()
+            rgb = _to_rgb(image, header, covered)
+    except UndecodableError:
+        raise
+    except MemoryError:
+        raise
+    # Whatever a decoder raises over hostile bytes is this picture's fault; its words may name
+    # addresses and paths, so they stay here.
+    except Exception as error:
+        raise UndecodableError(f"the {header.format} is damaged or cut off") from error
+    if header.orientation in _TURNS:
+        rgb = rgb.transpose(_TURNS[header.orientation])
+    if rgb.size != (header.width, header.height):
+        raise UndecodableError(f"the {header.format} is not of the size in its header")
+    return np.ascontiguousarray(rgb)
+
+
+def _to_rgb(
+    image: ImageFile.ImageFile,
+    header: ImageHeader,
+    covered: tuple[int, int, int, int] | None,
+) -> Image.Image:
+    mode, transparent = image.mode, image.info.get("transparency")
+    if mode in ("1", "L", "I;16") and header.format == "PNG":
+        return _grey_png(image, transparent, header.bits)
+    if mode == "RGB" and transparent is not None and header.bits == 16:
+        raise UndecodableError("a 16-bit RGB PNG with a transparent colour is not supported")
+    if mode in ("LA", "RGBA", "PA") or transparent is not None:
+        rgb = _over_white(image.convert("RGBA"))
+    elif mode in ("1", "L", "P", "RGB", "CMYK"):
+        rgb = image.convert("RGB")
+    else:
+        raise UndecodableError(f"pixels of mode {mode} are not supported")
+    if covered is not None and covered != (0, 0, *image.size):
+        canvas = Image.new("RGB", image.size, "white")
+        canvas.paste(rgb.crop(covered), covered)
+        return canvas
+    return rgb
+
+
+def _grey_png(image: Image.Image, transparent: object, bits: int) -> Image.Image:
+    """Grey of any depth to RGB; the transparent grey is given in the file's own depth."""
+    if image.mode == "I;16":
+        raw = np.asarray(image, dtype=np.uint32)
+        grey = ((raw * 255 + 32767) // 65535).astype(np.uint8)
+        white = raw == transparent if isinstance(transparent, int) else None
+    else:
+        grey = np.asarray(image.convert("L"))
+        scale = 255 // ((1 << bits) - 1)
+        white = grey == transparent * scale if isinstance(transparent, int) else None
+    if white is not None:
+        grey = np.where(white, np.uint8(255), grey)
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _over_white(rgba: Image.Image) -> Image.Image:
+    white = Image.new("RGBA", rgba.size, "white")
+    return Image.alpha_composite(white, rgba).convert("RGB")

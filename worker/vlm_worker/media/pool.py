@@ -1,0 +1,298 @@
+"""Decode children behind one awaitable: bytes in, patches out, whatever the bytes do.
+
+    prepare(bytes) ─ header ─ wait for a child ─▶ [decode child], one of several
+                                                   dies? another takes its place; the picture
+                                                   is an error, or tried again if not to blame
+
+Owned by one event loop. A picture whose caller is cancelled leaves the queue at once; one that is
+already being decoded runs to its end, which its limits bound, and its result is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vlm_worker.core.geometry import Processor, picture_geometry
+from vlm_worker.errors import EngineError, InvalidImageError, OverloadedError
+from vlm_worker.media.aliases import AliasCache, KnownImage
+from vlm_worker.media.child import ChildDiedError, DecodeChild
+from vlm_worker.media.frames import ChildConfig, Done, Job
+from vlm_worker.media.header import ImageHeader, ImageLimits, read_header
+from vlm_worker.types import PreparedImage
+
+logger = logging.getLogger(__name__)
+
+DECODE_MEMORY_BYTES = 512 * 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """What a request says of one picture; the pool checks each word against the file.
+
+    `width` and `height` are oriented. `max_pixels` is the request's own cap, 0 for the model's own.
+    `salt` separates tenants.
+    """
+
+    item: int
+    format: str
+    width: int
+    height: int
+    num_tokens: int
+    max_pixels: int = 0
+    salt: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaTimes:
+    """Where one picture's `media` time went, in seconds."""
+
+    queued: float
+    decode: float
+    prepare: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MediaSettings:
+    """Sizes and bounds of a pool.
+
+    `max_waiting` and `max_waiting_pixels` bound the queue; `timeout_seconds` is the wall-clock time
+    of one picture in a child, beyond which the child counts as frozen.
+    """
+
+    num_children: int = 2
+    max_waiting: int = 256
+    max_waiting_pixels: int = 64 * 16_777_216
+    max_aliases: int = 4096
+    cpu_seconds: int = 2
+    timeout_seconds: float = 20.0
+    limits: ImageLimits = dataclasses.field(default_factory=ImageLimits)
+
+
+class MediaPool:
+    """See the module. `start` before use, `close` at the end; both by the loop that uses it."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        *,
+        model_revision: str,
+        settings: MediaSettings | None = None,
+        observe: Callable[[MediaTimes], None] | None = None,
+    ) -> None:
+        self._settings = settings or MediaSettings()
+        self._processor = processor
+        # patches, their bytes before the table, and the resized picture come on top of the pixels
+        patch_bytes = processor.max_pixels * 3 * 4 * processor.temporal_patch_size
+        self._config = ChildConfig(
+            processor=processor,
+            model_revision=model_revision,
+            memory_bytes=DECODE_MEMORY_BYTES + 2 * patch_bytes,
+            cpu_seconds=self._settings.cpu_seconds,
+        )
+        self._observe = observe
+        self._idle: asyncio.LifoQueue[DecodeChild | None] = asyncio.LifoQueue()
+        self._children: set[DecodeChild] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._aliases = AliasCache(self._settings.max_aliases)
+        self._num_waiting = 0
+        self._waiting_pixels = 0
+        self._seconds_per_image = 0.02
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start all children; raises EngineError where one does not come up."""
+        num_children = self._settings.num_children
+        try:
+            for child in await asyncio.gather(*(self._spawn() for _ in range(num_children))):
+                self._idle.put_nowait(child)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the children and what they run; prepare() fails from here on."""
+        self._closed = True
+        for _ in range(self._num_waiting):
+            self._idle.put_nowait(None)  # wakes a waiter, which finds the pool closed
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for child in self._children:
+            child.close()
+        self._children.clear()
+
+    @property
+    def num_waiting(self) -> int:
+        """Pictures that wait for a child."""
+        return self._num_waiting
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process ids of the children that run."""
+        return frozenset(child.pid for child in self._children)
+
+    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
+        """What this very file became before, under the same parameters and salt; no decoding.
+
+        None where it is new, or where `spec` promises another number of tokens.
+        """
+        return await self._aliases.find(
+            data, max_pixels=spec.max_pixels, salt=spec.salt, num_tokens=spec.num_tokens
+        )
+
+    async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
+        """Decode and preprocess one picture.
+
+        Raises:
+            InvalidImageError: the file cannot be used, or is not what `spec` says.
+            OverloadedError: too many pictures wait already.
+            EngineError: no child can be started.
+        """
+        header = read_header(data, item=spec.item, limits=self._settings.limits)
+        self._check_spec(header, spec)
+        task = await self._admit(header, data, spec)
+        prepared, digest = await asyncio.shield(task)
+        self._aliases.add(digest, prepared, max_pixels=spec.max_pixels, salt=spec.salt)
+        return prepared
+
+    def _check_spec(self, header: ImageHeader, spec: ImageSpec) -> None:
+        """The gateway counted tokens from these numbers; if they differ, the prompt is wrong."""
+        geometry = picture_geometry(
+            header.height, header.width, self._processor.capped(spec.max_pixels)
+        )
+        found = (header.format, header.width, header.height, geometry.num_tokens)
+        said = (spec.format, spec.width, spec.height, spec.num_tokens)
+        if found != said:
+            raise InvalidImageError(
+                f"the image is {_describe(*found)}; the request counted on {_describe(*said)}",
+                item=spec.item,
+                code="image_mismatch",
+            )
+
+    async def _admit(
+        self, header: ImageHeader, data: bytes | memoryview, spec: ImageSpec
+    ) -> asyncio.Task[tuple[PreparedImage, bytes]]:
+        """Wait for a child, within the queue's bounds, and hand it the job."""
+        if self._closed:
+            raise EngineError("the media pool is closed")
+        pixels = header.width * header.height
+        settings = self._settings
+        if (
+            self._num_waiting >= settings.max_waiting
+            or self._waiting_pixels + pixels > settings.max_waiting_pixels
+        ):
+            wait = self._num_waiting * self._seconds_per_image / settings.num_children
+            raise OverloadedError(
+                f"{self._num_waiting} images wait to be decoded already",
+                retry_after_seconds=max(1.0, wait),
+            )
+        queued = time.monotonic()
+        self._num_waiting += 1
+        self._waiting_pixels += pixels
+        try:
+            child = await self._idle.get()
+        finally:
+            self._num_waiting -= 1
+            self._waiting_pixels -= pixels
+        # no await between the child and its task: a cancellation cannot lose it
+        job = Job(header, spec.max_pixels, spec.salt, len(data))
+        task = asyncio.create_task(self._work(child, job, data, spec.item, queued))
+        self._keep(task)
+        return task
+
+    async def _work(
+        self,
+        child: DecodeChild | None,
+        job: Job,
+        data: bytes | memoryview,
+        item: int,
+        queued: float,
+    ) -> tuple[PreparedImage, bytes]:
+        """One job from child to result; always gives a place in the pool back."""
+        begun = time.monotonic()
+        try:
+            for attempt in (1, 2):
+                child = child or await self._spawn()
+                try:
+                    done, body = await child.run(
+                        job, data, timeout_seconds=self._settings.timeout_seconds
+                    )
+                except ChildDiedError as death:
+                    self._bury(child, death)
+                    child = None
+                    if attempt == 2 or not death.blameless:
+                        raise self._verdict(death, item) from death
+                else:
+                    return self._result(done, body, item, begun - queued)
+            raise AssertionError("the second attempt returns or raises")
+        finally:
+            if child is not None:
+                self._idle.put_nowait(child)
+            else:
+                self._keep(asyncio.create_task(self._refill()))
+
+    def _result(
+        self, done: Done, body: bytearray, item: int, queued: float
+    ) -> tuple[PreparedImage, bytes]:
+        if not done.ok:
+            code, _, message = bytes(body).decode().partition("\0")
+            raise InvalidImageError(message, item=item, code=code)
+        times = MediaTimes(queued, done.decode_us / 1e6, done.prepare_us / 1e6)
+        self._seconds_per_image += 0.1 * (times.decode + times.prepare - self._seconds_per_image)
+        if self._observe is not None:
+            self._observe(times)
+        prepared = PreparedImage(
+            done.image_key, done.grid_thw, done.num_tokens, memoryview(body).toreadonly()
+        )
+        return prepared, done.file_digest
+
+    def _verdict(self, death: ChildDiedError, item: int) -> Exception:
+        if death.returncode >= 0:
+            return EngineError(f"the decode child failed with exit status {death.returncode}")
+        return InvalidImageError(
+            f"the image cannot be decoded within {self._settings.cpu_seconds} s and "
+            f"{self._config.memory_bytes >> 20} MiB",
+            item=item,
+        )
+
+    async def _spawn(self) -> DecodeChild:
+        if self._closed:
+            raise EngineError("the media pool is closed")
+        child = await DecodeChild.start(self._config)
+        self._children.add(child)
+        return child
+
+    def _bury(self, child: DecodeChild, death: ChildDiedError) -> None:
+        logger.warning(
+            "decode child died", extra={"pid": child.pid, "returncode": death.returncode}
+        )
+        self._children.discard(child)
+        child.close()
+
+    async def _refill(self) -> None:
+        """Put another child, or the empty place of one, where a child died."""
+        child = None
+        try:
+            child = await self._spawn()
+        except EngineError as error:
+            logger.warning("decode child not restarted", extra={"error": str(error)})
+        finally:
+            self._idle.put_nowait(child)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._running.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as seen where its caller is gone
+
+
+def _describe(file_format: str, width: int, height: int, num_tokens: int) -> str:
+    return f"a {file_format} of {width}x{height} pixels and {num_tokens} tokens"
