@@ -1,0 +1,44 @@
+"""The documentation names what exists: links, and the files of the two walks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    if ".venv" not in page.parts
+)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)|!\[[^\]]*\]\(([^)\s]+)\)")
+WALK_BUDGETS = {"docs/request.md": 2300, "docs/vlmservice.md": 1600}
+STEP = re.compile(r"\]\(([^)#]+\.py)\)")
+
+
+def _links(page: Path) -> list[str]:
+    found = [first or second for first, second in LINK.findall(page.read_text())]
+    return [link for link in found if "://" not in link and not link.startswith("mailto:")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_to_a_file(page):
+    missing = [link for link in _links(page) if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize(("walk", "budget"), WALK_BUDGETS.items())
+def test_a_walk_can_be_read_in_one_sitting(walk, budget):
+    page = ROOT / walk
+    files = {(page.parent / name).resolve() for name in STEP.findall(page.read_text())}
+    assert len(files) >= 8, "a walk names the files of its steps"
+    lines = {str(f.relative_to(ROOT)): f.read_text().count("\n") for f in files}
+    assert sum(lines.values()) <= budget, lines
+
+
+def test_the_style_guide_names_files_that_exist():
+    named = re.findall(
+        r"`((?:operator|worker|docs|tests)/[\w/.]+)`", (ROOT / "AGENTS.md").read_text()
+    )
+    assert named
+    assert not [name for name in named if not (ROOT / name).exists()]
