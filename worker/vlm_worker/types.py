@@ -231,7 +231,12 @@ class FailedEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledEvent:
-    """The sequence left the queue and computes for the first time."""
+    """The sequence left the queue and computes for the first time.
+
+    `at` is when, in seconds on the engine's clock: the event arrives after the step that it begins.
+    """
+
+    at: float = 0.0
 
 
 EngineEvent = BlocksReady | TokenEvent | FinishedEvent | FailedEvent | ScheduledEvent

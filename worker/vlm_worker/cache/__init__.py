@@ -1,0 +1,1 @@
+"""Tiers that hold opaque buffers; which of them are kept is decided in `core/`."""

@@ -1,0 +1,131 @@
+"""Who may still read what, and until when. A pure table: time is an argument.
+
+    grant --> HELD --renew--> HELD --release--> gone
+                 |  deadline passes: `sweep` names it, whoever swept frees what it held
+                 +--quarantine--> QUARANTINED --its stream closed, or the deadline--> gone
+
+A reservation is a lease as well, of kind RESERVED: it holds KV room instead of KV.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Final
+
+from vlm_worker.types import RequestKey
+
+LEASE_SECONDS: Final = 10.0
+QUARANTINE_SECONDS: Final = 60.0
+
+
+class LeaseKind(enum.Enum):
+    """What a lease holds."""
+
+    HELD = "held"
+    RESERVED = "reserved"
+    QUARANTINED = "quarantined"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """One handle given to a peer.
+
+    `item` tells the embeddings of one request apart; None for KV. `deadline` is in seconds on the
+    clock that the table is asked with.
+    """
+
+    id: str
+    owner: RequestKey
+    kind: LeaseKind
+    deadline: float
+    item: int | None = None
+
+
+class LeaseTable:
+    """All leases of one worker. Every lease has an owner and a deadline."""
+
+    def __init__(
+        self,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        quarantine_seconds: float = QUARANTINE_SECONDS,
+    ) -> None:
+        self._lease_seconds = lease_seconds
+        self._quarantine_seconds = quarantine_seconds
+        self._leases: dict[str, Lease] = {}
+
+    def __len__(self) -> int:
+        """Leases of all kinds."""
+        return len(self._leases)
+
+    def count(self, kind: LeaseKind) -> int:
+        """Leases of one kind."""
+        return sum(lease.kind is kind for lease in self._leases.values())
+
+    def get(self, lease_id: str) -> Lease | None:
+        """The lease, expired or not; None where it is gone."""
+        return self._leases.get(lease_id)
+
+    def of(self, owner: RequestKey) -> list[Lease]:
+        """All leases of one request."""
+        return [lease for lease in self._leases.values() if lease.owner == owner]
+
+    def grant(
+        self,
+        lease_id: str,
+        owner: RequestKey,
+        *,
+        now: float,
+        kind: LeaseKind = LeaseKind.HELD,
+        item: int | None = None,
+    ) -> Lease:
+        """A new lease; the same id again, by the same owner, is the same lease renewed.
+
+        Raises:
+            ValueError: the id belongs to another owner.
+        """
+        known = self._leases.get(lease_id)
+        if known is not None and known.owner != owner:
+            raise ValueError(f"lease {lease_id!r} belongs to another request")
+        lease = Lease(lease_id, owner, kind, now + self._lease_seconds, item)
+        self._leases[lease_id] = lease
+        return lease
+
+    def renew(self, lease_ids: Iterable[str], *, now: float) -> list[str]:
+        """Put deadlines off; returns the ids that are no longer held.
+
+        What has expired is gone, swept or not; what is quarantined is not given back to life.
+        """
+        gone = []
+        for lease_id in lease_ids:
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.kind is LeaseKind.QUARANTINED or lease.deadline <= now:
+                gone.append(lease_id)
+            else:
+                deadline = max(lease.deadline, now + self._lease_seconds)
+                self._leases[lease_id] = dataclasses.replace(lease, deadline=deadline)
+        return gone
+
+    def quarantine(self, lease_id: str, *, now: float) -> bool:
+        """Its request ended while a peer may be reading; False where it is gone."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        if lease.kind is not LeaseKind.QUARANTINED:
+            self._leases[lease_id] = dataclasses.replace(
+                lease, kind=LeaseKind.QUARANTINED, deadline=now + self._quarantine_seconds
+            )
+        return True
+
+    def release(self, lease_id: str) -> Lease | None:
+        """End a lease; None where it is gone already."""
+        return self._leases.pop(lease_id, None)
+
+    def sweep(self, *, now: float) -> list[Lease]:
+        """Take out and return all leases whose deadline has passed."""
+        expired = [lease for lease in self._leases.values() if lease.deadline <= now]
+        for lease in expired:
+            del self._leases[lease.id]
+        return expired

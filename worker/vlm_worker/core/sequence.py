@@ -1,0 +1,109 @@
+"""One request being worked on, and the moves that it may make.
+
+WAITING ----> RUNNING <---- RECEIVING        (decode side: blocks come from a peer)
+   ^            |  ^
+   +--preempted-+  +-adopted-+
+                |            |
+                +--> HELD ---+               (prefill is done; KV is kept for a peer)
+all of them --> FINISHED
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from vlm_worker.core.prefix import extend_chain
+from vlm_worker.types import ImageItem, Request
+
+
+class Status(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    HELD = "held"
+    FINISHED = "finished"
+
+
+TRANSITIONS: Final[Mapping[Status, frozenset[Status]]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RECEIVING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.HELD, Status.FINISHED}),
+    Status.HELD: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """Everything about a request that no step needs in an array. The scheduler is its writer.
+
+    While it has a `row` in the SequenceTable, the table owns its tokens and counts; the fields here
+    are what they were when it last left.
+
+    Attributes:
+        request: what came in.
+        arrival: smaller is older; the youngest is preempted first.
+        token_ids: int32, all known tokens, prompt and answer.
+        positions: `[P, T]` of the prompt; a later token i stands at i + `position_delta`.
+        hold: keep the KV for a peer after the first token. Such a sequence is not preempted.
+        blocks: its KV blocks, in order.
+        hashes: the hash chain of its full blocks.
+        promised: blocks that a reservation set aside for it.
+        embeddings: per item, the encoder output that is on hand for it.
+        stalled: it waits for an embedding; whoever brings one clears this.
+        overtaken: how often a younger one was admitted before it for want of blocks.
+        sink: the engine's own; opaque here.
+    """
+
+    request: Request
+    arrival: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    position_delta: int
+    hold: bool = False
+    status: Status = Status.WAITING
+    row: int | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    promised: int = 0
+    embeddings: list[Any] = dataclasses.field(default_factory=list)
+    stalled: bool = False
+    overtaken: int = 0
+    sink: Any = None
+
+    @property
+    def items(self) -> tuple[ImageItem, ...]:
+        """Its pictures."""
+        return self.request.items
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, as of when it last left the table."""
+        return len(self.token_ids)
+
+    def move(self, status: Status) -> None:
+        """Change the status along the table of transitions."""
+        assert status in TRANSITIONS[self.status], (
+            f"{self.request.key}: no way from {self.status.value} to {status.value}"
+        )
+        self.status = status
+
+    def extend_hashes(self, token_ids: np.ndarray, *, num_tokens: int, block_size: int) -> None:
+        """Let `hashes` cover every full block of the first `num_tokens`."""
+        extend_chain(
+            self.hashes,
+            token_ids,
+            self.items,
+            cache_salt=self.request.cache_salt,
+            block_size=block_size,
+            num_tokens=num_tokens,
+        )

@@ -1,0 +1,166 @@
+"""The running sequences as a struct of arrays: one row each, read and written by whole columns.
+
+            token_ids                 num_tokens  num_computed  block_table   ...
+    row 0   t0 t1 t2 t3 t4 .          5           4             7 9 0 0
+    row 1   t0 t1 .                   2           0             3 0 0 0
+
+A step over 256 decoding sequences is a handful of numpy calls; Python objects are touched where a
+sequence enters or leaves, fills a block, or runs a chunk of its prompt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlm_worker.core.blocks import NULL_BLOCK
+from vlm_worker.core.sequence import Sequence, Status
+
+NO_TOKEN = -1
+
+
+class SequenceTable:
+    """Rows for `num_rows` running sequences. Written by the scheduler alone.
+
+    Attributes (N rows, L = max_model_len, B blocks for L tokens, K stop tokens):
+        token_ids: int32 [N, L]
+        num_tokens, num_computed, num_prompt, limit, num_blocks, position_delta: int64 [N];
+            `limit` is the number of tokens at which the answer ends
+        prefilling: bool [N]; True until all known tokens are computed once
+        block_table: int32 [N, B], padded with the null block
+        stop_ids: int64 [N, K], padded with NO_TOKEN
+        temperature, top_p: float32 [N]; top_k: int32 [N]; seed: uint64 [N]
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        max_model_len: int,
+        block_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.eos_token_ids = eos_token_ids
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.token_ids = np.zeros((num_rows, max_model_len), np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.limit = np.zeros(num_rows, np.int64)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.position_delta = np.zeros(num_rows, np.int64)
+        self.prefilling = np.zeros(num_rows, np.bool_)
+        self.block_table = np.full(
+            (num_rows, -(-max_model_len // block_size)), NULL_BLOCK, np.int32
+        )
+        self.stop_ids = np.full((num_rows, max(1, len(eos_token_ids))), NO_TOKEN, np.int64)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._decode_rows: np.ndarray | None = None
+        self._prefill_rows: list[int] | None = None
+
+    def __len__(self) -> int:
+        """Running sequences."""
+        return len(self.sequences) - len(self._free_rows)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still enter."""
+        return len(self._free_rows)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Running sequences, oldest first."""
+        return sorted((s for s in self.sequences if s is not None), key=lambda s: s.arrival)
+
+    @property
+    def decode_rows(self) -> np.ndarray:
+        """Rows that decode, oldest first, int64. The same array until membership changes."""
+        if self._decode_rows is None:
+            rows = [s.row for s in self.running if not self.prefilling[s.row]]
+            self._decode_rows = np.array(rows, np.int64)
+        return self._decode_rows
+
+    @property
+    def prefill_rows(self) -> list[int]:
+        """Rows with prompt tokens to compute, oldest first."""
+        if self._prefill_rows is None:
+            rows = [s.row for s in self.running if self.prefilling[s.row]]
+            self._prefill_rows = [row for row in rows if row is not None]
+        return self._prefill_rows
+
+    def enter(self, sequence: Sequence) -> int:
+        """Give a sequence a row, from its own fields; it is RUNNING then."""
+        row = self._free_rows.pop()
+        request, sampling = sequence.request, sequence.request.sampling
+        prefilling = sequence.status is Status.WAITING
+        sequence.move(Status.RUNNING)
+        sequence.row = row
+        self.sequences[row] = sequence
+        self.token_ids[row, : sequence.num_tokens] = sequence.token_ids
+        self.num_tokens[row] = sequence.num_tokens
+        self.num_computed[row] = sequence.num_computed_tokens
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.limit[row] = answer_limit(sequence, max_model_len=self.max_model_len)
+        self.num_blocks[row] = len(sequence.blocks)
+        self.block_table[row, : len(sequence.blocks)] = sequence.blocks
+        self.position_delta[row] = sequence.position_delta
+        self.prefilling[row] = prefilling
+        self._set_stop_ids(row, stop_ids(sequence, eos_token_ids=self.eos_token_ids))
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.seed[row] = sampling.seed & (2**64 - 1)
+        self._members_changed()
+        return row
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take the row back; what the table knows goes into the sequence's own fields."""
+        row = sequence.row
+        assert row is not None
+        sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        sequence.num_computed_tokens = int(self.num_computed[row])
+        self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
+        self.sequences[row] = None
+        sequence.row = None
+        self._free_rows.append(row)
+        self._members_changed()
+
+    def append_block(self, row: int, block: int) -> None:
+        """One more KV block for a running sequence."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        self.block_table[row, len(sequence.blocks)] = block
+        sequence.blocks.append(block)
+        self.num_blocks[row] += 1
+
+    def end_prefill(self, row: int) -> None:
+        """All known tokens of the row are computed: it decodes from now on."""
+        self.prefilling[row] = False
+        self._members_changed()
+
+    def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
+        missing = len(ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(ids)] = ids
+
+    def _members_changed(self) -> None:
+        self._decode_rows = self._prefill_rows = None
+
+
+def answer_limit(sequence: Sequence, *, max_model_len: int) -> int:
+    """Tokens, prompt included, at which the answer ends with LENGTH."""
+    request = sequence.request
+    return min(request.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
+
+
+def stop_ids(sequence: Sequence, *, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end the answer with STOP."""
+    sampling = sequence.request.sampling
+    return sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
