@@ -1,0 +1,196 @@
+"""One worker, typed: values in, values out, our errors raised. For the gateway and for consumers.
+
+    async with WorkerClient("10.0.0.7:9000") as worker:
+        reservation = await worker.reserve(call, timeout=2.0)
+        async with aclosing(worker.prefill(call, timeout=60.0)) as replies:
+            async for reply in replies: ...
+
+Streams are asynchronous generators: leave them through `contextlib.aclosing`, so that a call that
+is given up is cancelled there and then (grpc.aio never cancels one that is merely dropped).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, Self
+
+import grpc
+
+from vlm_worker.errors import PeerLostError
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.types import RequestKey
+from vlm_worker.wire import calls, decode, encode, identity, prefill
+from vlm_worker.wire.credentials import open_channel
+from vlm_worker.wire.errors import error_of_call
+from vlm_worker.wire.methods import METHODS
+from vlm_worker.wire.options import CHUNK_BYTES
+
+CONTROL_TIMEOUT_SECONDS = 5.0
+
+
+class WorkerClient:
+    """One worker at `address` (host:port); connects when first used, and again after a loss."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = open_channel(address)
+        self._stubs: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        """Nothing to do."""
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Close."""
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection and every call on it."""
+        await self._channel.close()
+
+    # ---- who is there --------------------------------------------------------------------------
+
+    async def hello(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> calls.Hello:
+        """Who this is; IncompatibleError where it speaks another protocol."""
+        request = pb.HelloRequest(protocol_version=calls.PROTOCOL_VERSION)
+        return identity.hello_of(await self._unary("Hello", request, timeout=timeout))
+
+    async def watch_load(self) -> AsyncGenerator[calls.Load]:
+        """Its load, once a second, until the caller closes; PeerLostError when it is gone."""
+        async with aclosing(self._stream("WatchLoad", pb.WatchLoadRequest(), None)) as replies:
+            async for message in replies:
+                yield identity.load_of(message)
+
+    # ---- a request -----------------------------------------------------------------------------
+
+    async def encode(
+        self, call: calls.EncodeCall, pictures: Sequence[bytes], *, timeout: float
+    ) -> AsyncGenerator[calls.Reply[calls.EncodeEvent]]:
+        """Send pictures; yields Decoded once, then ItemReady or ItemFailed for each."""
+        upload = _upload(call, pictures)
+        async with aclosing(self._stream("Encode", upload, timeout)) as replies:
+            async for message in replies:
+                yield encode.encode_reply_of(message)
+
+    async def reserve(
+        self, call: calls.ReserveCall, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> calls.Reservation:
+        """Hold KV room; renew it with `renew` until `decode`, or give it back with `release`."""
+        reply = await self._unary("Reserve", decode.reserve_call_to(call), timeout=timeout)
+        return calls.Reservation(
+            reservation_id=reply.reservation_id,
+            boot_id=reply.boot_id,
+            lease_seconds=reply.lease_milliseconds / 1000,
+        )
+
+    async def prefill(
+        self, call: calls.PrefillCall, *, timeout: float
+    ) -> AsyncGenerator[calls.Reply[calls.PrefillEvent]]:
+        """Compute a prompt; yields Accepted, FirstToken, PrefillDone."""
+        request = prefill.prefill_call_to(call)
+        async with aclosing(self._stream("Prefill", request, timeout)) as replies:
+            async for message in replies:
+                yield prefill.prefill_reply_of(message)
+
+    async def decode(
+        self, call: calls.DecodeCall, *, timeout: float
+    ) -> AsyncGenerator[calls.Reply[calls.DecodeEvent]]:
+        """Continue an answer after its first token; yields Tokens, at last Finished."""
+        request = decode.decode_call_to(call)
+        async with aclosing(self._stream("Decode", request, timeout)) as replies:
+            async for message in replies:
+                yield decode.decode_reply_of(message)
+
+    async def cancel(
+        self, key: RequestKey, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> calls.CancelOutcome:
+        """End all of an attempt there (attempt 0: of every attempt) and free it; idempotent."""
+        request = pb.CancelRequest(request_id=key.request_id, attempt=key.attempt)
+        reply = await self._unary("Cancel", request, timeout=timeout)
+        return calls.CancelOutcome(reply.outcome)
+
+    # ---- transfers -----------------------------------------------------------------------------
+
+    async def renew(
+        self,
+        boot_id: bytes,
+        transfer_ids: Iterable[str],
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+    ) -> frozenset[str]:
+        """Renew leases and reservations; returns those that are gone."""
+        request = pb.RenewLeasesRequest(transfer_ids=list(transfer_ids), boot_id=boot_id)
+        reply = await self._unary("RenewLeases", request, timeout=timeout)
+        return frozenset(reply.gone)
+
+    async def release(
+        self, boot_id: bytes, transfer_id: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> None:
+        """Give up a lease or a reservation; idempotent."""
+        request = pb.ReleaseLeaseRequest(transfer_id=transfer_id, boot_id=boot_id)
+        await self._unary("ReleaseLease", request, timeout=timeout)
+
+    def fetch_embedding(self, call: calls.FetchCall, *, timeout: float) -> AsyncGenerator[bytes]:
+        """The raw frames of an embedding (wire/frames.py reads them)."""
+        return self._stream("FetchEmbedding", identity.fetch_call_to(call), timeout)
+
+    def fetch_kv(self, call: calls.FetchCall, *, timeout: float) -> AsyncGenerator[bytes]:
+        """The raw frames of KV blocks, while prefill still writes them."""
+        return self._stream("FetchKV", identity.fetch_call_to(call), timeout)
+
+    # ---- gRPC ----------------------------------------------------------------------------------
+
+    def _stub(self, name: str) -> Any:
+        stub = self._stubs.get(name)
+        if stub is None:
+            method = METHODS[name]
+            kinds = {
+                (False, False): self._channel.unary_unary,
+                (False, True): self._channel.unary_stream,
+                (True, True): self._channel.stream_stream,
+            }
+            stub = kinds[method.client_streaming, method.server_streaming](
+                method.path,
+                request_serializer=method.request_to_bytes,
+                response_deserializer=method.response_from_bytes,
+            )
+            self._stubs[name] = stub
+        return stub
+
+    async def _unary(self, name: str, request: Any, *, timeout: float) -> Any:
+        call = self._stub(name)(request, timeout=timeout)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_of_call(error, peer=self.address) from None
+        finally:
+            call.cancel()
+
+    async def _stream(self, name: str, request: Any, timeout: float | None) -> AsyncGenerator[Any]:
+        call = self._stub(name)(request, timeout=timeout)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise error_of_call(error, peer=self.address) from None
+        except asyncio.CancelledError:
+            # grpc.aio says so too when the channel is closed under a call
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise PeerLostError(f"{self.address}: the channel was closed") from None
+        finally:
+            call.cancel()
+
+
+async def _upload(
+    call: calls.EncodeCall, pictures: Sequence[bytes]
+) -> AsyncIterator[pb.EncodeRequest]:
+    yield encode.encode_call_to(call)
+    for item, picture in enumerate(pictures):
+        view = memoryview(picture)
+        for start in range(0, len(view), CHUNK_BYTES):
+            data = bytes(view[start : start + CHUNK_BYTES])
+            yield pb.EncodeRequest(chunk=pb.EncodeChunk(item=item, data=data))

@@ -1,0 +1,1 @@
+"""The wire: bytes and messages <-> values, statuses <-> errors. Nothing else knows protobuf."""

@@ -1,0 +1,46 @@
+"""What a peer may say: bounds on ids, keys and counts, checked where a message becomes a value."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Collection
+
+from vlm_worker.errors import InvalidRequestError
+
+MAX_ITEMS = 64
+MAX_TOKENS = 1 << 21
+MAX_PICTURE_BYTES = 256 << 20
+MAX_IDS = 1024
+
+_ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/")
+_MAX_ID = 128
+
+
+def identifier(value: str, name: str) -> str:
+    """An id as the gateway mints them: 1 to 128 of letters, digits and `-_.:/`."""
+    if not 0 < len(value) <= _MAX_ID or not _ID_CHARACTERS.issuperset(value):
+        raise InvalidRequestError(f"{name} must be 1 to {_MAX_ID} letters, digits or -_.:/")
+    return value
+
+
+def octets(value: bytes, name: str, lengths: Collection[int]) -> bytes:
+    """Bytes of one of the given lengths."""
+    if len(value) not in lengths:
+        wanted = " or ".join(str(length) for length in sorted(lengths))
+        raise InvalidRequestError(f"{name} must have {wanted} bytes, not {len(value)}")
+    return value
+
+
+def between(value: int, name: str, least: int, most: int) -> int:
+    """An integer within bounds."""
+    if not least <= value <= most:
+        raise InvalidRequestError(f"{name} must be {least} to {most}, not {value}")
+    return value
+
+
+def grid(values: Collection[int], name: str) -> tuple[int, int, int]:
+    """A patch grid (time, height, width)."""
+    if len(values) != 3 or not all(0 < value < 1 << 16 for value in values):
+        raise InvalidRequestError(f"{name} must be three positive numbers")
+    time, height, width = values
+    return time, height, width

@@ -1,0 +1,78 @@
+"""pb <-> values of Reserve and Decode, both ways."""
+
+from __future__ import annotations
+
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.wire import calls, checks, values
+
+
+def reserve_call_of(message: pb.ReserveRequest) -> calls.ReserveCall:
+    """A Reserve call."""
+    return calls.ReserveCall(
+        key=values.key_of(message),
+        num_tokens=checks.between(message.num_tokens, "num_tokens", 1, checks.MAX_TOKENS),
+        last_resort=message.last_resort,
+    )
+
+
+def reserve_call_to(call: calls.ReserveCall) -> pb.ReserveRequest:
+    """The message of a Reserve call."""
+    return pb.ReserveRequest(
+        request_id=call.key.request_id,
+        attempt=call.key.attempt,
+        num_tokens=call.num_tokens,
+        last_resort=call.last_resort,
+    )
+
+
+def decode_call_of(message: pb.DecodeRequest) -> calls.DecodeCall:
+    """A Decode call."""
+    return calls.DecodeCall(
+        request=values.request_of(message),
+        reservation_id=checks.identifier(message.reservation_id, "reservation_id"),
+        kv=values.source_of(message.kv),
+        boot_id=checks.octets(message.boot_id, "boot_id", (16,)),
+    )
+
+
+def decode_call_to(call: calls.DecodeCall) -> pb.DecodeRequest:
+    """The message of a Decode call."""
+    request = call.request
+    return pb.DecodeRequest(
+        request_id=request.key.request_id,
+        attempt=request.key.attempt,
+        reservation_id=call.reservation_id,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        items=values.items_to(request),
+        sampling=values.sampling_to(request.sampling),
+        cache_salt=request.cache_salt,
+        kv=values.source_to(call.kv),
+        boot_id=call.boot_id,
+    )
+
+
+def decode_reply_to(reply: calls.Reply[calls.DecodeEvent]) -> pb.DecodeReply:
+    """The message of a decode worker's reply."""
+    message = pb.DecodeReply(
+        spans=values.spans_to(reply.spans), clock_us=values.micros(reply.clock)
+    )
+    event = reply.event
+    if isinstance(event, calls.Tokens):
+        tokens = pb.Tokens(first_index=event.first_index, token_ids=event.token_ids)
+        message.tokens.CopyFrom(tokens)
+    else:
+        finished = pb.Finished(finish_reason=event.reason.value, num_tokens=event.num_tokens)
+        message.finished.CopyFrom(finished)
+    return message
+
+
+def decode_reply_of(message: pb.DecodeReply) -> calls.Reply[calls.DecodeEvent]:
+    """A decode worker's reply."""
+    event: calls.DecodeEvent
+    if message.WhichOneof("kind") == "tokens":
+        event = calls.Tokens(message.tokens.first_index, tuple(message.tokens.token_ids))
+    else:
+        finished = message.finished
+        event = calls.Finished(values.finish_of(finished.finish_reason), finished.num_tokens)
+    return calls.Reply(event, values.spans_of(message.spans), message.clock_us / values.MICRO)

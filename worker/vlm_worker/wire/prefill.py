@@ -1,0 +1,86 @@
+"""pb <-> values of Prefill, both ways."""
+
+from __future__ import annotations
+
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.wire import calls, checks, values
+
+
+def prefill_call_of(message: pb.PrefillRequest) -> calls.PrefillCall:
+    """A Prefill call."""
+    return calls.PrefillCall(
+        request=values.request_of(message),
+        transfer_id=checks.identifier(message.transfer_id, "transfer_id"),
+        sources=tuple(values.source_of(item.source) for item in message.items),
+        hand_over=message.hand_over,
+        last_resort=message.last_resort,
+    )
+
+
+def prefill_call_to(call: calls.PrefillCall) -> pb.PrefillRequest:
+    """The message of a Prefill call."""
+    request = call.request
+    return pb.PrefillRequest(
+        request_id=request.key.request_id,
+        attempt=request.key.attempt,
+        transfer_id=call.transfer_id,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        items=values.items_to(request, call.sources),
+        sampling=values.sampling_to(request.sampling),
+        cache_salt=request.cache_salt,
+        last_resort=call.last_resort,
+        hand_over=call.hand_over,
+    )
+
+
+def prefill_reply_to(reply: calls.Reply[calls.PrefillEvent]) -> pb.PrefillReply:
+    """The message of a prefill worker's reply."""
+    message = pb.PrefillReply(
+        spans=values.spans_to(reply.spans), clock_us=values.micros(reply.clock)
+    )
+    event = reply.event
+    if isinstance(event, calls.Accepted):
+        accepted = pb.PrefillAccepted(
+            transfer_id=event.transfer_id,
+            boot_id=event.boot_id,
+            layout_fingerprint=event.layout_fingerprint,
+            lease_milliseconds=round(event.lease_seconds * 1000),
+        )
+        message.accepted.CopyFrom(accepted)
+    elif isinstance(event, calls.FirstToken):
+        first = pb.FirstToken(
+            index=event.index,
+            token_id=event.token_id,
+            num_cached_tokens=event.num_cached_tokens,
+            finish_reason=event.finish_reason.value if event.finish_reason else "",
+        )
+        message.first_token.CopyFrom(first)
+    else:
+        message.done.CopyFrom(pb.PrefillDone())
+    return message
+
+
+def prefill_reply_of(message: pb.PrefillReply) -> calls.Reply[calls.PrefillEvent]:
+    """A prefill worker's reply."""
+    event: calls.PrefillEvent
+    kind = message.WhichOneof("kind")
+    if kind == "accepted":
+        accepted = message.accepted
+        event = calls.Accepted(
+            transfer_id=accepted.transfer_id,
+            boot_id=accepted.boot_id,
+            layout_fingerprint=accepted.layout_fingerprint,
+            lease_seconds=accepted.lease_milliseconds / 1000,
+        )
+    elif kind == "first_token":
+        first = message.first_token
+        event = calls.FirstToken(
+            index=first.index,
+            token_id=first.token_id,
+            num_cached_tokens=first.num_cached_tokens,
+            finish_reason=values.finish_of(first.finish_reason) if first.finish_reason else None,
+        )
+    else:
+        event = calls.PrefillDone()
+    return calls.Reply(event, values.spans_of(message.spans), message.clock_us / values.MICRO)

@@ -1,0 +1,166 @@
+"""pb <-> values that several calls share: keys, sources, spans, sampling, requests.
+
+Towards us everything is checked: lengths, bounds, ids. What is wrong raises InvalidRequestError
+and names the field.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.types import (
+    FinishReason,
+    ImageItem,
+    Request,
+    RequestKey,
+    SamplingParams,
+    Source,
+    StageSpan,
+)
+from vlm_worker.wire import checks
+
+MICRO = 1_000_000
+MAX_STOP_TOKENS = 256
+SALTS = (0, 32)
+_FINGERPRINTS = (0, 16)
+
+
+def key_of(
+    message: pb.EncodeBegin
+    | pb.PrefillRequest
+    | pb.DecodeRequest
+    | pb.ReserveRequest
+    | pb.FetchRequest,
+) -> RequestKey:
+    """Request id and attempt of any call that has them."""
+    return RequestKey(checks.identifier(message.request_id, "request_id"), message.attempt)
+
+
+def source_of(message: pb.Source) -> Source:
+    """Where to pull from."""
+    host, _, port = message.address.rpartition(":")
+    if not host or not port.isdecimal() or len(message.address) > 300:
+        raise InvalidRequestError("source.address must read host:port")
+    return Source(
+        address=message.address,
+        boot_id=checks.octets(message.boot_id, "source.boot_id", (16,)),
+        transfer_id=checks.identifier(message.transfer_id, "source.transfer_id"),
+        fingerprint=checks.octets(message.fingerprint, "source.fingerprint", _FINGERPRINTS),
+    )
+
+
+def source_to(source: Source) -> pb.Source:
+    """The message of a source."""
+    return pb.Source(
+        address=source.address,
+        boot_id=source.boot_id,
+        transfer_id=source.transfer_id,
+        fingerprint=source.fingerprint,
+    )
+
+
+def spans_of(messages: Iterable[pb.StageSpan]) -> tuple[StageSpan, ...]:
+    """Spans in seconds."""
+    return tuple(StageSpan(m.stage, m.start_us / MICRO, m.end_us / MICRO, m.item) for m in messages)
+
+
+def spans_to(spans: Iterable[StageSpan]) -> list[pb.StageSpan]:
+    """Spans in microseconds; what began before the call arrived begins with it."""
+    return [
+        pb.StageSpan(stage=s.stage, start_us=micros(s.start), end_us=micros(s.end), item=s.item)
+        for s in spans
+    ]
+
+
+def micros(seconds: float) -> int:
+    """Microseconds, not below zero."""
+    return max(0, round(seconds * MICRO))
+
+
+def sampling_of(message: pb.Sampling) -> SamplingParams:
+    """Sampling, with what stands for unset turned into what means it."""
+    checks.between(message.max_tokens, "sampling.max_tokens", 1, checks.MAX_TOKENS)
+    if not 0.0 <= message.temperature <= 100.0:
+        raise InvalidRequestError("sampling.temperature must be 0 to 100")
+    if not 0.0 <= message.top_p <= 1.0:
+        raise InvalidRequestError("sampling.top_p must be 0 to 1")
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids[:MAX_STOP_TOKENS]),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def sampling_to(sampling: SamplingParams) -> pb.Sampling:
+    """The message of sampling parameters."""
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
+    """The request of a Prefill or Decode call."""
+    num_tokens = checks.between(len(message.token_ids), "token_ids", 1, checks.MAX_TOKENS)
+    checks.between(message.num_prompt_tokens, "num_prompt_tokens", 1, num_tokens)
+    if len(message.items) > checks.MAX_ITEMS:
+        raise InvalidRequestError(f"items must be at most {checks.MAX_ITEMS}")
+    items = tuple(_item_of(item, num_tokens) for item in message.items)
+    for one, following in itertools.pairwise(items):
+        if following.offset < one.end:
+            raise InvalidRequestError("items must be in order and must not overlap")
+    sampling = sampling_of(message.sampling)
+    return Request(
+        key=key_of(message),
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling,
+        items=items,
+        cache_salt=checks.octets(message.cache_salt, "cache_salt", SALTS),
+    )
+
+
+def _item_of(message: pb.ImageItem, num_tokens: int) -> ImageItem:
+    item = ImageItem(
+        image_key=checks.octets(message.image_key, "items.image_key", (32,)),
+        offset=message.offset,
+        num_tokens=message.num_tokens,
+        grid_thw=checks.grid(message.grid_thw, "items.grid_thw"),
+    )
+    if item.num_tokens == 0 or item.end > num_tokens:
+        raise InvalidRequestError("items must lie inside token_ids and have tokens")
+    return item
+
+
+def items_to(request: Request, sources: Sequence[Source] = ()) -> list[pb.ImageItem]:
+    """The messages of the pictures; without sources towards decode, which pulls no embedding."""
+    return [
+        pb.ImageItem(
+            image_key=item.image_key,
+            offset=item.offset,
+            num_tokens=item.num_tokens,
+            grid_thw=item.grid_thw,
+            source=source_to(sources[index]) if sources else None,
+        )
+        for index, item in enumerate(request.items)
+    ]
+
+
+def finish_of(text: str) -> FinishReason:
+    """A finish reason."""
+    try:
+        return FinishReason(text)
+    except ValueError:
+        raise InvalidRequestError(f"finish_reason {text!r} is unknown") from None
