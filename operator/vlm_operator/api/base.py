@@ -19,7 +19,8 @@ KEY_RESTARTS = "x-triptych-restarts"
 KEY_UNSET = "x-triptych-unset"
 
 OPEN_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_QUANTITY = r"^[+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(([KMGTPE]i)|[numkMGTPE]|([eE][-+]?[0-9]+))?$"
+_QUANTITY = r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[numk])?$"
+_DEFAULT_REASON = "FieldValueInvalid"
 
 
 class Restarts(enum.StrEnum):
@@ -38,7 +39,7 @@ class Rule:
         name: identifies the rule in tests and nowhere else.
         holds: CEL over `self` (and `oldSelf`); true where the object is right.
         message: what is wrong and what to write instead.
-        says: CEL that yields the message with the values in it; `message` stands in if it fails.
+        says: CEL that yields the message with the values in it; then `message` is for the docs.
         at: the offending field, relative to `self`, as `.scaling.replicas`.
         reason: the API server's reason; `Forbidden` marks what is not built yet.
     """
@@ -48,15 +49,16 @@ class Rule:
     message: str
     at: str = ""
     says: str | None = None
-    reason: str = "FieldValueInvalid"
+    reason: str = _DEFAULT_REASON
 
     def schema(self) -> dict[str, Any]:
         """Write the entry of `x-kubernetes-validations`."""
-        entry = {"rule": self.holds, "message": self.message, "reason": self.reason}
-        if self.says is not None:
-            entry["messageExpression"] = self.says
+        entry = {"rule": self.holds}
+        entry |= {"messageExpression": self.says} if self.says else {"message": self.message}
         if self.at:
             entry["fieldPath"] = self.at
+        if self.reason != _DEFAULT_REASON:
+            entry["reason"] = self.reason
         return entry
 
 
@@ -70,6 +72,19 @@ def not_built(name: str, holds: str, what: str, *, at: str = "", instead: str = 
         at=at,
         reason="FieldValueForbidden",
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """Puts a rule on a scalar type, `Annotated[str, Rules(rule)]`: the path is the item itself."""
+
+    rule: Rule
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Add the rule to the type's schema."""
+        return {**handler(core_schema), "x-kubernetes-validations": [self.rule.schema()]}
 
 
 class Model(BaseModel):
@@ -130,8 +145,6 @@ def field(
 
 def _int_or_string(pattern: str) -> dict[str, Any]:
     return {
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
-        "maxLength": 64,
         "pattern": pattern,
         "x-kubernetes-int-or-string": True,
     }
@@ -156,9 +169,9 @@ Open = Annotated[dict[str, Any], Schema(OPEN_OBJECT)]
 
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 _DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=_DNS_LABEL)]
-VariantName = Annotated[str, Field(min_length=1, max_length=20, pattern=_DNS_LABEL)]
-ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=_DNS_SUBDOMAIN)]
+DnsLabel = Annotated[str, Field(max_length=63, pattern=_DNS_LABEL)]
+VariantName = Annotated[str, Field(max_length=20, pattern=_DNS_LABEL)]
+ObjectName = Annotated[str, Field(max_length=253, pattern=_DNS_SUBDOMAIN)]
 ImageName = Annotated[str, Field(min_length=1, max_length=512)]
 LabelKey = Annotated[str, Field(max_length=317)]
 LabelValue = Annotated[str, Field(max_length=63)]

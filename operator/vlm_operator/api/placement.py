@@ -52,7 +52,7 @@ class Placement(Model):
     tolerations: list[Toleration] = field([], "Taints these pods accept.", max_length=16)
     affinity: Open | None = field(
         None,
-        "Kubernetes' own affinity; checked by one server-side dry run per change of the spec.",
+        "Kubernetes' own affinity, checked by a dry run.",
         unset="none",
     )
 
@@ -62,13 +62,13 @@ class ResourceRequirements(Model):
 
     requests: Resources = field(
         {},
-        "What the scheduler sets aside; Kubernetes quantities.",
-        example={"cpu": "2", "memory": "4Gi"},
+        "What the scheduler sets aside.",
+        example={"cpu": "2"},
     )
     limits: Resources = field(
         {},
-        "What a pod may use at most; devices are counted here.",
-        example={"memory": "4Gi", "nvidia.com/gpu": "1"},
+        "What a pod may use at most; devices go here.",
+        example={"nvidia.com/gpu": "1"},
     )
 
 
@@ -77,11 +77,9 @@ class Variant(Model):
 
     name: VariantName = field(..., "Name of the variant, a DNS label.", example="l40s")
     node_class_ref: NameRef | None = field(
-        None, "VLMNodeClass that says where to run; instead of placement.", unset="placement"
+        None, "VLMNodeClass that says where to run; instead of placement."
     )
-    placement: Placement | None = field(
-        None, "Which nodes take these pods; {} is any.", unset="nodeClassRef"
-    )
+    placement: Placement | None = field(None, "Which nodes take these pods; {} is any.")
     resources: ResourceRequirements = field(
         ResourceRequirements(), "CPU, memory and devices of one pod.", restarts=Restarts.PODS
     )
@@ -108,8 +106,6 @@ class Variant(Model):
             name="variant-place",
             holds="has(self.nodeClassRef) != has(self.placement)",
             message="set exactly one of nodeClassRef and placement; placement: {} is any node",
-            says="'variant ' + self.name + ': set exactly one of nodeClassRef and placement; "
-            "placement: {} is any node'",
             at=".placement",
         ),
         not_built(

@@ -14,6 +14,7 @@ from vlm_operator.api.base import (
     ObjectName,
     Quantity,
     Rule,
+    Rules,
     field,
 )
 from vlm_operator.api.placement import Labels
@@ -31,10 +32,7 @@ OWNED_ENV_PREFIX = "TRIPTYCH_"
 OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
 OWNED_MOUNT = "/models"
 
-EnvName = Annotated[
-    str, Field(min_length=1, max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")
-]
-Argument = Annotated[str, Field(min_length=1, max_length=512)]
+EnvName = Annotated[str, Field(max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
 Annotations = Annotated[dict[LabelKey, AnnotationValue], Field(max_length=32)]
 
 
@@ -42,21 +40,28 @@ def _cel_list(values: tuple[str, ...]) -> str:
     return "[" + ", ".join(f"'{value}'" for value in values) + "]"
 
 
+OWNED_ARG_RULE = Rule(
+    name="owned-args",
+    holds=f"!(self.split('=')[0] in {_cel_list(OWNED_ARGS)})",
+    message="an argument that the operator sets itself: remove it",
+    says="self.split('=')[0] + ' is set by the operator: remove it; "
+    "what may be chosen has a field of its own'",
+)
+Argument = Annotated[str, Field(min_length=1, max_length=512), Rules(OWNED_ARG_RULE)]
+
+
 class KeySelector(Model):
     """One key of a Secret or ConfigMap."""
 
     name: ObjectName = field(..., "Name of the object.", example="proxy-settings")
     key: str = field(..., "Key in its data.", example="HTTPS_PROXY", min_length=1, max_length=253)
-    optional: bool = field(False, "Whether a pod starts without it.", example=True)
 
 
 class EnvSource(Model):
     """Where the value of a variable comes from."""
 
-    secret_key_ref: KeySelector | None = field(None, "A key of a Secret.", unset="configMapKeyRef")
-    config_map_key_ref: KeySelector | None = field(
-        None, "A key of a ConfigMap.", unset="secretKeyRef"
-    )
+    secret_key_ref: KeySelector | None = field(None, "A key of a Secret.")
+    config_map_key_ref: KeySelector | None = field(None, "A key of a ConfigMap.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -72,7 +77,7 @@ class EnvVar(Model):
 
     name: EnvName = field(..., "Name of the variable.", example="OMP_NUM_THREADS")
     value: str | None = field(None, "Its value.", example="4", unset="empty", max_length=4096)
-    value_from: EnvSource | None = field(None, "Where its value comes from.", unset="value")
+    value_from: EnvSource | None = field(None, "Where its value comes from.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -81,6 +86,14 @@ class EnvVar(Model):
             message="set value or valueFrom, not both",
             says="self.name + ': set value or valueFrom, not both'",
             at=".value",
+        ),
+        Rule(
+            name="owned-env",
+            holds=f"!(self.name in {_cel_list(OWNED_ENV)}) && "
+            f"!self.name.startsWith('{OWNED_ENV_PREFIX}')",
+            message="a variable that the operator sets itself: remove it",
+            says="self.name + ' is set by the operator: remove it'",
+            at=".name",
         ),
     )
 
@@ -96,29 +109,6 @@ class Engine(Model):
     )
     env: list[EnvVar] = field(
         [], "Environment variables beside the operator's own.", keys="name", max_length=64
-    )
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            name="owned-args",
-            holds="!has(self.args) || self.args.all(a, "
-            f"!(a.split('=')[0] in {_cel_list(OWNED_ARGS)}))",
-            message="names an argument that the operator sets itself: remove it",
-            says="self.args.filter(a, a.split('=')[0] in "
-            f"{_cel_list(OWNED_ARGS)})[0].split('=')[0] + "
-            "' is set by the operator: remove it; the spec has a field for what may be chosen'",
-            at=".args",
-        ),
-        Rule(
-            name="owned-env",
-            holds=f"!has(self.env) || self.env.all(e, !(e.name in {_cel_list(OWNED_ENV)}) && "
-            f"!e.name.startsWith('{OWNED_ENV_PREFIX}'))",
-            message="names a variable that the operator sets itself: remove it",
-            says=f"self.env.filter(e, e.name in {_cel_list(OWNED_ENV)} || "
-            f"e.name.startsWith('{OWNED_ENV_PREFIX}'))[0].name + "
-            "' is set by the operator: remove it'",
-            at=".env",
-        ),
     )
 
 
@@ -145,7 +135,7 @@ class ClaimVolume(Model):
 
 
 class EmptyDirVolume(Model):
-    """A directory that lives as long as the pod."""
+    """A directory as short-lived as the pod."""
 
     medium: Literal["", "Memory"] | None = field(
         None, "Memory for a tmpfs.", example="Memory", unset="the node's disk"
@@ -157,28 +147,22 @@ class SecretVolume(Model):
     """The keys of a Secret as files."""
 
     secret_name: ObjectName = field(..., "Name of the Secret.", example="proxy-ca")
-    optional: bool = field(False, "Whether a pod starts without it.", example=True)
 
 
 class ConfigMapVolume(Model):
     """The keys of a ConfigMap as files."""
 
     name: ObjectName = field(..., "Name of the ConfigMap.", example="proxy-ca")
-    optional: bool = field(False, "Whether a pod starts without it.", example=True)
 
 
 class Volume(Model):
     """A volume of one of four kinds."""
 
     name: DnsLabel = field(..., "Name of the volume.", example="scratch")
-    persistent_volume_claim: ClaimVolume | None = field(None, "A claim.", unset="another kind")
-    empty_dir: EmptyDirVolume | None = field(
-        None, "A directory that lives as long as the pod.", unset="another kind"
-    )
-    secret: SecretVolume | None = field(None, "The keys of a Secret.", unset="another kind")
-    config_map: ConfigMapVolume | None = field(
-        None, "The keys of a ConfigMap.", unset="another kind"
-    )
+    persistent_volume_claim: ClaimVolume | None = field(None, "A claim.")
+    empty_dir: EmptyDirVolume | None = field(None, "A directory as short-lived as the pod.")
+    secret: SecretVolume | None = field(None, "The keys of a Secret.")
+    config_map: ConfigMapVolume | None = field(None, "The keys of a ConfigMap.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -186,8 +170,7 @@ class Volume(Model):
             holds="[has(self.persistentVolumeClaim), has(self.emptyDir), has(self.secret), "
             "has(self.configMap)].filter(x, x).size() == 1",
             message="set exactly one of persistentVolumeClaim, emptyDir, secret and configMap",
-            says="'volume ' + self.name + "
-            "': set exactly one of persistentVolumeClaim, emptyDir, secret and configMap'",
+            says="'volume ' + self.name + ': set exactly one kind'",
         ),
         Rule(
             name="volume-name",
@@ -224,7 +207,7 @@ class PodOverlay(Model):
 
     labels: Labels = field({}, "Labels beside the operator's own.", example={"team": "vision"})
     annotations: Annotations = field(
-        {}, "Annotations of the pods.", example={"sidecar.istio.io/inject": "false"}
+        {}, "Annotations of the pods.", example={"example.com/note": "x"}
     )
     priority_class_name: ObjectName | None = field(
         None, "PriorityClass of the pods.", example="inference", unset="the cluster's default"
@@ -252,8 +235,6 @@ class PodOverlay(Model):
             holds="!has(self.volumeMounts) || self.volumeMounts.all(m, "
             "has(self.volumes) && self.volumes.exists(v, v.name == m.name))",
             message="each names one of volumes: add the volume, or correct the name",
-            says="'no volume is named ' + self.volumeMounts.filter(m, !(has(self.volumes) && "
-            "self.volumes.exists(v, v.name == m.name)))[0].name + ': add it to volumes'",
             at=".volumeMounts",
         ),
     )

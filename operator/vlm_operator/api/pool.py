@@ -42,15 +42,13 @@ class KvCache(Model):
 
     memory_fraction_percent: int | None = field(
         None,
-        "Share of the device's memory (or of the memory limit, on CPU) in percent.",
+        "Share of the memory of the device (CPU: of the limit) in percent.",
         example=80,
         unset="the worker's own measure",
         ge=1,
         le=95,
     )
-    memory: Quantity | None = field(
-        None, "Bytes of KV cache, instead of a share.", example="8Gi", unset="memoryFractionPercent"
-    )
+    memory: Quantity | None = field(None, "Bytes of KV cache, instead of a share.", example="8Gi")
     reserve_percent: int | None = field(
         None,
         "Share of the blocks that new requests leave free, in percent.",
@@ -75,7 +73,7 @@ class Drain(Model):
 
     timeout_seconds: int = field(
         600,
-        "Seconds a pod may take to finish what it has; the grace period is 30 s longer.",
+        "Seconds a pod may take to finish what it has.",
         example=120,
         ge=1,
         le=86400,
@@ -90,7 +88,7 @@ class Disruption(Model):
 
     policy: DisruptionPolicy = field(
         DisruptionPolicy.AUTO,
-        "Auto keeps a PodDisruptionBudget while the pool has two replicas or more.",
+        "Auto keeps a PodDisruptionBudget from two replicas on.",
         example="None",
     )
     max_unavailable: CountOrPercent | None = field(
@@ -120,7 +118,7 @@ class Lending(Model):
 
     mode: LendingMode = field(
         LendingMode.NONE,
-        "InlineEncode loads the vision tower here too, so that pictures need no encoder pod.",
+        "InlineEncode loads the vision tower here too: pictures need no encoder.",
         example="InlineEncode",
     )
 
@@ -133,6 +131,13 @@ class Lending(Model):
             instead="use None or InlineEncode",
         ),
     )
+
+
+_VARIANTS_HOLD = "self.variants.map(v, v.maxReplicas).sum()"
+_LEAST = (
+    "(has(self.scaling.replicas) ? self.scaling.replicas : "
+    "has(self.scaling.minReplicas) ? self.scaling.minReplicas : 0)"
+)
 
 
 class Pool(Model):
@@ -189,24 +194,11 @@ class Pool(Model):
         ),
         Rule(
             name="variants-hold-min",
-            holds="!has(self.variants) || !has(self.scaling.minReplicas) || "
-            "self.variants.exists(v, !has(v.maxReplicas)) || "
-            "self.variants.map(v, v.maxReplicas).sum() >= self.scaling.minReplicas",
-            message="the variants' maxReplicas add up to less than scaling.minReplicas",
-            says="'maxReplicas of all variants (' + "
-            "string(self.variants.map(v, v.maxReplicas).sum()) + "
-            "') is less than scaling.minReplicas (' + string(self.scaling.minReplicas) + ')'",
-            at=".variants",
-        ),
-        Rule(
-            name="variants-hold-replicas",
-            holds="!has(self.variants) || !has(self.scaling.replicas) || "
-            "self.variants.exists(v, !has(v.maxReplicas)) || "
-            "self.variants.map(v, v.maxReplicas).sum() >= self.scaling.replicas",
-            message="the variants' maxReplicas add up to less than scaling.replicas",
-            says="'maxReplicas of all variants (' + "
-            "string(self.variants.map(v, v.maxReplicas).sum()) + "
-            "') is less than scaling.replicas (' + string(self.scaling.replicas) + ')'",
+            holds="!has(self.variants) || self.variants.exists(v, !has(v.maxReplicas)) || "
+            f"{_VARIANTS_HOLD} >= {_LEAST}",
+            message="the variants' maxReplicas add up to less than scaling asks for at least",
+            says=f"'maxReplicas of all variants (' + string({_VARIANTS_HOLD}) + "
+            "') is less than scaling asks for at least'",
             at=".variants",
         ),
         not_built(

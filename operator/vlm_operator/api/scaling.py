@@ -73,15 +73,14 @@ class Scaling(Model):
 
     mode: ScalingMode = field(
         ...,
-        "Who owns the number: Auto (the autoscaler), External (whoever scales VLMPool: HPA, KEDA, "
-        "kubectl scale), Manual (this manifest).",
+        "Who owns the number: Auto (the autoscaler), External (HPA, KEDA or kubectl scale, on the "
+        "VLMPool), Manual (this manifest).",
         example="Manual",
     )
     replicas: int | None = field(
         None,
         "Number of replicas; with mode Manual only.",
         example=2,
-        unset="not Manual",
         ge=1,
         le=1000,
     )
@@ -89,22 +88,17 @@ class Scaling(Model):
         None,
         "Fewest replicas; with Auto and External. Only an encoder pool may go to 0.",
         example=1,
-        unset="Manual",
         ge=0,
         le=1000,
     )
     max_replicas: int | None = field(
-        None, "Most replicas; with Auto and External.", example=8, unset="Manual", ge=1, le=1000
+        None, "Most replicas; with Auto and External.", example=8, ge=1, le=1000
     )
     scale_to_zero: ScaleToZero | None = field(
         None, "When to go to zero; exactly if minReplicas is 0.", unset="never"
     )
-    behavior: Behavior | None = field(
-        None, "How fast the pool may change, with Auto.", unset="the defaults inside"
-    )
-    targets: Targets | None = field(
-        None, "How busy one replica should be, with Auto.", unset="the defaults inside"
-    )
+    behavior: Behavior | None = field(None, "How fast the pool may change, with Auto.")
+    targets: Targets | None = field(None, "How busy one replica should be, with Auto.")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -67,6 +67,15 @@ class Decision(Model):
     message: Text | None = field(None, "Why, for people.")
 
 
+class PastDecision(Model):
+    """An earlier decision in short; the full record is a line of the operator's log."""
+
+    time: Time = field(..., "When it was made.")
+    from_: int = Field(..., alias="from", description="Replicas before.")
+    to: int = field(..., "Replicas after.")
+    reason: Word = field(..., "Why, in one CamelCase word.")
+
+
 class VariantStatus(Model):
     """The pods of one variant."""
 
@@ -95,7 +104,7 @@ class PoolStatus(Model):
     )
     load: Open | None = field(None, "What the pods report, rounded.")
     last_decision: Decision | None = field(None, "The last scaling decision.")
-    history: list[Decision] | None = field(None, "The decisions before it.", max_length=8)
+    history: list[PastDecision] | None = field(None, "The decisions before it.", max_length=8)
     recommendation: int | None = field(None, "Replicas that the autoscaler would choose.")
 
 

@@ -1,0 +1,92 @@
+"""From pydantic's JSON schema to the structural schema of a CustomResourceDefinition.
+
+    pydantic                          Kubernetes
+    $ref into $defs                   the definition itself, the field's own description first
+    anyOf [T, null]                   T: a field is absent, never null
+    default, example, what restarts   sentences in the description, which `kubectl explain` shows
+    title, propertyNames, x-triptych  dropped
+
+Defaults are never schema defaults: what a user left out stays out of the stored object, so
+that nothing fights with Git or an autoscaler.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+from vlm_operator.api.base import KEY_RESTARTS, KEY_UNSET
+
+_RESTARTS = {"pods": "Restarts: pods.", "gateway": "Restarts: the gateway.", "none": ""}
+_DROPPED = frozenset(
+    {"title", "default", "example", "propertyNames", "$defs", KEY_RESTARTS, KEY_UNSET}
+)
+
+
+def structural(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the structural schema of one model."""
+    schema = model.model_json_schema(by_alias=True)
+    result: dict[str, Any] = _convert(schema, schema.get("$defs", {}))
+    return result
+
+
+def sentences(node: dict[str, Any]) -> str:
+    """Say in words what a field is: its description, default, example and what it restarts."""
+    default = node.get(KEY_UNSET) or _in_words(node.get("default"))
+    parts = [
+        node.get("description", ""),
+        f"Default: {default}." if default else "",
+        f"Example: {_in_words(node['example'])}." if "example" in node else "",
+        _RESTARTS.get(node.get(KEY_RESTARTS, "none"), ""),
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def flatten(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return a node without $ref and without null; what the field says wins over its type."""
+    if "$ref" in node:
+        target = definitions[node["$ref"].rsplit("/", 1)[1]]
+        siblings = {key: value for key, value in node.items() if key != "$ref"}
+        return flatten({**target, **siblings}, definitions)
+    branches = [branch for branch in node.get("anyOf", []) if branch != {"type": "null"}]
+    if len(branches) == 1:
+        rest = {key: value for key, value in node.items() if key != "anyOf"}
+        return flatten({**branches[0], **rest}, definitions)
+    return node
+
+
+def _convert(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    node = flatten(node, definitions)
+    result = {key: value for key, value in node.items() if key not in _DROPPED}
+    if description := sentences(node):
+        result["description"] = description
+    if result.get("additionalProperties") is False:
+        del result["additionalProperties"]
+    for key in ("items", "additionalProperties"):
+        if isinstance(result.get(key), dict):
+            # The list or map itself has the description that kubectl explain prints.
+            result[key] = _convert(result[key], definitions)
+            result[key].pop("description", None)
+    if "properties" in result:
+        result["properties"] = {
+            name: _convert(child, definitions) for name, child in result["properties"].items()
+        }
+    return result
+
+
+def _in_words(value: Any) -> str:
+    """Write a default or an example as YAML's flow style would; objects speak for themselves."""
+    if value is None or value in ([], {}):
+        return ""
+    if isinstance(value, dict | list):
+        return json.dumps(value) if not _is_object_default(value) else ""
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def _is_object_default(value: Any) -> bool:
+    """Whether the value holds objects whose fields document themselves."""
+    return isinstance(value, dict) and any(
+        isinstance(item, dict | list | bool) for item in value.values()
+    )
