@@ -220,3 +220,35 @@ ANNOTATION_INPUTS = f"{names.GROUP}/inputs"
 ANNOTATION_RESOLVED = f"{names.GROUP}/resolved"
 # On each child: the digest of what was last applied.
 ANNOTATION_APPLIED = f"{names.GROUP}/applied"
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What a revision settled beside the manifest. A new operator keeps it, so no pod restarts.
+
+    Attributes:
+        base: digest of what the whole service must agree on; another one is another revision.
+        image: for roles that name none.
+        block_size: tokens of one KV block.
+        compat: pods with the same value may work together.
+        drain_seconds: of each role when its revision was made; a change alone restarts nothing.
+        template: version of the pod template.
+    """
+
+    base: str
+    image: str
+    block_size: int
+    compat: str
+    drain_seconds: int
+    template: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Revision:
+    """One role and variant, as its pods are to be."""
+
+    role: Role
+    variant: str
+    id: str
+    inputs: str
+    resolved: Resolved

@@ -1,0 +1,329 @@
+"""Every object of a service.
+
+ServiceAccount ─ RoleBinding ─ ConfigMap ─ NetworkPolicy ─ Service ─ PDB ─ VLMPool ─ Deployment
+
+The order is the order in which they are applied. What carries the service's labels and is not
+named here is pruned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+
+from vlm_operator import names
+from vlm_operator.api import VLMService
+from vlm_operator.api.enums import DisruptionPolicy, ScalingMode
+from vlm_operator.api.pool import Disruption
+from vlm_operator.cluster import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    NETWORK_POLICY,
+    PDB,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    VLM_POOL,
+    Kind,
+    Manifest,
+)
+from vlm_operator.names import Role
+from vlm_operator.plan.policies import network_policies
+from vlm_operator.pods import (
+    CONFIG_KEY,
+    Images,
+    gateway_config,
+    gateway_template,
+    labels,
+    object_labels,
+    selector,
+    worker_template,
+)
+from vlm_operator.state import (
+    ANNOTATION_INPUTS,
+    ANNOTATION_RESOLVED,
+    Observed,
+    Revision,
+)
+
+_OWN_LABELS = (f"{names.GROUP}/", "app.kubernetes.io/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the operator's own settings add to a plan."""
+
+    images: Images = dataclasses.field(default_factory=Images)
+    operator_namespace: str = names.OPERATOR_NAMESPACE
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that should exist, in the order in which it is applied."""
+
+    objects: tuple[Manifest, ...]
+
+    @property
+    def named(self) -> frozenset[tuple[str, str]]:
+        """Kind and name of every object."""
+        return frozenset((item["kind"], item["metadata"]["name"]) for item in self.objects)
+
+
+def plan(
+    service: VLMService,
+    observed: Observed,
+    *,
+    revisions: Mapping[tuple[Role, str], Revision],
+    replicas: Mapping[tuple[Role, str, str], int],
+    desired: Mapping[Role, int],
+    options: Options,
+) -> Plan:
+    """Decide every object of a service.
+
+    Args:
+        service: what was asked, with its defaults filled in.
+        observed: what was seen; old revisions are kept as they are, but for their replicas.
+        revisions: what each role and variant should run.
+        replicas: of every Deployment that should exist now, by role, variant and revision.
+        desired: replicas of each pool in the end.
+        options: the operator's own settings.
+    """
+    found: list[Manifest] = [
+        _object(service, SERVICE_ACCOUNT, role, automountServiceAccountToken=False)
+        for role in (*service.spec.pools.present, Role.GATEWAY)
+    ]
+    found.append(_role_binding(service))
+    found.append(_gateway_config(service))
+    found.extend(
+        _object(service, NETWORK_POLICY, role, spec=spec)
+        for role, spec in network_policies(service, options.operator_namespace).items()
+    )
+    found.extend(_services(service))
+    found.extend(_budgets(service, desired))
+    found.extend(_pool(service, role) for role in service.spec.pools.present)
+    found.extend(_deployments(service, observed, revisions, replicas, options))
+    found.append(_gateway(service, revisions[Role.GATEWAY, ""], options))
+    return Plan(tuple(found))
+
+
+def owner_reference(service: VLMService) -> dict[str, object]:
+    """What makes an object a child: it goes with the service."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND_SERVICE,
+        "name": service.name,
+        "uid": service.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def pool_claim(service: VLMService, role: Role, replicas: int) -> Manifest:
+    """The autoscaler's part of a VLMPool, in one apply: it exists, whose it is, and the number."""
+    reference = {"name": service.name, "uid": service.uid}
+    spec = {"serviceRef": reference, "role": role.value, "replicas": replicas}
+    return _object(service, VLM_POOL, role, spec=spec)
+
+
+def _object(service: VLMService, kind: Kind, role: Role, **fields: object) -> Manifest:
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
+        "metadata": {
+            "name": names.child(service.name, role),
+            "namespace": service.namespace,
+            "labels": object_labels(service.name, role),
+            "ownerReferences": [owner_reference(service)],
+        },
+        **fields,
+    }
+
+
+def _role_binding(service: VLMService) -> Manifest:
+    """The gateway finds pods by watching them; the ClusterRole comes with the chart."""
+    account = {
+        "kind": "ServiceAccount",
+        "name": names.child(service.name, Role.GATEWAY),
+        "namespace": service.namespace,
+    }
+    role = {
+        "apiGroup": "rbac.authorization.k8s.io",
+        "kind": "ClusterRole",
+        "name": names.CLUSTER_ROLE_GATEWAY,
+    }
+    return _object(service, ROLE_BINDING, Role.GATEWAY, subjects=[account], roleRef=role)
+
+
+def _gateway_config(service: VLMService) -> Manifest:
+    text = json.dumps(gateway_config(service), indent=1, sort_keys=True)
+    return _object(service, CONFIG_MAP, Role.GATEWAY, data={CONFIG_KEY: text + "\n"})
+
+
+def _services(service: VLMService) -> Iterator[Manifest]:
+    for role in service.spec.pools.present:
+        yield _object(
+            service,
+            SERVICE,
+            role,
+            spec={
+                "clusterIP": "None",
+                "selector": selector(service.name, role),
+                "ports": [
+                    _port("grpc", names.PORT_GRPC, "grpc"),
+                    _port("http", names.PORT_HTTP, "http"),
+                ],
+            },
+        )
+    front = service.spec.gateway.service
+    manifest = _object(
+        service,
+        SERVICE,
+        Role.GATEWAY,
+        spec={
+            "type": front.type.value,
+            "selector": selector(service.name, Role.GATEWAY),
+            "ports": [_port("http", front.port, "http")],
+        },
+    )
+    if front.annotations:
+        manifest["metadata"]["annotations"] = dict(front.annotations)
+    yield manifest
+
+
+def _port(name: str, port: int, target: str) -> dict[str, object]:
+    return {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
+
+
+def _budgets(service: VLMService, desired: Mapping[Role, int]) -> Iterator[Manifest]:
+    """A budget on one pod would hold up the draining of its node for ever: none below two."""
+    pools = service.spec.pools.present
+    counts = {role: (desired[role], pool.disruption) for role, pool in pools.items()}
+    counts[Role.GATEWAY] = (service.spec.gateway.replicas, Disruption())
+    for role, (count, disruption) in counts.items():
+        if count < 2 or disruption.policy is DisruptionPolicy.NONE:
+            continue
+        chosen = disruption.max_unavailable
+        unavailable: int | str = max(1, count // 5)
+        if chosen is not None:
+            unavailable = chosen if chosen.endswith("%") else int(chosen)
+        match = {"matchLabels": selector(service.name, role)}
+        yield _object(service, PDB, role, spec={"maxUnavailable": unavailable, "selector": match})
+
+
+def _pool(service: VLMService, role: Role) -> Manifest:
+    """The operator's part of a VLMPool; `spec.replicas` is the autoscaler's alone."""
+    pool = service.spec.pools.of(role)
+    assert pool is not None
+    scaling = pool.scaling
+    spec: dict[str, object] = {
+        "serviceRef": {"name": service.name, "uid": service.uid},
+        "role": role.value,
+        "mode": scaling.mode.value,
+    }
+    if scaling.mode is not ScalingMode.MANUAL:
+        spec |= {"minReplicas": scaling.min_replicas, "maxReplicas": scaling.max_replicas}
+    return _object(service, VLM_POOL, role, spec=spec)
+
+
+def _deployments(
+    service: VLMService,
+    observed: Observed,
+    revisions: Mapping[tuple[Role, str], Revision],
+    replicas: Mapping[tuple[Role, str, str], int],
+    options: Options,
+) -> Iterator[Manifest]:
+    current = {(role, name, item.id): item for (role, name), item in revisions.items()}
+    for (role, name, identity), count in sorted(replicas.items()):
+        revision = current.get((role, name, identity))
+        if revision is None:
+            # an old revision: whatever its pods were made of, only their number is ours to change
+            yield _old_deployment(service, observed, role, name, identity, count)
+            continue
+        pool = service.spec.pools.of(role)
+        assert pool is not None
+        variant = next(item for item in pool.variants if item.name == name)
+        template = worker_template(service, pool, variant, revision, options.images)
+        yield _deployment(
+            service,
+            revision,
+            names.deployment(service.name, role, name, identity),
+            count,
+            template,
+            match={**selector(service.name, role), names.LABEL_VARIANT: name}
+            | {names.LABEL_REVISION: identity},
+        )
+
+
+def _gateway(service: VLMService, revision: Revision, options: Options) -> Manifest:
+    return _deployment(
+        service,
+        revision,
+        names.child(service.name, Role.GATEWAY),
+        0 if service.spec.suspend else service.spec.gateway.replicas,
+        gateway_template(service, revision, options.images),
+        match=selector(service.name, Role.GATEWAY),
+    )
+
+
+def _deployment(
+    service: VLMService,
+    revision: Revision,
+    name: str,
+    replicas: int,
+    template: dict[str, object],
+    *,
+    match: dict[str, str],
+) -> Manifest:
+    stored = json.dumps(dataclasses.asdict(revision.resolved), sort_keys=True)
+    return {
+        "apiVersion": DEPLOYMENT.api_version,
+        "kind": DEPLOYMENT.kind,
+        "metadata": {
+            "name": name,
+            "namespace": service.namespace,
+            "labels": labels(service, revision),
+            "annotations": {ANNOTATION_INPUTS: revision.inputs, ANNOTATION_RESOLVED: stored},
+            "ownerReferences": [owner_reference(service)],
+        },
+        "spec": {
+            "replicas": replicas,
+            "revisionHistoryLimit": 1,
+            "selector": {"matchLabels": match},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "template": template,
+        },
+    }
+
+
+def _old_deployment(
+    service: VLMService, observed: Observed, role: Role, variant: str, identity: str, count: int
+) -> Manifest:
+    """Repeat an old revision's Deployment as it was applied, with another number of replicas."""
+    name = names.deployment(service.name, role, variant, identity)
+    live = observed.child(DEPLOYMENT.kind, name)
+    assert live is not None, f"{name} is in the step, so it was seen"
+    meta, spec = live["metadata"], live["spec"]
+    kept = ("revisionHistoryLimit", "selector", "strategy", "template")
+    notes = {
+        key: value
+        for key, value in meta.get("annotations", {}).items()
+        if key in (ANNOTATION_INPUTS, ANNOTATION_RESOLVED)
+    }
+    return {
+        "apiVersion": DEPLOYMENT.api_version,
+        "kind": DEPLOYMENT.kind,
+        "metadata": {
+            "name": name,
+            "namespace": service.namespace,
+            "labels": {
+                key: value for key, value in meta["labels"].items() if key.startswith(_OWN_LABELS)
+            },
+            "annotations": notes,
+            "ownerReferences": [owner_reference(service)],
+        },
+        "spec": {"replicas": count, **{key: spec[key] for key in kept if key in spec}},
+    }

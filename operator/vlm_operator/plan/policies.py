@@ -1,0 +1,99 @@
+"""Who may speak to whom, as NetworkPolicies: what is not named here is denied, both ways.
+
+client ─8000─▶ gateway ─9000─▶ encoder, prefill, decode        operator ─9001─▶ all
+               gateway ─443──▶ API server                       prefill ─9000─▶ encoder
+               all ─53─▶ DNS                                     decode ─9000─▶ prefill, encoder
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.api import VLMService
+from vlm_operator.names import Role
+from vlm_operator.pods import selector
+
+Rule = dict[str, Any]
+
+# The API server's address is the cluster's own affair; these are the ports that it listens on.
+API_SERVER_PORTS = (443, 6443)
+NODE_LOCAL_DNS = "169.254.20.10/32"
+# Every address but the cluster's own ranges and the nodes' metadata services.
+_INTERNET: Rule = {
+    "ipBlock": {
+        "cidr": "0.0.0.0/0",
+        "except": ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"],
+    }
+}
+
+
+def network_policies(service: VLMService, operator_namespace: str) -> dict[Role, Rule]:
+    """Return the `spec` of each role's NetworkPolicy."""
+    flows = _flows(service)
+    return {
+        role: {
+            "podSelector": {"matchLabels": selector(service.name, role)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": _ingress(service, role, flows, operator_namespace),
+            "egress": _egress(service, role, flows),
+        }
+        for role in (*service.spec.pools.present, Role.GATEWAY)
+    }
+
+
+def _flows(service: VLMService) -> list[tuple[Role, Role]]:
+    """Who opens gRPC connections to whom: the gateway to all, consumers to their producers."""
+    pools = list(service.spec.pools.present)
+    flows = [(Role.GATEWAY, role) for role in pools]
+    flows += [
+        (consumer, producer)
+        for consumer, producer in (
+            (Role.PREFILL, Role.ENCODER),
+            (Role.DECODE, Role.PREFILL),
+            (Role.DECODE, Role.ENCODER),
+        )
+        if consumer in pools and producer in pools
+    ]
+    if Role.PREFILL in pools and (Role.DECODE, Role.ENCODER) in flows:
+        flows.remove((Role.DECODE, Role.ENCODER))  # prefill hands on what it needs
+    return flows
+
+
+def _ingress(
+    service: VLMService, role: Role, flows: list[tuple[Role, Role]], operator_namespace: str
+) -> list[Rule]:
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}}
+    }
+    rules: list[Rule] = [{"from": [operator], "ports": [_tcp(names.PORT_HTTP)]}]
+    if role is Role.GATEWAY:
+        return [{"ports": [_tcp(names.PORT_GATEWAY)]}, *rules]
+    callers = [_pods(service, source) for source, target in flows if target is role]
+    return [{"from": callers, "ports": [_tcp(names.PORT_GRPC)]}, *rules]
+
+
+def _egress(service: VLMService, role: Role, flows: list[tuple[Role, Role]]) -> list[Rule]:
+    dns = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+    rules: list[Rule] = [
+        {
+            "to": [dns, {"ipBlock": {"cidr": NODE_LOCAL_DNS}}],
+            "ports": [{"protocol": "UDP", "port": 53}, _tcp(53)],
+        }
+    ]
+    targets = [_pods(service, target) for source, target in flows if source is role]
+    if targets:
+        rules.append({"to": targets, "ports": [_tcp(names.PORT_GRPC)]})
+    if role is Role.GATEWAY:
+        rules.append({"ports": [_tcp(port) for port in API_SERVER_PORTS]})
+    if service.spec.model.uri.startswith("hf://"):
+        rules.append({"to": [_INTERNET], "ports": [_tcp(443)]})
+    return rules
+
+
+def _pods(service: VLMService, role: Role) -> Rule:
+    return {"podSelector": {"matchLabels": selector(service.name, role)}}
+
+
+def _tcp(port: int) -> Rule:
+    return {"protocol": "TCP", "port": port}

@@ -1,0 +1,122 @@
+"""The pod of the gateway, and the configuration that it re-reads every second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.api import VLMService
+from vlm_operator.names import Role
+from vlm_operator.pods.parts import (
+    Images,
+    Part,
+    container_security,
+    environment,
+    labels,
+    model_mount,
+    pod_spec,
+    probes,
+    with_pull_policy,
+)
+from vlm_operator.state import Revision
+
+CONFIG_PATH = "/etc/triptych/gateway"
+CONFIG_KEY = "gateway.json"
+KEYS_PATH = "/etc/triptych/keys"
+
+
+def gateway_template(service: VLMService, revision: Revision, images: Images) -> Part:
+    """Return `spec.template` of the gateway."""
+    gateway, model = service.spec.gateway, model_mount(service)
+    name = names.child(service.name, Role.GATEWAY)
+    mounts = [
+        {"name": "triptych-tmp", "mountPath": "/tmp"},  # noqa: S108
+        model.mount,
+        {"name": "triptych-config", "mountPath": CONFIG_PATH, "readOnly": True},
+    ]
+    volumes: list[Part] = [
+        {"name": "triptych-tmp", "emptyDir": {}},
+        model.volume,
+        {"name": "triptych-config", "configMap": {"name": name}},
+    ]
+    if gateway.auth.secret_ref is not None:
+        mounts.append({"name": "triptych-keys", "mountPath": KEYS_PATH, "readOnly": True})
+        secret = {"secretName": gateway.auth.secret_ref.name}
+        volumes.append({"name": "triptych-keys", "secret": secret})
+    container = {
+        "name": "gateway",
+        "image": gateway.image,
+        "command": ["vlm-worker"],
+        "args": arguments(service, revision, images),
+        "env": [*environment(service, revision), *model.env],
+        "ports": [
+            {"name": "http", "containerPort": names.PORT_GATEWAY, "protocol": "TCP"},
+            {"name": "admin", "containerPort": names.PORT_GATEWAY_ADMIN, "protocol": "TCP"},
+        ],
+        **probes({"httpGet": {"path": "/readyz", "port": "http"}}, port="http"),
+        "resources": gateway.resources.to_dict(),
+        "securityContext": container_security(),
+        "volumeMounts": mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    spec = pod_spec(service, revision, account=name, token=True, placement=gateway.placement)
+    spec |= {"containers": [with_pull_policy(container, images)], "volumes": volumes}
+    return {"metadata": {"labels": labels(service, revision)}, "spec": spec}
+
+
+def arguments(service: VLMService, revision: Revision, images: Images) -> list[str]:
+    """The gateway's command line (docs/contract.md)."""
+    model, settled = service.spec.model, revision.resolved
+    found = [
+        Role.GATEWAY.value,
+        *model_mount(service).args,
+        f"--served-name={service.spec.model.served_name}",
+        f"--bind={images.bind}",
+        f"--http-port={names.PORT_GATEWAY}",
+        f"--admin-port={names.PORT_GATEWAY_ADMIN}",
+        f"--namespace={service.namespace}",
+        f"--service={service.name}",
+        f"--config={CONFIG_PATH}/{CONFIG_KEY}",
+        f"--block-size={settled.block_size}",
+        f"--drain-timeout-seconds={settled.drain_seconds}",
+        f"--compat={settled.compat}",
+    ]
+    if service.spec.gateway.auth.secret_ref is not None:
+        found.append(f"--api-keys-dir={KEYS_PATH}")
+    if model.max_model_len_tokens is not None:
+        found.append(f"--max-model-len={model.max_model_len_tokens}")
+    return found
+
+
+def gateway_config(service: VLMService) -> dict[str, Any]:
+    """What the gateway follows without a restart: `gateway.json` of docs/contract.md."""
+    spec = service.spec
+    limits, slo, admission = spec.model.limits, spec.slo, spec.admission
+    encoder = spec.pools.encoder
+    zero = None if encoder is None else encoder.scaling.scale_to_zero
+    return {
+        "served_name": service.spec.model.served_name,
+        "revision": spec.model.revision or "",
+        "slo": {
+            "ttft_ms": slo.ttft_p95_milliseconds,
+            "itl_ms": slo.itl_p95_milliseconds,
+            "overrides": {
+                item.modality.value.lower(): item.ttft_p95_milliseconds for item in slo.overrides
+            },
+        },
+        "limits": {
+            "images_per_request": limits.images_per_request,
+            "bytes_per_image": limits.bytes_per_image,
+            "pixels_per_image": limits.pixels_per_image,
+            "on_oversize": limits.on_oversize.value,
+            "on_corrupt": limits.on_corrupt.value,
+            "video_seconds": limits.video_seconds,
+        },
+        "max_model_len_tokens": spec.model.max_model_len_tokens,
+        "on_demand": "InlineAtPrefill" if zero is None else zero.on_demand.value,
+        "admission": {
+            "max_queue_seconds": None if admission is None else admission.max_queue_seconds,
+            "on_exceeded": "Queue" if admission is None else admission.on_exceeded.value,
+        },
+        "media": {"allowed_domains": list(spec.gateway.media.allowed_domains)},
+    }

@@ -1,0 +1,116 @@
+"""The pod of an encoder, prefill or decode worker."""
+
+from __future__ import annotations
+
+from vlm_operator import names
+from vlm_operator.api import KvCache, Pool, Variant, VLMService, quantity, stages
+from vlm_operator.pods.parts import (
+    Images,
+    Part,
+    container_security,
+    environment,
+    labels,
+    model_mount,
+    pod_spec,
+    probes,
+    selector,
+    with_pull_policy,
+)
+from vlm_operator.state import Revision
+
+
+def worker_template(
+    service: VLMService, pool: Pool, variant: Variant, revision: Revision, images: Images
+) -> Part:
+    """Return `spec.template` of one role, variant and revision."""
+    role = revision.role
+    overlay = pool.pod
+    model = model_mount(service)
+    container = {
+        "name": "worker",
+        "image": pool.image,
+        "command": ["vlm-worker"],
+        "args": [*arguments(service, pool, revision, images), *pool.engine.args],
+        "env": [
+            *environment(service, revision),
+            *model.env,
+            *(item.to_dict() for item in pool.engine.env),
+        ],
+        "ports": [
+            {"name": "grpc", "containerPort": names.PORT_GRPC, "protocol": "TCP"},
+            {"name": "http", "containerPort": names.PORT_HTTP, "protocol": "TCP"},
+        ],
+        **probes({"grpc": {"port": names.PORT_GRPC, "service": role.value}}, port="http"),
+        "resources": variant.resources.to_dict(),
+        "securityContext": container_security(),
+        "volumeMounts": [
+            {"name": "triptych-tmp", "mountPath": "/tmp"},  # noqa: S108
+            model.mount,
+            *(item.to_dict() for item in overlay.volume_mounts),
+        ],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    spec = pod_spec(
+        service,
+        revision,
+        account=names.child(service.name, role),
+        token=False,
+        placement=variant.placement,
+    )
+    spec |= {
+        "readinessGates": [{"conditionType": names.GATE_ACCEPTING}],
+        "containers": [with_pull_policy(container, images)],
+        "volumes": [
+            {"name": "triptych-tmp", "emptyDir": {}},
+            model.volume,
+            *(item.to_dict() for item in overlay.volumes),
+        ],
+    }
+    if overlay.priority_class_name:
+        spec["priorityClassName"] = overlay.priority_class_name
+    if overlay.topology_spread_constraints:
+        match = {"labelSelector": {"matchLabels": selector(service.name, role)}}
+        spec["topologySpreadConstraints"] = [
+            {**item.to_dict(), **match} for item in overlay.topology_spread_constraints
+        ]
+    meta: Part = {"labels": {**overlay.labels, **labels(service, revision)}}
+    if overlay.annotations:
+        meta["annotations"] = dict(overlay.annotations)
+    return {"metadata": meta, "spec": spec}
+
+
+def arguments(service: VLMService, pool: Pool, revision: Revision, images: Images) -> list[str]:
+    """The operator's part of the command line (docs/contract.md)."""
+    model, settled = service.spec.model, revision.resolved
+    loaded = ",".join(stage.value for stage in stages(service.spec.pools, revision.role))
+    found = [
+        revision.role.value,
+        *model_mount(service).args,
+        f"--served-name={service.spec.model.served_name}",
+        f"--stages={loaded}",
+        f"--bind={images.bind}",
+        f"--grpc-port={names.PORT_GRPC}",
+        f"--http-port={names.PORT_HTTP}",
+        f"--block-size={settled.block_size}",
+        f"--dtype={model.dtype.value.lower()}",
+        f"--kv-dtype={model.kv_dtype.value.lower()}",
+        *_kv_arguments(pool.kv),
+        f"--drain-timeout-seconds={settled.drain_seconds}",
+        f"--compat={settled.compat}",
+    ]
+    if model.max_model_len_tokens is not None:
+        found.append(f"--max-model-len={model.max_model_len_tokens}")
+    return found
+
+
+def _kv_arguments(kv: KvCache | None) -> list[str]:
+    if kv is None:
+        return []
+    found = []
+    if kv.memory is not None:
+        found.append(f"--kv-memory-bytes={int(quantity.parse(kv.memory))}")
+    if kv.memory_fraction_percent is not None:
+        found.append(f"--kv-memory-percent={kv.memory_fraction_percent}")
+    if kv.reserve_percent is not None:
+        found.append(f"--kv-reserve-percent={kv.reserve_percent}")
+    return found

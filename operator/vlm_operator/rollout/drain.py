@@ -1,0 +1,121 @@
+"""Which pods stop taking work, and when they may go.
+
+fewer replicas wanted ─▶ choose victims ─▶ accepting=False ─▶ /stats says inflight 0, or deadline
+                                                       ─▶ deletion cost, replicas lowered by these
+
+The state of a drain is on the pod itself (its readiness gate and when that changed), so that it
+survives the operator. A pod that is not ready has nothing to finish and goes at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from vlm_operator.state import DeploymentState, PodState, Sample
+
+# Gateways see a closed gate through their watch; what they had already sent shows in /stats then.
+SETTLE_SECONDS = 2.0
+VICTIM_COST = -1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """What to write onto one pod: its readiness gate, or its deletion cost."""
+
+    pod: str
+    uid: str
+    accepting: bool
+    reason: str
+    cost: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """What one Deployment may be scaled to in this turn, and what its pods are told."""
+
+    replicas: int
+    gates: tuple[Gate, ...]
+    draining: tuple[str, ...]
+
+
+def settle(
+    deployment: DeploymentState,
+    pods: Iterable[PodState],
+    samples: Mapping[str, Sample],
+    *,
+    want: int,
+    timeout: float,
+    at_once: int,
+    now: float,
+) -> Settled:
+    """Lower a Deployment no further than its drained pods allow.
+
+    Args:
+        deployment: as it is.
+        pods: its pods.
+        samples: their reports, by uid.
+        want: replicas in the end.
+        timeout: seconds that a pod may take to finish.
+        at_once: how many may drain at the same time.
+        now: seconds since the epoch.
+    """
+    alive = [pod for pod in pods if not pod.deleting and not pod.finished]
+    excess = deployment.desired - want
+    victims = _victims(alive, samples, max(0, excess), at_once=at_once)
+    gone = [pod for pod in victims if _drained(pod, samples.get(pod.uid), timeout, now)]
+    leaving = {pod.uid for pod in gone}
+    gates = [_gate(pod, pod in victims, cost=pod.uid in leaving) for pod in alive]
+    # pods that the controller has not made yet are the cheapest to lose
+    missing = max(0, deployment.desired - len(alive))
+    lowered = deployment.desired - min(max(0, excess), len(gone) + missing)
+    busy = tuple(pod.name for pod in victims if pod.uid not in leaving)
+    return Settled(
+        replicas=max(want, lowered),
+        gates=tuple(gate for gate in gates if gate is not None),
+        draining=busy,
+    )
+
+
+def _victims(
+    alive: Sequence[PodState], samples: Mapping[str, Sample], excess: int, *, at_once: int
+) -> list[PodState]:
+    """Choose who goes: first what never served, then who drains already, then the least busy."""
+
+    def order(pod: PodState) -> tuple[bool, bool, float, float]:
+        sample = samples.get(pod.uid)
+        load = float("inf") if sample is None else sample.inflight + sample.queued_work_seconds
+        idle = not pod.containers_ready
+        return (not idle, pod.accepting is not False, load, -pod.created)
+
+    chosen = sorted(alive, key=order)[:excess]
+    idle = [pod for pod in chosen if not pod.containers_ready]
+    busy = [pod for pod in chosen if pod.containers_ready]
+    return idle + busy[:at_once]
+
+
+def _drained(pod: PodState, sample: Sample | None, timeout: float, now: float) -> bool:
+    if not pod.containers_ready:
+        return True
+    if pod.accepting is not False or pod.gate_since is None:
+        return False
+    waited = now - pod.gate_since
+    if waited >= timeout:
+        return True
+    return waited >= SETTLE_SECONDS and sample is not None and sample.inflight == 0
+
+
+def _gate(pod: PodState, victim: bool, *, cost: bool) -> Gate | None:
+    """What the pod has to be told, None where it knows."""
+    wanted = pod.containers_ready and not victim
+    price = VICTIM_COST if cost else 0
+    known = pod.accepting if pod.accepting is not None else False
+    if victim and pod.accepting is None:
+        known = True  # never opened, but a drain is said aloud
+    if not pod.containers_ready:
+        # a broken pod keeps the gate it has; opening waits for its containers
+        wanted = known = bool(pod.accepting)
+    if wanted == known and price == pod.deletion_cost:
+        return None
+    reason = "Draining" if victim else "ContainersReady"
+    return Gate(pod.name, pod.uid, accepting=wanted, reason=reason, cost=price)
