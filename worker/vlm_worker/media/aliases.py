@@ -1,4 +1,4 @@
-"""Which files were seen before: SHA-256 of the bytes to the content key, so that no decoding is needed.
+"""Which files were seen before: from SHA-256 of the bytes to the content key, without decoding.
 
 An alias never leaves this worker, and holds for one tenant and one set of parameters only.
 """

@@ -81,7 +81,7 @@ class DecodeChild:
         """Run one job; the second value is the patches, or the error's text.
 
         Raises:
-            ChildDiedError: the process ended before it answered, or was ended here after the timeout.
+            ChildDiedError: the process ended before it answered, or overran the timeout.
         """
         try:
             async with asyncio.timeout(timeout_seconds):

@@ -50,14 +50,15 @@ class ChildConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One file to decode; `salt` is at most 255 bytes."""
+    """One file to decode; `salt` is at most `MAX_SALT_BYTES` long."""
 
     header: ImageHeader
     max_pixels: int
     salt: bytes
     num_bytes: int
 
-    _LAYOUT: ClassVar = struct.Struct("<BIIBBQQB255s")
+    MAX_SALT_BYTES: ClassVar[int] = 64
+    _LAYOUT: ClassVar = struct.Struct(f"<BIIBBQQB{MAX_SALT_BYTES}s")
     SIZE: ClassVar[int] = _LAYOUT.size
 
     def pack(self) -> bytes:

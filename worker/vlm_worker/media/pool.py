@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlm_worker.core.geometry import Processor, picture_geometry
-from vlm_worker.errors import EngineError, InvalidImageError, OverloadedError
+from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.aliases import AliasCache, KnownImage
 from vlm_worker.media.child import ChildDiedError, DecodeChild
 from vlm_worker.media.frames import ChildConfig, Done, Job
@@ -162,6 +162,8 @@ class MediaPool:
 
     def _check_spec(self, header: ImageHeader, spec: ImageSpec) -> None:
         """The gateway counted tokens from these numbers; if they differ, the prompt is wrong."""
+        if len(spec.salt) > Job.MAX_SALT_BYTES:
+            raise InvalidRequestError(f"cache_salt has more than {Job.MAX_SALT_BYTES} bytes")
         geometry = picture_geometry(
             header.height, header.width, self._processor.capped(spec.max_pixels)
         )

@@ -1,0 +1,240 @@
+"""The model sees what a person sees: golden pixels, and no damaged file passes for a picture."""
+
+import io
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile, ImageOps
+
+from vlm_worker.errors import InvalidImageError
+from vlm_worker.media.header import read_header
+from vlm_worker.media.pixels import UndecodableError, decode_rgb
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, fmt, **options)
+    return out.getvalue()
+
+
+def decode(data: bytes) -> np.ndarray:
+    return decode_rgb(data, read_header(data, item=0))
+
+
+def scene(width: int = 24, height: int = 10) -> Image.Image:
+    """Four unlike corners, so that no turn goes unnoticed."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[: height // 2, : width // 2] = (250, 10, 20)
+    pixels[: height // 2, width // 2 :] = (10, 240, 30)
+    pixels[height // 2 :, : width // 2] = (30, 20, 230)
+    return Image.fromarray(pixels)
+
+
+def raw_png(
+    width: int, height: int, *, bits: int, color: int, rows: list[bytes], trns: bytes = b""
+) -> bytes:
+    """A PNG made by hand, for depths that Pillow does not write."""
+    packed = zlib.compress(b"".join(b"\0" + row for row in rows))
+    out = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
+    for kind, body in ((b"IHDR", header), (b"tRNS", trns), (b"IDAT", packed), (b"IEND", b"")):
+        if body or kind != b"tRNS":
+            out += struct.pack(">I", len(body)) + kind + body
+            out += struct.pack(">I", zlib.crc32(kind + body))
+    return out
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_exif_orientation_is_applied(fmt: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if fmt == "WEBP" else {"quality": 95} if fmt == "JPEG" else {}
+    data = encode(scene(), fmt, exif=exif, **options)
+    with Image.open(io.BytesIO(data)) as image:
+        wanted = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    np.testing.assert_array_equal(decode(data), wanted)
+
+
+def rgba(*pixels: tuple[int, int, int, int]) -> Image.Image:
+    return Image.fromarray(np.array([pixels], np.uint8))
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "WEBP"])
+def test_alpha_lies_over_white(fmt: str) -> None:
+    image = rgba((0, 0, 0, 0), (0, 0, 0, 255), (0, 0, 0, 128), (200, 100, 0, 64))
+    data = encode(image, fmt, **({"lossless": True, "exact": True} if fmt == "WEBP" else {}))
+    assert decode(data)[0].tolist() == [
+        [255, 255, 255],
+        [0, 0, 0],
+        [127, 127, 127],
+        [241, 216, 191],
+    ]
+
+
+def test_grey_with_alpha_lies_over_white() -> None:
+    image = Image.fromarray(np.array([[[0, 0], [0, 255], [80, 128]]], np.uint8), "LA")
+    assert decode(encode(image, "PNG"))[0, :, 0].tolist() == [255, 0, 167]
+
+
+def palette_image() -> Image.Image:
+    image = Image.new("P", (3, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    image.putdata([0, 1, 2])
+    return image
+
+
+def test_a_palette_becomes_its_colours() -> None:
+    assert decode(encode(palette_image(), "PNG"))[0].tolist() == [
+        [255, 0, 0],
+        [0, 255, 0],
+        [0, 0, 255],
+    ]
+
+
+def test_palette_transparency_lies_over_white() -> None:
+    one = encode(palette_image(), "PNG", transparency=1)
+    assert decode(one)[0].tolist() == [[255, 0, 0], [255, 255, 255], [0, 0, 255]]
+    each = encode(palette_image(), "PNG", transparency=bytes([255, 128, 0]))
+    assert decode(each)[0].tolist() == [[255, 0, 0], [127, 255, 127], [255, 255, 255]]
+
+
+def test_a_transparent_colour_lies_over_white() -> None:
+    image = Image.fromarray(np.array([[[9, 8, 7], [9, 8, 6]]], np.uint8))
+    data = encode(image, "PNG", transparency=(9, 8, 7))
+    assert decode(data)[0].tolist() == [[255, 255, 255], [9, 8, 6]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "row", "trns", "wanted"),
+    [
+        pytest.param(1, b"\x40", b"", [0, 255], id="1 bit"),
+        pytest.param(1, b"\x40", b"\0\0", [255, 255], id="1 bit, black transparent"),
+        pytest.param(2, b"\x60", b"\0\1", [255, 170], id="2 bits, 1 transparent"),
+        pytest.param(4, b"\x37", b"\0\3", [255, 119], id="4 bits, 3 transparent"),
+        pytest.param(8, b"\x03\x07", b"\0\3", [255, 7], id="8 bits, 3 transparent"),
+        pytest.param(16, struct.pack(">2H", 40000, 300), b"", [156, 1], id="16 bits"),
+        pytest.param(
+            16, struct.pack(">2H", 40000, 40001), struct.pack(">H", 40000), [255, 156], id="16 tRNS"
+        ),
+    ],
+)
+def test_grey_of_every_depth(bits: int, row: bytes, trns: bytes, wanted: list[int]) -> None:
+    data = raw_png(2, 1, bits=bits, color=0, rows=[row], trns=trns)
+    pixels = decode(data)
+    assert pixels[0, :, 0].tolist() == wanted
+    assert (pixels == pixels[:, :, :1]).all()
+
+
+def test_16_bit_colour_is_scaled() -> None:
+    row = struct.pack(">6H", 40000, 256, 65535, 0, 32768, 255)
+    data = raw_png(2, 1, bits=16, color=2, rows=[row])
+    wanted = np.array([[156, 1, 255], [0, 128, 0]])
+    assert np.abs(decode(data)[0].astype(int) - wanted).max() <= 1
+
+
+def test_16_bit_colour_with_a_transparent_colour_is_refused_in_words() -> None:
+    data = raw_png(1, 1, bits=16, color=2, rows=[bytes(6)], trns=struct.pack(">3H", 0, 0, 0))
+    with pytest.raises(UndecodableError, match="16-bit RGB PNG with a transparent colour"):
+        decode(data)
+
+
+def test_cmyk_becomes_rgb() -> None:
+    for rgb, cmyk in (((255, 255, 255), (0, 0, 0, 0)), ((255, 0, 0), (0, 255, 255, 0))):
+        data = encode(Image.new("CMYK", (16, 16), cmyk), "JPEG", quality=95)
+        assert np.abs(decode(data).astype(int) - rgb).max() <= 3
+
+
+def test_a_gif_frame_smaller_than_its_canvas_lies_on_white() -> None:
+    image = Image.new("P", (2, 2), 0)
+    image.putpalette([200, 0, 0])
+    data = bytearray(encode(image, "GIF"))
+    data[6:10] = struct.pack("<HH", 4, 3)
+    at = data.index(b",\0\0\0\0\x02\0\x02\0")
+    data[at + 1 : at + 5] = struct.pack("<HH", 1, 1)
+    pixels = decode(bytes(data)).copy()
+    assert pixels.shape == (3, 4, 3)
+    assert (pixels[1:3, 1:3] == (200, 0, 0)).all()
+    pixels[1:3, 1:3] = 255
+    assert (pixels == 255).all()
+
+
+def test_a_transparent_gif_lies_on_white() -> None:
+    data = encode(palette_image(), "GIF", transparency=0)
+    assert decode(data)[0].tolist() == [[255, 255, 255], [0, 255, 0], [0, 0, 255]]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_plain_picture_is_what_pillow_reads(fmt: str) -> None:
+    data = encode(Image.effect_noise((65, 33), 60).convert("RGB"), fmt)
+    with Image.open(io.BytesIO(data)) as image:
+        wanted = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(decode(data), wanted)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_cut_off_file_is_never_a_grey_picture(fmt: str) -> None:
+    """A file without its very end may still hold all pixels; then they are the right ones."""
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+    whole = encode(Image.effect_noise((24, 16), 60).convert("RGB"), fmt)
+    wanted = decode(whole)
+    num_refused = 0
+    for cut in range(len(whole)):
+        try:
+            pixels = decode(whole[:cut])
+        except (InvalidImageError, UndecodableError):
+            num_refused += 1
+            continue
+        np.testing.assert_array_equal(pixels, wanted)
+    assert num_refused >= len(whole) - 4
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_flipped_bytes_give_a_picture_or_the_one_error(fmt: str) -> None:
+    """In process, to see what the decoders raise; their crashes are the pool's tests."""
+    rng = random.Random(7)
+    whole = encode(Image.effect_noise((24, 16), 60).convert("RGB"), fmt)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            header = read_header(bytes(data), item=0)
+        except InvalidImageError:
+            continue
+        if header.width * header.height > 10_000:
+            continue
+        try:
+            pixels = decode_rgb(bytes(data), header)
+        except UndecodableError as error:
+            text = str(error)
+        else:
+            text = ""
+            assert pixels.shape == (header.height, header.width, 3)
+        assert "0x" not in text
+        assert "PIL" not in text
+
+
+def test_a_header_that_lies_about_the_size_is_found_out() -> None:
+    data = encode(scene(), "PNG")
+    other = read_header(encode(scene(30, 10), "PNG"), item=0)
+    with pytest.raises(UndecodableError, match="not of the size"):
+        decode_rgb(data, other)
+
+
+def test_text_chunks_that_expand_do_not_cost_memory() -> None:
+    bomb = zlib.compress(bytes(64 << 20), 9)
+    data = encode(scene(), "PNG")
+    chunk = b"zTXt" + b"k\0\0" + bomb
+    framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    with pytest.raises(UndecodableError, match="damaged"):
+        decode(data[:33] + framed + data[33:])
+
+
+def test_pillows_own_guard_stays_in_place() -> None:
+    assert Image.MAX_IMAGE_PIXELS == 89_478_485
