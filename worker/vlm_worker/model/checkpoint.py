@@ -22,7 +22,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _ITEM_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I8": 8, "U8": 8}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_SAMPLED_BYTES = 4096
+_SAMPLED_BYTES = 1 << 20
 _NUM_SAMPLES = 64
 
 
@@ -65,7 +65,8 @@ class Checkpoint:
         """A name for the content, for models that come without one.
 
         Two directories with equal configuration and weights have equal revisions. Of the
-        weights it reads the headers and 64 samples of 4 KiB per file: no time on a large model.
+        weights it reads the headers and at most 64 samples of 1 MiB per file, all of a file up to
+        64 MiB: no time on a large model.
         """
         digest = hashlib.sha256(b"triptych-revision-1")
         digest.update(json.dumps(self.config, sort_keys=True).encode())

@@ -175,6 +175,7 @@ def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) 
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ModelConfigError(f"{checkpoint.path}: cannot be loaded: {error}") from error

@@ -1,0 +1,47 @@
+"""The same steps on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from worker.identity.law import Law
+from worker.identity.questions import SHAPES
+from worker.identity.reference import MAX_TOKENS, shapes_reference
+from worker.identity.stepper import Stepper
+
+from vlm_worker.model.runner import RunnerSettings, build_runner
+from vlm_worker.types import Stage
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+
+def test_answers_on_a_gpu_are_those_of_transformers_on_a_cpu() -> None:
+    settings = RunnerSettings(
+        SHAPES, tuple(Stage), dtype="float32", block_size=16, kv_memory_bytes=256 << 20
+    )
+    runner = build_runner(dataclasses.replace(settings, device="cuda"))
+    law = Law(shapes_reference()[:64])
+    while law.pending:
+        stepper = Stepper(runner)
+        asked = [stepper.start(q, d, max_tokens=MAX_TOKENS) for q, d in law.pending]
+        before = [len(d) for _, d in law.pending]
+        stepper.generate(asked, max_tokens=MAX_TOKENS, chunk=50, eos=2)
+        law.record([s.answer[n:] for s, n in zip(asked, before, strict=True)])
+    law.check()
+
+
+def test_blocks_move_between_a_gpu_and_a_cpu() -> None:
+    settings = RunnerSettings(SHAPES, (Stage.DECODE,), kv_memory_bytes=64 << 20)
+    cpu, gpu = build_runner(settings), build_runner(dataclasses.replace(settings, device="cuda"))
+    assert gpu.kv_layout == cpu.kv_layout
+    assert cpu.kv_layout is not None
+    size = cpu.kv_layout.block_bytes
+    data = torch.randint(0, 100, (3 * size,), dtype=torch.uint8).numpy().tobytes()
+    cpu.import_blocks([5, 1, 9], memoryview(data))
+    gpu.import_blocks([2, 3, 7], cpu.export_blocks([5, 1, 9]))
+    assert gpu.export_blocks([2, 3, 7]) == data

@@ -1,0 +1,180 @@
+"""A role loads its half of the weights, bit by bit, and refuses whatever it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from worker.identity.questions import SHAPES
+
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model.checkpoint import open_checkpoint
+from vlm_worker.model.loader import load_model
+from vlm_worker.types import Stage
+
+WEIGHTS = "model.safetensors"
+LM = (Stage.PREFILL, Stage.DECODE)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A copy of `shapes` to damage."""
+    return Path(shutil.copytree(SHAPES, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("stages", [(Stage.ENCODER,), (Stage.PREFILL,), LM, tuple(Stage)], ids=str)
+def test_a_role_holds_its_own_weights_and_no_others(stages: tuple[Stage, ...]) -> None:
+    whole = load_model(SHAPES, tuple(Stage)).model.state_dict()
+    loaded = load_model(SHAPES, stages)
+    own = loaded.model.state_dict()
+    vision = {name for name in whole if "visual" in name}
+    wanted = vision if loaded.has_encoder else set()
+    wanted = wanted | (whole.keys() - vision if loaded.has_lm else set())
+    assert own.keys() == wanted
+    assert all(torch.equal(own[name], whole[name]) for name in own)
+    shared = {"lm_head.weight"} & own.keys()  # tied to the embedding table, counted once
+    assert loaded.weights_bytes == sum(own[name].nbytes for name in own.keys() - shared)
+
+
+def test_the_half_that_is_not_loaded_fails_loudly() -> None:
+    encoder = load_model(SHAPES, (Stage.ENCODER,)).model
+    with pytest.raises(AssertionError, match="language_model is not loaded"):
+        encoder.model.language_model(None)
+
+
+def test_auto_is_the_type_of_the_checkpoint(model_dir: Path) -> None:
+    assert load_model(model_dir, LM).dtype == torch.bfloat16
+    edit(model_dir, lambda config: config.pop("dtype"))
+    assert load_model(model_dir, LM).dtype == torch.bfloat16
+    assert load_model(model_dir, LM, dtype="float32").dtype == torch.float32
+
+
+def test_shards_are_read_as_one_checkpoint(model_dir: Path) -> None:
+    tensors = load_file(model_dir / WEIGHTS)
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, model_dir / file, {"format": "pt"})
+    index = {name: file for file, part in shards.items() for name in part}
+    (model_dir / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    (model_dir / WEIGHTS).unlink()
+    assert len(open_checkpoint(model_dir).tensors) == len(names)
+    whole, sharded = load_model(SHAPES, LM).model, load_model(model_dir, LM).model
+    for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a, b)
+    (model_dir / "b.safetensors").unlink()
+    with pytest.raises(ModelConfigError, match=r"b\.safetensors: missing"):
+        open_checkpoint(model_dir)
+
+
+def edit(model_dir: Path, change: Callable[[dict], object]) -> None:
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def pickled(model_dir: Path) -> None:
+    (model_dir / WEIGHTS).rename(model_dir / "pytorch_model.bin")
+
+
+def cut_off(model_dir: Path) -> None:
+    data = (model_dir / WEIGHTS).read_bytes()
+    (model_dir / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def damage(model_dir: Path) -> None:
+        tensors = load_file(model_dir / WEIGHTS)
+        del tensors[name]
+        save_file(tensors, model_dir / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(shutil.rmtree, "no such directory; --model names", id="no directory"),
+        pytest.param(
+            lambda d: (d / "config.json").unlink(), r"config\.json: cannot be read", id="no config"
+        ),
+        pytest.param(
+            lambda d: (d / "config.json").write_text("{"), "is not JSON", id="config is no JSON"
+        ),
+        pytest.param(
+            lambda d: edit(d, lambda c: c.update(model_type="llama")),
+            "model_type is 'llama'; the families that are built: qwen2_5_vl",
+            id="another family",
+        ),
+        pytest.param(
+            lambda d: edit(d, lambda c: c.update(auto_map={"AutoModel": "x.Y"})),
+            "auto_map names code .* never run",
+            id="code in the model",
+        ),
+        pytest.param(
+            lambda d: (d / WEIGHTS).unlink(), r"no \*\.safetensors; copy", id="no weights"
+        ),
+        pytest.param(pickled, r"pytorch_model\.bin: weights in pickle are never", id="pickle"),
+        pytest.param(cut_off, r"cut off at \d+ of \d+ bytes", id="half a file"),
+        pytest.param(
+            lambda d: (d / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0notjson!"),
+            "no safetensors header",
+            id="not safetensors",
+        ),
+        pytest.param(
+            lambda d: (d / WEIGHTS).write_bytes(b""), "no safetensors header", id="empty file"
+        ),
+        pytest.param(
+            without("model.layers.3.mlp.up_proj.weight"),
+            r"has no model\.language_model\.layers\.3\.mlp\.up_proj\.weight \(one of 1\)",
+            id="a tensor is missing",
+        ),
+        pytest.param(
+            lambda d: edit(d, lambda c: c["text_config"].update(intermediate_size=400)),
+            r"does not fit config\.json .*mlp.* \(one of 15\)",
+            id="another shape",
+        ),
+    ],
+)
+def test_an_unreadable_model_is_refused_with_path_and_fix(
+    model_dir: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(model_dir)
+    with pytest.raises(ModelConfigError, match=message) as caught:
+        load_model(model_dir, LM)
+    assert "config.json" in str(caught.value) or str(model_dir) in str(caught.value)
+
+
+def test_a_half_needs_only_its_own_tensors(model_dir: Path) -> None:
+    without("model.layers.3.mlp.up_proj.weight")(model_dir)
+    load_model(model_dir, (Stage.ENCODER,))
+    with pytest.raises(ModelConfigError):
+        load_model(model_dir, tuple(Stage))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [("int4", "must be auto, float32"), ("float16", "float16 is not served on CPUs")],
+)
+def test_a_type_that_cannot_be_served_is_refused(dtype: str, message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        load_model(SHAPES, LM, dtype=dtype)
+
+
+def test_a_revision_names_the_content(model_dir: Path) -> None:
+    original = open_checkpoint(SHAPES).revision()
+    assert open_checkpoint(model_dir).revision() == original
+    tensors = load_file(model_dir / WEIGHTS)
+    tensors["model.norm.weight"][0] += 1
+    with safe_open(SHAPES / WEIGHTS, "pt") as file:
+        save_file(tensors, model_dir / WEIGHTS, file.metadata())
+    assert open_checkpoint(model_dir).revision() != original
