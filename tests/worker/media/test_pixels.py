@@ -7,6 +7,8 @@ import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from vlm_worker.errors import InvalidImageError
@@ -142,6 +144,36 @@ def test_16_bit_colour_with_a_transparent_colour_is_refused_in_words() -> None:
     data = raw_png(1, 1, bits=16, color=2, rows=[bytes(6)], trns=struct.pack(">3H", 0, 0, 0))
     with pytest.raises(UndecodableError, match="16-bit RGB PNG with a transparent colour"):
         decode(data)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    width=st.integers(1, 120),
+    height=st.integers(1, 120),
+    mode=st.sampled_from(["RGB", "L"]),
+    subsampling=st.sampled_from(["4:4:4", "4:2:2", "4:2:0", "4:1:1"]),
+    quality=st.integers(1, 100),
+    progressive=st.booleans(),
+)
+def test_a_jpegs_pixels_do_not_depend_on_which_library_reads_them(
+    width: int, height: int, mode: str, subsampling: str, quality: int, progressive: bool
+) -> None:
+    rng = np.random.default_rng(width * height)
+    image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    options = {"subsampling": subsampling} if mode == "RGB" else {}
+    data = encode(image.convert(mode), "JPEG", quality=quality, progressive=progressive, **options)
+    with Image.open(io.BytesIO(data)) as opened:
+        wanted = np.asarray(opened.convert("RGB"))
+    try:
+        header = read_header(data, item=0)
+    except InvalidImageError:  # narrower than 1:200
+        return
+    np.testing.assert_array_equal(decode_rgb(data, header), wanted)
+
+
+def test_a_jpeg_that_holds_rgb_is_read_as_such() -> None:
+    data = encode(scene(), "JPEG", keep_rgb=True, quality=100)
+    assert np.abs(decode(data).astype(int) - np.asarray(scene())).max() <= 3
 
 
 def test_cmyk_becomes_rgb() -> None:
