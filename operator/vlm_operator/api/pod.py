@@ -217,7 +217,7 @@ class PodOverlay(Model):
     )
     volumes: list[Volume] = field([], "Volumes of the pods.", keys="name", max_length=16)
     volume_mounts: list[VolumeMount] = field(
-        [], "Where volumes appear in the worker container.", keys="mount_path", max_length=16
+        [], "Where volumes appear in the worker container.", keys="mountPath", max_length=16
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -94,8 +94,8 @@ class Coupling(Model):
             holds="!(has(self.minPercent) && has(self.maxPercent)) || "
             "self.minPercent <= self.maxPercent",
             message="minPercent is greater than maxPercent",
-            says="'minPercent (' + string(self.minPercent) + ') is greater than maxPercent (' "
-            "+ string(self.maxPercent) + ')'",
+            says="'minPercent (%d) is greater than maxPercent (%d)'"
+            ".format([self.minPercent, self.maxPercent])",
             at=".minPercent",
         ),
     )
@@ -224,4 +224,21 @@ class Rollout(Model):
         NoSpareCapacity.DRAIN_FIRST,
         "Where no node has room for one more pod: drain an old one first, or wait.",
         example="Wait",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "rollout-failure",
+            "!has(self.onFailure) && !has(self.progressDeadlineSeconds)",
+            "rollouts that fail",
+            at=".onFailure",
+            instead="remove onFailure and progressDeadlineSeconds",
+        ),
+        not_built(
+            "rollout-capacity",
+            "!has(self.whenNoSpareCapacity)",
+            "rollouts without spare capacity",
+            at=".whenNoSpareCapacity",
+            instead="remove it",
+        ),
     )

@@ -185,20 +185,13 @@ class Pool(Model):
     pod: PodOverlay = field(PodOverlay(), "Added to the pods of this pool.", restarts=Restarts.PODS)
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "several-variants",
-            "!has(self.variants) || self.variants.size() == 1",
-            "several node types in one pool",
-            at=".variants",
-            instead="keep one variant",
-        ),
         Rule(
             name="variants-hold-min",
             holds="!has(self.variants) || self.variants.exists(v, !has(v.maxReplicas)) || "
             f"{_VARIANTS_HOLD} >= {_LEAST}",
             message="the variants' maxReplicas add up to less than scaling asks for at least",
-            says=f"'maxReplicas of all variants (' + string({_VARIANTS_HOLD}) + "
-            "') is less than scaling asks for at least'",
+            says="'maxReplicas of all variants (%d) is less than scaling asks for at least'"
+            f".format([{_VARIANTS_HOLD}])",
             at=".variants",
         ),
         not_built(
@@ -211,11 +204,10 @@ class Pool(Model):
     )
 
 
-_LENDER = "(has(self.prefill) ? self.prefill : self.decode)"
-_LENDS_ENCODE = (
-    f"has({_LENDER}.lending) && has({_LENDER}.lending.mode) && "
-    f"{_LENDER}.lending.mode == 'InlineEncode'"
-)
+def _lends(role: str) -> str:
+    """CEL: the pool of that role encodes for others."""
+    lending = f"self.{role}.lending"
+    return f"(has({lending}) && has({lending}.mode) && {lending}.mode == 'InlineEncode')"
 
 
 class Pools(Model):
@@ -279,7 +271,7 @@ class Pools(Model):
             holds="!has(self.encoder) || !has(self.encoder.scaling.scaleToZero) || "
             "(has(self.encoder.scaling.scaleToZero.onDemand) && "
             "self.encoder.scaling.scaleToZero.onDemand != 'InlineAtPrefill') || "
-            f"({_LENDS_ENCODE})",
+            f"(has(self.prefill) ? {_lends('prefill')} : {_lends('decode')})",
             message="InlineAtPrefill needs a pool that encodes: "
             "set lending.mode InlineEncode on prefill (on decode, if there is no prefill pool)",
             at=".encoder.scaling.scaleToZero",

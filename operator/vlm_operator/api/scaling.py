@@ -40,6 +40,23 @@ class ScaleUp(Model):
         60, "Seconds without any shrinking after such growth.", example=120, ge=0, le=3600
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        not_built(
+            "scale-up-stabilization",
+            "!has(self.stabilizationSeconds) || self.stabilizationSeconds == 0",
+            "waiting before growth",
+            at=".stabilizationSeconds",
+            instead="set 0 or leave it out",
+        ),
+        not_built(
+            "scale-up-panic",
+            "!has(self.panicPercent) && !has(self.panicHoldSeconds)",
+            "panic growth",
+            at=".panicPercent",
+            instead="remove panicPercent and panicHoldSeconds",
+        ),
+    )
+
 
 class ScaleDown(Model):
     """How fast a pool may shrink."""
@@ -136,8 +153,8 @@ class Scaling(Model):
             holds="!(has(self.minReplicas) && has(self.maxReplicas)) || "
             "self.minReplicas <= self.maxReplicas",
             message="minReplicas is greater than maxReplicas",
-            says="'minReplicas (' + string(self.minReplicas) + ') is greater than maxReplicas (' "
-            "+ string(self.maxReplicas) + ')'",
+            says="'minReplicas (%d) is greater than maxReplicas (%d)'"
+            ".format([self.minReplicas, self.maxReplicas])",
             at=".minReplicas",
         ),
         Rule(
@@ -159,19 +176,5 @@ class Scaling(Model):
             "scaling to zero",
             at=".scaleToZero",
             instead="set minReplicas to 1 or more",
-        ),
-        not_built(
-            "behavior",
-            "!has(self.behavior)",
-            "settings of the autoscaler's pace",
-            at=".behavior",
-            instead="remove it",
-        ),
-        not_built(
-            "targets",
-            "!has(self.targets)",
-            "settings of the autoscaler's targets",
-            at=".targets",
-            instead="remove it",
         ),
     )

@@ -127,11 +127,4 @@ class VLMServiceSpec(Model):
             at=".admission",
             instead="remove it",
         ),
-        not_built(
-            "rollout",
-            "!has(self.rollout)",
-            "settings of rollouts",
-            at=".rollout",
-            instead="remove it",
-        ),
     )

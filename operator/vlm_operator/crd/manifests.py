@@ -28,9 +28,6 @@ NAME_RULE = Rule(
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
     message=f"the name is at most {names.MAX_SERVICE_NAME} characters of a-z, 0-9 and -, "
     "and starts with a letter: Services are named after it",
-    says="'the name ' + self.metadata.name + ' (' + string(self.metadata.name.size()) + "
-    f"' characters) must be at most {names.MAX_SERVICE_NAME} characters of a-z, 0-9 and -, "
-    "starting with a letter: Services are named after it'",
 )
 
 
