@@ -72,6 +72,10 @@ class LeaseTable:
         """All leases of one request."""
         return [lease for lease in self._leases.values() if lease.owner == owner]
 
+    def owners(self) -> set[RequestKey]:
+        """Every request that has a lease."""
+        return {lease.owner for lease in self._leases.values()}
+
     def grant(
         self,
         lease_id: str,
