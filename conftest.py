@@ -1,21 +1,71 @@
 """Fixtures that need a cluster, for tests/ and e2e/ alike.
 
 control_plane   a real API server with its controllers and scheduler; no nodes
+cluster         the same with nodes of the demo's three types, which run pods as processes
+namespace       a fresh one, gone at the end of the test, pods included
 """
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from vlm_operator.local.agent.container import Backoff
+from vlm_operator.local.client import ApiError
+from vlm_operator.local.cluster import NodeAgent
 from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
 
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
     """A control plane for the whole session; tests keep apart by namespaces of their own."""
-    cluster = ControlPlane(progress=print)
-    asyncio.run(cluster.start())
-    yield cluster
-    cluster.stop()
-    assert not cluster.folder.exists()
+    plane = ControlPlane(progress=print)
+    asyncio.run(plane.start())
+    folder = plane.folder
+    yield plane
+    plane.stop()
+    assert not folder.exists()
+    assert processes_of(folder) == []
+
+
+@pytest.fixture(scope="session")
+def cluster(control_plane: ControlPlane) -> Iterator[ControlPlane]:
+    """The same control plane, with nodes. Restarts back off by tenths of seconds, not by tens."""
+    agent = NodeAgent(control_plane, backoff=Backoff(first_seconds=0.2, longest_seconds=1))
+    asyncio.run(agent.start())
+    yield control_plane
+    agent.stop()
+    assert processes_of(control_plane.folder / "pods") == []
+
+
+@pytest.fixture
+async def namespace(cluster: ControlPlane) -> AsyncIterator[str]:
+    """A namespace of the test's own; at the end it is empty, or the test fails."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    async with cluster.client() as api:
+        await api.create("/api/v1/namespaces", {"metadata": {"name": name}})
+        yield name
+
+        async def gone() -> bool:
+            with contextlib.suppress(ApiError):
+                await api.get(f"/api/v1/namespaces/{name}")
+                return False
+            return True
+
+        await api.delete(f"/api/v1/namespaces/{name}")
+        await until(gone, seconds=90, awaited=f"namespace {name} to end")
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines, zombies apart, that mention `folder`."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in line:
+                found.append(line)
+    return found

@@ -1,0 +1,133 @@
+"""CPU and memory limits of containers by cgroup, version 1 or 2, where this process may make them.
+
+<own cgroup>/triptych-<agent pid>/<container>/{memory.max, cpu.max, cgroup.procs}
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+PERIOD_MICROSECONDS = 100_000
+_V1 = {"memory": "memory.limit_in_bytes", "cpu": "cpu.cfs_quota_us"}
+_V2 = {"memory": "memory.max", "cpu": "cpu.max"}
+
+
+class Cgroups:
+    """Where limits are set; `problem` says why it cannot be done, or is None."""
+
+    def __init__(self, mount: Path = Path("/sys/fs/cgroup")) -> None:
+        self.problem: str | None = None
+        self._name = f"triptych-{os.getpid()}"
+        self._parents: dict[str, Path] = {}
+        self._unified = (mount / "cgroup.controllers").exists()
+        try:
+            own = _own_cgroups()
+            if self._unified:
+                self._parents = dict.fromkeys(_V2, _make_v2(mount, self._name))
+            else:
+                for controller in _V1:
+                    parent = _existing(mount / controller, own.get(controller, "/")) / self._name
+                    parent.mkdir(exist_ok=True)
+                    self._parents[controller] = parent
+        except OSError as error:
+            self._parents = {}
+            self.problem = f"CPU and memory limits are not enforced: {error}"
+
+    def create(
+        self, name: str, *, memory_bytes: int | None, cpus: float | None
+    ) -> "ContainerCgroup":
+        """Make the cgroup of one container; CPU is not limited before `limit_cpu`."""
+        folders = {controller: parent / name for controller, parent in self._parents.items()}
+        for folder in folders.values():
+            folder.mkdir(exist_ok=True)
+        group = ContainerCgroup(folders, cpus=cpus, unified=self._unified)
+        if memory_bytes is not None:
+            group.limit_memory(memory_bytes)
+        return group
+
+    def close(self) -> None:
+        """Remove what is empty; each container removes its own."""
+        for parent in set(self._parents.values()):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+class ContainerCgroup:
+    """The limits of one container."""
+
+    def __init__(self, folders: Mapping[str, Path], *, cpus: float | None, unified: bool) -> None:
+        self._folders = folders
+        self._cpus = cpus
+        self._unified = unified
+
+    @property
+    def procs(self) -> list[str]:
+        """The files that a process writes 0 to, to be limited."""
+        return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
+
+    def limit_memory(self, number_of_bytes: int) -> None:
+        """Have the kernel kill what uses more."""
+        self._write("memory", str(number_of_bytes))
+        swap = "memory.swap.max" if self._unified else "memory.memsw.limit_in_bytes"
+        if folder := self._folders.get("memory"):
+            with contextlib.suppress(OSError):  # a kernel without swap accounting has no such file
+                (folder / swap).write_text("0" if self._unified else str(number_of_bytes))
+
+    def limit_cpu(self) -> None:
+        """Throttle from now on; starting up is not throttled."""
+        if self._cpus is None:
+            return
+        quota = max(1000, round(self._cpus * PERIOD_MICROSECONDS))
+        self._write("cpu", f"{quota} {PERIOD_MICROSECONDS}" if self._unified else str(quota))
+
+    def num_oom_kills(self) -> int:
+        """How many of its processes the kernel has killed for want of memory."""
+        folder = self._folders.get("memory")
+        if folder is None:
+            return 0
+        file = folder / ("memory.events" if self._unified else "memory.oom_control")
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
+
+    def remove(self) -> None:
+        """Remove it; what it limited has ended."""
+        for folder in set(self._folders.values()):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def _write(self, controller: str, value: str) -> None:
+        if folder := self._folders.get(controller):
+            (folder / (_V2 if self._unified else _V1)[controller]).write_text(value)
+
+
+def _own_cgroups() -> dict[str, str]:
+    """This process's cgroup by controller; the unified hierarchy has the empty name."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        found |= dict.fromkeys(controllers.split(","), path)
+    return found
+
+
+def _existing(mount: Path, path: str) -> Path:
+    """The cgroup at `path`, or the top where a container sees a part of the tree alone."""
+    folder = mount / path.lstrip("/")
+    return folder if folder.is_dir() else mount
+
+
+def _make_v2(mount: Path, name: str) -> Path:
+    """A cgroup directly under the top: cgroups with processes of their own have no children."""
+    parent = mount / name
+    parent.mkdir(exist_ok=True)
+    try:
+        for folder in (mount, parent):
+            (folder / "cgroup.subtree_control").write_text("+memory +cpu")
+    except OSError:
+        parent.rmdir()
+        raise
+    return parent

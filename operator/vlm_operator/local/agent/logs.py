@@ -1,0 +1,115 @@
+"""A container's output: kept line by line with its time, read back as `kubectl logs` asks."""
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+LONGEST_LINE = 64 * 1024
+FOLLOW_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class LogOptions:
+    """What of a log is wanted: PodLogOptions."""
+
+    follow: bool = False
+    timestamps: bool = False
+    tail_lines: int | None = None
+    since: datetime | None = None
+    limit_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, query: Mapping[str, str], *, now: datetime) -> "LogOptions":
+        """Read the query of `/containerLogs`.
+
+        Raises:
+            ValueError: A number or a time is not one.
+        """
+        since = None
+        if "sinceSeconds" in query:
+            since = datetime.fromtimestamp(now.timestamp() - int(query["sinceSeconds"]), UTC)
+        elif "sinceTime" in query:
+            since = datetime.fromisoformat(query["sinceTime"])
+        return cls(
+            follow=query.get("follow") == "true",
+            timestamps=query.get("timestamps") == "true",
+            tail_lines=int(query["tailLines"]) if "tailLines" in query else None,
+            since=since,
+            limit_bytes=int(query["limitBytes"]) if "limitBytes" in query else None,
+        )
+
+
+class ContainerLog:
+    """The output of one run of a container; written by `pump` alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ended = asyncio.Event()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    async def pump(self, output: asyncio.StreamReader) -> None:
+        """Write what comes until its end, a long line in pieces."""
+        rest = b""
+        with self.path.open("ab", buffering=0) as file:
+            while piece := await output.read(LONGEST_LINE):
+                *lines, rest = (rest + piece).split(b"\n")
+                if len(rest) >= LONGEST_LINE:
+                    lines, rest = [*lines, rest], b""
+                now = _stamp()
+                file.write(b"".join(b"%s %s\n" % (now, line) for line in lines))
+            if rest:
+                file.write(b"%s %s\n" % (_stamp(), rest))
+        self._ended.set()
+
+    def last_lines(self, count: int) -> str:
+        """Return the last lines without their times."""
+        return "".join(_shown(line, timestamps=False) for line in deque(self._lines(), count))
+
+    async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
+        """Yield the lines asked for, and with `follow` those to come, until the container ends."""
+        left = options.limit_bytes
+        async for line in self._selected(options):
+            shown = _shown(line, timestamps=options.timestamps).encode()
+            if left is not None:
+                shown, left = shown[:left], left - len(shown)
+            yield shown
+            if left is not None and left <= 0:
+                return
+
+    async def _selected(self, options: LogOptions) -> AsyncIterator[bytes]:
+        with self.path.open("rb") as file:
+            lines: Iterable[bytes] = _since(file, options.since)
+            if options.tail_lines is not None:
+                lines = deque(lines, options.tail_lines)
+            for line in lines:
+                yield line
+            ended = not options.follow
+            while not ended:
+                ended = self._ended.is_set()  # asked before reading: what came before it is read
+                for line in file:
+                    yield line
+                if not ended:
+                    await asyncio.sleep(FOLLOW_SECONDS)
+
+    def _lines(self) -> Iterable[bytes]:
+        with self.path.open("rb") as file:
+            yield from file
+
+
+def _since(lines: Iterable[bytes], moment: datetime | None) -> Iterable[bytes]:
+    for line in lines:
+        if moment is None or datetime.fromisoformat(line.split(b" ", 1)[0].decode()) >= moment:
+            yield line
+
+
+def _shown(line: bytes, *, timestamps: bool) -> str:
+    text = line if timestamps else line.split(b" ", 1)[1]
+    return text.decode(errors="replace")
+
+
+def _stamp() -> bytes:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z").encode()

@@ -1,0 +1,162 @@
+"""Probes: ask a container how it is, count the answers, say when it crossed a threshold.
+
+HTTP 200…399, gRPC health SERVING, exec exit code 0, TCP accepted; all else is a failure
+"""
+
+import asyncio
+import dataclasses
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import grpc.aio
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
+RunInside = Callable[[Sequence[str]], Awaitable[tuple[int, bytes]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
+    """When to ask, and how many answers count."""
+
+    initial_delay_seconds: float = 0
+    period_seconds: float = 10
+    timeout_seconds: float = 1
+    num_successes: int = 1
+    num_failures: int = 3
+
+    @classmethod
+    def of(cls, probe: Mapping[str, Any]) -> "Thresholds":
+        """Read them from a Probe."""
+        return cls(
+            initial_delay_seconds=probe.get("initialDelaySeconds", 0),
+            period_seconds=probe.get("periodSeconds", 10),
+            timeout_seconds=probe.get("timeoutSeconds", 1),
+            num_successes=probe.get("successThreshold", 1),
+            num_failures=probe.get("failureThreshold", 3),
+        )
+
+
+@dataclasses.dataclass
+class Tally:
+    """Answers in a row. A verdict is True or False once a threshold is crossed, None before."""
+
+    thresholds: Thresholds
+    verdict: bool | None = None
+    _last: bool | None = None
+    _in_a_row: int = 0
+
+    def count(self, answer: bool) -> bool | None:
+        """Take one answer; return the verdict."""
+        self._in_a_row = self._in_a_row + 1 if answer == self._last else 1
+        self._last = answer
+        needed = self.thresholds.num_successes if answer else self.thresholds.num_failures
+        if self._in_a_row >= needed:
+            self.verdict = answer
+        return self.verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one question brought."""
+
+    healthy: bool
+    message: str = ""
+
+
+class Prober:
+    """Asks one container's probes; holds what they need to reach it."""
+
+    def __init__(
+        self,
+        pod_ip: str,
+        ports: Mapping[str, int],
+        run_inside: RunInside,
+        http: aiohttp.ClientSession,
+    ) -> None:
+        self._ip = pod_ip
+        self._ports = ports
+        self._run_inside = run_inside
+        self._http = http
+
+    async def ask(self, probe: Mapping[str, Any]) -> Answer:
+        """Ask once, within the probe's timeout."""
+        timeout = Thresholds.of(probe).timeout_seconds
+        try:
+            async with asyncio.timeout(timeout):
+                if "httpGet" in probe:
+                    return await self.http_get(probe["httpGet"])
+                if "grpc" in probe:
+                    return await self._grpc(probe["grpc"])
+                if "exec" in probe:
+                    return await self._exec(probe["exec"])
+                return await self._tcp(probe["tcpSocket"])
+        except TimeoutError:
+            return Answer(False, f"no answer within {timeout:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            return Answer(False, str(error) or type(error).__name__)
+
+    async def http_get(self, action: Mapping[str, Any]) -> Answer:
+        """Get a page; lifecycle hooks do so too."""
+        host, port = action.get("host") or self._ip, self._port(action["port"])
+        scheme = action.get("scheme", "HTTP").lower()
+        headers = {"User-Agent": "kube-probe/1.34", "Accept": "*/*"}
+        headers |= {one["name"]: one["value"] for one in action.get("httpHeaders") or []}
+        path = action.get("path", "/")
+        url = f"{scheme}://{host}:{port}/{path.lstrip('/')}"
+        async with self._http.get(
+            url, headers=headers, ssl=_UNVERIFIED, allow_redirects=False
+        ) as answer:
+            healthy = 200 <= answer.status < 400
+            return Answer(healthy, f"HTTP probe failed with statuscode: {answer.status}")
+
+    async def _grpc(self, action: Mapping[str, Any]) -> Answer:
+        service = action.get("service", "").encode()
+        request = b"\x0a" + bytes([len(service)]) + service if service else b""
+        async with grpc.aio.insecure_channel(f"{self._ip}:{self._port(action['port'])}") as channel:
+            check = channel.unary_unary(HEALTH_CHECK)
+            try:
+                response = await check(request)
+            except grpc.aio.AioRpcError as error:
+                return Answer(False, f"{error.code().name}: {error.details()}")
+        return Answer(response == SERVING, f"service unhealthy (responded with {response!r})")
+
+    async def _exec(self, action: Mapping[str, Any]) -> Answer:
+        code, output = await self._run_inside(action["command"])
+        return Answer(code == 0, output.decode(errors="replace")[-1024:] or f"exit code {code}")
+
+    async def _tcp(self, action: Mapping[str, Any]) -> Answer:
+        _, writer = await asyncio.open_connection(
+            action.get("host") or self._ip, self._port(action["port"])
+        )
+        writer.close()
+        return Answer(True)
+
+    def _port(self, port: int | str) -> int:
+        return self._ports[port] if isinstance(port, str) and port in self._ports else int(port)
+
+
+async def watch(
+    prober: Prober, probe: Mapping[str, Any], told: Callable[[bool | None, Answer], None]
+) -> None:
+    """Ask for ever and tell each verdict with the answer behind it; never returns."""
+    thresholds = Thresholds.of(probe)
+    tally = Tally(thresholds)
+    await asyncio.sleep(thresholds.initial_delay_seconds)
+    while True:
+        answer = await prober.ask(probe)
+        told(tally.count(answer.healthy), answer)
+        await asyncio.sleep(thresholds.period_seconds)
+
+
+def _unverified() -> ssl.SSLContext:
+    """A kubelet does not check a probed server's certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+_UNVERIFIED = _unverified()

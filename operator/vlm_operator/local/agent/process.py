@@ -1,0 +1,181 @@
+"""One run of one container as a process: started in its sandbox, signalled by pidfd, awaited."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .logs import ContainerLog
+
+SANDBOX = Path(__file__).with_name("sandbox.py")
+KILLED = 128 + signal.SIGKILL
+
+
+class StartFailedError(Exception):
+    """The process could not be started; the message is the kernel's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bind:
+    """A path of this machine, seen in the container at `path`."""
+
+    source: Path
+    path: str
+    read_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSpec:
+    """All that a process is started from."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    stage: Path
+    mounts: Sequence[Bind] = ()
+    read_only: bool = False
+    cgroups: Sequence[str] = ()
+
+    def sandbox(self, **more: int) -> dict[str, object]:
+        """Return what the sandbox script reads."""
+        mounts = [
+            {"source": str(one.source), "path": one.path, "read_only": one.read_only}
+            for one in self.mounts
+        ]
+        plain = {"argv": [*self.argv], "env": dict(self.env), "cwd": self.cwd, "mounts": mounts}
+        limits = {"read_only": self.read_only, "cgroups": [*self.cgroups]}
+        return {**plain, **limits, "stage": str(self.stage), "agent": os.getpid(), **more}
+
+
+class Process:
+    """A container that was started. It and all that it starts end with this process."""
+
+    def __init__(
+        self,
+        launcher: asyncio.subprocess.Process,
+        pid: int,
+        spec: ProcessSpec,
+        pumping: asyncio.Task[None],
+    ) -> None:
+        self.pid = pid
+        self.spec = spec
+        self._launcher = launcher
+        self._pumping = pumping  # kept: the loop itself holds tasks weakly
+        self._handle: int | None = os.pidfd_open(pid)
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, log: ContainerLog) -> "Process":
+        """Start it and return when its program runs.
+
+        Raises:
+            StartFailedError: It does not: no such program, no such folder, a mount failed.
+        """
+        spec.stage.mkdir(parents=True, exist_ok=True)
+        read_end, write_end = os.pipe()
+        try:
+            launcher = await asyncio.create_subprocess_exec(
+                *_interpreter(_write(spec, report=write_end)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(write_end,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_end)
+        assert launcher.stdout is not None
+        pumping = asyncio.create_task(log.pump(launcher.stdout))
+        try:
+            report = await _read_all(read_end)
+        except asyncio.CancelledError:
+            launcher.kill()
+            raise
+        answer = json.loads(report) if report else {"error": "the sandbox ended early"}
+        if "error" in answer:
+            await launcher.wait()
+            await pumping
+            raise StartFailedError(answer["error"])
+        return cls(launcher, int(answer["pid"]), spec, pumping)
+
+    async def wait(self) -> int:
+        """Return its exit code, 128 + number for a signal, when it ended and its log is written."""
+        code = await self._launcher.wait()
+        await asyncio.shield(self._pumping)
+        return code if code >= 0 else KILLED
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._launcher.returncode is None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that has ended does not mind."""
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+
+    async def run_inside(self, argv: Sequence[str]) -> tuple[int, bytes]:
+        """Run another program in it to its end; return its exit code and output."""
+        inside = await self.enter(
+            argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        try:
+            output, _ = await inside.communicate()
+        finally:
+            if inside.returncode is None:
+                inside.kill()
+                await inside.wait()
+        return inside.returncode or 0, output
+
+    async def enter(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: int = asyncio.subprocess.DEVNULL,
+        stdout: int = asyncio.subprocess.DEVNULL,
+        stderr: int = asyncio.subprocess.DEVNULL,
+    ) -> asyncio.subprocess.Process:
+        """Start another program in its namespaces, with its environment and limits."""
+        spec = _write(dataclasses.replace(self.spec, argv=argv), name=f"exec-{os.urandom(4).hex()}")
+        return await asyncio.create_subprocess_exec(
+            *_interpreter("--enter", str(self.pid), spec),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Let go of it; it has ended, or was told to."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def _interpreter(*arguments: str) -> list[str]:
+    return [sys.executable, "-I", "-S", str(SANDBOX), *arguments]
+
+
+def _write(spec: ProcessSpec, *, name: str = "spec", **more: int) -> str:
+    """Write what the sandbox reads: mode 0600, the environment may hold secrets."""
+    path = spec.stage.with_name(f"{spec.stage.name}.{name}.json")
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(spec.sandbox(**more)))
+    return str(path)
+
+
+async def _read_all(descriptor: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
+    )
+    try:
+        return await reader.read()
+    finally:
+        transport.close()

@@ -1,0 +1,256 @@
+"""One container's start, run as a script by a bare interpreter: `python -I -S sandbox.py SPEC`.
+
+    agent ─▶ launcher ─fork▶ process 1 of a pid namespace, in its own mount namespace ─exec▶ argv
+              │ reports {"pid": …} or {"error": …}, waits, ends with the container's exit code
+              └ each is killed with its parent, a namespace with its process 1: nothing is left
+
+Its root is the machine's, bound entry by entry into a tmpfs, so that a mount path that does not
+exist here can be made without touching the machine. `--enter PID SPEC` runs argv in a started one.
+Stands alone: the standard library only, no package of ours.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_MOVE, MS_REC, MS_PRIVATE = 8192, 16384, 1 << 18
+PR_SET_PDEATHSIG = 1
+CANNOT_START = 128  # the exit code that a kubelet shows for a container that never ran
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(argv: list[str]) -> int:
+    """Start the container that the spec file describes, or enter one; return the exit code."""
+    if argv[0] == "--enter":
+        return enter(int(argv[1]), json.loads(Path(argv[2]).read_text()))
+    return launch(json.loads(Path(argv[0]).read_text()))
+
+
+def launch(spec: dict[str, Any]) -> int:
+    """Run a container to its end: {argv, env, cwd, stage, mounts, read_only, cgroups, …}.
+
+    `agent` is the pid that must be its parent, `report` the descriptor to answer on.
+    """
+    tie_to(spec["agent"])
+    answer = spec["report"]
+    try:
+        separate()
+    except OSError as error:
+        report(answer, {"error": f"cannot make namespaces: {error}"})
+        return CANNOT_START
+    errors, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(errors)
+        os.close(answer)
+        become(spec, ready)
+    os.close(ready)
+    with os.fdopen(errors) as said:
+        problem = said.read()  # ends at exec
+    report(answer, {"error": problem} if problem else {"pid": child})
+    _, status = os.waitpid(child, 0)
+    return CANNOT_START if problem else exit_code(status)
+
+
+def become(spec: dict[str, Any], ready: int) -> NoReturn:
+    """Turn this process into the container; on failure say why through `ready`."""
+    try:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        for file in spec["cgroups"]:
+            Path(file).write_text("0")  # 0 is the writer itself
+        build_root(spec)
+        os.chdir(spec["cwd"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.write(ready, str(error).encode())
+    os._exit(CANNOT_START)
+
+
+def enter(pid: int, spec: dict[str, Any]) -> int:
+    """Run argv in the container whose process 1 is `pid`; return its exit code."""
+    tie_to(spec["agent"])
+    own = Path("/proc/self/ns/user").stat().st_ino
+    root = os.open(f"/proc/{pid}/root", os.O_RDONLY)
+    kinds = ["user"] if Path(f"/proc/{pid}/ns/user").stat().st_ino != own else []
+    spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in [*kinds, "mnt", "pid"]]
+    for space in spaces:
+        checked(libc.setns(space, 0), "setns")
+    child = os.fork()
+    if child == 0:
+        try:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            for file in spec["cgroups"]:
+                with contextlib.suppress(OSError):  # not mounted in there
+                    Path(file).write_text("0")
+            os.fchdir(root)
+            os.chroot(".")
+            os.chdir(spec["cwd"])
+            os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
+        except OSError as error:
+            os.write(2, f"{error}\n".encode())
+        os._exit(126)
+    _, status = os.waitpid(child, 0)
+    return exit_code(status)
+
+
+def tie_to(agent: int) -> None:
+    """Ask the kernel to kill this process when the agent ends."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(CANNOT_START)
+
+
+def separate() -> None:
+    """Leave the machine's mount and pid namespaces; without root, through a user namespace."""
+    flags = CLONE_NEWNS | CLONE_NEWPID
+    uid, gid = os.geteuid(), os.getegid()
+    checked(libc.unshare(flags | (CLONE_NEWUSER if uid else 0)), "unshare")
+    if uid:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+
+
+def build_root(spec: dict[str, Any]) -> None:
+    """Assemble the container's file system under `stage` and move into it."""
+    root = Root(Path(spec["stage"]))
+    for bind in sorted(spec["mounts"], key=lambda bind: bind["path"].count("/")):
+        root.bind(bind["source"], bind["path"], read_only=bind["read_only"])
+    root.own_proc()
+    root.own_shm()
+    if spec["read_only"]:
+        root.freeze(writable=[bind["path"] for bind in spec["mounts"]])
+    os.chdir(root.stage)
+    mount(".", "/", flags=MS_MOVE)
+    os.chroot(".")
+
+
+class Root:
+    """A tmpfs that shows the machine's root, and what is bound over it."""
+
+    def __init__(self, stage: Path) -> None:
+        mount("none", "/", flags=MS_REC | MS_PRIVATE)
+        mount("root", stage, kind="tmpfs", options="mode=755")
+        self.stage = stage
+        self._ours = {stage}
+        self._show(Path("/"), stage)
+
+    def bind(self, source: str, path: str, *, read_only: bool) -> None:
+        """Show the machine's `source` at the container's `path`."""
+        target = self._point(path, directory=Path(source).is_dir())
+        mount(source, target, flags=MS_BIND | MS_REC)
+        if read_only:
+            remount_read_only(target)
+
+    def own_proc(self) -> None:
+        """Show this pid namespace's processes; where that is forbidden, the machine's stay."""
+        with contextlib.suppress(OSError):
+            mount("proc", self.stage / "proc", kind="proc")
+
+    def own_shm(self) -> None:
+        """Give shared memory that ends with the container."""
+        if (self.stage / "dev/shm").is_dir():
+            mount("shm", self.stage / "dev/shm", kind="tmpfs", flags=MS_NOSUID | MS_NODEV)
+
+    def freeze(self, *, writable: list[str]) -> None:
+        """Make all read-only but `writable`, /proc and /dev, as readOnlyRootFilesystem asks."""
+        kept = [f"{self.stage}{path.rstrip('/')}" for path in [*writable, "/proc", "/dev"]]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            point = line.split()[4].encode().decode("unicode_escape")
+            inside = point == str(self.stage) or point.startswith(f"{self.stage}/")
+            if inside and not any(point == path or point.startswith(f"{path}/") for path in kept):
+                remount_read_only(Path(point))
+
+    def _point(self, path: str, *, directory: bool) -> Path:
+        """Return where to mount `path`, made in a tmpfs of ours if the machine has no such path."""
+        here, todo = self.stage, path.strip("/").split("/")
+        while todo:
+            following = here / todo[0]
+            if following.is_symlink():
+                target = following.readlink()
+                here = self.stage if target.is_absolute() else here
+                todo = [*(part for part in target.parts if part != "/"), *todo[1:]]
+                continue
+            if todo[0] == "..":
+                here, todo = (here.parent if here != self.stage else here), todo[1:]
+                continue
+            if not following.exists():
+                self._make_ours(here)
+                last = len(todo) == 1
+                following.touch() if last and not directory else following.mkdir()
+                self._ours.add(following)
+            here, todo = following, todo[1:]
+        return here
+
+    def _make_ours(self, folder: Path) -> None:
+        """Lay a tmpfs over `folder` that shows the same entries and takes new ones."""
+        if folder in self._ours:
+            return
+        cover = self.stage / f".cover-{len(self._ours)}"
+        cover.mkdir()
+        mount("cover", cover, kind="tmpfs", options="mode=755")
+        self._show(folder, cover)
+        mount(cover, folder, flags=MS_MOVE)
+        cover.rmdir()
+        self._ours.add(folder)
+
+    def _show(self, source: Path, target: Path) -> None:
+        for entry in os.scandir(source):
+            shown = target / entry.name
+            if entry.is_symlink():
+                shown.symlink_to(Path(entry.path).readlink())
+                continue
+            shown.mkdir() if entry.is_dir() else shown.touch()
+            with contextlib.suppress(OSError):  # what may not be seen stays empty
+                mount(entry.path, shown, flags=MS_BIND | MS_REC)
+
+
+def mount(
+    source: str | Path, target: str | Path, *, kind: str = "", flags: int = 0, options: str = ""
+) -> None:
+    """Mount one thing on another, as the kernel call of that name does."""
+    arguments = [str(part).encode() for part in (source, target, kind)]
+    data = options.encode() if options else None
+    checked(libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount at {target}")
+
+
+def remount_read_only(target: Path) -> None:
+    """Make one bind mount read-only, keeping the flags that a user namespace may not drop."""
+    have = os.statvfs(target).f_flag
+    kept = have & (MS_NOSUID | MS_NODEV | 8 | 1024 | 2048)  # noexec, noatime, nodiratime
+    mount("none", target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
+
+
+def checked(result: int, what: str) -> None:
+    """Raise the error of a failed call."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def exit_code(status: int) -> int:
+    """Return the exit code of a wait status, 128 + number for a signal."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def report(descriptor: int, message: dict[str, Any]) -> None:
+    """Tell the agent, one JSON line, and no more."""
+    os.write(descriptor, json.dumps(message).encode() + b"\n")
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,255 @@
+"""A pod's status, computed from what its containers do. Pure.
+
+containers, volumes, gates ──▶ phase, conditions, containerStatuses       as a kubelet reports them
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+OOM_EXIT_CODE = 137
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """A container that does not run, and why."""
+
+    reason: str
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A container that runs since `started_at`, seconds since the epoch."""
+
+    started_at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Terminated:
+    """A container that ended: by itself, by a signal (128 + number), or for want of memory."""
+
+    exit_code: int
+    started_at: float
+    finished_at: float
+    reason: str = ""
+    message: str = ""
+    container_id: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason as a kubelet gives it."""
+        return self.reason or ("Completed" if self.exit_code == 0 else "Error")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContainerView:
+    """What is known of one container."""
+
+    name: str
+    image: str
+    state: Waiting | Running | Terminated = Waiting("ContainerCreating")
+    last: Terminated | None = None
+    num_restarts: int = 0
+    started: bool = False
+    ready: bool = False
+    container_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PodView:
+    """What is known of one pod; addresses are None until it has them."""
+
+    containers: Sequence[ContainerView]
+    init_containers: Sequence[ContainerView] = ()
+    pod_ip: str | None = None
+    host_ip: str | None = None
+    started_at: float = 0.0
+    terminating: bool = False
+
+
+def pod_status(
+    pod: Mapping[str, Any], view: PodView, conditions: Sequence[Mapping[str, Any]], *, now: float
+) -> dict[str, Any]:
+    """Return the status of `pod`: what a node writes of it, no condition of anybody else.
+
+    Args:
+        pod: As last seen; its spec and the readiness gates in its conditions count.
+        view: What its containers do.
+        conditions: What this function returned last, for transition times.
+        now: Seconds since the epoch.
+    """
+    phase = pod_phase(view, restart_policy=pod["spec"].get("restartPolicy", "Always"))
+    status: dict[str, Any] = {
+        "observedGeneration": pod["metadata"].get("generation", 1),
+        "phase": phase,
+        "startTime": timestamp(view.started_at),
+        "containerStatuses": [container_status(one) for one in view.containers],
+        "conditions": _with_times(_conditions(pod, view, phase), conditions, now),
+    }
+    if view.init_containers:
+        status["initContainerStatuses"] = [container_status(one) for one in view.init_containers]
+    if view.host_ip:
+        status |= {"hostIP": view.host_ip, "hostIPs": [{"ip": view.host_ip}]}
+    if view.pod_ip:
+        status |= {"podIP": view.pod_ip, "podIPs": [{"ip": view.pod_ip}]}
+    return status
+
+
+def pod_phase(view: PodView, *, restart_policy: str) -> str:
+    """Return the phase, by the rules of a kubelet."""
+    init_done = all(_succeeded(one) for one in view.init_containers)
+    failed_init = any(
+        isinstance(one.state, Terminated) and one.state.exit_code for one in view.init_containers
+    )
+    stopped = [one for one in view.containers if _stopped(one)]
+    if view.terminating and _all_ended(view):
+        return "Succeeded" if init_done and all(map(_succeeded, view.containers)) else "Failed"
+    if failed_init and restart_policy == "Never":
+        return "Failed"
+    if not init_done:
+        return "Pending"
+    if any(isinstance(one.state, Running) for one in view.containers):
+        return "Pending" if _any_unstarted(view) else "Running"
+    if len(stopped) < len(view.containers):
+        return "Pending"
+    if restart_policy == "Always":
+        return "Running"
+    if all(map(_succeeded, stopped)):
+        return "Succeeded"
+    return "Failed" if restart_policy == "Never" else "Running"
+
+
+def container_status(view: ContainerView) -> dict[str, Any]:
+    """Return one entry of `containerStatuses`."""
+    status: dict[str, Any] = {
+        "name": view.name,
+        "image": view.image,
+        "imageID": f"process://{view.image}",
+        "state": _state(view.state),
+        "lastState": _state(view.last) if view.last else {},
+        "ready": view.ready,
+        "started": view.started,
+        "restartCount": view.num_restarts,
+    }
+    if view.container_id:
+        status["containerID"] = view.container_id
+    return status
+
+
+def gates(pod: Mapping[str, Any]) -> list[str]:
+    """Say of each readiness gate that is not True why it is not."""
+    found = {
+        condition["type"]: condition["status"]
+        for condition in pod.get("status", {}).get("conditions") or []
+    }
+    problems = []
+    for gate in pod["spec"].get("readinessGates") or []:
+        kind = gate["conditionType"]
+        if kind not in found:
+            problems.append(
+                f'corresponding condition of pod readiness gate "{kind}" does not exist.'
+            )
+        elif found[kind] != "True":
+            problems.append(
+                f'the status of pod readiness gate "{kind}" is not "True", but {found[kind]}'
+            )
+    return problems
+
+
+def timestamp(seconds: float) -> str:
+    """Return seconds since the epoch as Kubernetes writes times."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _conditions(pod: Mapping[str, Any], view: PodView, phase: str) -> list[dict[str, str]]:
+    unready = [one.name for one in view.containers if not one.ready]
+    waiting_init = [one.name for one in view.init_containers if not _succeeded(one)]
+    problems = gates(pod)
+    completed = ("False", "PodCompleted", "") if phase == "Succeeded" else None
+    containers = completed or _unless(
+        unready, "ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]"
+    )
+    if containers[0] == "True":
+        ready = _unless(problems, "ReadinessGatesNotReady", ", ".join(problems))
+    else:
+        ready = containers
+    initialized = _unless(
+        waiting_init,
+        "ContainersNotInitialized",
+        f"containers with incomplete status: [{' '.join(waiting_init)}]",
+    )
+    sandbox = ("True" if view.pod_ip and not _ended_for_good(view, phase) else "False", "", "")
+    named = {
+        "PodReadyToStartContainers": sandbox,
+        "Initialized": initialized,
+        "Ready": ready,
+        "ContainersReady": containers,
+    }
+    return [
+        {"type": kind, "status": status, "reason": reason, "message": message}
+        for kind, (status, reason, message) in named.items()
+    ]
+
+
+def _unless(problems: Sequence[str], reason: str, message: str) -> tuple[str, str, str]:
+    return ("False", reason, message) if problems else ("True", "", "")
+
+
+def _with_times(
+    conditions: list[dict[str, str]], before: Sequence[Mapping[str, Any]], now: float
+) -> list[dict[str, Any]]:
+    """A transition is a change of `status` alone."""
+    earlier = {one["type"]: one for one in before}
+    stamped: list[dict[str, Any]] = []
+    for condition in conditions:
+        old = earlier.get(condition["type"])
+        same = old is not None and old["status"] == condition["status"]
+        time = old["lastTransitionTime"] if same and old else timestamp(now)
+        # a strategic merge keeps what is left out: an emptied reason is sent as null
+        emptied = {name: condition[name] or None for name in ("reason", "message")}
+        stamped.append({**condition, **emptied, "lastTransitionTime": time})
+    return stamped
+
+
+def _state(state: Waiting | Running | Terminated) -> dict[str, Any]:
+    match state:
+        case Waiting(reason, message):
+            return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+        case Running(started_at):
+            return {"running": {"startedAt": timestamp(started_at)}}
+        case Terminated():
+            ended = {
+                "exitCode": state.exit_code,
+                "reason": state.why,
+                "message": state.message,
+                "startedAt": timestamp(state.started_at),
+                "finishedAt": timestamp(state.finished_at),
+                "containerID": state.container_id,
+            }
+            return {"terminated": {name: value for name, value in ended.items() if value != ""}}
+
+
+def _succeeded(view: ContainerView) -> bool:
+    state = view.state if isinstance(view.state, Terminated) else view.last
+    return not isinstance(view.state, Running) and state is not None and state.exit_code == 0
+
+
+def _stopped(view: ContainerView) -> bool:
+    return isinstance(view.state, Terminated) or (
+        isinstance(view.state, Waiting) and view.last is not None
+    )
+
+
+def _any_unstarted(view: PodView) -> bool:
+    return any(isinstance(one.state, Waiting) and one.last is None for one in view.containers)
+
+
+def _all_ended(view: PodView) -> bool:
+    everyone = [*view.init_containers, *view.containers]
+    return not any(isinstance(one.state, Running) for one in everyone)
+
+
+def _ended_for_good(view: PodView, phase: str) -> bool:
+    return phase in ("Succeeded", "Failed") or (view.terminating and _all_ended(view))
