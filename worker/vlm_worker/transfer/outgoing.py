@@ -8,10 +8,12 @@ Several streams may read at once; each gets every unit from its first on.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from vlm_worker.errors import CorruptTransferError, InvalidRequestError
+from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Commit, FrameWriter, TransferId
 
 WAIT_FRAME_SECONDS: Final = 2.0
@@ -25,7 +27,7 @@ class Outgoing:
     """One transfer at its producer. The role that makes its units is the only writer."""
 
     def __init__(self, identity: TransferId, *, unit_bytes: int, export: Export) -> None:
-        self.identity = identity
+        self._identity = identity
         self.num_readers = 0
         self._unit_bytes = unit_bytes
         self._export = export
@@ -35,9 +37,9 @@ class Outgoing:
         self._changed = asyncio.Event()
 
     @property
-    def committed(self) -> bool:
-        """The last unit may be read."""
-        return self._commit is not None
+    def request_id(self) -> str:
+        """Whose it is."""
+        return self._identity.key.request_id
 
     def advance(self, num_units: int) -> None:
         """The first `num_units` units may be read."""
@@ -56,14 +58,30 @@ class Outgoing:
         self._error = self._error or error
         self._notify()
 
-    async def frames(self, first_unit: int) -> AsyncGenerator[bytes]:
-        """The frames from a unit on, as they become readable.
+    async def whole(self, num_units: int) -> memoryview:
+        """All units, for a consumer in this process; waits for the commit.
+
+        Raises:
+            CorruptTransferError: there are not so many units.
+            Exception: what `fail` was given.
+        """
+        while self._commit is None and self._error is None:
+            await self._wait_for_change()
+        if self._error is not None:
+            raise self._error
+        if self._num_units != num_units:
+            raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
+        return await self._export(0, num_units)
+
+    async def frames(self, key: RequestKey, *, first_unit: int) -> AsyncGenerator[bytes]:
+        """The frames from a unit on, as they become readable, made out to the consumer's attempt.
 
         Raises:
             InvalidRequestError: the transfer has no such unit.
             Exception: what `fail` was given.
         """
-        writer = FrameWriter(self.identity, unit_bytes=self._unit_bytes, first_unit=first_unit)
+        identity = dataclasses.replace(self._identity, key=key)
+        writer = FrameWriter(identity, unit_bytes=self._unit_bytes, first_unit=first_unit)
         batch = max(1, EXPORT_BYTES // self._unit_bytes)
         sent = first_unit
         self.num_readers += 1

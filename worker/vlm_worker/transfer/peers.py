@@ -2,8 +2,8 @@
 
     async with peers.hold(source) as client:    renewed every 2 s from here on, released at the end
 
-One renewal a peer carries all leases held there. Whoever pulls learns from the producer itself that a
-lease is gone: its stream ends with GoneError.
+One renewal a peer carries all leases held there. Whoever pulls learns from the producer itself that
+a lease is gone: its stream ends with GoneError.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""Stage decode: room first, then the KV of a prompt, then tokens to the end of the answer.
+
+Reserve ─▶ room, under a lease
+Decode  ─┬─ KV of our own boot id: adopt it, no copy
+         └─ elsewhere: receive ─▶ pull blocks while prefill writes them ─▶ commit ─▶ start
+         ─▶ Tokens, Tokens, ..., Finished
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from vlm_worker.core.leases import LEASE_SECONDS
+from vlm_worker.engine.events import EventStream, PrefillEvent
+from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
+from vlm_worker.roles.host import Host, Transfer
+from vlm_worker.roles.offers import check_fingerprint
+from vlm_worker.roles.times import CallClock
+from vlm_worker.transfer.incoming import Pull
+from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, StageSpan, TokenEvent
+from vlm_worker.wire.calls import (
+    DecodeCall,
+    DecodeEvent,
+    FetchCall,
+    Finished,
+    Reply,
+    Reservation,
+    ReserveCall,
+    Tokens,
+)
+from vlm_worker.wire.frames import Commit, FrameReader, TransferId
+
+FETCH_TIMEOUT_SECONDS = 600.0
+
+
+class DecodeRole:
+    """Reserve and Decode."""
+
+    def __init__(self, host: Host) -> None:
+        assert host.kv_layout is not None
+        self._host = host
+        self._layout: KVLayout = host.kv_layout
+
+    async def reserve(self, call: ReserveCall) -> Reservation:
+        """Hold room for a prompt until Decode, or until its lease ends.
+
+        Raises:
+            OverloadedError: no room now.
+            ContextTooLongError: there never will be.
+            DrainingError, DuplicateError, CancelledError: see `Host.scope`.
+        """
+        host = self._host
+        with host.scope("Reserve", call.key, last_resort=call.last_resort):
+            await host.delay("decode_reserve")
+            reserved = False
+            try:
+                await host.engine.reserve(call.key, call.num_tokens)
+                reservation = Reservation(uuid.uuid4().hex, host.life.boot_id, LEASE_SECONDS)
+                host.offers.reserve(reservation.reservation_id, call.key)
+                reserved = True
+            finally:
+                if not reserved:
+                    host.run(host.engine.release(call.key))
+            return reservation
+
+    async def decode(
+        self, call: DecodeCall, clock: CallClock
+    ) -> AsyncGenerator[Reply[DecodeEvent]]:
+        """Continue one answer after its first token. Giving up early frees everything.
+
+        Raises:
+            GoneError: the reservation or the KV is no longer held.
+            PeerLostError, CorruptTransferError: the KV could not be pulled.
+            WorkerError: what the engine failed with.
+        """
+        host, key = self._host, call.request.key
+        with host.scope("Decode", key):
+            finished = False
+            try:
+                host.life.check(call.boot_id)
+                if not host.offers.claim(call.reservation_id, key):
+                    raise GoneError(f"reservation {call.reservation_id} is not held here")
+                spans: tuple[StageSpan, ...] = ()
+                if call.kv.boot_id == host.life.boot_id:
+                    stream = self._adopt(call)
+                else:
+                    begun = clock.arrived + clock.now()
+                    commit = await self._pull(call)
+                    spans = (clock.span("kv_transfer", begun),)
+                    if commit.finish_reason is not None:
+                        # the first token, which the gateway has from prefill, ended the answer
+                        num_tokens = call.request.num_delivered_tokens + 1
+                        yield Reply(Finished(commit.finish_reason, num_tokens), spans, clock.now())
+                        return
+                    if commit.first_token_id is None:
+                        raise CorruptTransferError("the commit lacks the first token")
+                    stream = await host.engine.start_decode(key, commit.first_token_id)
+                async with aclosing(_answer(stream)) as answer:
+                    async for event in answer:
+                        finished = isinstance(event, Finished)
+                        yield Reply(event, spans, clock.now())
+                        spans = ()
+            finally:
+                if not finished:
+                    host.run(host.cancel(key.request_id, key.attempt))
+
+    def _adopt(self, call: DecodeCall) -> EventStream[PrefillEvent]:
+        """Continue what this process itself has prefilled, or still does."""
+        key = call.request.key
+        if not self._host.offers.claim(call.kv.transfer_id, key):
+            raise GoneError(f"transfer {call.kv.transfer_id} is not held here")
+        return self._host.engine.adopt_local(call.request)
+
+    async def _pull(self, call: DecodeCall) -> Commit:
+        """All blocks that are not in our own prefix cache, written as they come."""
+        host, request, source = self._host, call.request, call.kv
+        check_fingerprint(source.fingerprint, self._layout.fingerprint)
+        async with host.peers.hold(source) as client:
+            first = await host.engine.receive(request)
+            reader = FrameReader(
+                TransferId(request.key, source.boot_id, self._layout.fingerprint),
+                unit_bytes=self._layout.block_bytes,
+                first_unit=first,
+                end_unit=-(-len(request.token_ids) // self._layout.block_size),
+            )
+            fetch = FetchCall(
+                source.transfer_id, source.boot_id, self._layout.fingerprint, request.key, first
+            )
+            frames = client.fetch_kv(fetch, timeout=FETCH_TIMEOUT_SECONDS)
+            pull = Pull(frames, reader, peer=source.address)
+            begun: float | None = None
+            async with aclosing(pull.units()) as received:
+                async for units in received:
+                    begun = begun or time.monotonic()
+                    await host.engine.import_blocks(request.key, units.first_unit, units.data)
+            begun = begun or time.monotonic()
+            await host.delay("kv_transfer")
+        if pull.commit.num_tokens != len(request.token_ids):
+            raise CorruptTransferError(
+                f"KV of {pull.commit.num_tokens} tokens, the request has {len(request.token_ids)}"
+            )
+        host.on_transfer(Transfer("kv", time.monotonic() - begun, pull.num_bytes))
+        return pull.commit
+
+
+async def _answer(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens | Finished]:
+    """The engine's events as the wire has them, to the last word."""
+    async for event in stream:
+        match event:
+            case TokenEvent(index, token_id):
+                yield Tokens(index, (token_id,))
+            case FinishedEvent(reason, num_tokens):
+                yield Finished(reason, num_tokens)
+                return
+            case FailedEvent(error):
+                raise error
+    raise EngineError("the engine ended the answer without a last word")

@@ -1,0 +1,176 @@
+"""What the stages of one process share: the engine, the offers, the calls being worked on.
+
+scope(name, key) ── replies ... last word        one call of one attempt
+      └ cancel(key) ends it from outside
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Final
+
+from vlm_worker.core.leases import Lease, LeaseTable
+from vlm_worker.engine.engine import Engine
+from vlm_worker.errors import CancelledError, DrainingError, DuplicateError, WorkerError
+from vlm_worker.roles.history import History
+from vlm_worker.roles.offers import Life, Offers
+from vlm_worker.transfer.peers import Peers
+from vlm_worker.types import EmbedLayout, KVLayout, RequestKey
+from vlm_worker.wire.calls import CancelOutcome
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS: Final = 0.5
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Scope:
+    """One call being worked on. `error` is set by who ends it from outside."""
+
+    name: str
+    key: RequestKey
+    task: asyncio.Task[Any]
+    error: WorkerError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """One transfer that this worker pulled; `kind` is `embed` or `kv`."""
+
+    kind: str
+    seconds: float
+    num_bytes: int
+
+
+class Host:
+    """The shared state of the roles. Lives on one event loop; `start` and `close` it.
+
+    `delays` holds seconds by stage, for tests. `accepting` is False while draining. `on_transfer`
+    is told of every transfer pulled.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        life: Life,
+        embed_layout: EmbedLayout,
+        kv_layout: KVLayout | None,
+        delays: Mapping[str, float] | None = None,
+        on_transfer: Callable[[Transfer], None] = lambda _: None,
+        leases: LeaseTable | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self.engine = engine
+        self.life = life
+        self.embed_layout = embed_layout
+        self.kv_layout = kv_layout
+        self.offers = Offers(life=life, free=self._free, clock=time.monotonic, leases=leases)
+        self.peers = peers or Peers()
+        self.accepting = True
+        self.on_transfer = on_transfer
+        self._delays = dict(delays or {})
+        self._history = History()
+        self._scopes: set[Scope] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to sweep leases."""
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        """Stop sweeping, wait for what runs in the background, and leave the peers."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.peers.close()
+
+    @property
+    def num_inflight(self) -> int:
+        """Calls being worked on and leases that somebody may still use; 0 is empty."""
+        return len(self._scopes) + len(self.offers.leases) + len(self._tasks)
+
+    @contextlib.contextmanager
+    def scope(
+        self, name: str, key: RequestKey, *, last_resort: bool | None = None
+    ) -> Iterator[Scope]:
+        """Work on one call; `last_resort` None marks calls that draining does not refuse.
+
+        Raises:
+            DrainingError: this worker takes no new work.
+            DuplicateError: this attempt made this call before.
+            CancelledError: it was cancelled, before or meanwhile.
+        """
+        if last_resort is False and not self.accepting:
+            raise DrainingError("this worker is draining and takes no new work")
+        now = time.monotonic()
+        if self._history.was_cancelled(key, now=now):
+            raise CancelledError(f"attempt {key.attempt} was cancelled")
+        if not self._history.begin(name, key, now=now):
+            raise DuplicateError(f"{name} was called before with attempt {key.attempt}")
+        task = asyncio.current_task()
+        assert task is not None
+        scope = Scope(name, key, task)
+        self._scopes.add(scope)
+        try:
+            yield scope
+        except asyncio.CancelledError:
+            if scope.error is not None and task.uncancel() == 0:
+                raise scope.error from None
+            raise
+        finally:
+            self._scopes.discard(scope)
+
+    async def cancel(self, request_id: str, attempt: int) -> CancelOutcome:
+        """End an attempt, or with attempt 0 all of them, and free what they hold."""
+        if attempt:
+            return await self._cancel(RequestKey(request_id, attempt))
+        owners = {scope.key for scope in self._scopes} | self.offers.leases.owners()
+        found = [await self._cancel(key) for key in owners if key.request_id == request_id]
+        return max(found, key=lambda outcome: outcome.value, default=CancelOutcome.NOT_FOUND)
+
+    async def _cancel(self, key: RequestKey) -> CancelOutcome:
+        error = CancelledError(f"attempt {key.attempt} was cancelled by its caller")
+        self._history.cancel(key, now=time.monotonic())
+        in_flight = self.offers.cancel(key, error)
+        outcome = CancelOutcome((await self.engine.cancel(key)).value)
+        for scope in self._scopes:
+            if scope.key == key and scope.error is None:
+                scope.error = error
+                scope.task.cancel()
+        return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT if in_flight else outcome
+
+    async def delay(self, stage: str) -> None:
+        """Wait as `--inject-delay-ms` says."""
+        seconds = self._delays.get(stage)
+        if seconds:
+            await asyncio.sleep(seconds)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do something whatever becomes of the caller; a failure is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("clean-up failed", exc_info=error)
+
+    def _free(self, lease: Lease) -> None:
+        if lease.item is not None:
+            self.engine.release_embedding(lease.owner, lease.item)
+        else:
+            self.run(self.engine.release(lease.owner))
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.offers.sweep()
