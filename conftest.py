@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from vlm_operator.local.agent.container import Backoff
-from vlm_operator.local.client import ApiError
 from vlm_operator.local.cluster import NodeAgent
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
@@ -44,20 +43,19 @@ def cluster(control_plane: ControlPlane) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 async def namespace(cluster: ControlPlane) -> AsyncIterator[str]:
-    """A namespace of the test's own; at the end it is empty, or the test fails."""
+    """A namespace of the test's own; its pods have ended when the test has."""
     name = f"test-{uuid.uuid4().hex[:8]}"
+    pods = f"/api/v1/namespaces/{name}/pods"
     async with cluster.client() as api:
         await api.create("/api/v1/namespaces", {"metadata": {"name": name}})
         yield name
+        await api.delete(f"/api/v1/namespaces/{name}")  # from here on nothing new is admitted
+        await api.delete(pods, {"gracePeriodSeconds": 0})
 
-        async def gone() -> bool:
-            with contextlib.suppress(ApiError):
-                await api.get(f"/api/v1/namespaces/{name}")
-                return False
-            return True
+        async def empty() -> bool:
+            return not (await api.get(pods))["items"]
 
-        await api.delete(f"/api/v1/namespaces/{name}")
-        await until(gone, seconds=90, awaited=f"namespace {name} to end")
+        await until(empty, seconds=30, awaited=f"the pods of namespace {name} to end")
 
 
 def processes_of(folder: Path) -> list[str]:

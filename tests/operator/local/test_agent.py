@@ -1,0 +1,331 @@
+"""A pod on a simulated node is a real process, and is reported as a kubelet reports it."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from vlm_operator.local.client import ApiError, Client
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
+
+from .pods import POD_IP, Pods, condition, first, pod, server
+
+pytestmark = pytest.mark.cluster
+EVERY_SECOND = {"periodSeconds": 1, "failureThreshold": 1}
+SLEEP = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); signal.pause()"
+
+
+@pytest.fixture
+async def api(cluster: ControlPlane) -> AsyncIterator[Client]:
+    async with cluster.client() as client:
+        yield client
+
+
+@pytest.fixture
+def pods(api: Client, namespace: str) -> Pods:
+    return Pods(api, namespace)
+
+
+async def test_a_pod_runs_prints_and_ends_with_its_exit_code(pods: Pods):
+    await pods.create(pod("p", "print('hello'); exit(3)", spec={"restartPolicy": "Never"}))
+    ended = await pods.until_phase("p", "Failed")
+    assert first(ended)["state"]["terminated"]["exitCode"] == 3
+    assert first(ended)["state"]["terminated"]["reason"] == "Error"
+    assert await pods.log("p") == "hello\n"
+
+
+async def test_a_job_that_succeeds_is_completed(pods: Pods):
+    await pods.create(pod("p", "print(1)", spec={"restartPolicy": "OnFailure"}))
+    ended = await pods.until_phase("p", "Succeeded")
+    assert condition(ended, "Ready")["reason"] == "PodCompleted"
+
+
+async def test_environment_and_arguments_are_filled_in(pods: Pods):
+    fields = ["metadata.name", "metadata.labels['app']", "spec.nodeName", "status.podIP"]
+    env = [
+        {"name": f"F{number}", "valueFrom": {"fieldRef": {"fieldPath": field}}}
+        for number, field in enumerate(fields)
+    ]
+    env += [{"name": "JOINED", "value": "$(F0)/$(F1) $$(F0) $(NOT_SET)"}]
+    program = "import os; print(os.environ['JOINED'], os.environ['F3'], '$(F2)')"
+    body = pod("p", program, env=env, spec={"restartPolicy": "Never"})
+    body["metadata"]["labels"] = {"app": "x"}
+    await pods.create(body)
+    ended = await pods.until_phase("p", "Succeeded")
+    ip, node = ended["status"]["podIP"], ended["spec"]["nodeName"]
+    assert await pods.log("p") == f"p/x $(F0) $(NOT_SET) {ip} {node}\n"
+
+
+async def test_two_pods_have_addresses_of_their_own_and_the_same_port(pods: Pods):
+    probe = {"tcpSocket": {"port": 8080}, **EVERY_SECOND}
+    for name in ("one", "two"):
+        await pods.create(server(name, readinessProbe=probe))
+    one, two = [await pods.until_condition(name, "Ready", "True") for name in ("one", "two")]
+    assert one["status"]["podIP"] != two["status"]["podIP"]
+
+
+async def test_an_unknown_image_is_an_image_pull_error(pods: Pods):
+    await pods.create(pod("p", "", image="registry.example/unknown:1"))
+    waiting = first(await pods.until_waiting("p", "ErrImagePull"))["state"]["waiting"]
+    assert "triptych/worker" in waiting["message"]
+
+
+async def test_a_missing_key_holds_the_container_and_names_it(pods: Pods):
+    reference = {"configMapKeyRef": {"name": "settings", "key": "colour"}}
+    await pods.create(pod("p", SLEEP, env=[{"name": "COLOUR", "valueFrom": reference}]))
+    waiting = first(await pods.until_waiting("p", "CreateContainerConfigError"))["state"]["waiting"]
+    assert "settings" in waiting["message"]
+    path = pods.path.removesuffix("pods") + "configmaps"
+    await pods.api.create(path, {"metadata": {"name": "settings"}, "data": {"colour": "red"}})
+    await pods.until_condition("p", "Ready", "True")
+
+
+async def test_readiness_follows_the_probe_both_ways(pods: Pods):
+    probe = {"httpGet": {"path": "/ready", "port": 8080}, **EVERY_SECOND}
+    await pods.create(server("p", readinessProbe=probe))
+    started = await pods.until_phase("p", "Running")
+    assert condition(started, "Ready")["status"] == "False"
+    state = await _state_folder(pods, "p")
+    (state / "ready").touch()
+    await pods.until_condition("p", "Ready", "True")
+    (state / "ready").unlink()
+    unready = await pods.until_condition("p", "Ready", "False")
+    assert condition(unready, "ContainersReady")["reason"] == "ContainersNotReady"
+    assert first(unready)["restartCount"] == 0
+
+
+async def test_a_failed_liveness_probe_restarts_the_container(pods: Pods):
+    startup = {"httpGet": {"path": "/alive", "port": 8080}, "periodSeconds": 1}
+    liveness = {**startup, "failureThreshold": 1}
+    await pods.create(server("p", startupProbe=startup, livenessProbe=liveness))
+    state = await _state_folder(pods, "p")
+    (state / "alive").touch()
+    await pods.until_condition("p", "Ready", "True")
+    (state / "alive").unlink()
+    restarted = await pods.until_restarted("p")
+    assert first(restarted)["lastState"]["terminated"]["exitCode"] == 0  # it heard SIGTERM
+
+
+async def test_an_exec_probe_runs_inside_the_container(pods: Pods):
+    probe = {"exec": {"command": ["test", "-e", "/state/ready"]}, **EVERY_SECOND}
+    await pods.create(server("p", readinessProbe=probe))
+    state = await _state_folder(pods, "p")
+    (state / "ready").touch()
+    await pods.until_condition("p", "Ready", "True")
+    assert not exists("/state")
+
+
+async def test_a_grpc_probe_asks_the_health_service(pods: Pods):
+    program = (
+        "import os, signal, grpc\n"
+        "from concurrent import futures\n"
+        "from grpc_health.v1 import health, health_pb2, health_pb2_grpc\n"
+        "service = health.HealthServicer()\n"
+        "service.set('decode', health_pb2.HealthCheckResponse.SERVING)\n"
+        "server = grpc.server(futures.ThreadPoolExecutor(2))\n"
+        "health_pb2_grpc.add_HealthServicer_to_server(service, server)\n"
+        "server.add_insecure_port(os.environ['POD_IP'] + ':9000')\n"
+        "server.start()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "signal.pause()\n"
+    )
+    for name, service in (("known", "decode"), ("unknown", "encoder")):
+        probe = {"grpc": {"port": 9000, "service": service}, **EVERY_SECOND}
+        await pods.create(pod(name, program, env=[POD_IP], readinessProbe=probe))
+    await pods.until_condition("known", "Ready", "True")
+    unknown = await pods.until_phase("unknown", "Running")
+    assert condition(unknown, "Ready")["status"] == "False"
+
+
+async def test_a_readiness_gate_keeps_a_pod_unready_until_somebody_opens_it(pods: Pods):
+    gate = "triptych.dev/accepting"
+    await pods.create(pod("p", SLEEP, spec={"readinessGates": [{"conditionType": gate}]}))
+    held = await pods.until_condition("p", "ContainersReady", "True")
+    assert condition(held, "Ready")["reason"] == "ReadinessGatesNotReady"
+    opened = {"status": {"conditions": [{"type": gate, "status": "True"}]}}
+    kind = "application/strategic-merge-patch+json"
+    await pods.api.patch(f"{pods.path}/p/status", opened, kind=kind)
+    ready = await pods.until_condition("p", "Ready", "True")
+    assert condition(ready, gate)["status"] == "True"  # the node's writes kept it
+
+
+async def test_a_container_that_ends_is_restarted_with_growing_waits(pods: Pods):
+    await pods.create(pod("p", "print('once'); exit(1)"))
+    crashing = await pods.until_waiting("p", "CrashLoopBackOff")
+    assert crashing["status"]["phase"] == "Running"
+    assert first(crashing)["lastState"]["terminated"]["exitCode"] == 1
+    await pods.until_restarted("p", times=3)
+    assert "once" in await pods.log("p", previous="true")
+
+
+async def test_sigterm_gives_the_grace_and_sigkill_ends_it(pods: Pods):
+    stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('no')); print('up')\n"
+    stubborn += "while True: signal.pause()"
+    await pods.create(pod("p", stubborn, spec={"terminationGracePeriodSeconds": 1}))
+    await pods.until_logged("p", "up")
+    loop = asyncio.get_running_loop()
+    before = loop.time()
+    await pods.delete("p")
+    await pods.until_gone("p")
+    assert loop.time() - before >= 1
+
+
+async def test_a_pre_stop_hook_runs_before_sigterm(pods: Pods):
+    program = (
+        "import os, signal, time\n"
+        "def end(*_):\n"
+        "    print('hook', os.path.exists('/state/hook'), flush=True)\n"
+        "    time.sleep(1)\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('up'); signal.pause()\n"
+    )
+    hook = {"preStop": {"exec": {"command": ["touch", "/state/hook"]}}}
+    mount = [{"name": "state", "mountPath": "/state"}]
+    volumes = [{"name": "state", "emptyDir": {}}]
+    spec = {"terminationGracePeriodSeconds": 10, "volumes": volumes}
+    await pods.create(pod("p", program, lifecycle=hook, volumeMounts=mount, spec=spec))
+    await pods.until_logged("p", "up")
+    await pods.delete("p")
+    await pods.until_logged("p", "hook True")
+    await pods.until_gone("p")
+
+
+async def test_a_forced_deletion_kills_at_once(pods: Pods):
+    await pods.create(pod("p", SLEEP, spec={"terminationGracePeriodSeconds": 600}))
+    running = await pods.until_condition("p", "Ready", "True")
+    pid = int(first(running)["containerID"].removeprefix("process://"))
+    assert exists(f"/proc/{pid}")
+    await pods.delete("p", grace_seconds=0)
+
+    async def dead() -> bool:
+        return not exists(f"/proc/{pid}")
+
+    await until(dead, seconds=5, awaited="the process to die")
+
+
+async def test_what_a_container_starts_dies_with_it(pods: Pods):
+    program = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'orphan-%s'],\n"
+        "                 start_new_session=True)\n"
+        "print('started', flush=True); exit(0)\n"
+    )
+    await pods.create(pod("p", program % pods.path.split("/")[4], spec={"restartPolicy": "Never"}))
+    await pods.until_phase("p", "Succeeded")
+    marker = f"orphan-{pods.path.split('/')[4]}".encode()
+
+    async def none_left() -> bool:
+        lines = [
+            file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()
+        ]
+        return not any(marker in line.split(b"\0") for line in lines)
+
+    await until(none_left, seconds=5, awaited="the orphan to die")
+
+
+async def test_more_memory_than_the_limit_is_reported_as_oom(pods: Pods, cluster: ControlPlane):
+    if "limits are not enforced" in _text(cluster.folder / "agent.log"):
+        pytest.skip("no cgroup of ours on this machine: the agent's log says so")
+    limits = {"limits": {"memory": "64Mi"}}
+    spec = {"restartPolicy": "Never"}
+    await pods.create(
+        pod("p", "x = bytearray(256 << 20); print(len(x))", resources=limits, spec=spec)
+    )
+    ended = first(await pods.until_phase("p", "Failed"))["state"]["terminated"]
+    assert (ended["exitCode"], ended["reason"]) == (137, "OOMKilled")
+
+
+async def test_a_token_speaks_for_the_service_account(pods: Pods, namespace: str):
+    program = (
+        "import json, os, ssl, urllib.request\n"
+        "home = '/var/run/secrets/kubernetes.io/serviceaccount/'\n"
+        "tls = ssl.create_default_context(cafile=home + 'ca.crt')\n"
+        "url = 'https://%s:%s/apis/authentication.k8s.io/v1/selfsubjectreviews' % (\n"
+        "    os.environ['KUBERNETES_SERVICE_HOST'], os.environ['KUBERNETES_SERVICE_PORT'])\n"
+        "headers = {'Authorization': 'Bearer ' + open(home + 'token').read(),\n"
+        "           'Content-Type': 'application/json'}\n"
+        "body = json.dumps(\n"
+        "    {'apiVersion': 'authentication.k8s.io/v1', 'kind': 'SelfSubjectReview'})\n"
+        "request = urllib.request.Request(url, body.encode(), headers)\n"
+        "answer = urllib.request.urlopen(request, context=tls)\n"
+        "print(json.load(answer)['status']['userInfo']['username'])\n"
+    )
+    await pods.create(pod("p", program, spec={"restartPolicy": "Never"}))
+    await pods.until_phase("p", "Succeeded")
+    assert await pods.log("p") == f"system:serviceaccount:{namespace}:default\n"
+
+
+async def test_a_deployment_rolls_out_and_its_pods_go_with_it(
+    pods: Pods, cluster: ControlPlane, namespace: str
+):
+    template = pod("ignored", SLEEP)["spec"]
+    del template["terminationGracePeriodSeconds"]
+    labels = {"app": "rolled"}
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "rolled"},
+        "spec": {
+            "replicas": 2,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": template},
+        },
+    }
+    kubectl = ["-n", namespace]
+    await asyncio.to_thread(
+        cluster.kubectl, *kubectl, "apply", "-f", "-", stdin=json.dumps(deployment)
+    )
+    rollout = [*kubectl, "rollout", "status", "deployment/rolled", "--timeout=20s"]
+    assert "successfully" in (await asyncio.to_thread(cluster.kubectl, *rollout)).stdout
+    await asyncio.to_thread(cluster.kubectl, *kubectl, "rollout", "restart", "deployment/rolled")
+    assert "successfully" in (await asyncio.to_thread(cluster.kubectl, *rollout)).stdout
+    await asyncio.to_thread(cluster.kubectl, *kubectl, "delete", "deployment", "rolled")
+
+    async def no_pods() -> bool:
+        return not (await pods.api.get(pods.path))["items"]
+
+    await until(no_pods, seconds=20, awaited="garbage collection to end the pods")
+
+
+async def test_a_node_shows_its_own_pods_secrets_to_nobody_else(cluster: ControlPlane):
+    node = ["--as=system:node:cpu-large", "--as-group=system:nodes"]
+    denied = cluster.kubectl("get", "secrets", "-A", *node, check=False)
+    assert "Forbidden" in denied.stderr
+
+
+async def test_asking_for_the_log_of_what_never_ran_is_an_answer(pods: Pods):
+    await pods.create(pod("p", "", image="unknown"))
+    await pods.until_waiting("p", "ErrImagePull")
+    with pytest.raises(ApiError, match="waiting to start"):
+        await pods.log("p")
+
+
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
+def exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+def _running(word: str) -> list[str]:
+    """The processes with `word` among their arguments."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in file.read_bytes().split(b"\0"):
+                found.append(str(file))
+    return found
+
+
+async def _state_folder(pods: Pods, name: str) -> Path:
+    """The emptyDir of a `server` pod as this machine sees it: through its process 1."""
+    running = await pods.until_phase(name, "Running")
+    await pods.until_logged(name, "serving")
+    pid = first(running)["containerID"].removeprefix("process://")
+    return Path(f"/proc/{pid}/root/state")
