@@ -52,9 +52,9 @@ class RequestKey:
 class SamplingParams:
     """How to choose the next token.
 
-    `temperature` 0 is greedy. Randomness is a function of (seed, index of the token in the answer), so
-    that an answer continued on another worker is the same answer. `top_p` 1 and `top_k` 0 mean unset.
-    `max_tokens` bounds the whole answer, tokens delivered by earlier attempts included.
+    `temperature` 0 is greedy. Randomness is a function of (seed, index of the token in the answer),
+    so that an answer continued on another worker is the same answer. `top_p` 1 and `top_k` 0 mean
+    unset. `max_tokens` bounds the whole answer, tokens delivered by earlier attempts included.
     """
 
     max_tokens: int
@@ -71,8 +71,8 @@ class ImageItem:
     """One picture's place in a prompt.
 
     `offset` is the index of its first placeholder token, `num_tokens` how many there are,
-    `grid_thw` the patch grid (time, height, width) before merging. `image_key` is the 32-byte content
-    key (DESIGN §12).
+    `grid_thw` the patch grid (time, height, width) before merging. `image_key` is the 32-byte
+    content key (DESIGN §12).
     """
 
     image_key: bytes
@@ -112,8 +112,8 @@ class Request:
 class KVLayout:
     """How one KV block lies in memory.
 
-    The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that one
-    block is one contiguous piece to move. `inner` names the order inside the last axis
+    The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that
+    one block is one contiguous piece to move. `inner` names the order inside the last axis
     (`slot-major`: `[block_size, head_dim]`). Never names a device (DESIGN §12).
     """
 
@@ -195,7 +195,8 @@ class StageSpan:
     item: int = 0
 
 
-# ---- what the engine tells the one who submitted ----------------------------------------------------
+# ---- what the engine tells the one who submitted
+# ----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,8 +247,8 @@ EngineEvent = BlocksReady | TokenEvent | FinishedEvent | FailedEvent | Scheduled
 class PreparedImage:
     """One picture, decoded and preprocessed, on its way into the encoder.
 
-    `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, as the model's own processor makes them;
-    an opaque buffer here.
+    `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, as the model's own processor makes
+    them; an opaque buffer here.
     """
 
     image_key: bytes

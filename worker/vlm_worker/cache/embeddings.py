@@ -68,6 +68,12 @@ class EmbeddingCache:
         """The entry that a lookup would hit or join. Changes nothing."""
         return self.index.find(image_key, num_tokens=num_tokens, now=now)
 
+    def begin(self, image_key: bytes, *, num_tokens: int) -> Entry:
+        """A new entry for the caller to complete (see `EncoderCache`)."""
+        entry = self.index.begin(image_key, num_tokens=num_tokens)
+        self._free_dropped()
+        return entry
+
     def complete(self, entry: Entry, embedding: Any, *, num_bytes: int, now: float) -> None:
         """Fill an entry."""
         self.tier.put(entry.id, embedding)

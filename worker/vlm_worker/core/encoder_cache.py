@@ -35,7 +35,7 @@ class Lookup(enum.Enum):
 class Entry:
     """One encoder output. The cache is its only writer.
 
-    One that was discarded while pinned is no longer listed under its key, and goes with its last pin.
+    One that was discarded while pinned is not found any more, and goes with its last pin.
     """
 
     id: int
@@ -85,12 +85,16 @@ class EncoderCache:
                 self._touch(entry, now=now)
             return (Lookup.HIT if entry.ready else Lookup.JOIN), entry
         self.num_misses += 1
+        return Lookup.MINE, self.begin(image_key, num_tokens=num_tokens)
+
+    def begin(self, image_key: bytes, *, num_tokens: int) -> Entry:
+        """A new entry under the key, for the caller to complete or fail; replaces what is there."""
         if image_key in self._listed:
             self._discard(self._listed[image_key])
         self._next_id += 1
         entry = Entry(self._next_id, image_key, num_tokens)
         self._listed[image_key] = entry
-        return Lookup.MINE, entry
+        return entry
 
     def complete(self, entry: Entry, *, num_bytes: int, now: float) -> None:
         """The entry's output is there; older idle ones make room for it."""

@@ -86,7 +86,7 @@ class Outcome:
         sequences, token_ids, indices: who got which token, and its index in the answer.
         finished: whose answer ended with that token, and why.
         held: who keeps its KV for a peer now.
-        prefilled: whose prompt advanced, and the blocks that are written by now.
+        prefilled: whose prompt advanced; tokens computed, and blocks written, by now.
         failed: whose logits were not finite; their KV is forgotten.
     """
 
@@ -95,5 +95,5 @@ class Outcome:
     indices: list[int]
     finished: list[tuple[Sequence, FinishReason]]
     held: list[Sequence]
-    prefilled: list[tuple[Sequence, int]]
+    prefilled: list[tuple[Sequence, int, int]]
     failed: list[Sequence]

@@ -80,6 +80,11 @@ class Scheduler:
         sequence.promised, sequence.blocks = 0, []
         sequence.move(Status.FINISHED)
 
+    @property
+    def watermark(self) -> int:
+        """Blocks that whoever comes new leaves to those who run, for their growth."""
+        return self._watermark_blocks if len(self.table) else 0
+
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit would cover now; never the last one (K4). Changes nothing."""
         return len(self._match(sequence)) * self.pool.block_size
@@ -172,7 +177,7 @@ class Scheduler:
         """Free the blocks; the sequence is computed again from its first token."""
         self.table.leave(sequence)
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed_tokens = [], 0
+        sequence.blocks, sequence.num_computed_tokens, sequence.stalled = [], 0, False
         sequence.move(Status.WAITING)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
@@ -214,8 +219,9 @@ class Scheduler:
             if not count:
                 continue
             needed = self.pool.blocks_for(sequence.num_tokens) - len(shared)
-            keep = self._watermark_blocks if len(self.table) else 0
-            blocks = self.pool.take(needed, shared=shared, promised=sequence.promised, keep=keep)
+            blocks = self.pool.take(
+                needed, shared=shared, promised=sequence.promised, keep=self.watermark
+            )
             if blocks is None:
                 if sequence.overtaken >= MAX_OVERTAKEN:
                     break
@@ -265,7 +271,7 @@ class Scheduler:
             failed.append((sequence, row))
         return failed
 
-    def _publish(self, plan: Plan) -> list[tuple[Sequence, int]]:
+    def _publish(self, plan: Plan) -> list[tuple[Sequence, int, int]]:
         """Publish blocks that this step filled; returns the prompts that advanced."""
         table, block_size = self.table, self.pool.block_size
         decodes = plan.rows[: plan.num_decodes]
@@ -283,7 +289,7 @@ class Scheduler:
             assert sequence is not None
             complete = computed == table.num_tokens[row]
             written = self.pool.blocks_for(computed) if complete else computed // block_size
-            prefilled.append((sequence, written))
+            prefilled.append((sequence, computed, written))
             if complete:
                 table.end_prefill(row)
         return prefilled
@@ -305,7 +311,7 @@ class Scheduler:
             reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
             outcome.finished.append((outcome.sequences[i], reason))
             self.remove(outcome.sequences[i])
-        for sequence, _ in outcome.prefilled:
+        for sequence, _, _ in outcome.prefilled:
             if (
                 sequence.hold
                 and sequence.row is not None

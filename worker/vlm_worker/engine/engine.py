@@ -8,12 +8,12 @@
 Three ways through it, by role:
 
     encoder   encode -> ItemReady -> export_embedding -> release_embedding
-    prefill   submit_prefill(hold=True) -> [NeedItems -> put_embedding] -> BlocksReady -> export_blocks
-              -> TokenEvent -> release
+    prefill   submit_prefill(hold=True) -> [NeedItems -> put_embedding]
+              -> BlocksReady -> export_blocks -> TokenEvent -> release
     decode    reserve -> receive -> import_blocks -> start_decode -> TokenEvent ... FinishedEvent
 
-Where prefill and decode of a request meet in one engine, `adopt_local` continues what is held, without a
-copy. Every submission gets its last word; whoever gives up says so with `cancel`.
+Where prefill and decode of a request meet in one engine, `adopt_local` continues what is held,
+without a copy. Every submission gets its last word; whoever gives up says so with `cancel`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from vlm_worker.engine.events import CancelOutcome, EncodeEvent, EventStream, PrefillEvent
+from vlm_worker.engine.events import (
+    CancelOutcome,
+    EncodeEvent,
+    EventStream,
+    ItemFailed,
+    PrefillEvent,
+)
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import EngineSettings, EngineStats
-from vlm_worker.engine.thread import EngineThread, State
-from vlm_worker.types import PreparedImage, Request, RequestKey
+from vlm_worker.engine.state import State
+from vlm_worker.engine.thread import EngineThread
+from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 
 T = TypeVar("T")
 
@@ -75,16 +82,22 @@ class Engine:
         """False when the thread died, a step is stuck, or too many steps failed in a row."""
         return self._thread.healthy
 
-    # ---- encoder -----------------------------------------------------------------------------------
+    # ---- encoder ---------------------------------------------------------------------------------
 
     def encode(self, key: RequestKey, images: Sequence[PreparedImage]) -> EventStream[EncodeEvent]:
         """Encode pictures, or find them in the cache. Item numbers are positions in `images`.
 
-        Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. Ends after
-        one event per item. Without room, or while draining, every item fails with the typed error.
+        Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. The
+        stream ends after one event per item. Without room, or while draining, each fails with a
+        typed error.
         """
         stream: EventStream[EncodeEvent] = EventStream(key)
-        self._thread.tell(lambda state: state.pictures.encode(key, tuple(images), stream))
+        self._thread.tell(
+            lambda state: state.pictures.encode(key, tuple(images), stream),
+            refuse=lambda error: stream.close_with(
+                *(ItemFailed(item, error) for item in range(len(images)))
+            ),
+        )
         return stream
 
     async def export_embedding(self, key: RequestKey, item: int) -> memoryview:
@@ -97,9 +110,9 @@ class Engine:
 
     def release_embedding(self, key: RequestKey, item: int) -> None:
         """Unpin an item; idempotent. It stays in the cache until room is needed."""
-        self._thread.tell(lambda state: state.pictures.release(key, item))
+        self._thread.tell(lambda state: state.pictures.release(key, item), refuse=lambda _: None)
 
-    # ---- prefill -----------------------------------------------------------------------------------
+    # ---- prefill ---------------------------------------------------------------------------------
 
     def submit_prefill(self, request: Request, *, hold: bool) -> EventStream[PrefillEvent]:
         """Queue a request.
@@ -109,10 +122,14 @@ class Engine:
         ends the answer, FinishedEvent follows it and nothing is held. Without `hold`, the answer is
         generated to its end here. A reservation under the same key is used up by it.
 
-        A refusal is a FailedEvent: ContextTooLongError, OverloadedError, DuplicateError, DrainingError.
+        A refusal is a FailedEvent: ContextTooLongError, InvalidRequestError, OverloadedError,
+        DuplicateError, DrainingError.
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._thread.tell(lambda state: state.sequences.submit(request, stream, hold=hold))
+        self._thread.tell(
+            lambda state: state.sequences.submit(request, stream, hold=hold),
+            refuse=lambda error: stream.close_with(FailedEvent(error)),
+        )
         return stream
 
     async def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
@@ -122,7 +139,7 @@ class Engine:
             GoneError: the request is no longer here.
             CorruptTransferError: the size differs from what the item needs.
         """
-        await self._ask(lambda state: state.sequences.put_embedding(key, item, rows))
+        await self._ask(lambda state: state.put_embedding(key, item, rows))
 
     async def export_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> memoryview:
         """A copy of announced blocks, `[num_blocks, block_bytes]`; prefill may still be running.
@@ -132,10 +149,10 @@ class Engine:
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
         return await self._ask(
-            lambda state: state.sequences.export_blocks(key, first_block, num_blocks)
+            lambda state: state.handover.export_blocks(key, first_block, num_blocks)
         )
 
-    # ---- decode ------------------------------------------------------------------------------------
+    # ---- decode ----------------------------------------------------------------------------------
 
     async def reserve(self, key: RequestKey, num_tokens: int) -> None:
         """Promise KV room; idempotent per key. Ends with `receive`, `submit_prefill` or `release`.
@@ -144,19 +161,19 @@ class Engine:
             OverloadedError: no room now.
             ContextTooLongError: there never will be.
         """
-        await self._ask(lambda state: state.sequences.reserve(key, num_tokens))
+        await self._ask(lambda state: state.handover.reserve(key, num_tokens))
 
     async def receive(self, request: Request) -> int:
         """Turn the reservation into blocks; returns the first block that a peer has to deliver.
 
-        Blocks before it are in the local prefix cache. The blocks that hold the request's tokens are
-        `0 .. ceil(len(token_ids) / block_size)`; a return value at that end means: nothing is missing.
+        Blocks before it are in the local prefix cache. The request has `ceil(len(token_ids) /
+        block_size)` blocks; where that is returned, nothing is missing.
 
         Raises:
             GoneError: no such reservation.
-            OverloadedError: the reservation was smaller than the request, and there is no more room.
+            OverloadedError: the reservation was too small, and there is no more room.
         """
-        return await self._ask(lambda state: state.sequences.receive(request))
+        return await self._ask(lambda state: state.handover.receive(request))
 
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """Write whole blocks `first_block ...` that a peer sent; they may come in any order.
@@ -165,7 +182,7 @@ class Engine:
             GoneError: nothing is being received under this key.
             CorruptTransferError: not whole blocks, or not blocks of this request.
         """
-        await self._ask(lambda state: state.sequences.import_blocks(key, first_block, data))
+        await self._ask(lambda state: state.handover.import_blocks(key, first_block, data))
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
@@ -175,26 +192,29 @@ class Engine:
             CorruptTransferError: blocks are missing, with their numbers.
         """
         stream: EventStream[PrefillEvent] = EventStream(key)
-        await self._ask(lambda state: state.sequences.start_decode(key, first_token_id, stream))
+        await self._ask(lambda state: state.handover.start_decode(key, first_token_id, stream))
         return stream
 
     def adopt_local(self, request: Request) -> EventStream[PrefillEvent]:
         """Continue what this engine holds, or still prefills, under the same key. No copy.
 
-        Streams tokens from index `num_delivered_tokens + 1` on; FailedEvent(GoneError) where nothing
-        is held.
+        Streams tokens from index `num_delivered_tokens + 1` on; FailedEvent(GoneError) where
+        nothing is held.
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._thread.tell(lambda state: state.sequences.adopt(request, stream))
+        self._thread.tell(
+            lambda state: state.handover.adopt(request, stream),
+            refuse=lambda error: stream.close_with(FailedEvent(error)),
+        )
         return stream
 
-    # ---- the end -----------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     async def cancel(self, key: RequestKey) -> CancelOutcome:
         """End everything under `key` and free it: sequence, reservation, pins, queued pictures.
 
-        CANCEL_REQUESTED_IN_FLIGHT says that a peer has read some of the blocks and may be reading on;
-        it reads copies, so the blocks are free all the same.
+        CANCEL_REQUESTED_IN_FLIGHT says that a peer has read some of the blocks and may be reading
+        on; it reads copies, so the blocks are free all the same.
         """
         return await self._ask(lambda state: state.cancel(key))
 

@@ -19,7 +19,7 @@ E = TypeVar("E")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NeedItems:
-    """Embeddings of these items (indices into `Request.items`) are not on hand: `put_embedding` them.
+    """Embeddings of these items (indices into `Request.items`) are missing: `put_embedding` them.
 
     Said at submit, and again when a preemption or an eviction took what had been on hand.
     """
@@ -92,7 +92,13 @@ class EventStream(AsyncIterator[E], Generic[E]):
                 self._waiter = None
         return self._events.popleft()
 
-    def _push(self, event: E | None) -> None:
+    def close_with(self, *events: E) -> None:
+        """Last words. Called on the loop only."""
+        for event in events:
+            self.push(event)
+        self.push(None)
+
+    def push(self, event: E | None) -> None:
         """Add an event, or end the stream with None. Called on the loop only."""
         if event is None:
             self._ended = True

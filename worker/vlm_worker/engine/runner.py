@@ -1,6 +1,6 @@
 """What the engine asks of a model: the seam between what to compute and how.
 
-`model.runner.ModelRunner` and `testing.ChecksumRunner` implement it. Only the engine thread calls it.
+`model.runner.ModelRunner` and `testing.ChecksumRunner` implement it; the engine thread calls it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class EngineSettings:
         eos_token_ids: tokens that end an answer unless the request ignores them.
         max_num_seqs: sequences that compute at the same time.
         max_num_batched_tokens: tokens of one step; at least `max_num_seqs`.
-        max_encode_tokens: visual tokens of one encoder call; a single larger picture still runs, alone.
+        max_encode_tokens: visual tokens of one encoder call; one larger picture still runs, alone.
         max_waiting: sequences in the queue; beyond it a request is answered OverloadedError.
         max_waiting_images: pictures in the encoder queue; likewise.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
@@ -76,7 +76,7 @@ class EncoderCacheStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot, made by the engine thread after each turn; `/stats` and `/metrics` are made of it.
+    """A snapshot by the engine thread; `/stats` and `/metrics` are made of it.
 
     `inflight` counts everything that still owes somebody something: sequences in any state,
     reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.

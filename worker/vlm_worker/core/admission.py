@@ -1,0 +1,75 @@
+"""Whether a request can ever run here. Checked before anything is queued for it."""
+
+from __future__ import annotations
+
+from vlm_worker.errors import ContextTooLongError, InvalidRequestError
+from vlm_worker.types import Request
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def check_request(request: Request, *, max_model_len: int, max_image_tokens: int | None) -> None:
+    """Raise where the request could wait for ever or break the books.
+
+    Args:
+        request: as it came in.
+        max_model_len: tokens of the longest sequence; the KV pool holds at least one such.
+        max_image_tokens: largest image that fits in one chunk, where a chunk may not cut one.
+
+    Raises:
+        ContextTooLongError: the prompt leaves no room for an answer, with the numbers.
+        InvalidRequestError: tokens, items or sampling contradict each other, naming the field.
+    """
+    num_tokens = len(request.token_ids)
+    if not 1 <= request.num_prompt_tokens <= num_tokens:
+        raise InvalidRequestError(
+            f"num_prompt_tokens is {request.num_prompt_tokens}; it must be between 1 and the "
+            f"{num_tokens} token_ids",
+            param="num_prompt_tokens",
+        )
+    if num_tokens >= max_model_len:
+        raise ContextTooLongError(_too_long(request, max_model_len=max_model_len))
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) <= MAX_TOKEN_ID:
+        raise InvalidRequestError("token_ids must be between 0 and 2^31 - 1", param="token_ids")
+    if request.sampling.max_tokens <= request.num_delivered_tokens:
+        raise InvalidRequestError(
+            f"max_tokens is {request.sampling.max_tokens}, and {request.num_delivered_tokens} "
+            "tokens of the answer are delivered already",
+            param="max_tokens",
+        )
+    _check_items(request, max_image_tokens=max_image_tokens)
+
+
+def check_reservation(num_tokens: int, *, max_model_len: int) -> None:
+    """Raise ContextTooLongError where so many tokens can never be held."""
+    if num_tokens > max_model_len:
+        raise ContextTooLongError(
+            f"{num_tokens} tokens were to be reserved; max_model_len is {max_model_len}"
+        )
+
+
+def _too_long(request: Request, *, max_model_len: int) -> str:
+    visual = sum(item.num_tokens for item in request.items)
+    parts = f", {visual} of them for {len(request.items)} image(s)" if request.items else ""
+    return (
+        f"the prompt has {len(request.token_ids)} tokens{parts}; with at least one token of answer "
+        f"that exceeds the model's {max_model_len}"
+    )
+
+
+def _check_items(request: Request, *, max_image_tokens: int | None) -> None:
+    end = 0
+    for number, item in enumerate(request.items):
+        if item.offset < end or item.num_tokens < 1 or item.end > request.num_prompt_tokens:
+            raise InvalidRequestError(
+                f"items[{number}] covers tokens {item.offset} to {item.end}: outside the prompt, "
+                "empty, or overlapping the item before it",
+                param=f"items[{number}]",
+            )
+        if max_image_tokens is not None and item.num_tokens > max_image_tokens:
+            raise ContextTooLongError(
+                f"items[{number}] has {item.num_tokens} visual tokens; this model computes an "
+                f"image in one step, which holds {max_image_tokens}",
+                param=f"items[{number}]",
+            )
+        end = item.end

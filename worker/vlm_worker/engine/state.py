@@ -1,0 +1,151 @@
+"""Everything that the engine thread owns, and one turn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlm_worker.engine.events import CancelOutcome
+from vlm_worker.engine.handover import Handover
+from vlm_worker.engine.outbox import Outbox
+from vlm_worker.engine.pictures import Pictures
+from vlm_worker.engine.prompt_images import PromptImages
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.sequences import Positions, Sequences
+from vlm_worker.engine.settings import EngineSettings, EngineStats, KVStats
+from vlm_worker.engine.stepping import Stepping
+from vlm_worker.errors import DrainingError, WorkerError
+from vlm_worker.types import RequestKey
+
+
+class State:
+    """Pictures, sequences and steps of one runner. Touched by the engine thread alone."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        settings: EngineSettings,
+        positions: Positions,
+        clock: Callable[[], float],
+    ) -> None:
+        self.outbox = Outbox()
+        self.pictures = Pictures(runner, settings=settings, outbox=self.outbox, clock=clock)
+        self.images = PromptImages(runner, pictures=self.pictures, outbox=self.outbox)
+        self.sequences = Sequences(
+            runner,
+            settings=settings,
+            positions=positions,
+            images=self.images,
+            outbox=self.outbox,
+        )
+        self.handover = Handover(runner, self.sequences, outbox=self.outbox)
+        self.stepping = Stepping(
+            runner,
+            self.sequences,
+            images=self.images,
+            settings=settings,
+            outbox=self.outbox,
+            clock=clock,
+        )
+        self.num_violations = 0
+        self._settings = settings
+        self._clock = clock
+
+    @property
+    def failing(self) -> bool:
+        """Too many steps in a row computed nothing."""
+        return self.stepping.guard.failures_in_a_row >= self._settings.max_step_failures
+
+    def turn(self) -> bool:
+        """One batch of pictures, one step; False when there is nothing to do but wait."""
+        encoded = self.pictures.turn()
+        return self.stepping.turn() or encoded
+
+    def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
+        """See `Engine.put_embedding`."""
+        self.images.put(self.sequences.get(key), item, rows)
+
+    def cancel(self, key: RequestKey) -> CancelOutcome:
+        """See `Engine.cancel`."""
+        had_pictures = self.pictures.cancel(key)
+        outcome = self.sequences.cancel(key)
+        if had_pictures and outcome is CancelOutcome.NOT_FOUND:
+            return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+        return outcome
+
+    def drain(self) -> int:
+        """See `Engine.drain`."""
+        error = DrainingError("this worker's drain deadline has come")
+        return self.pictures.drain(error) + self.sequences.drain(error)
+
+    def say_last_words(self, error: WorkerError) -> None:
+        """The thread ends: everybody who listens is told. The books stay as they are."""
+        self.pictures.say_last_words(error)
+        self.sequences.say_last_words(error)
+
+    def violations(self) -> list[str]:
+        """What should have come back by now, and has not. Asked when there is nothing to do."""
+        self.pictures.cache.expire(now=self._clock())
+        if self.sequences.live or self.sequences.reservations:
+            return []
+        pool, index = self.sequences.pool, self.pictures.cache.index
+        left = {
+            "KV blocks in use": pool.num_used,
+            "KV blocks promised": pool.num_promised,
+            "rows in use": len(self.sequences.table),
+            "sequences queued": len(self.sequences.scheduler.waiting)
+            + len(self.sequences.scheduler.ready),
+            "embedding pins without owner": index.num_pins - self.pictures.num_pinned,
+        }
+        if self._settings.strict:
+            pool.check()
+            index.check()
+        return [f"{name}: {count}" for name, count in left.items() if count]
+
+    def snapshot(self) -> EngineStats:
+        """The numbers as of now."""
+        sequences, pictures, stepping = self.sequences, self.pictures, self.stepping
+        queued_tokens = stepping.queued_tokens
+        queued_seconds = stepping.predict(queued_tokens) + pictures.queued_seconds
+        sequences.retry_after_seconds = min(max(queued_seconds, 0.1), 30.0)
+        num_held = sum(s.sink.stream is None for s in sequences.live.values())
+        num_pinned = pictures.num_pinned
+        return EngineStats(
+            inflight=len(sequences.live) + len(sequences.reservations) + num_pinned,
+            num_running=len(sequences.table),
+            num_waiting=len(sequences.scheduler.waiting),
+            num_waiting_images=pictures.num_queued,
+            num_held=num_held,
+            num_reserved=len(sequences.reservations),
+            num_pinned_embeddings=num_pinned,
+            work_queued_seconds=queued_seconds,
+            work_admitted_seconds_total=stepping.admitted_seconds + pictures.admitted_seconds,
+            kv=self._kv_stats(queued_tokens),
+            encoder_cache=pictures.stats(),
+            requests=sequences.num_requests,
+            images=pictures.num_images,
+            visual_tokens=pictures.num_visual_tokens,
+            output_tokens=stepping.num_output_tokens,
+            preemptions=sequences.scheduler.num_preemptions,
+            prefix_cache_queries=stepping.num_prefix_queries,
+            prefix_cache_hits=stepping.num_prefix_hits,
+            steps=stepping.num_steps,
+            step_failures=stepping.guard.num_failures,
+            invariant_violations=self.num_violations,
+        )
+
+    def _kv_stats(self, queued_tokens: int) -> KVStats | None:
+        """Whole blocks, in tokens. A promise is counted against empty blocks before cached ones."""
+        pool = self.sequences.pool
+        if not pool.capacity:
+            return None
+        empty = pool.num_free - pool.num_cached
+        free = max(empty - pool.num_promised, 0)
+        return KVStats(
+            capacity_tokens=pool.capacity * pool.block_size,
+            running_tokens=pool.num_used * pool.block_size,
+            reserved_tokens=pool.num_promised * pool.block_size,
+            cached_tokens=(pool.num_available - free) * pool.block_size,
+            free_tokens=free * pool.block_size,
+            queued_tokens=queued_tokens,
+        )

@@ -1,0 +1,67 @@
+"""One guarded step: a defect fails the sequences that it touches, not the engine.
+
+execute(plan) --ok--> tokens
+              --error--> halves, each once more --ok--> tokens
+                                                --error--> that half's requests fail
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+
+from vlm_worker.core.batch import BatchBuilder
+from vlm_worker.core.plan import Plan
+from vlm_worker.engine.runner import Runner
+from vlm_worker.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens of a plan, or the error that stands in their place."""
+
+    plan: Plan
+    outcome: np.ndarray | EngineError
+
+
+class StepGuard:
+    """Runs plans; counts steps in which nothing at all could be computed."""
+
+    def __init__(self, runner: Runner, builder: BatchBuilder) -> None:
+        self.num_failures = 0
+        self.failures_in_a_row = 0
+        self._runner = runner
+        self._builder = builder
+
+    def run(self, plan: Plan) -> list[StepResult]:
+        """Execute a plan, as a whole or, if that fails, as two halves."""
+        whole = self._try(plan)
+        results = [whole]
+        if isinstance(whole.outcome, EngineError):
+            self.num_failures += 1
+            if len(plan) > 1:
+                results = [self._try(half) for half in plan.halves()]
+        dead = all(isinstance(result.outcome, EngineError) for result in results)
+        self.failures_in_a_row = self.failures_in_a_row + 1 if dead else 0
+        return results
+
+    def _try(self, plan: Plan) -> StepResult:
+        inputs = self._builder.build(plan)
+        try:
+            sampled = self._runner.execute(inputs)
+        except Exception as error:  # a model may raise anything; its requests get it as last word
+            logger.exception("step failed", extra={"num_sequences": len(plan)})
+            failure = EngineError(f"the step failed: {error!r}")
+            failure.__cause__ = error
+            return StepResult(plan, failure)
+        wanted = len(inputs.sample_rows)
+        if not isinstance(sampled, np.ndarray) or sampled.shape != (wanted,):
+            got = getattr(sampled, "shape", type(sampled).__name__)
+            return StepResult(
+                plan, EngineError(f"the runner returned {got} for {wanted} sampled rows")
+            )
+        return StepResult(plan, sampled.astype(np.int64, copy=False))

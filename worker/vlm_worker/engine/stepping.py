@@ -1,0 +1,137 @@
+"""One step of the language model, and what everybody is told about it.
+
+schedule -> (preempted, stalled: gather embeddings) -> guarded run -> update -> events
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlm_worker.core.batch import BatchBuilder
+from vlm_worker.core.plan import Outcome
+from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.work import WorkModel
+from vlm_worker.engine.outbox import Outbox
+from vlm_worker.engine.prompt_images import PromptImages
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.sequences import Sequences
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.engine.step import StepGuard
+from vlm_worker.errors import EngineError
+from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent
+
+
+class Stepping:
+    """The engine thread's loop body for sequences."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: Sequences,
+        *,
+        images: PromptImages,
+        settings: EngineSettings,
+        outbox: Outbox,
+        clock: Callable[[], float],
+    ) -> None:
+        builder = BatchBuilder(
+            sequences.table,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            whole_images=settings.whole_images,
+        )
+        self.guard = StepGuard(runner, builder)
+        self.work = WorkModel()
+        self.num_steps = 0
+        self.num_output_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.admitted_seconds = 0.0
+        self._sequences = sequences
+        self._images = images
+        self._scheduler = sequences.scheduler
+        self._settings = settings
+        self._outbox = outbox
+        self._clock = clock
+
+    def turn(self) -> bool:
+        """Run one step, if there is anything to run; whether another turn may bring more."""
+        schedule = self._scheduler.schedule()
+        started = self._clock()
+        for sequence in schedule.admitted:
+            self._admitted(sequence, started)
+        for sequence in schedule.preempted:
+            sequence.sink.num_announced = 0
+            self._sequences.gather(sequence, self._scheduler.num_cached_tokens(sequence))
+        for sequence, start in schedule.stalled:
+            self._sequences.gather(sequence, start)
+        if schedule.plan is None:
+            return bool(schedule.preempted or schedule.stalled)
+        for result in self.guard.run(schedule.plan):
+            if isinstance(result.outcome, EngineError):
+                for row in result.plan.rows.tolist():
+                    self._fail(self._scheduler.table.sequences[row], result.outcome)
+            else:
+                self._deliver(self._scheduler.update(result.plan, result.outcome))
+        self.work.observe(schedule.plan.num_tokens, self._clock() - started)
+        self.num_steps += 1
+        return True
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of waiting sequences."""
+        return sum(sequence.num_tokens for sequence in self._scheduler.waiting)
+
+    def predict(self, num_tokens: int) -> float:
+        """Predicted seconds to compute so many tokens of prompts."""
+        return self.work.predict(num_tokens, units_per_step=self._settings.max_num_batched_tokens)
+
+    def _admitted(self, sequence: Sequence, now: float) -> None:
+        new_tokens = sequence.num_tokens - sequence.num_cached_tokens
+        self.admitted_seconds += self.predict(new_tokens)
+        self.num_prefix_queries += sequence.num_tokens
+        self.num_prefix_hits += sequence.num_cached_tokens
+        if not sequence.sink.scheduled:
+            sequence.sink.scheduled = True
+            self._outbox.emit(sequence.sink.stream, ScheduledEvent(now))
+
+    def _deliver(self, outcome: Outcome) -> None:
+        emit = self._outbox.emit
+        for sequence, num_computed, num_blocks in outcome.prefilled:
+            if sequence.status is not Status.FINISHED:
+                self._advanced(sequence, num_computed, num_blocks)
+        for sequence, token_id, index in zip(
+            outcome.sequences, outcome.token_ids, outcome.indices, strict=True
+        ):
+            emit(sequence.sink.stream, TokenEvent(index, token_id, self._cached(sequence, index)))
+        self.num_output_tokens += len(outcome.sequences)
+        for sequence, reason in outcome.finished:
+            self._sequences.finish(sequence, reason)
+        for sequence, _, _ in outcome.prefilled:
+            self._pass_on(sequence)
+        for sequence in outcome.failed:
+            self._fail(sequence, EngineError("the model's logits are not finite"))
+
+    def _advanced(self, sequence: Sequence, num_computed: int, num_blocks: int) -> None:
+        """A chunk is done: images behind it are free, blocks before it may be read."""
+        self._images.drop_passed(sequence, num_computed)
+        if sequence.hold and num_blocks > sequence.sink.num_announced:
+            sequence.sink.num_announced = num_blocks
+            self._outbox.emit(sequence.sink.stream, BlocksReady(num_blocks))
+
+    def _pass_on(self, sequence: Sequence) -> None:
+        """After the first token the prefill's stream ends; whoever adopted early listens now."""
+        sink = sequence.sink
+        prefilling = sequence.row is not None and self._scheduler.table.prefilling[sequence.row]
+        if not sink.first_only or prefilling or sequence.status is Status.FINISHED:
+            return
+        self._outbox.end(sink.stream)
+        sink.stream, sink.adopter = sink.adopter, None
+        sink.first_only = sink.supplied = False
+
+    def _cached(self, sequence: Sequence, index: int) -> int:
+        """Prefix tokens that were not computed; told with a submission's first token alone."""
+        return sequence.num_cached_tokens if index == sequence.request.num_delivered_tokens else 0
+
+    def _fail(self, sequence: Sequence | None, error: EngineError) -> None:
+        assert sequence is not None
+        self._sequences.fail(sequence, error)

@@ -1,0 +1,187 @@
+"""The engine thread: commands in, turns, one delivery a turn, and an honest death."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from vlm_worker.engine.outbox import deliver
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.sequences import Positions
+from vlm_worker.engine.settings import EngineSettings, EngineStats
+from vlm_worker.engine.state import State
+from vlm_worker.errors import DrainingError, EngineError, WorkerError
+
+T = TypeVar("T")
+
+Refuse = Callable[[EngineError], None]
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_SECONDS = 0.01
+"""While busy, stats are at most so old."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """Something to do on the thread, and what to say on the loop if it cannot be."""
+
+    work: Callable[[State], None]
+    refuse: Refuse
+
+
+class EngineThread:
+    """Runs a `State`. `tell` and `ask` are called on the loop; all else happens on the thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        settings: EngineSettings,
+        positions: Positions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._state = State(runner, settings=settings, positions=positions, clock=clock)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Future[None] | None = None
+        self._stopping = False
+        self._death: BaseException | None = None
+        self._turn_started: float | None = None
+        self._snapshot_at = 0.0
+        self.stats: EngineStats = self._state.snapshot()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread; events are delivered on `loop`."""
+        self._loop = loop
+        self._stopped = loop.create_future()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread; raises what killed it."""
+        if self._stopped is None:
+            return
+        self._commands.put(Command(self._stop, refuse=lambda _: None))
+        await asyncio.shield(self._stopped)
+        self._thread.join()
+        if self._death is not None:
+            raise self._death
+
+    @property
+    def healthy(self) -> bool:
+        """Alive, stepping, and not failing every step."""
+        started = self._turn_started
+        stuck = started is not None and (
+            self._clock() - started > self._settings.stuck_step_seconds
+        )
+        return self._thread.is_alive() and not stuck and not self._state.failing
+
+    # ---- on the loop -----------------------------------------------------------------------------
+    def tell(self, work: Callable[[State], None], *, refuse: Refuse) -> None:
+        """Have something done; it answers through its own stream, or `refuse` does."""
+        if self._stopped is None or self._stopped.done():
+            refuse(EngineError("the engine does not run"))
+        else:
+            self._commands.put(Command(work, refuse=refuse))
+
+    async def ask(self, work: Callable[[State], T]) -> T:
+        """Have something done and wait for its result or its WorkerError."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def refuse(error: EngineError) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        self.tell(lambda _: self._answer(future, work), refuse=refuse)
+        return await future
+
+    def _finish(self) -> None:
+        """The thread is over: refuse what came too late for it."""
+        assert self._stopped is not None
+        while not self._commands.empty():
+            self._commands.get().refuse(EngineError("the engine does not run"))
+        self._stopped.set_result(None)
+
+    # ---- on the thread ---------------------------------------------------------------------------
+    def _main(self) -> None:
+        try:
+            self._run()
+            self._state.say_last_words(DrainingError("the engine stopped"))
+        except BaseException as error:  # whatever it is, everybody who waits is told
+            logger.exception("the engine thread died")
+            self._death = error
+            self._state.say_last_words(EngineError(f"the engine died: {error!r}"))
+        finally:
+            self._flush()
+            self._call_loop(self._finish)
+
+    def _run(self) -> None:
+        busy = False
+        while not self._stopping:
+            self._do_commands(wait=not busy)
+            self._turn_started = self._clock()
+            busy = self._state.turn()
+            self._turn_started = None
+            if not busy:
+                self._check_idle()
+            self._take_snapshot(now=not busy)
+            self._flush()
+
+    def _do_commands(self, *, wait: bool) -> None:
+        """Do all commands that there are; with `wait`, at least one."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return
+            command.work(self._state)
+            wait = False
+
+    def _answer(self, future: asyncio.Future[T], work: Callable[[State], T]) -> None:
+        result: Any
+        try:
+            result = work(self._state)
+        except WorkerError as error:
+            result = error
+        except Exception as error:
+            self._state.outbox.answer(future, EngineError(f"the engine died: {error!r}"))
+            raise
+        self._state.outbox.answer(future, result)
+
+    def _check_idle(self) -> None:
+        violations = self._state.violations()
+        if not violations:
+            return
+        self._state.num_violations += len(violations)
+        logger.error("something did not come back", extra={"violations": violations})
+        assert not self._settings.strict, f"something did not come back: {violations}"
+
+    def _take_snapshot(self, *, now: bool) -> None:
+        time = self._clock()
+        if now or time - self._snapshot_at >= SNAPSHOT_SECONDS:
+            self._snapshot_at = time
+            self.stats = self._state.snapshot()
+
+    def _flush(self) -> None:
+        """Deliver what the turn has to say, in one call into the loop."""
+        letters = self._state.outbox.take()
+        if letters:
+            self._call_loop(deliver, letters)
+
+    def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            self._stopping = True
+
+    def _stop(self, _: State) -> None:
+        self._stopping = True
