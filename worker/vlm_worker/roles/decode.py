@@ -81,12 +81,13 @@ class DecodeRole:
             finished = False
             try:
                 host.life.check(call.boot_id)
-                if not host.offers.claim(call.reservation_id, key):
-                    raise GoneError(f"reservation {call.reservation_id} is not held here")
                 spans: tuple[StageSpan, ...] = ()
                 if call.kv.boot_id == host.life.boot_id:
+                    # prefill has admitted it here, room included: nothing had to be reserved
                     stream = self._adopt(call)
                 else:
+                    if not host.offers.claim(call.reservation_id, key):
+                        raise GoneError(f"reservation {call.reservation_id} is not held here")
                     begun = clock.arrived + clock.now()
                     commit = await self._pull(call)
                     spans = (clock.span("kv_transfer", begun),)

@@ -32,6 +32,10 @@ class History:
         self._called[name, key] = now
         return True
 
+    def forget(self, name: str, key: RequestKey) -> None:
+        """A call that was refused and did nothing may come again."""
+        self._called.pop((name, key), None)
+
     def cancel(self, key: RequestKey, *, now: float) -> None:
         """Note that whatever of this attempt comes later is cancelled."""
         _forget(self._cancelled, now=now)

@@ -16,7 +16,13 @@ from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
 from vlm_worker.engine.engine import Engine
-from vlm_worker.errors import CancelledError, DrainingError, DuplicateError, WorkerError
+from vlm_worker.errors import (
+    CancelledError,
+    DrainingError,
+    DuplicateError,
+    OverloadedError,
+    WorkerError,
+)
 from vlm_worker.roles.history import History
 from vlm_worker.roles.offers import Life, Offers
 from vlm_worker.transfer.peers import Peers
@@ -124,6 +130,10 @@ class Host:
         except asyncio.CancelledError:
             if scope.error is not None and task.uncancel() == 0:
                 raise scope.error from None
+            raise
+        except OverloadedError:
+            # refused for lack of room, nothing was done: the same attempt may ask again
+            self._history.forget(name, key)
             raise
         finally:
             self._scopes.discard(scope)
