@@ -1,8 +1,6 @@
-"""One real control plane with our CRDs, for every test that asks the API server itself."""
+"""The shared control plane with our CRDs, for every test that asks the API server itself."""
 
-import asyncio
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,12 +10,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
-def api_server() -> Iterator[ControlPlane]:
-    cluster = ControlPlane()
-    asyncio.run(cluster.start())
-    try:
-        cluster.kubectl("apply", "-f", str(ROOT / "crds"))
-        cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
-        yield cluster
-    finally:
-        cluster.stop()
+def api_server(control_plane: ControlPlane) -> ControlPlane:
+    control_plane.kubectl("apply", "-f", str(ROOT / "crds"))
+    control_plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    return control_plane

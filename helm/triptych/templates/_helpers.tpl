@@ -1,0 +1,89 @@
+{{- define "triptych.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-operator" (default .Release.Name .Values.nameOverride) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "triptych.selector" -}}
+app.kubernetes.io/name: triptych-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "triptych.labels" -}}
+{{ include "triptych.selector" . }}
+app.kubernetes.io/component: operator
+app.kubernetes.io/part-of: triptych
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "triptych.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "triptych.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- required "serviceAccount.name is required with serviceAccount.create=false" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* registry/repository:tag, or @digest; takes a dict of image and chart */ -}}
+{{- define "triptych.image" -}}
+{{- with .image -}}
+{{- if .registry }}{{ .registry }}/{{ end }}{{ .repository -}}
+{{- if .digest }}@{{ .digest }}{{ else }}:{{ default $.chart.AppVersion .tag }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What the operator may do in the namespaces that it looks after. */ -}}
+{{- define "triptych.rules" -}}
+# what users write: read, kopf's finalizer, status
+- apiGroups: [triptych.dev]
+  resources: [vlmservices]
+  verbs: [get, list, watch, patch]
+- apiGroups: [triptych.dev]
+  resources: [vlmservices/status, vlmpools/status]
+  verbs: [patch]
+# OwnerReferencesPermissionEnforcement asks for this where it is on
+- apiGroups: [triptych.dev]
+  resources: [vlmservices/finalizers]
+  verbs: [update]
+# children: created and changed by server-side apply, pruned by name
+- apiGroups: [triptych.dev]
+  resources: [vlmpools]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+# gateways watch the pods of their service through one ClusterRole, bound per namespace
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [rolebindings]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [clusterroles]
+  resourceNames: [triptych-gateway]
+  verbs: [bind]
+# pods: which one goes first (deletion cost), and the accepting gate
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, patch]
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [get, create, patch]
+{{- end -}}
