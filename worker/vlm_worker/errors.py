@@ -1,18 +1,18 @@
-"""The worker's error tree. Each class says who must act; `wire.errors` maps it to a gRPC status and back.
+"""The worker's error tree. Each class says who must act; `wire` maps it to a gRPC status and back.
 
-    WorkerError
-    ├── InvalidRequestError        the caller: this can never succeed as sent       INVALID_ARGUMENT
-    │   ├── ContextTooLongError    ... the prompt does not fit, with the numbers
-    │   └── InvalidImageError      ... one picture, by index
-    ├── OverloadedError            the caller: later, after `retry_after_seconds`   RESOURCE_EXHAUSTED
-    ├── DrainingError              the caller: elsewhere                            UNAVAILABLE
-    ├── PeerLostError              the caller: elsewhere, the peer is gone          UNAVAILABLE
-    ├── GoneError                  the caller: start over, the handle is void       NOT_FOUND
-    ├── DuplicateError             the caller: (request_id, attempt) was used       ALREADY_EXISTS
-    ├── IncompatibleError          nobody: fingerprints differ, for good            FAILED_PRECONDITION
-    ├── CorruptTransferError       the caller: fetch again or recompute             DATA_LOSS
-    ├── CancelledError             nobody: the caller asked for it                  CANCELLED
-    └── EngineError                us: a defect or a lost device                    INTERNAL
+WorkerError
+├── InvalidRequestError     the caller: this can never succeed as sent     INVALID_ARGUMENT
+│   ├── ContextTooLongError     the prompt does not fit, with the numbers
+│   └── InvalidImageError       one picture, by index
+├── OverloadedError         the caller: later                              RESOURCE_EXHAUSTED
+├── DrainingError           the caller: elsewhere                          UNAVAILABLE
+├── PeerLostError           the caller: elsewhere, the peer is gone        UNAVAILABLE
+├── GoneError               the caller: start over, the handle is void     NOT_FOUND
+├── DuplicateError          the caller: (request_id, attempt) was used     ALREADY_EXISTS
+├── IncompatibleError       nobody: fingerprints differ, for good          FAILED_PRECONDITION
+├── CorruptTransferError    the caller: fetch again or recompute           DATA_LOSS
+├── CancelledError          nobody: the caller asked for it                CANCELLED
+└── EngineError             us: a defect or a lost device                  INTERNAL
 """
 
 from __future__ import annotations

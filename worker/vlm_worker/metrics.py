@@ -1,6 +1,7 @@
-"""Names of everything that the gateway and the workers measure; docs/metrics.md is tested against them.
+"""Names of everything that gateway and workers measure; docs/metrics.md is tested against them.
 
-Constants only: registries and collectors are made in `__main__`, so that importing this costs nothing.
+Constants only: registries and collectors are made where they are used, so that importing this
+costs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ ENCODER_CACHE_BYTES: Final = "vlm_encoder_cache_bytes"  # gauge
 ENCODER_CACHE_EVICTIONS: Final = "vlm_encoder_cache_evictions"  # counter
 PREFIX_CACHE_QUERIES: Final = "vlm_prefix_cache_queries"  # counter, tokens
 PREFIX_CACHE_HITS: Final = "vlm_prefix_cache_hits"  # counter, tokens
-REQUESTS_TOTAL: Final = "vlm_requests_total"  # counter {outcome}: ok, invalid, rejected, cancelled, error
+# counter {outcome}: ok, invalid, rejected, cancelled, error
+REQUESTS_TOTAL: Final = "vlm_requests_total"
 INFLIGHT: Final = "vlm_inflight"  # gauge
 ACCEPTING: Final = "vlm_accepting"  # gauge
 PREEMPTIONS_TOTAL: Final = "vlm_preemptions_total"  # counter

@@ -1,4 +1,4 @@
-"""The words of the worker: requests, images, sampling, layouts, handles, events. Values only; no torch."""
+"""The words of the worker: requests, images, sampling, layouts, handles, events. No torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ImageItem:
 
     `offset` is the index of its first placeholder token, `num_tokens` how many there are,
     `grid_thw` the patch grid (time, height, width) before merging. `image_key` is the 32-byte
-    content key (DESIGN §12).
+    content key: SHA-256 over model revision, processor parameters, size, pixels and tenant salt.
     """
 
     image_key: bytes
@@ -114,7 +114,8 @@ class KVLayout:
 
     The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that
     one block is one contiguous piece to move. `inner` names the order inside the last axis
-    (`slot-major`: `[block_size, head_dim]`). Never names a device (DESIGN §12).
+    (`slot-major`: `[block_size, head_dim]`). Never names a device: prefill on
+    one kind and decode on another is the point.
     """
 
     model_revision: str
@@ -148,7 +149,7 @@ class KVLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmbedLayout:
-    """One row per visual token: `hidden_size` elements for the main embedding and for each level."""
+    """A row per visual token: `hidden_size` elements for the main embedding and each level."""
 
     model_revision: str
     hidden_size: int
@@ -177,7 +178,7 @@ def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where a consumer pulls a transfer from; the address comes from the gateway's own pod watch."""
+    """Where a consumer pulls from; the address comes from the gateway's own pod watch."""
 
     address: str
     boot_id: bytes
@@ -187,7 +188,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One piece of a request's time; seconds on the reporter's monotonic clock, from call arrival."""
+    """One piece of a request's time, in seconds from the arrival of the call."""
 
     stage: str
     start: float
@@ -195,8 +196,7 @@ class StageSpan:
     item: int = 0
 
 
-# ---- what the engine tells the one who submitted
-# ----------------------------------------------------
+# ---- what the engine tells the one who submitted ----
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
