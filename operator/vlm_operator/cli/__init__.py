@@ -1,0 +1,14 @@
+"""`vlm`, also `kubectl vlm`: what a person does with a service from a terminal.
+
+status   what runs, what blocks                 chat     ask about a picture, see where time went
+bench    open-loop load, exact accounting       demo     the whole line on this machine
+"""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of the console scripts `vlm` and `kubectl-vlm`."""
+    from vlm_operator.cli.app import run
+
+    run()

@@ -1,0 +1,142 @@
+"""From a kubeconfig to a cluster, and from a service's name to its objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlm_operator import kube, names
+from vlm_operator.cli.errors import CliError
+from vlm_operator.cluster import POD, VLM_SERVICE, Cluster, Manifest
+from vlm_operator.errors import ClusterError, UnavailableError
+
+DEFAULT_KUBECONFIG = "~/.kube/config"
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """An open cluster, the namespace that a command works in, and how to connect beside it."""
+
+    cluster: Cluster
+    namespace: str
+    connection: kube.Connection
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """How to trust the API server and show it who we are."""
+        context = ssl.create_default_context(cafile=self.connection.ca_path)
+        if self.connection.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.connection.certificate_path is not None:
+            context.load_cert_chain(
+                self.connection.certificate_path, self.connection.private_key_path
+            )
+        return context
+
+
+@contextlib.asynccontextmanager
+async def open_cluster(kubeconfig: str | None, namespace: str | None) -> AsyncIterator[Access]:
+    """Connect as kubectl would: --kubeconfig, else $KUBECONFIG, else ~/.kube/config.
+
+    Raises:
+        CliError: no kubeconfig, or it cannot be used, or the API server does not answer.
+    """
+    path = _find(kubeconfig)
+    try:
+        loaded = await kube.configuration(path)
+        connection = await kube.connection(loaded)
+    except ClusterError as error:
+        raise CliError(
+            f"the kubeconfig {path} cannot be used: {error.message}", "check: kubectl cluster-info"
+        ) from error
+    cluster = kube.KubeCluster(loaded)
+    try:
+        yield Access(cluster, namespace or _namespace(path), connection)
+    except UnavailableError as error:
+        raise CliError(
+            f"the cluster at {connection.server} does not answer: {error.message}",
+            "start one with `vlm demo`, or name another with --kubeconfig",
+        ) from error
+    except ClusterError as error:
+        raise CliError(f"the cluster refused: {error.message}", _remedy(error)) from error
+    finally:
+        await cluster.close()
+
+
+async def find_service(access: Access, name: str) -> Manifest:
+    """The VLMService of that name; CliError with the names that exist where there is none."""
+    service = await access.cluster.get(VLM_SERVICE, access.namespace, name)
+    if service is not None:
+        return service
+    everywhere = await access.cluster.list(VLM_SERVICE)
+    here = [
+        other["metadata"]["name"]
+        for other in everywhere
+        if other["metadata"]["namespace"] == access.namespace
+    ]
+    elsewhere = [
+        other["metadata"]["namespace"] for other in everywhere if other["metadata"]["name"] == name
+    ]
+    problem = f"there is no VLMService {name!r} in namespace {access.namespace!r}"
+    if elsewhere:
+        raise CliError(problem, f"there is one in another: -n {elsewhere[0]}")
+    if here:
+        raise CliError(problem, f"there is: {', '.join(sorted(here))}")
+    raise CliError(problem, "there is none at all; begin with examples/quickstart, or -n NAMESPACE")
+
+
+async def gateway_pods(access: Access, name: str) -> list[Manifest]:
+    """Gateway pods of a service that are ready and stay."""
+    labels = {names.LABEL_SERVICE: name, names.LABEL_ROLE: names.Role.GATEWAY.value}
+    pods = await access.cluster.list(POD, access.namespace, labels)
+    return [pod for pod in pods if is_ready(pod) and "deletionTimestamp" not in pod["metadata"]]
+
+
+def condition(manifest: Manifest, kind: str) -> dict[str, Any] | None:
+    """One condition of an object's status, None where it has none of that type."""
+    for found in manifest.get("status", {}).get("conditions") or []:
+        if found["type"] == kind:
+            return dict(found)
+    return None
+
+
+def is_ready(manifest: Manifest) -> bool:
+    """Whether its condition Ready is True."""
+    found = condition(manifest, "Ready")
+    return found is not None and found["status"] == "True"
+
+
+def _find(kubeconfig: str | None) -> str:
+    path = kubeconfig or DEFAULT_KUBECONFIG
+    found = [p for p in path.split(":") if p and Path(p).expanduser().is_file()]
+    if not found:
+        raise CliError(
+            f"there is no kubeconfig at {path}, so no cluster is known",
+            "name one with --kubeconfig or KUBECONFIG, or start a cluster with `vlm demo`",
+        )
+    return ":".join(str(Path(p).expanduser()) for p in found)
+
+
+def _namespace(kubeconfig: str) -> str:
+    """The namespace of the current context, `default` where it names none."""
+    for path in kubeconfig.split(":"):
+        config = yaml.safe_load(Path(path).read_text()) or {}
+        current = config.get("current-context")
+        for entry in config.get("contexts") or []:
+            if entry.get("name") == current:
+                return str(entry.get("context", {}).get("namespace") or "default")
+    return "default"
+
+
+def _remedy(error: ClusterError) -> str:
+    if error.status == 404:
+        return "the CRDs are not installed: kubectl apply -f crds/"
+    if error.status in (401, 403):
+        return "your user lacks this right: kubectl auth whoami; kubectl auth can-i --list"
+    return ""

@@ -1,0 +1,194 @@
+"""The commands and their flags; what they do is in the modules that they call."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vlm_operator.cli.errors import CliError
+from vlm_operator.cli.output import Format, notes
+from vlm_operator.cli.target import Options
+
+app = typer.Typer(
+    name="vlm",
+    help="Vision-language models on Kubernetes: look at services, ask them, load them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Kubeconfig = Annotated[
+    str | None,
+    typer.Option(envvar="KUBECONFIG", metavar="FILE", help="Default: ~/.kube/config."),
+]
+Namespace = Annotated[
+    str | None,
+    typer.Option("-n", "--namespace", metavar="NS", help="Default: the kubeconfig's."),
+]
+Output = Annotated[Format, typer.Option("-o", "--output", help="Tables, or data for machines.")]
+Url = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="An OpenAI API to ask, instead of a service's gateway."),
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="VLM_API_KEY", metavar="KEY", help="Bearer key.")
+]
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the served name.")]
+Images = Annotated[
+    list[Path] | None, typer.Option("--image", metavar="FILE", help="A picture; repeatable.")
+]
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    namespace: Namespace = None,
+    everywhere: Annotated[
+        bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
+    ] = False,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show what runs, what blocks and where the time goes."""
+    from vlm_operator.cli.status import show_status
+
+    _run(
+        show_status(
+            name,
+            namespace=namespace,
+            everywhere=everywhere,
+            kubeconfig=kubeconfig,
+            form=output,
+            now=datetime.datetime.now(datetime.UTC),
+        )
+    )
+
+
+@app.command()
+def chat(
+    name: Annotated[str, typer.Argument(help="A VLMService; left out with --url.")],
+    question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    image: Images = None,
+    detail: Annotated[str | None, typer.Option(help="auto, low, high or original.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of the answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the answer.")] = 120.0,
+    namespace: Namespace = None,
+    url: Url = None,
+    model: Model = None,
+    api_key: ApiKey = None,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Ask one question, about pictures or not, and see where the time went."""
+    from vlm_operator.cli.chat import Question, chat
+
+    service: str | None = name
+    if question is None:
+        if url is None:
+            raise typer.BadParameter('write: vlm chat NAME "question"', param_hint="QUESTION")
+        service, question = None, name
+    options = Options(service, url, namespace, kubeconfig, api_key, model)
+    asked = Question(question, image or [], detail, max_tokens, temperature)
+    _run(chat(options, asked, form=output, timeout=timeout))
+
+
+@app.command()
+def bench(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; left out with --url.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests a second, on average.")] = 2.0,
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds of load.")] = 30.0,
+    image_share: Annotated[float, typer.Option(min=0, max=1, help="With a picture.")] = 0.5,
+    image: Images = None,
+    distinct: Annotated[
+        int, typer.Option(min=0, help="Different pictures to make; 0: one a request.")
+    ] = 0,
+    image_size: Annotated[str, typer.Option(metavar="WxH", help="Of made pictures.")] = "224x224",
+    question: Annotated[str | None, typer.Option(help="Asked every time.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same load.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 60.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds to wait at the end.")] = 60.0,
+    namespace: Namespace = None,
+    url: Url = None,
+    model: Model = None,
+    api_key: ApiKey = None,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Send open-loop load (Poisson) and report percentiles, stages and errors."""
+    from vlm_operator.cli.bench.command import Load, bench
+
+    width, height = _size(image_size)
+    load = Load(
+        rate=rate,
+        duration=duration,
+        image_share=image_share,
+        images=image or [],
+        distinct=distinct,
+        width=width,
+        height=height,
+        question=question,
+        max_tokens=max_tokens,
+        seed=seed,
+        timeout=timeout,
+        drain=drain,
+    )
+    _run(bench(Options(name, url, namespace, kubeconfig, api_key, model), load, form=output))
+
+
+@app.command()
+def demo(
+    once: Annotated[bool, typer.Option("--once", help="Exit after the answer.")] = False,
+    image: Annotated[
+        Path | None, typer.Option("--image", metavar="FILE", help="Your own picture.")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="Your own question.")] = None,
+    kubeconfig: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A cluster that exists; else one is made.")
+    ] = None,
+) -> None:
+    """Start a cluster on this machine, apply the quickstart and ask about a picture."""
+    from vlm_operator.local.demo import main as demo_main
+
+    argv = ["--once"] if once else []
+    for flag, value in (("--image", image), ("--question", question), ("--kubeconfig", kubeconfig)):
+        if value is not None:
+            argv += [flag, str(value)]
+    raise typer.Exit(demo_main(argv))
+
+
+def run() -> None:
+    """Run the command line of this process."""
+    app()
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a command to its end; its errors in words, Ctrl-C without a trace."""
+    try:
+        asyncio.run(work)
+    except CliError as error:
+        notes().print(f"error: {error.problem}", markup=False, style="red")
+        if error.remedy:
+            notes().print(f"  {error.remedy}", markup=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (
+        width.isdecimal()
+        and height.isdecimal()
+        and 8 <= int(width) <= 4096
+        and 8 <= int(height) <= 4096
+    ):
+        raise typer.BadParameter("write WIDTHxHEIGHT, each 8 to 4096", param_hint="--image-size")
+    return int(width), int(height)
