@@ -93,7 +93,6 @@ class PodState:
     role: Role
     variant: str
     revision: str
-    deployment: str
     node: str | None
     ip: str | None
     created: float
@@ -218,6 +217,8 @@ class DeploymentState:
 # On each Deployment: what its revision was made of, so that a new operator renders the same pods.
 ANNOTATION_INPUTS = f"{names.GROUP}/inputs"
 ANNOTATION_RESOLVED = f"{names.GROUP}/resolved"
+# Kubernetes' own: pods with a lower one go first when a Deployment shrinks.
+ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 # On each child: the digest of what was last applied.
 ANNOTATION_APPLIED = f"{names.GROUP}/applied"
 

@@ -2,7 +2,7 @@
 
 encoder, prefill   load = work admitted per second (Erlang) + queued seconds / DRAIN_SECONDS
                    need = ceil(load / utilization)
-decode             need = ceil((running + reserved + queued tokens) / (capacity per replica x share))
+decode             need = ceil((running + reserved + queued tokens) / (replica's capacity x share))
 
 Up at once, down only when the whole window asked for less, never on missing data.
 """
@@ -51,7 +51,7 @@ def wanted(
         message = f"{len(seen)} of {len(pool.ready)} ready pods answered: nothing changes"
         return Want(current, "MissingMetrics", message, history, held=True)
     if policy.role is Role.DECODE:
-        candidates, history = _kv_candidates(policy, seen), history
+        candidates = _kv_candidates(policy, seen)
     else:
         candidates, history = _work_candidates(policy, seen, now, history)
     if not candidates:
@@ -87,12 +87,8 @@ def _paced(
         step = max(policy.up_pods, math.floor(current * policy.up_share)) - added
         if step <= 0:
             return answer(current, "RateLimited", text, "MaxPodsPerMinute")
-        return answer(
-            min(need, current + step),
-            "ScaleUp",
-            text,
-            "MaxPodsPerMinute" if need > current + step else None,
-        )
+        limit = "MaxPodsPerMinute" if need > current + step else None
+        return answer(min(need, current + step), "ScaleUp", text, limit)
     most = max(count for _, count in history.wants)
     if most >= current or need == current:
         return answer(current, "Steady", text)

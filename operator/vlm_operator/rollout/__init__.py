@@ -6,7 +6,12 @@ drain.py      which pods stop taking work, and when they may go              set
 """
 
 from vlm_operator.rollout.drain import Gate, Settled, settle
-from vlm_operator.rollout.revisions import current_revisions, keep_defaults, service_revision
+from vlm_operator.rollout.revisions import (
+    current_revisions,
+    drain_seconds,
+    keep_defaults,
+    service_revision,
+)
 from vlm_operator.rollout.steps import Step, next_step, spread
 
 __all__ = [
@@ -14,6 +19,7 @@ __all__ = [
     "Settled",
     "Step",
     "current_revisions",
+    "drain_seconds",
     "keep_defaults",
     "next_step",
     "service_revision",

@@ -21,13 +21,18 @@ VICTIM_COST = -1000
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """What to write onto one pod: its readiness gate, or its deletion cost."""
+    """What to write onto one pod; None leaves as it is.
+
+    Attributes:
+        accepting: its readiness gate.
+        cost: its deletion cost; 0 removes it.
+    """
 
     pod: str
     uid: str
-    accepting: bool
+    accepting: bool | None
+    cost: int | None
     reason: str
-    cost: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +111,16 @@ def _drained(pod: PodState, sample: Sample | None, timeout: float, now: float) -
 
 
 def _gate(pod: PodState, victim: bool, *, cost: bool) -> Gate | None:
-    """What the pod has to be told, None where it knows."""
-    wanted = pod.containers_ready and not victim
+    """What the pod has to be told, None where it knows.
+
+    A pod whose containers are not ready keeps the gate it has: there is nothing to open or drain.
+    """
+    accepting = None
+    if pod.containers_ready and pod.accepting is not (not victim):
+        accepting = not victim
     price = VICTIM_COST if cost else 0
-    known = pod.accepting if pod.accepting is not None else False
-    if victim and pod.accepting is None:
-        known = True  # never opened, but a drain is said aloud
-    if not pod.containers_ready:
-        # a broken pod keeps the gate it has; opening waits for its containers
-        wanted = known = bool(pod.accepting)
-    if wanted == known and price == pod.deletion_cost:
+    changed = price if price != pod.deletion_cost else None
+    if accepting is None and changed is None:
         return None
     reason = "Draining" if victim else "ContainersReady"
-    return Gate(pod.name, pod.uid, accepting=wanted, reason=reason, cost=price)
+    return Gate(pod.name, pod.uid, accepting=accepting, cost=changed, reason=reason)

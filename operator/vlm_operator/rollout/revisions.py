@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_operator.api import Pool, Variant, VLMService, resolve, stages
+from vlm_operator.api import Drain, Pool, Variant, VLMService, resolve, stages
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Resolved, Revision
 
@@ -146,3 +146,11 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
 def _digest(salt: str, value: Mapping[str, Any]) -> str:
     text = json.dumps([salt, value], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def drain_seconds(deployment: DeploymentState, pool: Pool | None) -> float:
+    """How long a Deployment's pods may take to finish: as the manifest says now, else as then."""
+    if pool is not None:
+        return float(pool.drain.timeout_seconds)
+    stored = _read(deployment)
+    return float(stored.drain_seconds if stored is not None else Drain().timeout_seconds)

@@ -1,0 +1,192 @@
+"""The composition root: settings, the Lease, then kopf. The only file that knows every part.
+
+vlm-operator ─▶ wait for the Lease ─▶ kopf.operator ┐
+                                      renew it      ├─ whichever ends first ends the process
+                                      /metrics      ┘  (status 1 where leadership was lost)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import kopf
+from aiohttp import web
+
+from vlm_operator import kube, metrics
+from vlm_operator.errors import OperatorError
+from vlm_operator.handlers import App, register
+from vlm_operator.leader import Fenced, Lease, Timing
+from vlm_operator.plan import Options as PlanOptions
+from vlm_operator.pods import Images
+from vlm_operator.reconcile import Loop, Options
+from vlm_operator.scrape import HttpScraper
+from vlm_operator.settings import Settings
+
+logger = logging.getLogger("vlm_operator")
+
+STUCK_SECONDS = 120.0  # a turn that takes longer is stuck: every call in it has a timeout
+
+
+def main() -> None:
+    """Run until told to stop, or until another process leads."""
+    settings = Settings.read(sys.argv[1:])
+    _log(settings)
+    sys.exit(asyncio.run(serve(settings)))
+
+
+async def serve(settings: Settings) -> int:
+    """Run the operator; returns the exit status."""
+    try:
+        loaded = await kube.configuration(settings.kubeconfig)
+    except OperatorError as error:
+        logger.error("no credentials", extra={"error": str(error)})
+        return 2
+    cluster = kube.KubeCluster(loaded)
+    scraper = HttpScraper()
+    lease = Lease(
+        cluster,
+        namespace=settings.lease_namespace,
+        name=settings.lease_name,
+        identity=settings.identity,
+        clock=time.monotonic,
+        timing=_timing(settings),
+    )
+    app = App(
+        make_loop=lambda namespace, name: Loop(
+            namespace,
+            name,
+            cluster=Fenced(cluster, lease),
+            scraper=scraper,
+            options=_options(settings),
+            clock=time.time,
+            resync=settings.resync_seconds,
+            epoch=lambda: lease.epoch,
+        ),
+        connect=lambda: kube.connection(loaded),
+        clock=time.monotonic,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        async with _admin(settings, app, lease):
+            return await _lead(settings, app, lease, stop)
+    finally:
+        await scraper.close()
+        await cluster.close()
+
+
+async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event) -> int:
+    """Wait for the lease, then run kopf until something ends it."""
+    stopping = asyncio.create_task(stop.wait())
+    acquiring = asyncio.create_task(lease.acquire())
+    await asyncio.wait([stopping, acquiring], return_when=asyncio.FIRST_COMPLETED)
+    if not acquiring.done():
+        acquiring.cancel()
+        return 0
+    acquiring.result()
+    metrics.LEADER.set(1)
+    kopf_stop = asyncio.Event()
+    tasks = {
+        "stop": stopping,
+        "lease": asyncio.create_task(lease.keep()),
+        "lost": asyncio.create_task(app.lost.wait()),
+        "kopf": asyncio.create_task(_operate(settings, app, kopf_stop)),
+    }
+    await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+    metrics.LEADER.set(0)
+    kopf_stop.set()
+    lost = tasks["lost"].done() or tasks["lease"].done()
+    if tasks["lease"].done():
+        logger.error("lease lost", extra={"error": str(tasks["lease"].exception())})
+    broken = tasks["kopf"].done() and not stop.is_set()
+    if not lost:
+        # watches and loops end first, so that nothing is written after the lease is given up
+        await asyncio.wait([tasks["kopf"]], timeout=10)
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    if lost:
+        return 1
+    await lease.release()
+    return 1 if broken else 0
+
+
+async def _operate(settings: Settings, app: App, stop: asyncio.Event) -> None:
+    registry = kopf.OperatorRegistry()
+    register(registry)
+    memo = kopf.Memo()
+    memo.app = app
+    await kopf.operator(
+        registry=registry,
+        memo=memo,
+        standalone=True,
+        clusterwide=not settings.namespaces,
+        namespaces=settings.namespaces,
+        stop_flag=stop,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _admin(settings: Settings, app: App, lease: Lease) -> AsyncIterator[None]:
+    """Serve /metrics, /healthz and /readyz."""
+
+    async def exposition(_: web.Request) -> web.Response:
+        return web.Response(
+            body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"}
+        )
+
+    async def healthz(_: web.Request) -> web.Response:
+        slow = app.slowest_turn()
+        if slow > STUCK_SECONDS:
+            return web.Response(status=503, text=f"a turn has taken {slow:.0f} s\n")
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text="leading\n" if lease.time_left > 0 else "standing by\n")
+
+    server = web.Application()
+    server.router.add_get("/metrics", exposition)
+    server.router.add_get("/healthz", healthz)
+    server.router.add_get("/readyz", readyz)
+    runner = web.AppRunner(server, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.bind, settings.metrics_port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _options(settings: Settings) -> Options:
+    images = Images(pull_policy=settings.image_pull_policy, bind=settings.worker_bind)
+    return Options(
+        worker_image=settings.worker_image,
+        cluster_domain=settings.cluster_domain,
+        plan=PlanOptions(images=images, operator_namespace=settings.lease_namespace),
+    )
+
+
+def _timing(settings: Settings) -> Timing:
+    """Keep the proportions 15 : 10 : 2 of the three numbers."""
+    whole = settings.lease_seconds
+    return Timing(duration=whole, renew_deadline=whole * 2 / 3, retry=whole * 2 / 15)
+
+
+def _log(settings: Settings) -> None:
+    form: Any = kopf.LogFormat.JSON if settings.log_format == "json" else kopf.LogFormat.PLAIN
+    kopf.configure(verbose=settings.log_level == "DEBUG", log_format=form)
+    logging.getLogger().setLevel(settings.log_level)
+    # one line a request of a healthy watch is no news
+    logging.getLogger("kopf").setLevel(max(logging.INFO, logging.getLogger().level))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Writing: server-side apply in the plan's order, pruning, gates, events.
+
+compare.py  is this object what we applied?                     covers, digest
+objects.py  apply what differs, prune what the plan dropped     apply_plan, prune
+marks.py    small writes: pods' gates, status, pools, memory
+events.py   a transition becomes one Event, counted if it recurs
+"""
+
+from vlm_operator.apply.events import post_events
+from vlm_operator.apply.marks import (
+    MEMORY_KEY,
+    apply_gates,
+    apply_pool_status,
+    apply_status,
+    save_memory,
+)
+from vlm_operator.apply.objects import (
+    Accepted,
+    Applied,
+    apply_plan,
+    check_new,
+    claim_pool,
+    prune,
+)
+
+__all__ = [
+    "MEMORY_KEY",
+    "Accepted",
+    "Applied",
+    "apply_gates",
+    "apply_plan",
+    "apply_pool_status",
+    "apply_status",
+    "check_new",
+    "claim_pool",
+    "post_events",
+    "prune",
+    "save_memory",
+]

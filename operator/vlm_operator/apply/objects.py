@@ -1,0 +1,188 @@
+"""Apply what differs from the plan, in its order; prune what it no longer names.
+
+An object is read before it is first applied. One that another owner holds, or none, is a
+NameConflict: it is left alone and reported. Everything else of the plan is still applied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.apply.compare import difference, stamped
+from vlm_operator.cluster import CHILD_KINDS, Cluster, Manifest, kind_of
+from vlm_operator.errors import ClusterError, ConflictError, NameConflictError, UnavailableError
+from vlm_operator.metrics import WRITES
+from vlm_operator.state import ANNOTATION_APPLIED, Observed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Accepted:
+    """What the API server made of our manifests, so that its own ways are no drift.
+
+    Written by `apply_plan` alone: a digest whose answer still differed at a path.
+    """
+
+    paths: dict[tuple[str, str], tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What came of one plan."""
+
+    written: tuple[str, ...]
+    conflicts: tuple[NameConflictError, ...]
+    refused: tuple[tuple[str, ClusterError], ...]  # kind and name, and the server's answer
+
+
+async def apply_plan(
+    cluster: Cluster,
+    objects: tuple[Manifest, ...],
+    observed: Observed,
+    *,
+    namespace: str,
+    uid: str,
+    accepted: Accepted,
+) -> Applied:
+    """Write every object that is not as wanted.
+
+    Args:
+        cluster: where to write.
+        objects: the plan's, in its order.
+        observed: the view that the plan was made from.
+        namespace: of the service.
+        uid: of the service; what it does not control is never written.
+        accepted: the loop's memory of the server's own ways.
+
+    Raises:
+        UnavailableError, LeaseLostError: nothing more can be written in this turn.
+    """
+    written, conflicts, refused = [], [], []
+    for manifest in objects:
+        key = (manifest["kind"], manifest["metadata"]["name"])
+        label = f"{key[0]} {key[1]}"
+        try:
+            live = observed.children.get(key)
+            if live is None:
+                live = await cluster.get(kind_of(manifest), namespace, key[1])
+            _check_owner(live, key, uid)
+            if await _apply(cluster, manifest, live, key=key, uid=uid, accepted=accepted):
+                written.append(label)
+        except NameConflictError as error:
+            conflicts.append(error)
+        except (UnavailableError, ConflictError):
+            raise
+        except ClusterError as error:
+            refused.append((label, error))
+    return Applied(tuple(written), tuple(conflicts), tuple(refused))
+
+
+async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None:
+    """Ask the API server whether it would take an object; its refusal, or None if it would.
+
+    Raises:
+        UnavailableError: it could not be asked.
+    """
+    try:
+        await cluster.apply(manifest, manager=names.MANAGER, dry_run=True)
+    except UnavailableError as error:
+        # an unknown field is answered with 500, not with 400
+        if "failed to create typed patch object" in error.message:
+            return error
+        raise
+    except ClusterError as error:
+        return error if error.status in (400, 422) else None
+    return None
+
+
+async def claim_pool(cluster: Cluster, claim: Manifest, observed: Observed, *, uid: str) -> None:
+    """Write the autoscaler's number into a VLMPool, which may have to be made.
+
+    Raises:
+        NameConflictError: an object of that name is somebody else's.
+    """
+    key = (claim["kind"], claim["metadata"]["name"])
+    live = observed.children.get(key)
+    if live is None:
+        live = await cluster.get(kind_of(claim), claim["metadata"]["namespace"], key[1])
+    _check_owner(live, key, uid)
+    answer = await cluster.apply(claim, manager=names.MANAGER_AUTOSCALER)
+    WRITES.labels(kind=key[0], verb="apply").inc()
+    _check_owner(answer, key, uid)
+
+
+async def prune(
+    cluster: Cluster,
+    observed: Observed,
+    keep: frozenset[tuple[str, str]],
+    *,
+    namespace: str,
+    uid: str,
+) -> tuple[str, ...]:
+    """Delete children that the plan no longer names, pods' owners first; returns their names."""
+    gone = []
+    for kind in reversed(CHILD_KINDS):
+        for live in observed.of_kind(kind.kind):
+            meta = live["metadata"]
+            owned = _controller(live) == uid
+            if (kind.kind, meta["name"]) in keep or not owned or "deletionTimestamp" in meta:
+                continue
+            await cluster.delete(kind, namespace, meta["name"], uid=meta["uid"])
+            WRITES.labels(kind=kind.kind, verb="delete").inc()
+            logger.info("pruned", extra={"kind": kind.kind, "object": meta["name"]})
+            gone.append(f"{kind.kind} {meta['name']}")
+    return tuple(gone)
+
+
+async def _apply(
+    cluster: Cluster,
+    manifest: Manifest,
+    live: Manifest | None,
+    *,
+    key: tuple[str, str],
+    uid: str,
+    accepted: Accepted,
+) -> bool:
+    """Apply one object where it differs; tells whether it wrote."""
+    wanted = stamped(manifest)
+    digest = wanted["metadata"]["annotations"][ANNOTATION_APPLIED]
+    if live is not None:
+        if "deletionTimestamp" in live["metadata"]:
+            return False  # on its way out: it is made anew once it is gone
+        found = difference(live, wanted)
+        if found is None or accepted.paths.get(key) == (digest, found):
+            return False
+        # a precondition: the object that we looked at, not one that took its name since
+        wanted["metadata"]["uid"] = live["metadata"]["uid"]
+        logger.info("differs", extra={"kind": key[0], "object": key[1], "field": found})
+    answer = await cluster.apply(wanted, manager=names.MANAGER)
+    WRITES.labels(kind=key[0], verb="apply").inc()
+    _check_owner(answer, key, uid)
+    wanted["metadata"].pop("uid", None)
+    still = difference(answer, wanted)
+    if still is None:
+        accepted.paths.pop(key, None)
+    else:
+        accepted.paths[key] = (digest, still)
+    return True
+
+
+def _check_owner(live: Manifest | None, key: tuple[str, str], uid: str) -> None:
+    """Raise `NameConflictError` for an object that our service does not control."""
+    if live is None or _controller(live) == uid:
+        return
+    owners: list[Mapping[str, Any]] = live["metadata"].get("ownerReferences", [])
+    whose = f"{owners[0]['kind']} {owners[0]['name']}" if owners else None
+    raise NameConflictError(*key, whose)
+
+
+def _controller(live: Manifest) -> str | None:
+    for owner in live["metadata"].get("ownerReferences", []):
+        if owner.get("controller"):
+            return str(owner["uid"])
+    return None

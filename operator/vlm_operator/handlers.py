@@ -1,0 +1,236 @@
+"""Where kopf calls us. Wiring only: one daemon per VLMService is its control loop.
+
+event of a VLMService, or of anything with our labels ─▶ App.wake ─▶ the daemon takes a turn
+
+No handler looks at what changed: the loop reads everything. kopf keeps the daemon, and the
+finalizer that it puts on the object until the daemon returns. Nothing here raises PermanentError,
+after which kopf would never start the daemon again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kopf
+
+from vlm_operator import names
+from vlm_operator.cluster import CHILD_KINDS, POD, Kind
+from vlm_operator.errors import ClusterError, LeaseLostError
+from vlm_operator.kube import Connection
+from vlm_operator.metrics import TURNS
+from vlm_operator.reconcile import Loop
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 0.05  # events come in bursts: one turn for all of them
+_DELETED = kopf.DaemonStoppingReason.RESOURCE_DELETED
+_EXITING = kopf.DaemonStoppingReason.OPERATOR_EXITING
+
+
+@dataclasses.dataclass
+class App:
+    """What all handlers share. Its one writer is the event loop.
+
+    Attributes:
+        make_loop: builds the loop of one service.
+        connect: how kopf reaches the API server.
+        lost: set when this process no longer leads; `__main__` then ends it.
+        turning: services whose turn began, and when; the health check reads it.
+    """
+
+    make_loop: Callable[[str, str], Loop]
+    connect: Callable[[], Any]
+    clock: Callable[[], float]
+    lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    turning: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    _wakes: dict[tuple[str, str], asyncio.Event] = dataclasses.field(default_factory=dict)
+
+    def wake(self, namespace: str, name: str) -> None:
+        """Make a service's loop take a turn soon."""
+        self.bell(namespace, name).set()
+
+    def bell(self, namespace: str, name: str) -> asyncio.Event:
+        """Return the event that a service's loop waits for."""
+        return self._wakes.setdefault((namespace, name), asyncio.Event())
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Drop what was kept of a service that is gone."""
+        self._wakes.pop((namespace, name), None)
+        self.turning.pop((namespace, name), None)
+
+    def slowest_turn(self) -> float:
+        """Seconds that the longest unfinished turn has taken so far."""
+        now = self.clock()
+        return max((now - began for began in self.turning.values()), default=0.0)
+
+
+def register(registry: kopf.OperatorRegistry) -> None:
+    """Attach every handler to kopf's registry."""
+    kopf.on.startup(registry=registry)(configure)
+    kopf.on.login(registry=registry)(login)
+    place = (names.GROUP, names.VERSION, names.PLURAL_SERVICE)
+    kopf.daemon(*place, registry=registry, id="loop", cancellation_polling=1.0)(tend)
+    kopf.on.event(*place, registry=registry, id="changed")(changed)
+    for kind in (*CHILD_KINDS, POD):
+        name = f"child-{kind.plural}"
+        kopf.on.event(
+            *_selector(kind),
+            registry=registry,
+            id=name,
+            labels={names.LABEL_SERVICE: kopf.PRESENT},
+        )(child_changed)
+
+
+async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+    """Settle how kopf itself behaves; each line answers a known trap."""
+    settings.persistence.finalizer = names.FINALIZER
+    prefix = names.GROUP
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=prefix)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=prefix)
+    settings.persistence.consistency_timeout = 15
+    settings.posting.enabled = False  # our own Events are counted, kopf's are not
+    settings.peering.standalone = True  # the Lease elects
+    settings.scanning.disabled = True  # no rights on namespaces and CRDs are needed
+    settings.networking.error_backoffs = Backoffs()
+    settings.networking.connect_timeout = 5
+    settings.networking.request_timeout = 30
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    settings.watching.inactivity_timeout = 70
+    settings.background.cancellation_polling = 1
+    for kind in (*CHILD_KINDS, POD):
+        settings.watching.label_selectors[_selector(kind)] = (
+            f"{names.LABEL_APP_MANAGED_BY}={names.MANAGER}"
+        )
+
+
+class Backoffs:
+    """Growing pauses without an end, jittered: an API server may be away for long."""
+
+    def __iter__(self) -> Iterator[float]:
+        """Yield seconds: 1, 2, 4, 8, then about 15 for ever."""
+        for attempt in itertools.count():
+            yield min(15.0, 2.0**attempt) * random.uniform(0.7, 1.3)  # noqa: S311
+
+
+async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
+    """Tell kopf how to connect, anew whenever its token is refused."""
+    found: Connection = await memo.app.connect()
+    return kopf.ConnectionInfo(
+        server=found.server,
+        ca_path=found.ca_path,
+        insecure=found.insecure,
+        token=found.token,
+        certificate_path=found.certificate_path,
+        private_key_path=found.private_key_path,
+    )
+
+
+async def changed(memo: Any, namespace: str, name: str, **_: Any) -> None:
+    """A VLMService changed."""
+    memo.app.wake(namespace, name)
+
+
+async def child_changed(memo: Any, namespace: str, labels: Any, **_: Any) -> None:
+    """Something that carries a service's label changed."""
+    memo.app.wake(namespace, labels[names.LABEL_SERVICE])
+
+
+async def tend(memo: Any, namespace: str, name: str, stopped: Any, **_: Any) -> None:
+    """Be the control loop of one VLMService, until it is deleted or the operator ends."""
+    app: App = memo.app
+    loop = app.make_loop(namespace, name)
+    bell = app.bell(namespace, name)
+    pause, woken, failures = 0.0, True, 0
+    try:
+        while not stopped:
+            woken = await _sleep(bell, stopped, pause) or woken
+            if stopped:
+                break
+            outcome = await _attempt(app, loop.turn(woken=woken), (namespace, name))
+            failures = failures + 1 if outcome is None else 0
+            # an unfinished turn saw something that may have changed since
+            woken = outcome is None
+            pause = _backoff(failures) if outcome is None else outcome
+        if _DELETED in stopped.reason:
+            await _let_go(app, loop, stopped, (namespace, name))
+    finally:
+        if _DELETED in stopped.reason:
+            app.forget(namespace, name)
+
+
+async def _let_go(app: App, loop: Loop, stopped: Any, key: tuple[str, str]) -> None:
+    """Drain until nothing is left; an operator that ends meanwhile leaves it to the next."""
+    bell = app.bell(*key)
+    while _EXITING not in stopped.reason:
+        drained: list[None] = []
+
+        async def turn(drained: list[None] = drained) -> float:
+            pause = await loop.drain()
+            if pause is None:
+                drained.append(None)
+            return pause or 0.0
+
+        outcome = await _attempt(app, turn(), key)
+        if drained:
+            return
+        bell.clear()
+        try:
+            async with asyncio.timeout(1.0 if outcome is None else outcome):
+                await bell.wait()
+        except TimeoutError:
+            continue
+
+
+async def _attempt(app: App, turn: Any, key: tuple[str, str]) -> float | None:
+    """Take one turn; None where it failed and should be tried again."""
+    app.turning[key] = began = app.clock()
+    result = "failed"
+    try:
+        pause: float = await turn
+        result = "done"
+        return pause
+    except LeaseLostError as error:
+        result = "not leading"
+        logger.error("lease lost", extra={"error": str(error)})
+        app.lost.set()
+    except ClusterError as error:
+        result = error.reason or "refused"
+        logger.warning("turn failed", extra={"service": "/".join(key), "error": str(error)})
+    except Exception:
+        # a defect of ours in one service's turn must not end the loop, nor those of others
+        logger.exception("turn crashed", extra={"service": "/".join(key)})
+    finally:
+        app.turning.pop(key, None)
+        TURNS.labels(result=result).observe(app.clock() - began)
+    return None
+
+
+async def _sleep(bell: asyncio.Event, stopped: Any, seconds: float) -> bool:
+    """Wait for the bell, the end, or the time; tells whether it was the bell."""
+    waits = [asyncio.ensure_future(bell.wait()), asyncio.ensure_future(stopped.wait())]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if bell.is_set() and not stopped:
+            await asyncio.sleep(SETTLE_SECONDS)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    rang = bell.is_set()
+    bell.clear()
+    return rang
+
+
+def _backoff(failures: int) -> float:
+    return float(min(30.0, 0.5 * 2 ** min(failures, 7)) * random.uniform(0.7, 1.3))  # noqa: S311
+
+
+def _selector(kind: Kind) -> tuple[str, str, str]:
+    group, _, version = kind.api_version.rpartition("/")
+    return (group, version, kind.plural)

@@ -1,0 +1,170 @@
+"""From the cluster to `Observed`: one full read of everything that a service owns."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.cluster import (
+    CHILD_KINDS,
+    POD,
+    VLM_NODE_CLASS,
+    VLM_SERVICE,
+    Cluster,
+    Kind,
+    Manifest,
+)
+from vlm_operator.names import Role
+from vlm_operator.state import ANNOTATION_DELETION_COST, NodeClassState, Observed, PodState
+
+_ROLES = frozenset(role.value for role in Role)
+
+
+async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) -> Observed:
+    """Read a service, everything with its label, and the node classes.
+
+    Raises:
+        ClusterError: something could not be read; a partial view is never returned.
+    """
+    labels = {names.LABEL_SERVICE: name}
+
+    async def children(kind: Kind) -> list[Manifest]:
+        return await cluster.list(kind, namespace, labels)
+
+    service, (classes, pods, *found) = await asyncio.gather(
+        cluster.get(VLM_SERVICE, namespace, name),
+        asyncio.gather(
+            cluster.list(VLM_NODE_CLASS),
+            children(POD),
+            *(children(kind) for kind in CHILD_KINDS),
+        ),
+    )
+    return Observed(
+        service=service,
+        children={
+            (item["kind"], item["metadata"]["name"]): item for items in found for item in items
+        },
+        pods=pod_states(pods),
+        node_classes={item["metadata"]["name"]: _node_class(item) for item in classes},
+        samples={},
+        now=now,
+    )
+
+
+def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:
+    """Read pods that carry a role of ours; others with our label are nobody's business."""
+    return tuple(
+        _pod(item)
+        for item in pods
+        if item["metadata"].get("labels", {}).get(names.LABEL_ROLE) in _ROLES
+    )
+
+
+def seconds(moment: str) -> float:
+    """Turn Kubernetes' time into seconds since the epoch."""
+    return datetime.datetime.fromisoformat(moment).timestamp()
+
+
+def _pod(item: Manifest) -> PodState:
+    meta, spec, status = item["metadata"], item.get("spec", {}), item.get("status", {})
+    labels = meta["labels"]
+    conditions = {entry["type"]: entry for entry in status.get("conditions", [])}
+    gate = conditions.get(names.GATE_ACCEPTING)
+    statuses = status.get("containerStatuses", [])
+    cost = meta.get("annotations", {}).get(ANNOTATION_DELETION_COST, "0")
+    return PodState(
+        name=meta["name"],
+        uid=meta["uid"],
+        role=Role(labels[names.LABEL_ROLE]),
+        variant=labels.get(names.LABEL_VARIANT, ""),
+        revision=labels.get(names.LABEL_REVISION, ""),
+        node=spec.get("nodeName"),
+        ip=status.get("podIP"),
+        created=seconds(meta["creationTimestamp"]),
+        scheduled=bool(spec.get("nodeName")),
+        containers_ready=_holds(conditions, "ContainersReady"),
+        ready=_holds(conditions, "Ready"),
+        accepting=None if gate is None else gate["status"] == "True",
+        gate_since=None if gate is None else seconds(gate["lastTransitionTime"]),
+        deleting=meta.get("deletionTimestamp") is not None,
+        finished=status.get("phase") in ("Succeeded", "Failed"),
+        restarts=sum(int(entry.get("restartCount", 0)) for entry in statuses),
+        deletion_cost=int(cost) if re.fullmatch(r"-?\d{1,9}", cost) else 0,
+        blocked=_blocked(spec, status, conditions),
+    )
+
+
+def _holds(conditions: Mapping[str, Any], name: str) -> bool:
+    found = conditions.get(name)
+    return found is not None and found["status"] == "True"
+
+
+def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) -> str:
+    """Name the one thing that keeps a pod from running, in the order in which it would happen."""
+    scheduled = conditions.get("PodScheduled")
+    if scheduled is not None and scheduled["status"] == "False":
+        return "Pending: " + unschedulable(scheduled.get("message", ""), spec)
+    for entry in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        state = entry.get("state", {})
+        waiting, ended = state.get("waiting"), state.get("terminated")
+        last = entry.get("lastState", {}).get("terminated") or ended
+        if waiting is not None and waiting.get("reason") not in ("ContainerCreating", None):
+            return _one_line(f"{waiting['reason']}: {_ending(last) or waiting.get('message', '')}")
+        if ended is not None and ended.get("exitCode"):
+            return _one_line(_ending(ended))
+        if last is not None and not entry.get("ready") and last.get("exitCode"):
+            return _one_line(f"restarted {entry.get('restartCount', 1)} times: {_ending(last)}")
+    return ""
+
+
+def unschedulable(message: str, spec: Manifest) -> str:
+    """Put the scheduler's message into one sentence: no node with 1 free nvidia.com/gpu."""
+    checked = re.match(r"0/(\d+) nodes are available", message)
+    if checked is None:
+        return _one_line(message) or "no node was found"
+    lacking = re.findall(r"(\d+) Insufficient ([\w./-]+)", message)
+    if not lacking:
+        reasons = message.partition(": ")[2].partition(". preemption")[0]
+        return _one_line(f"no node fits ({checked[1]} checked): {reasons}")
+    _, resource = max(lacking, key=lambda item: int(item[0]))
+    return f"no node with {_request(spec, resource)} free {resource} ({checked[1]} checked)"
+
+
+def _request(spec: Manifest, resource: str) -> str:
+    for container in spec.get("containers", []):
+        found = container.get("resources", {})
+        for part in (found.get("requests", {}), found.get("limits", {})):
+            if resource in part:
+                return str(part[resource])
+    return "enough"
+
+
+def _ending(terminated: Mapping[str, Any] | None) -> str:
+    if terminated is None:
+        return ""
+    reason, code = terminated.get("reason", "Error"), terminated.get("exitCode")
+    last = str(terminated.get("message", "")).strip().splitlines()[-1:]
+    return f"{reason}, exit code {code}" + "".join(f": {line}" for line in last)
+
+
+def _one_line(text: str, *, limit: int = 300) -> str:
+    flat = " ".join(text.split()).rstrip(": ")
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def _node_class(item: Manifest) -> NodeClassState:
+    spec, status = item.get("spec", {}), item.get("status", {})
+    accelerator, cost = spec.get("accelerator") or {}, spec.get("cost") or {}
+    return NodeClassState(
+        name=item["metadata"]["name"],
+        node_selector=spec.get("nodeSelector", {}),
+        tolerations=tuple(spec.get("tolerations", [])),
+        accelerator=accelerator.get("resourceName"),
+        accelerators=int(accelerator.get("count", 1)) if accelerator else 0,
+        cost_per_hour=float(cost.get("perHour", 0)),
+        startup_p90_seconds=status.get("measuredStartupP90Seconds"),
+    )

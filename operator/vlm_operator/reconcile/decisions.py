@@ -1,0 +1,214 @@
+"""What one turn wants, as one value. Pure: the same view gives the same intent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from vlm_operator import names
+from vlm_operator.api import ScalingMode, VLMService
+from vlm_operator.autoscale import Decision, History, Policy, PoolNow, decide
+from vlm_operator.names import Role
+from vlm_operator.plan import Options as PlanOptions
+from vlm_operator.plan import Plan, plan
+from vlm_operator.rollout import (
+    Gate,
+    Step,
+    current_revisions,
+    drain_seconds,
+    keep_defaults,
+    next_step,
+    settle,
+    spread,
+)
+from vlm_operator.state import DeploymentState, Manifest, Observed, Revision
+
+Key = tuple[Role, str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The operator's settings, as far as decisions need them."""
+
+    worker_image: str = "triptych/worker:dev"
+    cluster_domain: str = "cluster.local"
+    plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Intent:
+    """Everything that one turn wants.
+
+    Attributes:
+        service: with every default filled in.
+        desired: replicas of each pool in the end.
+        replicas: of every Deployment now, by role, variant and revision.
+        claims: numbers that the autoscaler writes into VLMPools.
+        draining: pods that finish what they have.
+    """
+
+    service: VLMService
+    revisions: Mapping[tuple[Role, str], Revision]
+    decisions: Mapping[Role, Decision]
+    histories: Mapping[Role, History]
+    desired: Mapping[Role, int]
+    step: Step
+    replicas: Mapping[Key, int]
+    gates: tuple[Gate, ...]
+    draining: tuple[str, ...]
+    claims: Mapping[Role, int]
+    plan: Plan
+
+
+def intend(
+    written: VLMService,
+    observed: Observed,
+    histories: Mapping[Role, History],
+    *,
+    options: Options,
+) -> Intent:
+    """Decide everything about one service from one view of it."""
+    deployments = observed.deployments()
+    service, shared = keep_defaults(written, deployments, worker_image=options.worker_image)
+    revisions = current_revisions(service, shared, deployments)
+    decided = _decide(service, observed, deployments, revisions, histories)
+    decisions = {role: decision for role, (decision, _) in decided.items()}
+    suspended = service.spec.suspend
+    desired = {role: 0 if suspended else item.to for role, item in decisions.items()}
+    target = {
+        (role, name): count
+        for role, pool in service.spec.pools.present.items()
+        for name, count in spread(desired[role], pool.variants).items()
+    }
+    step = next_step(
+        target=target,
+        revisions=revisions,
+        deployments=deployments,
+        strategy=service.spec.rollout.strategy,
+    )
+    replicas, gates, draining = _settle(service, observed, deployments, step)
+    return Intent(
+        service=service,
+        revisions=revisions,
+        decisions=decisions,
+        histories={role: history for role, (_, history) in decided.items()},
+        desired=desired,
+        step=step,
+        replicas=replicas,
+        gates=gates,
+        draining=draining,
+        claims=_claims(service, observed, decisions),
+        plan=plan(
+            service,
+            observed,
+            revisions=revisions,
+            replicas=replicas,
+            desired=desired,
+            options=options.plan,
+        ),
+    )
+
+
+def pool_owner(pool: Manifest | None) -> str | None:
+    """Return the field manager that owns `spec.replicas` of a VLMPool, None where nobody does."""
+    if pool is None:
+        return None
+    owners = [
+        entry["manager"]
+        for entry in pool["metadata"].get("managedFields", [])
+        if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+    ]
+    others = [name for name in owners if name != names.MANAGER_AUTOSCALER]
+    return others[0] if others else next(iter(owners), None)
+
+
+def _decide(
+    service: VLMService,
+    observed: Observed,
+    deployments: tuple[DeploymentState, ...],
+    revisions: Mapping[tuple[Role, str], Revision],
+    histories: Mapping[Role, History],
+) -> dict[Role, tuple[Decision, History]]:
+    current = {(role, item.id) for (role, _), item in revisions.items()}
+    found = {}
+    for role, pool in service.spec.pools.present.items():
+        own = [item for item in deployments if item.role is role]
+        pods = observed.of(role)
+        serving = [pod for pod in pods if pod.ready and not pod.draining]
+        manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
+        now = PoolNow(
+            replicas=observed.pool_replicas(service.name, role),
+            owner=pool_owner(manifest),
+            live=sum(item.desired for item in own if (role, item.revision) in current),
+            ready=frozenset(pod.uid for pod in serving),
+            starting=sum(pod.starting for pod in pods),
+            pending=sum(pod.pending for pod in pods),
+            rolling=any((role, item.revision) not in current for item in own),
+        )
+        history = histories.get(role) or History(since=observed.now)
+        found[role] = decide(
+            Policy.of(role, pool), now, observed.samples, now=observed.now, history=history
+        )
+    return found
+
+
+def _settle(
+    service: VLMService,
+    observed: Observed,
+    deployments: tuple[DeploymentState, ...],
+    step: Step,
+) -> tuple[dict[Key, int], tuple[Gate, ...], tuple[str, ...]]:
+    """Bound what the step wants by what has drained."""
+    live = {
+        (item.role, item.variant, item.revision): item
+        for item in deployments
+        if item.role is not Role.GATEWAY
+    }
+    replicas = {key: count for key, count in step.replicas.items() if key not in live}
+    gates: list[Gate] = []
+    draining: list[str] = []
+    for key, deployment in live.items():
+        role, variant, revision = key
+        want = step.replicas.get(key, 0)
+        pods = [
+            pod for pod in observed.of(role) if (pod.variant, pod.revision) == (variant, revision)
+        ]
+        pool = service.spec.pools.of(role)
+        stays = key in step.replicas and pool is not None and not service.spec.suspend
+        settled = settle(
+            deployment,
+            pods,
+            observed.samples,
+            want=want,
+            timeout=drain_seconds(deployment, pool),
+            at_once=pool.drain.max_concurrent if stays and pool is not None else len(pods),
+            now=observed.now,
+        )
+        gates += settled.gates
+        draining += settled.draining
+        if key in step.replicas or settled.replicas > 0:
+            replicas[key] = settled.replicas
+    return replicas, tuple(gates), tuple(draining)
+
+
+def _claims(
+    service: VLMService, observed: Observed, decisions: Mapping[Role, Decision]
+) -> dict[Role, int]:
+    """Numbers to write into VLMPools: missing ones, and those that are not ours or not as decided.
+
+    In mode External the number is left to whoever wrote it.
+    """
+    found = {}
+    for role, decision in decisions.items():
+        if decision.claim is None:
+            continue
+        manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
+        now = observed.pool_replicas(service.name, role)
+        mode = service.spec.pools.present[role].scaling.mode
+        taken = mode is not ScalingMode.EXTERNAL and pool_owner(manifest) not in (
+            names.MANAGER_AUTOSCALER,
+            None,
+        )
+        if now != decision.claim or taken:
+            found[role] = decision.claim
+    return found

@@ -1,0 +1,190 @@
+"""From pods to `Sample`s: each pod's own /stats, joined by its uid. A silent pod yields none.
+
+Nothing of an answer is believed unchecked: another pod's uid (a reused address), an unknown
+version, a number that is negative or not finite, or a body beyond 256 KiB drops the whole sample,
+and a counter says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+import aiohttp
+
+from vlm_operator import names
+from vlm_operator.metrics import BAD_SAMPLES
+from vlm_operator.names import Role
+from vlm_operator.state import KvTokens, ModelFacts, Phase, PodState, Sample, StageSeconds, Ttft
+
+TIMEOUT_SECONDS = 2.0
+MAX_BYTES = 256 * 1024
+VERSION = 1
+_AT_ONCE = 64
+Found = TypeVar("Found")
+_PHASES = ("loading", "ready", "draining", "failed")
+
+
+class Scraper(Protocol):
+    """Reads pods; `HttpScraper` does, and fakes do."""
+
+    async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
+        """Return the sample of every pod that answered well, by uid; raises nothing."""
+        ...
+
+
+class HttpScraper:
+    """Reads http://POD_IP:9001/stats of many pods at once. Close it when done."""
+
+    def __init__(self, *, port: int = names.PORT_HTTP) -> None:
+        self._port = port
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
+        """See `Scraper.scrape`."""
+        reachable = [pod for pod in pods if pod.ip and not pod.finished]
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def read(pod: PodState) -> Sample | None:
+            async with gate:
+                return await self._read(pod)
+
+        found = await asyncio.gather(*(read(pod) for pod in reachable))
+        return {sample.pod_uid: sample for sample in found if sample is not None}
+
+    async def _read(self, pod: PodState) -> Sample | None:
+        assert pod.ip is not None
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                url = f"http://{host}:{self._port}/stats"
+                async with self._open().get(url, allow_redirects=False) as answer:
+                    if answer.status != 200:
+                        return _drop("status")
+                    text = await answer.content.read(MAX_BYTES + 1)
+                    while not answer.content.at_eof() and len(text) <= MAX_BYTES:
+                        text += await answer.content.read(MAX_BYTES + 1 - len(text))
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            # a pod that has not started listening is no bad sample
+            return _drop("unreachable") if pod.containers_ready else None
+        if len(text) > MAX_BYTES:
+            return _drop("too long")
+        try:
+            sample = parse_stats(json.loads(text))
+        except (ValueError, KeyError, TypeError):
+            return _drop("malformed")
+        return sample if sample.pod_uid == pod.uid else _drop("another pod")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False)
+        return self._session
+
+
+def parse_stats(value: Mapping[str, Any]) -> Sample:
+    """Check one answer and read it (docs/stats.schema.json).
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not what the schema says.
+    """
+    if value["version"] != VERSION:
+        raise ValueError(f"version {value['version']!r} is not {VERSION}")
+    phase = value["phase"]
+    if phase not in _PHASES:
+        raise ValueError(f"phase {phase!r} is none of {_PHASES}")
+    if not isinstance(value["accepting"], bool):
+        raise TypeError("accepting is no boolean")
+    queue = value["queue"]
+    return Sample(
+        pod_uid=_text(value["pod_uid"]),
+        boot_id=_text(value["boot_id"]),
+        role=Role(value["role"]),
+        phase=cast("Phase", phase),
+        message=_text(value["message"])[:300],
+        accepting=value["accepting"],
+        inflight=_count(value["inflight"]),
+        queued_requests=_count(queue["requests"]),
+        queued_work_seconds=_seconds(queue["work_seconds"]),
+        admitted_work_seconds=_seconds(queue["admitted_work_seconds_total"]),
+        kv=_optional(value["kv"], _kv),
+        model=_optional(value["model"], _model),
+        ttft={name: _ttft(item) for name, item in (value["ttft"] or {}).items()},
+        config_hash=_optional(value["config_hash"], _text),
+    )
+
+
+def _optional(value: Any, read: Callable[[Any], Found]) -> Found | None:
+    return None if value is None else read(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{value!r} is no duration")
+    return float(value)
+
+
+def _kv(value: Mapping[str, Any]) -> KvTokens:
+    return KvTokens(
+        capacity=_count(value["capacity_tokens"]),
+        running=_count(value["running_tokens"]),
+        reserved=_count(value["reserved_tokens"]),
+        cached=_count(value["cached_tokens"]),
+        free=_count(value["free_tokens"]),
+        queued=_count(value["queued_tokens"]),
+    )
+
+
+def _model(value: Mapping[str, Any]) -> ModelFacts:
+    return ModelFacts(
+        kv_bytes_per_token=_count(value["kv_bytes_per_token"]),
+        embedding_bytes_per_token=_count(value["embedding_bytes_per_token"]),
+        image_tokens_per_megapixel=_count(value["image_tokens_per_megapixel"]),
+        weights_bytes=_count(value["weights_bytes"]),
+    )
+
+
+def _ttft(value: Mapping[str, Any]) -> Ttft:
+    bounds = {
+        math.inf if bound == "+Inf" else _seconds(float(bound)): _count(count)
+        for bound, count in value["buckets"].items()
+    }
+    return Ttft(
+        count=_count(value["count"]),
+        missed=_count(value["missed"]),
+        sum_seconds=_seconds(value["sum_seconds"]),
+        buckets=dict(sorted(bounds.items())),
+        stages={
+            stage: StageSeconds(met=_seconds(item["met"]), missed=_seconds(item["missed"]))
+            for stage, item in value["stages"].items()
+        },
+    )
+
+
+def _drop(reason: str) -> Sample | None:
+    """Count an answer that is not believed; returns no sample."""
+    BAD_SAMPLES.labels(reason=reason).inc()
+    return None

@@ -1,0 +1,26 @@
+"""What a user reads: conditions, the whole status, events. Pure; computed from what was seen.
+
+view.py        what one turn knows                              View, Failure
+conditions.py  a list of predicates, in reading order            conditions
+pools.py       the pools: counts, load, decisions
+slo.py         TTFT per modality over a window                   SloWindow
+build.py       all of it, rounded                                build_status
+events.py      transitions worth an Event, and their reasons     events, REASONS
+"""
+
+from vlm_operator.status.build import build_status, pool_status_of_kind, refused_status
+from vlm_operator.status.events import REASONS, Event, events
+from vlm_operator.status.slo import SloWindow
+from vlm_operator.status.view import Failure, View
+
+__all__ = [
+    "REASONS",
+    "Event",
+    "Failure",
+    "SloWindow",
+    "View",
+    "build_status",
+    "events",
+    "pool_status_of_kind",
+    "refused_status",
+]

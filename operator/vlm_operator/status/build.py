@@ -1,0 +1,178 @@
+"""The whole status of a VLMService, rounded, in one piece: what one status apply writes."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.api import effective, topology
+from vlm_operator.names import Role
+from vlm_operator.pods import selector
+from vlm_operator.rollout import service_revision
+from vlm_operator.state import Manifest, Sample
+from vlm_operator.status.conditions import Verdict, round_ms, verdicts
+from vlm_operator.status.pools import kv_occupancy_percent, pool_status
+from vlm_operator.status.view import Failure, View
+
+_DEVICE = "/"  # extended resources have a domain, cpu and memory have none
+
+
+def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
+    """Return what `status` should say.
+
+    Args:
+        view: this turn.
+        previous: the status as it stands; unchanged conditions keep their times, and what
+            workers measured stays while none of them answers.
+        now: seconds since the epoch.
+    """
+    pools = view.service.spec.pools
+    revision = service_revision(view.revisions)
+    compat = view.revisions[Role.GATEWAY, ""].resolved.compat
+    found: dict[str, Any] = {
+        "observedGeneration": view.written.generation,
+        "conditions": conditions(verdicts(view), previous, view.written.generation, now=now),
+        "topology": topology(pools).value,
+        "url": view.url,
+        "currentRevision": revision
+        if view.step.done
+        else previous.get("currentRevision", revision),
+        "updateRevision": revision,
+        "compat": compat,
+        "model": _model(view, previous),
+        "pools": {role.value: pool_status(view, role) for role in pools.present},
+        "slo": _slo(view),
+        "accelerators": {"inUse": _accelerators(view)},
+        "effective": effective(view.written, view.service),
+        "summary": _summary(view),
+    }
+    return {key: value for key, value in found.items() if value not in (None, {}, [])}
+
+
+def refused_status(
+    failure: Failure, previous: Manifest, *, generation: int, now: float
+) -> Manifest:
+    """Return the last status with what is wrong: a manifest that cannot be read, or a deletion."""
+    said = [
+        Verdict("Ready", False, failure.reason, failure.message),
+        Verdict("Reconciling", not failure.person, failure.reason, failure.message),
+        Verdict("Stalled", failure.person and failure.accepted, failure.reason, failure.message),
+    ]
+    if not failure.accepted:
+        said.insert(1, Verdict("Accepted", False, failure.reason, failure.message))
+    kept = {item["type"]: item for item in previous.get("conditions", [])}
+    told = {item.type for item in said}
+    others = [item for name, item in kept.items() if name not in told]
+    fresh = conditions(said, previous, generation, now=now)
+    return {**previous, "observedGeneration": generation, "conditions": [*fresh, *others]}
+
+
+def conditions(
+    found: Iterable[Verdict], previous: Manifest, generation: int, *, now: float
+) -> list[dict[str, Any]]:
+    """Give verdicts their times: when a status last changed, not when it was last looked at."""
+    known = {item["type"]: item for item in previous.get("conditions", [])}
+    moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    said = []
+    for verdict in found:
+        status = {True: "True", False: "False", None: "Unknown"}[verdict.status]
+        before = known.get(verdict.type)
+        same = before is not None and before["status"] == status
+        said.append(
+            {
+                "type": verdict.type,
+                "status": status,
+                "reason": verdict.reason,
+                "message": verdict.message[:1024],
+                "observedGeneration": generation,
+                "lastTransitionTime": before["lastTransitionTime"] if same and before else moment,
+            }
+        )
+    return said
+
+
+def pool_status_of_kind(view: View, role: Role) -> Manifest:
+    """Return the status of the role's VLMPool; HPA reads the selector."""
+    pairs = selector(view.service.name, role).items()
+    return {
+        "replicas": len(view.observed.of(role)),
+        "readyReplicas": len(view.serving(role)),
+        "selector": ",".join(f"{key}={value}" for key, value in pairs),
+    }
+
+
+def _model(view: View, previous: Manifest) -> dict[str, Any]:
+    """What workers found in the checkpoint; the last known while none answers."""
+    found: dict[str, Any] = dict(previous.get("model", {}))
+    weights = dict(found.get("weightsBytes", {}))
+    for sample in sorted(view.observed.samples.values(), key=lambda item: item.pod_uid):
+        facts = sample.model
+        if facts is None:
+            continue
+        if sample.role in names.POOL_ROLES and facts.weights_bytes:
+            weights[sample.role.value] = facts.weights_bytes
+        measured = {
+            "kvBytesPerToken": facts.kv_bytes_per_token,
+            "imageTokensPerMegapixel": facts.image_tokens_per_megapixel,
+            "embeddingBytesPerToken": facts.embedding_bytes_per_token,
+        }
+        found |= {name: value for name, value in measured.items() if value}
+    if weights:
+        found["weightsBytes"] = weights
+    return found
+
+
+def _slo(view: View) -> list[dict[str, Any]]:
+    goals = view.service.spec.slo
+    special = {item.modality.value: item.ttft_p95_milliseconds for item in goals.overrides}
+    said = []
+    for item in view.slo.found:
+        modality = item.modality.capitalize()
+        entry = {
+            "modality": modality,
+            "ttftP95Milliseconds": round_ms(item.p95_seconds),
+            "targetMilliseconds": special.get(modality, goals.ttft_p95_milliseconds),
+            "stages": {name: round(share / 5) * 5 for name, share in item.stages.items()},
+            "dominantStage": item.dominant_stage,
+        }
+        said.append({key: value for key, value in entry.items() if value not in (None, {})})
+    return said
+
+
+def _accelerators(view: View) -> int:
+    """Devices that pods with a node hold: extended resources in their variants' limits."""
+    total = 0
+    for role, pool in view.service.spec.pools.present.items():
+        devices = {
+            variant.name: sum(
+                int(float(value))
+                for name, value in variant.resources.limits.items()
+                if _DEVICE in name
+            )
+            for variant in pool.variants
+        }
+        total += sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
+    return total
+
+
+def _summary(view: View) -> dict[str, str]:
+    """Printer columns."""
+    found = {
+        role.value: f"{len(view.serving(role))}/{view.desired.get(role, 0)}"
+        for role in view.service.spec.pools.present
+    }
+    slowest = max(view.slo.found, key=lambda item: item.p95_seconds, default=None)
+    if slowest is not None:
+        found["ttftP95"] = f"{round_ms(slowest.p95_seconds)}ms"
+        found["dominantStage"] = slowest.dominant_stage or ""
+    decodes: list[Sample] = [
+        view.observed.samples[pod.uid]
+        for pod in view.observed.of(Role.DECODE)
+        if pod.uid in view.observed.samples
+    ]
+    occupancy = kv_occupancy_percent(decodes)
+    if occupancy is not None:
+        found["kvOccupancyPercent"] = f"{occupancy}"
+    return {key: value for key, value in found.items() if value}

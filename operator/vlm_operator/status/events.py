@@ -1,0 +1,118 @@
+"""Transitions worth an Event. docs/events.md is this table, tested.
+
+Events come from comparing two statuses, so a new operator process repeats none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from vlm_operator.autoscale import Decision
+from vlm_operator.names import Role
+from vlm_operator.state import Manifest
+
+REASONS = {
+    "Ready": "Every role serves.",
+    "NotReady": "A role no longer has all its pods; the message names the one thing that blocks.",
+    "ConfigInvalid": "The manifest cannot be met as written; the message names the field.",
+    "NameConflict": "An object of a child's name belongs to somebody else; it was left alone.",
+    "Stalled": "Nothing happens until somebody acts; the message says what.",
+    "ScaledUp": "A pool was made larger.",
+    "ScaledDown": "A pool was made smaller.",
+    "ScaleLimited": "A pool wanted a size that minReplicas or maxReplicas does not allow.",
+    "ScalePutBack": "Somebody scaled a VLMPool whose mode is Manual; it was put back.",
+    "ScalingConflict": "Somebody keeps writing a VLMPool whose mode is Auto; it is held.",
+    "NoFitNode": "A pod has no node; the message says what is missing.",
+    "RolloutStarted": "Pods of a new revision are being created beside the old ones.",
+    "RolloutComplete": "All pods are of one revision.",
+    "Draining": "The service is being deleted and finishes what it has.",
+}
+_WARNINGS = {
+    "NotReady",
+    "ConfigInvalid",
+    "NameConflict",
+    "Stalled",
+    "ScalePutBack",
+    "ScalingConflict",
+    "NoFitNode",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One line of `kubectl describe`; the reason stands in `REASONS`."""
+
+    reason: str
+    message: str
+
+    @property
+    def warning(self) -> bool:
+        """Whether it is of type Warning."""
+        return self.reason in _WARNINGS
+
+
+def events(
+    before: Manifest, after: Manifest, decisions: Iterable[tuple[Role, Decision]] = ()
+) -> tuple[Event, ...]:
+    """Return what is worth saying about the step from one status to the next.
+
+    Args:
+        before: the status as it stood; empty for a new service.
+        after: the status of this turn.
+        decisions: made in this turn; only those that somebody else's write caused are said.
+    """
+    return (*_conditions(before, after), *_pools(before, after), *_put_back(decisions))
+
+
+def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
+    was, now = _by_type(before), _by_type(after)
+
+    def turned(kind: str, status: str) -> bool:
+        return now.get(kind, {}).get("status") == status != was.get(kind, {}).get("status")
+
+    def message(kind: str) -> str:
+        return str(now[kind]["message"])
+
+    if turned("Accepted", "False"):
+        yield Event("ConfigInvalid", message("Accepted"))
+    if turned("Stalled", "True"):
+        conflict = now["Stalled"]["reason"] == "NameConflict"
+        yield Event("NameConflict" if conflict else "Stalled", message("Stalled"))
+    if turned("Ready", "True"):
+        yield Event("Ready", message("Ready"))
+    if turned("Ready", "False") and was.get("Ready", {}).get("status") == "True":
+        deleting = now["Ready"]["reason"] == "Deleting"
+        yield Event("Draining" if deleting else "NotReady", message("Ready"))
+    if turned("CapacitySufficient", "False"):
+        yield Event("NoFitNode", message("CapacitySufficient"))
+    if turned("ScalingActive", "False") and now["ScalingActive"]["reason"] == "ScalingConflict":
+        yield Event("ScalingConflict", message("ScalingActive"))
+    limited = now.get("ScalingActive", {}).get("reason") == "Limited"
+    if limited and was.get("ScalingActive", {}).get("message") != message("ScalingActive"):
+        yield Event("ScaleLimited", message("ScalingActive"))
+    if turned("RolloutProgressing", "True"):
+        yield Event("RolloutStarted", message("RolloutProgressing"))
+    if turned("RolloutProgressing", "False") and "RolloutProgressing" in was:
+        yield Event("RolloutComplete", message("RolloutProgressing"))
+
+
+def _pools(before: Manifest, after: Manifest) -> Iterator[Event]:
+    for role, pool in after.get("pools", {}).items():
+        old = before.get("pools", {}).get(role)
+        if old is None or old["desiredReplicas"] == pool["desiredReplicas"]:
+            continue
+        up = pool["desiredReplicas"] > old["desiredReplicas"]
+        why = pool.get("lastDecision", {}).get("message", "")
+        sizes = f"{role} from {old['desiredReplicas']} to {pool['desiredReplicas']}"
+        yield Event("ScaledUp" if up else "ScaledDown", f"{sizes}: {why}" if why else sizes)
+
+
+def _put_back(decisions: Iterable[tuple[Role, Decision]]) -> Iterator[Event]:
+    for role, decision in decisions:
+        if decision.reason == "PutBack":
+            yield Event("ScalePutBack", f"{role}: {decision.message}")
+
+
+def _by_type(status: Manifest) -> dict[str, Manifest]:
+    return {item["type"]: item for item in status.get("conditions", [])}

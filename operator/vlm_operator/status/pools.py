@@ -1,0 +1,86 @@
+"""The pools in the status: how many pods, in which state, under which load, by which decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlm_operator.autoscale import record
+from vlm_operator.names import Role
+from vlm_operator.state import Sample
+from vlm_operator.status.view import View
+
+_HISTORY = 8
+
+
+def pool_status(view: View, role: Role) -> dict[str, Any]:
+    """Everything under `status.pools.<role>`."""
+    pods = view.observed.of(role)
+    decisions = view.histories[role].decisions if role in view.histories else ()
+    found: dict[str, Any] = {
+        "desiredReplicas": view.desired.get(role, 0),
+        "replicas": len(pods),
+        "readyReplicas": len(view.serving(role)),
+        "startingReplicas": sum(pod.starting for pod in pods),
+        "pendingReplicas": sum(pod.pending for pod in pods),
+        "drainingReplicas": sum(pod.draining for pod in pods),
+        "updatedReplicas": len(view.updated(role)),
+        "variants": _variants(view, role),
+        "load": load(view, role),
+    }
+    if decisions:
+        found["lastDecision"] = record(decisions[-1])
+        earlier = [record(item) for item in reversed(decisions[:-1])][:_HISTORY]
+        if earlier:
+            found["history"] = earlier
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def load(view: View, role: Role) -> dict[str, int] | None:
+    """What the pods report, rounded so that noise writes nothing; None where none answers."""
+    samples = [
+        view.observed.samples[pod.uid]
+        for pod in view.observed.of(role)
+        if pod.uid in view.observed.samples
+    ]
+    if not samples:
+        return None
+    found = {
+        "inflight": sum(sample.inflight for sample in samples),
+        "queuedRequests": sum(sample.queued_requests for sample in samples),
+        "queuedSeconds": round(sum(sample.queued_work_seconds for sample in samples)),
+    }
+    occupancy = kv_occupancy_percent(samples)
+    if occupancy is not None:
+        found["kvOccupancyPercent"] = occupancy
+    return found
+
+
+def kv_occupancy_percent(samples: list[Sample]) -> int | None:
+    """Share of KV tokens in use or reserved, in steps of 5 %; cached tokens are free to take."""
+    caches = [sample.kv for sample in samples if sample.kv is not None]
+    capacity = sum(kv.capacity for kv in caches)
+    if capacity == 0:
+        return None
+    used = sum(kv.running + kv.reserved for kv in caches)
+    return round(20 * used / capacity) * 5
+
+
+def _variants(view: View, role: Role) -> list[dict[str, Any]]:
+    pool = view.service.spec.pools.of(role)
+    assert pool is not None
+    found = []
+    for variant in pool.variants:
+        pods = [pod for pod in view.observed.of(role) if pod.variant == variant.name]
+        serving = [pod for pod in view.serving(role) if pod.variant == variant.name]
+        entry: dict[str, Any] = {
+            "name": variant.name,
+            "replicas": len(pods),
+            "readyReplicas": len(serving),
+        }
+        reference = variant.node_class_ref
+        known = view.observed.node_classes.get(reference.name) if reference else None
+        if known is not None:
+            entry["nodeClass"] = known.name
+            entry["costPerHour"] = f"{known.cost_per_hour * len(pods):.2f}"
+        found.append(entry)
+    return found

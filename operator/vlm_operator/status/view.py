@@ -1,0 +1,72 @@
+"""What one turn of the loop knows when it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from vlm_operator.api import VLMService
+from vlm_operator.autoscale import Decision, History
+from vlm_operator.names import Role
+from vlm_operator.rollout import Step
+from vlm_operator.state import Observed, PodState, Revision
+from vlm_operator.status.slo import SloWindow
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a turn could not do what it should.
+
+    Attributes:
+        accepted: the manifest is fine and something else is wrong.
+        person: nothing changes until somebody acts.
+    """
+
+    reason: str
+    message: str
+    accepted: bool = True
+    person: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """One service, as decided and seen in this turn.
+
+    Attributes:
+        written: the service as the user wrote it.
+        service: the same with every default filled in.
+        decisions: of each pool, with the histories they came from.
+        desired: replicas of each pool in the end.
+        step: what the rollout allows now.
+        failure: the first thing that went wrong, None where nothing did.
+        url: where clients find the API, inside the cluster.
+        epoch: leaseTransitions; part of decision records.
+    """
+
+    written: VLMService
+    service: VLMService
+    observed: Observed
+    revisions: Mapping[tuple[Role, str], Revision]
+    decisions: Mapping[Role, Decision]
+    histories: Mapping[Role, History]
+    desired: Mapping[Role, int]
+    step: Step
+    slo: SloWindow
+    url: str
+    epoch: int
+    failure: Failure | None = None
+
+    def serving(self, role: Role) -> tuple[PodState, ...]:
+        """Pods of a role that take requests."""
+        return tuple(pod for pod in self.observed.of(role) if pod.ready and not pod.draining)
+
+    def updated(self, role: Role) -> tuple[PodState, ...]:
+        """Pods of a role's newest revisions."""
+        current = {
+            (variant, revision.id)
+            for (of, variant), revision in self.revisions.items()
+            if of is role
+        }
+        return tuple(
+            pod for pod in self.observed.of(role) if (pod.variant, pod.revision) in current
+        )
