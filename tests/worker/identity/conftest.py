@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker.identity.law import Law
 from worker.identity.questions import Question
 from worker.identity.random_model import MIN_LOGITS_STD, make_random_model, random_reference
 from worker.identity.reference import Answer, shapes_reference
@@ -43,6 +42,3 @@ def random_pairs(random_model_dir: Path) -> Pairs:
     distinct = len({token for _, answer in pairs for token in answer.token_ids})
     assert distinct > 100, "continuations that repeat a few tokens show little"
     return pairs
-
-
-__all__ = ["Law", "Pairs"]

@@ -1,7 +1,7 @@
 """Held-out questions of `shapes`, prepared by transformers' own processor: what identity tests ask.
 
-`questions()` holds 230 of them: text alone, one picture, several, several turns, and several turns
-with a picture each. Drawn from seeds, so that every test and every process asks the same.
+`questions()` holds more than 200: text alone, one picture, several, several turns, and several
+turns with a picture each. Drawn from seeds, so that every test and every process asks the same.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Question:
 
 
 @functools.cache
-def questions() -> tuple[Question, ...]:
+def questions(per_task: int = NUM_PER_TASK) -> tuple[Question, ...]:
     """The questions, in an order that mixes tasks."""
     items = [
         item
         for task in heldout.TASKS
-        for item in heldout.build(task, MORE_OF.get(task, NUM_PER_TASK))
+        for item in heldout.build(task, max(per_task, MORE_OF.get(task, 0)))
     ]
     first = heldout.build("color", NUM_TURNS_WITH_PICTURES, seed=heldout.SEED + 1)
     second = heldout.build("count_all<=4", NUM_TURNS_WITH_PICTURES, seed=heldout.SEED + 1)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from worker.identity.questions import IMAGE_TOKEN_ID, SHAPES, Question, questions
+from worker.identity.questions import IMAGE_TOKEN_ID, NUM_PER_TASK, SHAPES, Question, questions
 
 MAX_TOKENS = 48
 TIE = 1e-4
+NO_TOKEN = 1 << 20  # an end that never comes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Answer:
 
 
 @functools.cache
-def shapes_reference() -> tuple[tuple[Question, Answer], ...]:
+def shapes_reference(per_task: int = NUM_PER_TASK) -> tuple[tuple[Question, Answer], ...]:
     """All questions with transformers' answers."""
     model = load_reference(SHAPES)
-    return tuple((question, answer(model, question)) for question in questions())
+    return tuple((question, answer(model, question)) for question in questions(per_task))
 
 
 def load_reference(model_dir: Path) -> Any:
@@ -72,7 +73,7 @@ def answer(
         max_new_tokens=max_tokens,
         output_logits=True,
         return_dict_in_generate=True,
-        **({"eos_token_id": -1} if ignore_eos else {}),
+        **({"eos_token_id": NO_TOKEN} if ignore_eos else {}),
         **pictures,
     )
     tokens = out.sequences[0, ids.shape[1] :].tolist()

@@ -1,15 +1,19 @@
-"""How many KV blocks fit: a given number of bytes, or a share of what the device has left."""
+"""The KV cache: how many blocks fit, and the buffer that holds them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.types import KVLayout
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
+_ALIGNMENT = 64  # of a cache line, and of the widest vector load
 DEFAULT_CPU_BYTES = 1 << 30  # of host memory nobody means to give a quarter without saying so
 
 
@@ -41,6 +45,24 @@ def num_kv_blocks(
             f"give at least {2 * layout.block_bytes} with --kv-memory-bytes"
         )
     return num_blocks
+
+
+def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """The buffer, `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, all zeros.
+
+    On a CPU the system gives the memory page by page as blocks are written: a large cache that is
+    mostly unused costs address space alone. (`torch.zeros` would write all of it.)
+    """
+    inner = layout.block_size * layout.head_dim
+    shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+    num_bytes = num_blocks * layout.block_bytes
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return (
+        torch.from_numpy(memory[start : start + num_bytes]).view(DTYPES[layout.dtype]).view(shape)
+    )
 
 
 def available_bytes(device: torch.device) -> int:

@@ -18,8 +18,8 @@ from vlm_worker.core.inputs import StepInputs
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
-from vlm_worker.model.loader import DTYPES, LoadedModel, load_model
-from vlm_worker.model.memory import num_kv_blocks
+from vlm_worker.model.loader import LoadedModel, load_model
+from vlm_worker.model.memory import DTYPES, make_kv_cache, num_kv_blocks
 from vlm_worker.model.sampler import sample
 from vlm_worker.model.vision import Embedding, PictureEncoder
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage, Stage
@@ -93,15 +93,7 @@ class ModelRunner:
         )
         self._kv_cache = torch.empty(0)
         if kv_layout is not None:
-            self._kv_cache = torch.zeros(  # lazily committed: memory is taken as blocks are used
-                num_blocks,
-                kv_layout.num_layers,
-                2,
-                kv_layout.num_kv_heads,
-                kv_layout.block_size * kv_layout.head_dim,
-                dtype=DTYPES[kv_layout.dtype],
-                device=self._device,
-            )
+            self._kv_cache = make_kv_cache(kv_layout, num_blocks, self._device)
         processor = loaded.family.processor
         self._pictures = PictureEncoder(
             self._model,
