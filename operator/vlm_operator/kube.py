@@ -157,7 +157,11 @@ class KubeCluster:
             # `_request_timeout` too: the client's own default of five minutes would outlive a
             # cancelled write
             response = await self._client.request(
-                method, path, _request_timeout=REQUEST_TIMEOUT_SECONDS, **params
+                method,
+                path,
+                serialize=False,
+                _request_timeout=REQUEST_TIMEOUT_SECONDS,
+                **params,
             )
             return cast("Manifest", json.loads(await response.read()))
 
