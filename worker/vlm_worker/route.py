@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 from vlm_worker.types import Role, Stage
@@ -94,6 +95,12 @@ class Route:
     decode: Choice | None
 
     @property
+    def pods(self) -> tuple[Candidate, ...]:
+        """All of them, in the order of a request."""
+        choices = (self.encoder, self.prefill, self.decode)
+        return tuple(choice.pod for choice in choices if choice is not None)
+
+    @property
     def reserve(self) -> bool:
         """Whether KV must be reserved on another pod than the one that computes it."""
         return self.decode is not None and self.decode.pod.boot_id != self.prefill.pod.boot_id
@@ -122,11 +129,24 @@ def choose(
         failed: boot ids of pods that failed this request before; a restarted pod is another one.
             They are tried again only where there is no other.
     """
-    usable = [c for c in candidates if c.ready and c.boot_id not in failed]
-    route = _choose(usable, demand)
-    if isinstance(route, NoRoute) and failed:
-        return _choose([c for c in candidates if c.ready], demand)
-    return route
+    usable = _Usable(tuple(c for c in candidates if c.ready), failed)
+    if not demand.needs_decode:
+        return _behind(usable, demand, None)
+    decode = _decode(usable, demand)
+    if isinstance(decode, NoRoute):
+        return decode
+    return _behind(usable.agreeing(decode.pod), demand, decode)
+
+
+def another_decode(
+    candidates: Sequence[Candidate], demand: Demand, route: Route, refused: frozenset[bytes]
+) -> Choice | None:
+    """Another pod to decode on, that agrees with the rest of the route; None where all refused."""
+    others = [
+        c for c in candidates if c.ready and c.boot_id not in refused and c != route.prefill.pod
+    ]
+    choice = _decode(_Usable(tuple(others), frozenset()).agreeing(route.prefill.pod), demand)
+    return None if isinstance(choice, NoRoute) else choice
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
@@ -145,14 +165,49 @@ def rendezvous(key: bytes, name: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _choose(usable: Sequence[Candidate], demand: Demand) -> Route | NoRoute:
-    decode: Choice | None = None
-    if demand.needs_decode:
-        chosen = _decode(usable, demand)
-        if isinstance(chosen, NoRoute):
-            return chosen
-        decode = chosen
-        usable = [c for c in usable if _share_kv(c, chosen.pod)]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Usable:
+    """Ready pods, and which of them failed this request."""
+
+    pods: tuple[Candidate, ...]
+    failed: frozenset[bytes]
+
+    def agreeing(self, pod: Candidate) -> _Usable:
+        """Those that can exchange KV with a pod; without KV there is nothing to disagree in."""
+        layouts = (b"", pod.layout_fingerprint)
+        agreeing = tuple(c for c in self.pods if c.layout_fingerprint in layouts)
+        return dataclasses.replace(self, pods=agreeing)
+
+    def pool(self, stage: Stage) -> tuple[list[Candidate], bool]:
+        """Pods for a stage, and whether they drain.
+
+        Those that did not fail before those that did; accepting before draining; the stage's own
+        role before the next ones.
+        """
+        loaded = [c for c in self.pods if stage in c.stages]
+        for failed, accepting in itertools.product((False, True), (True, False)):
+            for role in _ROLES_FOR[stage]:
+                pods = [
+                    c
+                    for c in loaded
+                    if c.role is role
+                    and c.accepting is accepting
+                    and (c.boot_id in self.failed) is failed
+                ]
+                if pods:
+                    return pods, not accepting
+        return [], False
+
+
+_ROLES_FOR = {
+    Stage.ENCODER: (Role.ENCODER, Role.PREFILL, Role.DECODE),
+    Stage.PREFILL: (Role.PREFILL, Role.DECODE, Role.ENCODER),
+    Stage.DECODE: (Role.DECODE, Role.PREFILL, Role.ENCODER),
+}
+
+
+def _behind(usable: _Usable, demand: Demand, decode: Choice | None) -> Route | NoRoute:
+    """Prefill and encoder for a decode pod that is settled."""
     prefill = _prefill(usable, demand, decode)
     if isinstance(prefill, NoRoute):
         return prefill
@@ -162,8 +217,8 @@ def _choose(usable: Sequence[Candidate], demand: Demand) -> Route | NoRoute:
     return encoder if isinstance(encoder, NoRoute) else Route(encoder, prefill, decode)
 
 
-def _decode(usable: Sequence[Candidate], demand: Demand) -> Choice | NoRoute:
-    pods, last_resort = _pool(usable, Stage.DECODE)
+def _decode(usable: _Usable, demand: Demand) -> Choice | NoRoute:
+    pods, last_resort = usable.pool(Stage.DECODE)
     if not pods:
         return NoRoute(Stage.DECODE, "no decode pod is ready")
     large = [c for c in pods if c.kv_capacity_tokens >= demand.num_tokens]
@@ -186,10 +241,8 @@ def _decode_order(pod: Candidate) -> tuple[int, float, str]:
     return (pod.num_inflight + pod.num_waiting, full, pod.name)
 
 
-def _prefill(
-    usable: Sequence[Candidate], demand: Demand, decode: Choice | None
-) -> Choice | NoRoute:
-    pods, last_resort = _pool(usable, Stage.PREFILL)
+def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice | NoRoute:
+    pods, last_resort = usable.pool(Stage.PREFILL)
     if not pods:
         return NoRoute(Stage.PREFILL, "no prefill pod is ready that agrees with the decode pod")
     if pods[0].role is not Role.PREFILL and decode and Stage.PREFILL in decode.pod.stages:
@@ -197,32 +250,15 @@ def _prefill(
     return _at_home(pods, demand.prefix_digest, "prefix", last_resort)
 
 
-def _encoder(usable: Sequence[Candidate], demand: Demand, prefill: Choice) -> Choice | NoRoute:
-    agreeing = [c for c in usable if c.embed_fingerprint == prefill.pod.embed_fingerprint]
-    pods, last_resort = _pool(agreeing, Stage.ENCODER)
+def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRoute:
+    fingerprint = prefill.pod.embed_fingerprint
+    agreeing = tuple(c for c in usable.pods if c.embed_fingerprint == fingerprint)
+    pods, last_resort = dataclasses.replace(usable, pods=agreeing).pool(Stage.ENCODER)
     if not pods:
         return NoRoute(Stage.ENCODER, "no pod that encodes pictures is ready")
     if pods[0].role is not Role.ENCODER and Stage.ENCODER in prefill.pod.stages:
         return Choice(prefill.pod, "no encoder pool: where it prefills", prefill.last_resort)
     return _at_home(pods, demand.image_digest, "pictures", last_resort)
-
-
-def _pool(usable: Sequence[Candidate], stage: Stage) -> tuple[list[Candidate], bool]:
-    """Pods that run a stage: accepting before draining, its own role before the next ones."""
-    loaded = [c for c in usable if stage in c.stages]
-    for accepting in (True, False):
-        for role in _ROLES_FOR[stage]:
-            pods = [c for c in loaded if c.role is role and c.accepting is accepting]
-            if pods:
-                return pods, not accepting
-    return [], False
-
-
-_ROLES_FOR = {
-    Stage.ENCODER: (Role.ENCODER, Role.PREFILL, Role.DECODE),
-    Stage.PREFILL: (Role.PREFILL, Role.DECODE, Role.ENCODER),
-    Stage.DECODE: (Role.DECODE, Role.PREFILL, Role.ENCODER),
-}
 
 
 def _at_home(pods: Sequence[Candidate], key: bytes, what: str, last_resort: bool) -> Choice:
@@ -236,8 +272,3 @@ def _at_home(pods: Sequence[Candidate], key: bytes, what: str, last_resort: bool
     if busy:
         return Choice(idle, f"least loaded: the home of the {what} is busy", last_resort)
     return Choice(home, f"home of the {what}", last_resort)
-
-
-def _share_kv(pod: Candidate, decode: Candidate) -> bool:
-    """Pods without KV have no layout to disagree in."""
-    return not pod.layout_fingerprint or pod.layout_fingerprint == decode.layout_fingerprint

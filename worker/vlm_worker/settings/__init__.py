@@ -74,6 +74,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
             namespace=args.namespace,
             service=args.service,
             workers=tuple(args.worker),
+            api_server=_api_server(environ),
             config=args.config,
             api_keys_dir=args.api_keys_dir,
         )
@@ -123,6 +124,14 @@ def _model(args: argparse.Namespace, fail: Callable[[str], NoReturn]) -> ModelSo
     if not source.revision and args.command != "serve":
         fail("--model-revision: give the commit of the hf:// model, so that all pods run the same")
     return source
+
+
+def _api_server(environ: Mapping[str, str]) -> str:
+    """As Kubernetes tells every container."""
+    host = environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = environ.get("KUBERNETES_SERVICE_PORT", "443")
+    host = f"[{host}]" if ":" in host else host
+    return f"https://{host}:{port}" if host else ""
 
 
 def _identity(environ: Mapping[str, str]) -> Identity:

@@ -83,7 +83,8 @@ class GatewaySettings:
 
     It finds its workers at the static addresses `workers`, or, where these are empty, by watching
     the pods of `service` in `namespace`. `config` is the mounted gateway.json; `api_keys_dir` a
-    mounted Secret with one bearer key per file, whose name is the tenant; None is open.
+    mounted Secret with one bearer key per file, whose name is the tenant; None is open. `api_server`
+    is the cluster's, as https://host:port; empty outside of one.
     """
 
     model: ModelSource
@@ -94,6 +95,7 @@ class GatewaySettings:
     namespace: str = ""
     service: str = ""
     workers: tuple[str, ...] = ()
+    api_server: str = ""
     config: Path | None = None
     api_keys_dir: Path | None = None
     block_size: int = 64

@@ -1,0 +1,73 @@
+"""The body of a request, within bounds of size and time, and the sign that its client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vlm_worker.gateway.answering import ClientGoneError
+from vlm_worker.gateway.api.errors import ApiError, too_large
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+MAX_BODY_BYTES = 32 * 2**20
+BODY_SILENCE_SECONDS = 10.0
+BODY_SECONDS = 60.0
+
+
+async def read_body(scope: dict[str, Any], receive: Receive) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 415 for anything but plain JSON, 413 above 32 MiB, 408 when it does not come.
+        ClientGoneError: the client left before its end.
+    """
+    headers = dict(scope["headers"])
+    _check_type(headers)
+    if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
+        raise _oversized()
+    chunks, num_bytes, more = [], 0, True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more:
+                async with asyncio.timeout(BODY_SILENCE_SECONDS):
+                    message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError("the client left before the end of its request")
+                chunk, more = message.get("body", b""), message.get("more_body", False)
+                num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise _oversized()
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(
+            408, "The body of the request did not come in time.", code="timeout"
+        ) from None
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def until_disconnect(receive: Receive) -> Exception:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    return ClientGoneError("the client disconnected")
+
+
+def _check_type(headers: dict[bytes, bytes]) -> None:
+    kind, _, parameters = headers.get(b"content-type", b"").decode("latin-1").partition(";")
+    if kind.strip().lower() != "application/json":
+        raise ApiError(
+            415, "The content type must be application/json.", code="unsupported_media_type"
+        )
+    charset = parameters.strip().lower().replace('"', "")
+    if charset.startswith("charset=") and charset != "charset=utf-8":
+        raise ApiError(415, "The charset must be utf-8.", code="unsupported_media_type")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ApiError(415, "The body must not be compressed.", code="unsupported_content_encoding")
+
+
+def _oversized() -> ApiError:
+    return too_large(
+        f"The body has more than {MAX_BODY_BYTES} bytes.", param=None, code="request_too_large"
+    )

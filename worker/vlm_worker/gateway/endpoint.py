@@ -1,0 +1,244 @@
+"""One request of `/v1/chat/completions` or `/v1/completions`, from its body to its last word."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from vlm_worker.errors import InvalidImageError, WorkerError
+from vlm_worker.gateway.answering import ClientGoneError, Response, Send, Writer
+from vlm_worker.gateway.api import errors
+from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope, Usage
+from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.api.requests import Options, parse_chat, parse_completion
+from vlm_worker.gateway.api.strict_json import parse_object
+from vlm_worker.gateway.body import Receive, read_body, until_disconnect
+from vlm_worker.gateway.orchestrate.generation import Generation, NoRouteError
+from vlm_worker.gateway.orchestrate.job import Answer, Job
+from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.gateway.service import Service
+from vlm_worker.types import Modality
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 15.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Exchange:
+    """What the log says of a request in the end. Its endpoint call is its only writer."""
+
+    request_id: str
+    tenant: str
+    client_request_id: str
+    outcome: str = "error"
+    options: Options | None = None
+    trace: Trace | None = None
+    answer: Answer | None = None
+    num_retries: int = 0
+    reason: str = ""
+
+
+class Endpoint:
+    """An ASGI application for one path."""
+
+    def __init__(self, service: Service, kind: Literal["chat", "completion"]) -> None:
+        self._service = service
+        self._kind = kind
+        self._shape = ChatShape() if kind == "chat" else CompletionShape()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one request; whatever happens, it gets its last word, here and in the log."""
+        state = scope["state"]
+        exchange = _Exchange(state["request_id"], state["tenant"], state["client_request_id"])
+        response = Response(send)
+        self._service.enter()
+        try:
+            await self._exchange(exchange, scope, receive, response)
+            exchange.outcome = "ok"
+        except ApiError as error:
+            exchange.outcome, exchange.reason = error.outcome, error.message
+            await _last_word(response, error)
+        except ClientGoneError as error:
+            exchange.outcome, exchange.reason = "cancelled", str(error)
+        except Exception as error:
+            exchange.reason = f"{type(error).__name__}: {error}"
+            logger.exception("request failed", extra={"request_id": exchange.request_id})
+            await _last_word(response, errors.internal(exchange.request_id))
+        finally:
+            self._service.leave(exchange.outcome)
+            self._log(exchange)
+
+    async def _exchange(
+        self, exchange: _Exchange, scope: dict[str, Any], receive: Receive, response: Response
+    ) -> None:
+        service = self._service
+        if service.refusing:
+            raise errors.unavailable("This gateway is shutting down; another one takes requests.")
+        body = await read_body(scope, receive)
+        trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
+        job, options = await self._prepare(body, exchange)
+        exchange.options = options
+        writer = self._writer(response, options, job, trace)
+        generation = self._generation(job, writer, trace)
+        exchange.answer = generation.answer
+        try:
+            await _watched(
+                self._generate(generation, writer),
+                ends=(until_disconnect(receive), _cut(service)),
+                ping=writer.ping,
+            )
+        except WorkerError as error:
+            raise _answer_to(error, job, exchange.request_id) from error
+        finally:
+            exchange.num_retries = generation.num_retries
+
+    async def _prepare(self, body: bytes, exchange: _Exchange) -> tuple[Job, Options]:
+        service, config = self._service, self._service.live.now.config
+        if delay := service.settings.delays.get("gateway"):
+            await asyncio.sleep(delay)
+        prepare = service.preparer
+        parsed = parse_object(body)
+        ids = {"request_id": exchange.request_id, "tenant": exchange.tenant}
+        if self._kind == "chat":
+            chat = parse_chat(parsed)
+            return await prepare.chat(chat, config, **ids), chat.options
+        completion = parse_completion(parsed)
+        return await prepare.completion(completion, config, **ids), completion.options
+
+    def _writer(self, response: Response, options: Options, job: Job, trace: Trace) -> Writer:
+        envelope = Envelope(
+            shape=self._shape,
+            request_id=job.request_id,
+            created=int(time.time()),
+            model=options.model,
+            include_usage=options.include_usage,
+        )
+        return Writer(
+            response,
+            envelope,
+            stream=options.stream,
+            tokenizer=self._service.language.tokenizer,
+            stop=options.stop,
+            trace=trace,
+            on_token=self._meter(job, trace),
+        )
+
+    def _meter(self, job: Job, trace: Trace) -> Callable[[], None]:
+        """Counts tokens as they leave."""
+        service = self._service
+        meters = service.meters
+        modality = Modality.IMAGE if job.pictures else Modality.TEXT
+        previous: float | None = None
+
+        def on_token() -> None:
+            nonlocal previous
+            now = service.clock()
+            meters.num_output_tokens += 1
+            if previous is None:
+                target = service.live.now.config.slo.ttft_seconds(modality)
+                meters.first_token(trace.ttft, trace.stages(), modality, target)
+            else:
+                meters.next_token(now - previous)
+            previous = now
+
+        return on_token
+
+    def _generation(self, job: Job, writer: Writer, trace: Trace) -> Generation:
+        service = self._service
+        service.meters.num_images += len(job.pictures)
+        service.meters.num_visual_tokens += sum(p.num_tokens for p in job.pictures)
+        waits = bool(job.pictures) and service.live.now.config.on_demand == "Queue"
+        return Generation(
+            job,
+            writer.emit,
+            trace=trace,
+            registry=service.registry,
+            background=service.background,
+            stage_wait_seconds=job.max_wait_seconds if waits else 0.0,
+        )
+
+    async def _generate(self, generation: Generation, writer: Writer) -> None:
+        reason = await generation.run()
+        answer = generation.answer
+        assert answer.prompt is not None
+        usage = Usage(
+            image_tokens=answer.prompt.num_image_tokens,
+            text_tokens=answer.prompt.num_text_tokens,
+            cached_tokens=answer.num_cached_tokens,
+            completion_tokens=len(answer.token_ids),
+        )
+        await writer.finish(reason, usage)
+
+    def _log(self, exchange: _Exchange) -> None:
+        trace, answer, options = exchange.trace, exchange.answer, exchange.options
+        ttft = trace.ttft if trace is not None and trace.first_byte is not None else None
+        logger.info(
+            "request",
+            extra={
+                "request_id": exchange.request_id,
+                "client_request_id": exchange.client_request_id,
+                "tenant": exchange.tenant,
+                "endpoint": self._kind,
+                "outcome": exchange.outcome,
+                "reason": exchange.reason,
+                "num_output_tokens": len(answer.token_ids) if answer else 0,
+                "num_retries": exchange.num_retries,
+                "ttft_seconds": ttft,
+                "labels": options.logged if options else {},
+            },
+        )
+
+
+async def _watched(
+    work: Awaitable[None],
+    *,
+    ends: tuple[Awaitable[Exception], ...],
+    ping: Callable[[], Awaitable[None]],
+) -> None:
+    """Run `work`; cancel it and raise what the first of `ends` gives, when that comes first."""
+    task = asyncio.ensure_future(work)
+    watchers = [asyncio.ensure_future(end) for end in ends]
+    try:
+        while True:
+            done, _ = await asyncio.wait(
+                (task, *watchers), timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task in done:
+                return await task
+            for end in watchers:
+                if end in done:
+                    raise end.result()
+            await ping()
+    finally:
+        for one in (task, *watchers):
+            one.cancel()
+        await asyncio.gather(task, *watchers, return_exceptions=True)
+
+
+async def _cut(service: Service) -> Exception:
+    await service.cut.wait()
+    return errors.unavailable("This gateway is shutting down and its time to drain is over.")
+
+
+async def _last_word(response: Response, error: ApiError) -> None:
+    try:
+        await response.fail(error)
+    except ClientGoneError:
+        logger.debug("nobody is there to hear of an error")
+
+
+def _answer_to(error: WorkerError, job: Job, request_id: str) -> ApiError:
+    """What the client is told of a worker's last word."""
+    if isinstance(error, NoRouteError):
+        return errors.unavailable(f"No worker is ready for the stage {error.stage!r}.")
+    answer = errors.of_worker(error, request_id)
+    if isinstance(error, InvalidImageError) and error.item < len(job.pictures):
+        answer.param = job.pictures[error.item].path
+    if answer.status >= 500:
+        logger.error("request lost", extra={"request_id": request_id, "reason": str(error)})
+    return answer

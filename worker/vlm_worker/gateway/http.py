@@ -1,0 +1,102 @@
+"""uvicorn as we run it: our own sockets, no signals of its own, and patience with nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 75
+
+
+class Server(uvicorn.Server):
+    """A server that leaves signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Whoever started us handles them."""
+        yield
+
+
+class ImpatientProtocol(HttpToolsProtocol):
+    """Closes a connection whose next headers do not come within 10 s of their first byte."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Expect a request."""
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def on_message_begin(self) -> None:
+        """A further request on the same connection begins."""
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        """They came."""
+        self._disarm()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing to wait for."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self.transport.close()
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def server(app: Any) -> Server:
+    """A server for one application; `serve(sockets=[...])` runs it."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=ImpatientProtocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=True,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; `::` takes IPv4 too, and is `0.0.0.0` where there is no IPv6.
+
+    Raises:
+        OSError: naming the address.
+    """
+    try:
+        if host == "::":
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(
+                    (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+                )
+            host = "0.0.0.0"  # noqa: S104 - the same as "::", for hosts without IPv6
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen on {host} port {port}: {error.strerror}"
+        ) from None

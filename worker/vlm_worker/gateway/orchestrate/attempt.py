@@ -1,0 +1,307 @@
+"""One attempt at a request, on one route: ends in a finish reason or raises who was lost.
+
+_pictures ─ decoded ─┐
+_reserve  ───────────┴▶ _prefill ─ accepted ─▶ _decode ─▶ Answer
+_renew    keeps the reservation and the embeddings until their consumer has queued the request
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from vlm_worker.client import WorkerClient
+from vlm_worker.errors import DrainingError, GoneError, PeerLostError, WorkerError
+from vlm_worker.gateway.orchestrate.background import Background
+from vlm_worker.gateway.orchestrate.encoding import Encoding
+from vlm_worker.gateway.orchestrate.job import Answer, Job
+from vlm_worker.gateway.orchestrate.reserving import reserve
+from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.gateway.registry import Registry
+from vlm_worker.route import Candidate, Choice, Route
+from vlm_worker.types import FinishReason, ImageItem, Request, RequestKey, Source
+from vlm_worker.wire.calls import (
+    Accepted,
+    DecodeCall,
+    DecodedItem,
+    Finished,
+    FirstToken,
+    PrefillCall,
+    Reservation,
+    ReserveCall,
+    Tokens,
+)
+
+RENEW_SECONDS = 2.0
+PREFILL_TIMEOUT_SECONDS = 600.0
+DECODE_TIMEOUT_SECONDS = 3600.0
+CANCEL_TIMEOUT_SECONDS = 1.0
+FIRST_TOKEN_TIMEOUT_SECONDS = 5.0
+
+
+class Attempt:
+    """`blamed` holds, after a failure, the boot ids of the pods to avoid next time."""
+
+    def __init__(
+        self,
+        job: Job,
+        route: Route,
+        *,
+        number: int,
+        answer: Answer,
+        trace: Trace,
+        registry: Registry,
+        background: Background,
+    ) -> None:
+        self._job = job
+        self._route = route
+        self._decode_choice = route.decode
+        self._key = RequestKey(job.request_id, number)
+        self._answer = answer
+        self._trace = trace
+        self._registry = registry
+        self._background = background
+        self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._used = contextlib.ExitStack()
+        self._engaged: dict[str, WorkerClient] = {}
+        self._reservation: Reservation | None = None
+        self._accepted = False
+        self._decoding = False
+        self._clean = False
+        self.blamed: set[bytes] = set()
+
+    async def run(self) -> FinishReason:
+        """Serve; every call is over when this returns or raises.
+
+        Raises:
+            WorkerError: of the call that failed first.
+        """
+        try:
+            self._start(self._serve())
+            return await self._ended
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if not self._clean:
+                self._cancel_everywhere()
+            self._used.close()
+
+    # ---- the steps -----------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        encoding = None
+        if self._route.encoder is not None:
+            encoding = Encoding(self._job, self._key, self._route.encoder, self._trace)
+            self._start(self._pictures(encoding, self._route.encoder))
+        self._start(self._renew(encoding))
+        self._trace.gateway_waits()
+        if self._route.reserve:
+            await self._reserve()
+        items = await encoding.decoded if encoding is not None else ()
+        self._trace.gateway_works()
+        await self._prefill(*self._request(encoding, items))
+
+    async def _pictures(self, encoding: Encoding, choice: Choice) -> None:
+        with self._blame(choice.pod):
+            await encoding.run(self._client(choice.pod))
+
+    async def _reserve(self) -> None:
+        demand = self._job.demand(len(self._answer.token_ids))
+        deadline = self._trace.clock() + self._job.max_wait_seconds
+
+        async def reserve_on(choice: Choice) -> Reservation:
+            call = ReserveCall(self._key, demand.num_tokens, last_resort=choice.last_resort)
+            with self._blame(choice.pod):
+                return await self._client(choice.pod).reserve(call)
+
+        with self._trace.stage("decode_reserve"):
+            self._decode_choice, self._reservation = await reserve(
+                self._route,
+                demand,
+                reserve_on,
+                registry=self._registry,
+                may_wait=lambda: self._trace.clock() < deadline,
+            )
+
+    async def _prefill(self, request: Request, sources: tuple[Source, ...]) -> None:
+        choice = self._route.prefill
+        call = PrefillCall(
+            request=request,
+            transfer_id=f"{self._key.request_id}.{self._key.attempt}.kv",
+            sources=sources,
+            hand_over=self._decode_choice is not None,
+            last_resort=choice.last_resort,
+        )
+        self._trace.gateway_waits()
+        open_call = self._trace.call()
+        encoder = (self._route.encoder.pod,) if self._route.encoder else ()
+        with self._blame(choice.pod, *encoder):
+            client = self._client(choice.pod)
+            first_token = False
+            async with aclosing(client.prefill(call, timeout=PREFILL_TIMEOUT_SECONDS)) as replies:
+                try:
+                    async for reply in replies:
+                        open_call.report(reply)
+                        match reply.event:
+                            case Accepted() as accepted:
+                                self._hand_over(request, accepted)
+                            case FirstToken() as first:
+                                first_token = True
+                                await self._take_first(first)
+                except PeerLostError:
+                    # From here on decode knows best whether it has all it needs.
+                    if not first_token:
+                        raise
+            if not first_token:
+                raise PeerLostError("prefill ended its stream without a token")
+
+    def _hand_over(self, request: Request, accepted: Accepted) -> None:
+        self._accepted = True
+        if self._decode_choice is not None:
+            self._start(self._decode(request, accepted, self._decode_choice))
+
+    async def _take_first(self, first: FirstToken) -> None:
+        self._trace.gateway_works()
+        if first.index == 0:
+            self._answer.num_cached_tokens = first.num_cached_tokens
+        await self._answer.take(first.index, (first.token_id,))
+        if self._answer.complete:
+            self._end(FinishReason.STOP)
+        elif first.finish_reason is not None:
+            self._end(first.finish_reason)
+        elif self._decode_choice is None:
+            self._end(FinishReason.LENGTH)
+
+    async def _decode(self, request: Request, accepted: Accepted, choice: Choice) -> None:
+        prefill = self._route.prefill.pod
+        reservation = self._reservation
+        call = DecodeCall(
+            request=request,
+            # Where it was prefilled the KV stays where it is, and nothing was reserved.
+            reservation_id=reservation.reservation_id if reservation else accepted.transfer_id,
+            kv=Source(
+                address=prefill.address,
+                boot_id=accepted.boot_id,
+                transfer_id=accepted.transfer_id,
+                fingerprint=accepted.layout_fingerprint,
+            ),
+            boot_id=reservation.boot_id if reservation else choice.pod.boot_id,
+        )
+        self._reservation = None
+        with self._blame(choice.pod, prefill):
+            client = self._client(choice.pod)
+            async with aclosing(client.decode(call, timeout=DECODE_TIMEOUT_SECONDS)) as replies:
+                async for reply in replies:
+                    match reply.event:
+                        case Tokens() as tokens:
+                            self._decoding = True
+                            await self._answer.take(tokens.first_index, tokens.token_ids)
+                            if self._answer.complete:
+                                self._end(FinishReason.STOP)
+                                return
+                        case Finished() as finished:
+                            await self._finish(finished)
+                            return
+            raise PeerLostError("decode ended its stream without a last word")
+
+    async def _finish(self, finished: Finished) -> None:
+        if finished.reason is FinishReason.DRAINED:
+            raise DrainingError("the decode pod reached its drain deadline")
+        try:
+            async with asyncio.timeout(FIRST_TOKEN_TIMEOUT_SECONDS):
+                await self._answer.wait_for(finished.num_tokens)
+        except TimeoutError:
+            raise PeerLostError("decode finished, but a token of the answer is missing") from None
+        self._clean = True
+        self._end(finished.reason)
+
+    async def _renew(self, encoding: Encoding | None) -> None:
+        """Every 2 s; the consumers take over when they have queued the request."""
+        while not self._accepted:
+            await asyncio.sleep(RENEW_SECONDS)
+            if self._reservation is not None and self._decode_choice is not None:
+                held = self._reservation
+                client = self._client(self._decode_choice.pod)
+                with self._blame(self._decode_choice.pod):
+                    if await client.renew(held.boot_id, [held.reservation_id]):
+                        raise GoneError("the reservation on the decode pod is gone")
+            if encoding is not None and self._route.encoder is not None and not self._accepted:
+                pod = self._route.encoder.pod
+                # What is gone here, prefill will notice.
+                with contextlib.suppress(WorkerError):
+                    await self._client(pod).renew(pod.boot_id, encoding.transfer_ids)
+
+    # ---- helpers -------------------------------------------------------------------------------
+
+    def _request(
+        self, encoding: Encoding | None, items: tuple[DecodedItem, ...]
+    ) -> tuple[Request, tuple[Source, ...]]:
+        """The request as workers get it: without the pictures that could not be decoded."""
+        dropped = frozenset(i for i, item in enumerate(items) if item.error is not None)
+        prompt = self._answer.prompt = self._job.prompt_without(dropped)
+        kept = [(i, item) for i, item in enumerate(items) if i not in dropped]
+        request = Request(
+            key=self._key,
+            token_ids=(*prompt.token_ids, *self._answer.token_ids),
+            num_prompt_tokens=len(prompt.token_ids),
+            sampling=self._job.sampling,
+            items=tuple(
+                ImageItem(item.image_key, offset, item.num_tokens, item.grid_thw)
+                for (_, item), offset in zip(kept, prompt.offsets, strict=True)
+            ),
+            cache_salt=self._job.cache_salt,
+        )
+        sources = tuple(encoding.source(i) for i, _ in kept) if encoding is not None else ()
+        return request, sources
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _end(self, reason: FinishReason) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+    def _client(self, pod: Candidate) -> WorkerClient:
+        """A pod's client, counted as used by this attempt until it ends."""
+        client = self._engaged.get(pod.name)
+        if client is None:
+            client = self._used.enter_context(self._registry.use(pod.name))
+            self._engaged[pod.name] = client
+        return client
+
+    @contextlib.contextmanager
+    def _blame(self, pod: Candidate, *producers: Candidate) -> Iterator[None]:
+        """Note who failed: the pod that was called, and those that it had to pull from."""
+        try:
+            yield
+        except DrainingError:
+            self._registry.refused(pod.boot_id)
+            self.blamed.add(pod.boot_id)
+            raise
+        except WorkerError:
+            self.blamed.add(pod.boot_id)
+            if not self._decoding:
+                self.blamed.update(producer.boot_id for producer in producers)
+            raise
+
+    def _cancel_everywhere(self) -> None:
+        for name in self._engaged:
+            self._background.start(self._cancel(name), name=f"cancel {self._key.request_id}")
+
+    async def _cancel(self, name: str) -> None:
+        """Free what the attempt holds there; a pod that is gone holds nothing."""
+        with contextlib.suppress(WorkerError), self._registry.use(name) as client:
+            await client.cancel(self._key, timeout=CANCEL_TIMEOUT_SECONDS)

@@ -1,0 +1,153 @@
+"""A request from its first attempt to its last word: another route when a pod is lost or drains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from vlm_worker.errors import (
+    ContextTooLongError,
+    CorruptTransferError,
+    DrainingError,
+    DuplicateError,
+    EngineError,
+    GoneError,
+    IncompatibleError,
+    OverloadedError,
+    PeerLostError,
+    WorkerError,
+)
+from vlm_worker.gateway.orchestrate.attempt import Attempt
+from vlm_worker.gateway.orchestrate.background import Background
+from vlm_worker.gateway.orchestrate.job import Answer, Job
+from vlm_worker.gateway.orchestrate.reserving import wait_seconds
+from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.gateway.registry import Registry
+from vlm_worker.route import NoRoute, Route, choose
+from vlm_worker.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+# A request is moved so often; then the client is told.
+MAX_RETRIES = 3
+# After a loss, another pod may be about to be found.
+ROUTE_PATIENCE_SECONDS = 1.0
+
+# Another pod may well do it.
+_RETRYABLE = (
+    PeerLostError,
+    DrainingError,
+    GoneError,
+    DuplicateError,
+    IncompatibleError,
+    CorruptTransferError,
+    EngineError,
+)
+
+
+class NoRouteError(WorkerError):
+    """No pod for a stage of the request; `stage` and the message say which and why."""
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class Generation:
+    """One request. `answer` holds what was delivered, whatever happens."""
+
+    def __init__(
+        self,
+        job: Job,
+        emit: Callable[[int], Awaitable[bool]],
+        *,
+        trace: Trace,
+        registry: Registry,
+        background: Background,
+        stage_wait_seconds: float = 0.0,
+    ) -> None:
+        self._job = job
+        self._trace = trace
+        self._registry = registry
+        self._background = background
+        self._stage_wait_seconds = stage_wait_seconds
+        self._failed: set[bytes] = set()
+        self.num_retries = 0
+        self.answer = Answer(emit)
+
+    async def run(self) -> FinishReason:
+        """Generate until the answer is complete.
+
+        Raises:
+            WorkerError: nobody can (NoRouteError), nobody may (InvalidRequestError), or too many
+                pods were lost on the way.
+        """
+        deadline = self._trace.clock() + self._job.max_wait_seconds
+        number = 0
+        while True:
+            number += 1
+            if len(self.answer.token_ids) >= self._job.sampling.max_tokens:
+                return FinishReason.LENGTH
+            attempt = Attempt(
+                self._job,
+                await self._route(number),
+                number=number,
+                answer=self.answer,
+                trace=self._trace,
+                registry=self._registry,
+                background=self._background,
+            )
+            try:
+                return await attempt.run()
+            except OverloadedError as error:
+                await self._make_room(error, attempt, deadline)
+            except _RETRYABLE as error:
+                self._retry(error, attempt, number)
+            self.answer.forget_early()
+
+    async def _route(self, number: int) -> Route:
+        """Choose pods; a stage that has none yet may be waited for."""
+        patience = self._stage_wait_seconds if number == 1 else ROUTE_PATIENCE_SECONDS
+        route = self._choose()
+        if isinstance(route, NoRoute) and patience > 0 and route.capacity_tokens is None:
+            await self._registry.wait_until(
+                lambda: isinstance(self._choose(), Route), timeout=patience
+            )
+            route = self._choose()
+        if isinstance(route, Route):
+            return route
+        if route.capacity_tokens is not None:
+            raise ContextTooLongError(f"No pod has KV cache for this request: {route.reason}.")
+        raise NoRouteError(route.stage, route.reason)
+
+    def _choose(self) -> Route | NoRoute:
+        demand = self._job.demand(len(self.answer.token_ids))
+        return choose(self._registry.candidates(), demand, failed=frozenset(self._failed))
+
+    async def _make_room(self, error: OverloadedError, attempt: Attempt, deadline: float) -> None:
+        """Go where nobody refused; else come back when asked to, while it may wait."""
+        self._failed |= attempt.blamed
+        route = self._choose()
+        if isinstance(route, Route) and self._failed.isdisjoint(p.boot_id for p in route.pods):
+            return
+        if self._trace.clock() >= deadline:
+            raise error
+        await asyncio.sleep(wait_seconds(error))
+
+    def _retry(self, error: WorkerError, attempt: Attempt, number: int) -> None:
+        """Count a loss; raises it where it was one too many."""
+        self._failed |= attempt.blamed
+        self.num_retries += 1
+        logger.warning(
+            "attempt lost",
+            extra={
+                "request_id": self._job.request_id,
+                "attempt": number,
+                "num_delivered": len(self.answer.token_ids),
+                "reason": f"{type(error).__name__}: {error}",
+            },
+        )
+        once_only = isinstance(error, EngineError | IncompatibleError)
+        if self.num_retries > (1 if once_only else MAX_RETRIES):
+            raise error

@@ -1,0 +1,205 @@
+"""The workers there are: a connection to each, its Hello, its load, and what we have there.
+
+discovery ─▶ apply(pods) ─▶ a task per pod:  Hello ─▶ WatchLoad, WatchLoad, … ─▶ lost: Hello again
+                            candidates() ─▶ route
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+
+from vlm_worker.client import WorkerClient
+from vlm_worker.errors import IncompatibleError, PeerLostError, WorkerError
+from vlm_worker.gateway.pods import KnownPod
+from vlm_worker.route import Candidate
+from vlm_worker.wire.calls import Hello, Load
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_SECONDS = 2.0
+RETRY_SECONDS = 0.2
+MAX_RETRY_SECONDS = 2.0
+# A load report comes every second: without one for so long, the peer is frozen.
+SILENCE_SECONDS = 10.0
+
+
+class Peer:
+    """One worker. `Registry` is its only writer."""
+
+    def __init__(self, pod: KnownPod) -> None:
+        self.pod = pod
+        self.client = WorkerClient(pod.address)
+        self.hello: Hello | None = None
+        self.load: Load | None = None
+        self.num_inflight = 0
+        self.unused = asyncio.Event()
+        self.unused.set()
+        self.refuses = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """As the route sees it; None before its Hello."""
+        hello, load = self.hello, self.load
+        if hello is None:
+            return None
+        return Candidate(
+            name=self.pod.name,
+            address=self.pod.address,
+            role=hello.role,
+            stages=hello.stages,
+            boot_id=hello.boot_id,
+            layout_fingerprint=hello.layout_fingerprint,
+            embed_fingerprint=hello.embed_fingerprint,
+            kv_capacity_tokens=hello.limits.kv_capacity_tokens,
+            max_model_len_tokens=hello.limits.max_model_len,
+            ready=self.pod.ready,
+            accepting=self.pod.accepting and not self.refuses and (not load or load.accepting),
+            num_inflight=max(self.num_inflight, load.num_inflight if load else 0),
+            num_waiting=load.num_waiting if load else 0,
+            work_queued_seconds=load.work_queued_seconds if load else 0.0,
+            kv_free_tokens=load.kv_free_tokens if load else hello.limits.kv_capacity_tokens,
+        )
+
+
+class Registry:
+    """All peers, by the pod's name."""
+
+    def __init__(self, *, served_name: str, compat: str = "") -> None:
+        self._served_name = served_name
+        self._compat = compat
+        self._peers: dict[str, Peer] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def apply(self, pods: Sequence[KnownPod]) -> None:
+        """The pods there are now; those that are gone are let go, a moved one is another one."""
+        wanted = {pod.name: pod for pod in pods}
+        for name, peer in list(self._peers.items()):
+            pod = wanted.get(name)
+            if pod is None or pod.address != peer.pod.address:
+                self._let_go(self._peers.pop(name))
+            elif pod != peer.pod:
+                peer.pod = pod
+                self._notify()
+        for name, pod in wanted.items():
+            if name not in self._peers:
+                peer = self._peers[name] = Peer(pod)
+                peer.task = asyncio.create_task(self._tend(peer), name=f"tend {name}")
+
+    def candidates(self) -> list[Candidate]:
+        """Every peer that answered, in the order of names."""
+        found = (peer.candidate for _, peer in sorted(self._peers.items()))
+        return [candidate for candidate in found if candidate is not None]
+
+    @property
+    def by_name(self) -> Mapping[str, Peer]:
+        """For tests and messages."""
+        return self._peers
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[WorkerClient]:
+        """A peer's client, in flight there while used; PeerLostError where it is gone."""
+        peer = self._peers.get(name)
+        if peer is None:
+            raise PeerLostError(f"{name} is gone")
+        peer.num_inflight += 1
+        peer.unused.clear()
+        try:
+            yield peer.client
+        finally:
+            peer.num_inflight -= 1
+            if peer.num_inflight == 0:
+                peer.unused.set()
+
+    def refused(self, boot_id: bytes) -> None:
+        """A worker said that it drains: believe it before its next load report."""
+        for peer in self._peers.values():
+            if peer.hello is not None and peer.hello.boot_id == boot_id:
+                peer.refuses = True
+
+    async def wait_until(self, condition: Callable[[], bool], *, timeout: float) -> bool:
+        """Wait until a condition on the candidates holds; False where it does not in time."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Let go of everyone."""
+        for peer in self._peers.values():
+            self._let_go(peer)
+        self._peers.clear()
+        await asyncio.gather(*self._closing)
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    def _let_go(self, peer: Peer) -> None:
+        task = asyncio.create_task(self._close(peer), name=f"close {peer.pod.name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._notify()
+
+    async def _close(self, peer: Peer) -> None:
+        if peer.task is not None:
+            peer.task.cancel()
+            await asyncio.gather(peer.task, return_exceptions=True)
+        # A pod may leave the list while it still answers; its streams end by themselves.
+        await peer.unused.wait()
+        await peer.client.close()
+
+    async def _tend(self, peer: Peer) -> None:
+        """Stay in touch with one worker until it is let go."""
+        delay = RETRY_SECONDS
+        while True:
+            try:
+                hello = await peer.client.hello(timeout=HELLO_TIMEOUT_SECONDS)
+                self._check(hello)
+                peer.hello, peer.load, peer.refuses = hello, None, False
+                logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
+                delay = RETRY_SECONDS
+                await self._follow_load(peer)
+            except IncompatibleError as error:
+                self._lost(peer, error)
+                delay = MAX_RETRY_SECONDS
+            except (WorkerError, TimeoutError) as error:
+                self._lost(peer, error)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, MAX_RETRY_SECONDS)
+
+    async def _follow_load(self, peer: Peer) -> None:
+        async with aclosing(peer.client.watch_load()) as loads:
+            while True:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    load = await anext(loads, None)
+                if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
+                    return
+                peer.load = load
+                self._notify()
+
+    def _lost(self, peer: Peer, error: Exception) -> None:
+        if peer.hello is not None:
+            logger.warning("worker lost", extra={"pod": peer.pod.name, "reason": str(error)})
+        peer.hello = peer.load = None
+        self._notify()
+
+    def _check(self, hello: Hello) -> None:
+        """Whether a worker serves what we serve."""
+        if hello.model != self._served_name:
+            raise IncompatibleError(f"it serves {hello.model!r}, not {self._served_name!r}")
+        if self._compat and hello.compat and hello.compat != self._compat:
+            raise IncompatibleError(f"its compat is {hello.compat}, not {self._compat}")
+
+
+def static_pods(addresses: Sequence[str]) -> list[KnownPod]:
+    """Workers at fixed addresses."""
+    return [KnownPod(name=address, address=address) for address in addresses]

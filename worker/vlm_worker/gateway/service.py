@@ -1,0 +1,123 @@
+"""What every request shares: the model's language, live settings, workers, meters, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vlm_worker.gateway.config import Live
+from vlm_worker.gateway.meters import Meters
+from vlm_worker.gateway.orchestrate.background import Background
+from vlm_worker.gateway.prepare import Preparer
+from vlm_worker.gateway.prompt import Language
+from vlm_worker.gateway.registry import Registry
+from vlm_worker.route import missing_stages
+from vlm_worker.settings import GatewaySettings
+from vlm_worker.types import Role, Stage
+
+_ALWAYS_NEEDED = frozenset({Stage.PREFILL, Stage.DECODE})
+
+
+class Service:
+    """One gateway. The event loop is its only writer."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        language: Language,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.language = language
+        self.clock = clock
+        self.live = Live(settings.config, settings.api_keys_dir)
+        self.registry = Registry(served_name=settings.served_name, compat=settings.compat)
+        self.meters = Meters()
+        self.background = Background()
+        self.preparer = Preparer(
+            language=language,
+            served_name=settings.served_name,
+            max_model_len=settings.max_model_len,
+            block_size=settings.block_size,
+        )
+        self.boot_id = secrets.token_hex(16)
+        self.started = clock()
+        self.created = int(time.time())
+        self.num_inflight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.draining = False
+        self.refusing = False
+        self.cut = asyncio.Event()
+        self._was_ready = False
+
+    def enter(self) -> None:
+        """A request begins."""
+        self.num_inflight += 1
+        self.idle.clear()
+
+    def leave(self, outcome: str) -> None:
+        """It had its last word."""
+        self.meters.request(outcome)
+        self.num_inflight -= 1
+        if self.num_inflight == 0:
+            self.idle.set()
+
+    def not_ready_because(self) -> str | None:
+        """Why this gateway should get no traffic; None when it should.
+
+        It waits for every stage once. Later a missing encoder alone does not take it away: requests
+        without pictures need none.
+        """
+        if self.draining:
+            return "draining"
+        needed = _ALWAYS_NEEDED
+        if not self._was_ready and self.live.now.config.limits.images_per_request > 0:
+            needed |= {Stage.ENCODER}
+        missing = missing_stages(self.registry.candidates(), needed)
+        if missing:
+            return f"no ready pod for: {', '.join(missing)}"
+        self._was_ready = True
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """`/stats`, version 1 (docs/stats.schema.json)."""
+        settings, meters = self.settings, self.meters
+        identity = settings.identity
+        reason = self.not_ready_because()
+        phase = "draining" if self.draining else "loading" if reason else "ready"
+        return {
+            "version": 1,
+            "role": Role.GATEWAY,
+            "stages": [],
+            "service": settings.service or identity.service,
+            "revision": identity.revision,
+            "compat": settings.compat,
+            "variant": identity.variant,
+            "pod_name": identity.pod_name,
+            "pod_uid": identity.pod_uid,
+            "boot_id": self.boot_id,
+            "uptime_seconds": self.clock() - self.started,
+            "phase": phase,
+            "message": reason or "",
+            "accepting": not self.draining,
+            "inflight": self.num_inflight,
+            "queue": {"requests": 0, "work_seconds": 0.0, "admitted_work_seconds_total": 0.0},
+            "kv": None,
+            "encoder_cache": None,
+            "leases": None,
+            "counters": {
+                "requests": meters.num_requests,
+                "images": meters.num_images,
+                "visual_tokens": meters.num_visual_tokens,
+                "output_tokens": meters.num_output_tokens,
+                "preemptions": 0,
+            },
+            "model": None,
+            "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
+            "config_hash": self.live.now.config_hash,
+        }
