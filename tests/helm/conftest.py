@@ -1,0 +1,27 @@
+"""Runs the real helm over the chart."""
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+CHART = ROOT / "helm" / "triptych"
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def helm() -> Helm:
+    def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools" / "helm.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=check)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def chart() -> str:
+    return str(CHART)

@@ -1,0 +1,168 @@
+"""The chart renders what it should, and refuses what it does not know."""
+
+import pathlib
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from vlm_operator import names, settings
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = pathlib.Path(__file__).parents[2]
+Manifest = dict[str, Any]
+
+EVERYTHING = """
+replicas: 2
+watchNamespaces: [team-a, team-b]
+image: {registry: registry.example.com, digest: "sha256:%s"}
+workers: {image: {tag: "9"}, imagePullPolicy: Always}
+crds: {enabled: false}
+serviceAccount: {name: somebody, annotations: {a: b}}
+commonLabels: {team: platform}
+podLabels: {tier: control}
+podAnnotations: {note: hello}
+imagePullSecrets: [{name: pull}]
+nodeSelector: {kubernetes.io/os: linux}
+tolerations: [{operator: Exists}]
+priorityClassName: system-cluster-critical
+extraArgs: [--resync-seconds=30]
+extraEnv: [{name: HTTPS_PROXY, value: "http://proxy:3128"}]
+""" % ("0" * 64)
+
+
+@pytest.fixture(scope="module")
+def values_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("values") / "everything.yaml"
+    path.write_text(EVERYTHING)
+    return str(path)
+
+
+def rendered(helm: Helm, chart: str, *arguments: str) -> list[Manifest]:
+    text = helm("template", "triptych", chart, "-n", "triptych-system", *arguments).stdout
+    return [item for item in yaml.safe_load_all(text) if item]
+
+
+def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    found = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == (kind, name)]
+    assert len(found) == 1, [(m["kind"], m["metadata"]["name"]) for m in manifests]
+    return found[0]
+
+
+def test_lint_is_content_with_both_value_sets(helm: Helm, chart: str, values_file: str) -> None:
+    helm("lint", "--strict", chart)
+    helm("lint", "--strict", chart, "--values", values_file)
+
+
+def test_the_crds_are_those_of_the_folder_crds(helm: Helm, chart: str) -> None:
+    manifests = rendered(helm, chart)
+    for path in sorted((ROOT / "crds").glob("*.yaml")):
+        source = yaml.safe_load(path.read_text())
+        shipped = one(manifests, "CustomResourceDefinition", source["metadata"]["name"])
+        assert shipped["spec"] == source["spec"]
+        assert shipped["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_crds_can_be_left_out_or_let_go(helm: Helm, chart: str) -> None:
+    without = rendered(helm, chart, "--set", "crds.enabled=false")
+    assert not [item for item in without if item["kind"] == "CustomResourceDefinition"]
+    loose = rendered(helm, chart, "--set", "crds.keep=false")
+    assert all(
+        "annotations" not in item["metadata"]
+        for item in loose
+        if item["kind"] == "CustomResourceDefinition"
+    )
+
+
+def test_the_operator_understands_its_command_line(
+    helm: Helm, chart: str, values_file: str
+) -> None:
+    for arguments in ([], ["--values", values_file]):
+        deployment = one(rendered(helm, chart, *arguments), "Deployment", "triptych-operator")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        read = settings.Settings.read(container["args"], {"POD_NAMESPACE": "ns", "POD_NAME": "p"})
+        assert read.worker_image in ("triptych/worker:0.1.0", "triptych/worker:9")
+        assert read.lease_name == names.OPERATOR_LEASE
+        assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+        assert {port["containerPort"] for port in container["ports"]} == {read.metrics_port}
+
+
+def test_a_digest_wins_over_the_tag(helm: Helm, chart: str, values_file: str) -> None:
+    deployment = one(
+        rendered(helm, chart, "--values", values_file), "Deployment", "triptych-operator"
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    digest = "0" * 64
+    assert container["image"] == f"registry.example.com/triptych/operator@sha256:{digest}"
+
+
+def test_named_namespaces_get_roles_and_the_cluster_role_keeps_what_is_no_namespaces(
+    helm: Helm, chart: str, values_file: str
+) -> None:
+    manifests = rendered(helm, chart, "--values", values_file)
+    roles = [m for m in manifests if m["kind"] == "Role"]
+    assert {role["metadata"]["namespace"] for role in roles} == {
+        "team-a",
+        "team-b",
+        "triptych-system",
+    }
+    cluster = one(manifests, "ClusterRole", "triptych-operator")
+    assert [rule["resources"] for rule in cluster["rules"]] == [["vlmnodeclasses"]]
+
+
+def test_the_operator_may_do_what_it_must_and_no_wildcard_stands_anywhere(
+    helm: Helm, chart: str
+) -> None:
+    manifests = rendered(helm, chart)
+    rules = [
+        rule
+        for item in manifests
+        if item["kind"] in ("Role", "ClusterRole")
+        for rule in item["rules"]
+    ]
+    for rule in rules:
+        for values in rule.values():
+            assert "*" not in values
+        assert "secrets" not in rule["resources"]
+        assert not {"impersonate", "escalate"} & set(rule["verbs"])
+    binding = [rule for rule in rules if "bind" in rule["verbs"]]
+    assert [rule["resourceNames"] for rule in binding] == [[names.CLUSTER_ROLE_GATEWAY]]
+
+
+def test_the_gateways_cluster_role_reads_pods_and_no_more(helm: Helm, chart: str) -> None:
+    role = one(rendered(helm, chart), "ClusterRole", names.CLUSTER_ROLE_GATEWAY)
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        pytest.param("imge.tag=1", "imge", id="an unknown key"),
+        pytest.param("image.digest=abc", "digest", id="a digest that is none"),
+        pytest.param("replicas=7", "replicas", id="too many replicas"),
+        pytest.param("log.level=LOUD", "level", id="an unknown log level"),
+        pytest.param("serviceAccount.create=false", "serviceAccount.name is required", id="nobody"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(helm: Helm, chart: str, argument: str, says: str) -> None:
+    answer = helm("template", "triptych", chart, "--set", argument, check=False)
+    assert answer.returncode != 0
+    assert says in answer.stderr
+
+
+def test_every_value_has_a_schema_and_every_schema_a_value() -> None:
+    values = yaml.safe_load((ROOT / "helm/triptych/values.yaml").read_text())
+    schema = yaml.safe_load((ROOT / "helm/triptych/values.schema.json").read_text())
+    assert set(values) == set(schema["properties"]) - {"global"}
+
+
+def test_install_yaml_is_the_chart_with_its_default_values(helm: Helm, chart: str) -> None:
+    committed = (ROOT / "install.yaml").read_text()
+    namespace = next(iter(yaml.safe_load_all(committed)))
+    assert namespace["metadata"]["name"] == names.OPERATOR_NAMESPACE
+    text = helm("template", "triptych", chart, "-n", "triptych-system").stdout
+    assert committed.endswith(text), "run make crds"

@@ -1,0 +1,115 @@
+"""The chart and install.yaml on a real API server: accepted, restricted, rights enough."""
+
+import json
+import pathlib
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vlm_operator import names
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
+
+pytestmark = pytest.mark.cluster
+
+Helm = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = pathlib.Path(__file__).parents[2]
+OPERATOR = "system:serviceaccount:triptych-system:triptych-operator"
+
+
+@pytest.fixture(scope="module")
+def installed(control_plane: ControlPlane) -> Iterator[ControlPlane]:
+    control_plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
+    yield control_plane
+    # The CRDs stay: other tests of the session share them.
+    control_plane.kubectl("delete", "namespace", "triptych-system", "--wait=false")
+
+
+def can(cluster: ControlPlane, *arguments: str) -> bool:
+    answer = cluster.kubectl("auth", "can-i", *arguments, f"--as={OPERATOR}", check=False)
+    return answer.stdout.strip().startswith("yes")
+
+
+def test_the_operators_pod_passes_pod_security_restricted(installed: ControlPlane) -> None:
+    installed.kubectl(
+        "-n",
+        "triptych-system",
+        "wait",
+        "--for=create",
+        "pod",
+        "-l",
+        "app.kubernetes.io/name=triptych-operator",
+        "--timeout=20s",
+    )
+    text = installed.kubectl("-n", "triptych-system", "get", "pods", "-o", "json").stdout
+    (pod,) = json.loads(text)["items"]
+    assert pod["spec"]["serviceAccountName"] == "triptych-operator"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        pytest.param(
+            ("patch", "vlmservices.triptych.dev", "--subresource=status"), True, id="status"
+        ),
+        pytest.param(("create", "deployments.apps", "-n", "team-a"), True, id="deployments"),
+        pytest.param(
+            ("patch", "pods", "--subresource=status", "-n", "team-a"), True, id="the gate"
+        ),
+        pytest.param(
+            ("bind", "clusterroles/triptych-gateway"), True, id="bind to the gateway's role"
+        ),
+        pytest.param(("bind", "clusterroles/cluster-admin"), False, id="no other role"),
+        pytest.param(("update", "vlmservices.triptych.dev"), False, id="no spec"),
+        pytest.param(("get", "secrets", "-n", "team-a"), False, id="no secrets"),
+        pytest.param(("create", "pods", "-n", "team-a"), False, id="no pods of its own"),
+        pytest.param(("create", "pods", "--subresource=exec"), False, id="no exec"),
+        pytest.param(("delete", "namespaces"), False, id="no namespaces"),
+        pytest.param(
+            ("update", "leases.coordination.k8s.io", "-n", "kube-system"), False, id="one lease"
+        ),
+    ],
+)
+def test_the_operators_rights(
+    arguments: tuple[str, ...], allowed: bool, installed: ControlPlane
+) -> None:
+    assert can(installed, *arguments) is allowed
+
+
+async def test_a_user_with_edit_may_write_services_and_scale_pools(installed: ControlPlane) -> None:
+    installed.kubectl("create", "namespace", "editors")
+    installed.kubectl(
+        "-n", "editors", "create", "rolebinding", "eve", "--clusterrole=edit", "--user=eve"
+    )
+
+    def eve(*arguments: str) -> str:
+        return installed.kubectl(
+            "auth", "can-i", *arguments, "-n", "editors", "--as=eve", check=False
+        ).stdout.strip()
+
+    async def may_create() -> bool:
+        return eve("create", "vlmservices.triptych.dev") == "yes"
+
+    # Aggregation is the controller manager's work: it takes a moment.
+    await until(may_create, seconds=20, awaited="the aggregated role")
+    assert eve("patch", "vlmpools.triptych.dev", "--subresource=scale") == "yes"
+    assert eve("patch", "vlmpools.triptych.dev") == "no"
+    installed.kubectl("delete", "namespace", "editors", "--wait=false")
+
+
+def test_helm_installs_upgrades_and_leaves_the_crds(
+    helm: Helm, chart: str, control_plane: ControlPlane
+) -> None:
+    release = ("-n", "helm-system", f"--kubeconfig={control_plane.kubeconfig}")
+    own = ("--set", "fullnameOverride=by-helm,crds.enabled=false,rbac.create=false")
+    control_plane.kubectl("apply", "-f", str(ROOT / "crds"))
+    notes = helm("install", "second", chart, "--create-namespace", *release, *own).stdout
+    assert "kubectl apply -f examples/quickstart/" in notes
+    helm("upgrade", "second", chart, *release, *own, "--set", "replicas=2")
+    replicas = control_plane.kubectl(
+        "-n", "helm-system", "get", "deployment", "by-helm", "-o", "jsonpath={.spec.replicas}"
+    ).stdout
+    assert replicas == "2"
+    helm("uninstall", "second", *release)
+    assert control_plane.kubectl("get", "crd", f"{names.PLURAL_SERVICE}.{names.GROUP}").stdout
