@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+import re
+from decimal import Decimal
 
 _BINARY = {
     unit: Decimal(1024) ** power
@@ -32,12 +33,8 @@ def parse(text: str) -> Decimal:
 
 
 def _number(text: str, digits: str) -> Decimal:
-    try:
-        value = Decimal(digits)
-    except InvalidOperation:
-        value = Decimal("nan")
-    if not value.is_finite():
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", digits):
         raise ValueError(
             f"{text!r} is no quantity: write a number with an optional unit, as 40Gi or 250m"
         )
-    return value
+    return Decimal(digits)
