@@ -217,13 +217,10 @@ async def test_what_a_container_starts_dies_with_it(pods: Pods):
     )
     await pods.create(pod("p", program % pods.path.split("/")[4], spec={"restartPolicy": "Never"}))
     await pods.until_phase("p", "Succeeded")
-    marker = f"orphan-{pods.path.split('/')[4]}".encode()
+    marker = f"orphan-{pods.path.split('/')[4]}"
 
     async def none_left() -> bool:
-        lines = [
-            file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()
-        ]
-        return not any(marker in line.split(b"\0") for line in lines)
+        return not _running(marker)
 
     await until(none_left, seconds=5, awaited="the orphan to die")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from vlm_operator.local.client import Access, Client, Object
 from vlm_operator.local.pki import Authority
@@ -103,15 +102,9 @@ class Agent:
         pair = authority.issue(
             "triptych-nodes", addresses=[self._addresses.node(index) for index in real or [0]]
         )
-        tls = server_context(authority, pair)
-        runner = web.AppRunner(
-            KubeletApi(self._find_pod).application(), access_log=None, handler_cancellation=True
-        )
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        for index in real:
-            socket = self._addresses.take_node_socket(index)
-            await web.SockSite(runner, socket, ssl_context=tls).start()
+        sockets = [self._addresses.take_node_socket(index) for index in real]
+        api = KubeletApi(self._find_pod)
+        await stack.enter_async_context(api.serve(sockets, server_context(authority, pair)))
         for index, (node_type, name) in enumerate(wanted):
             client = await stack.enter_async_context(self._client(authority, name))
             self._nodes.append(self._node(node_type, name, client, self._addresses.node(index)))
