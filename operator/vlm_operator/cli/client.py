@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import io
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -133,7 +134,10 @@ async def stream_chat(
     timing: dict[str, Any] = {}
     finish_reason = None
     url = f"{target.url}/v1/chat/completions"
-    async with session.post(url, json=body, headers=target.headers) as response:
+    headers = {"Content-Type": "application/json", **target.headers}
+    # a file, so that a body of megabytes is written piece by piece
+    data = io.BytesIO(json.dumps(body).encode())
+    async with session.post(url, data=data, headers=headers) as response:
         if response.status != 200:
             raise _refusal(response.status, await response.read())
         async with contextlib.aclosing(_events(response.content)) as events:

@@ -20,9 +20,14 @@ class Format(enum.StrEnum):
     YAML = "yaml"
 
 
+# Where no terminal sets the width, a table keeps all of its text.
+PIPE_WIDTH = 400
+
+
 def console() -> Console:
     """Standard output, for people."""
-    return Console(highlight=False, soft_wrap=True)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(highlight=False, soft_wrap=True, width=width)
 
 
 def notes() -> Console:

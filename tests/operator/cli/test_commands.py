@@ -1,0 +1,89 @@
+"""The command lines themselves, as processes: arguments, exit codes, what goes where."""
+
+import asyncio
+import json
+import signal
+import sys
+from typing import Any
+
+import pytest
+
+# what the console scripts `vlm` and `kubectl-vlm` run
+START = "from vlm_operator.cli import main; main()"
+
+
+async def vlm(*args: str, interrupt_when: Any = None) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", START, *args,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    if interrupt_when is not None:
+        async with asyncio.timeout(30):
+            while not interrupt_when():  # noqa: ASYNC110 - another process's progress
+                await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_chat_takes_a_url_in_place_of_a_name(openai: Any) -> None:
+    code, out, err = await vlm("chat", "--url", openai.url, "What shape?", "-o", "json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["answer"] == "a red circle"
+    assert openai.bodies[0]["messages"][0]["content"] == "What shape?"
+
+
+async def test_chat_finds_its_service_by_kubeconfig(kubeconfig: str, add_service: Any) -> None:
+    add_service("demo")
+    code, out, err = await vlm("chat", "dmo", "Hi?", "--kubeconfig", kubeconfig)
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        "error: there is no VLMService 'dmo' in namespace 'vision'",
+        "  there is: demo",
+    ]
+
+
+async def test_status_prints_a_table(kubeconfig: str, add_service: Any) -> None:
+    add_service("demo")
+    code, out, err = await vlm("status", "--kubeconfig", kubeconfig)
+    assert (code, err) == (0, "")
+    assert out.startswith("NAME  READY  MODEL")
+
+
+async def test_bench_reports_on_ctrl_c(openai: Any) -> None:
+    openai.pause = 60
+    code, out, _ = await vlm(
+        "bench", "--url", openai.url, "--rate", "50", "--duration", "100", "-o", "json",
+        interrupt_when=lambda: openai.num_open >= 3,
+    )  # fmt: skip
+    group = json.loads(out)["requests"]["all"]
+    assert group["cancelled"] == group["sent"] >= 3
+    assert code == 1  # nothing was answered
+
+
+async def test_chat_ends_quietly_on_ctrl_c(openai: Any) -> None:
+    openai.pause = 60
+    code, out, err = await vlm(
+        "chat", "--url", openai.url, "Hi?", interrupt_when=lambda: openai.num_open >= 1
+    )
+    assert (code, out, err) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        pytest.param(["chat", "demo"], "vlm chat NAME", id="no question"),
+        pytest.param(["bench", "x", "--rate", "0"], "--rate", id="no rate"),
+        pytest.param(["bench", "x", "--image-share", "2"], "--image-share", id="share"),
+        pytest.param(["bench", "x", "--image-size", "9"], "WIDTHxHEIGHT", id="size"),
+        pytest.param(["status", "-o", "xml"], "xml", id="format"),
+        pytest.param(["nothing"], "nothing", id="command"),
+    ],
+)
+async def test_wrong_arguments_are_named(args: list[str], said: str) -> None:
+    code, out, err = await vlm(*args)
+    assert code == 2
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
