@@ -145,6 +145,10 @@ class Sequences:
             raise GoneError(f"{key.request_id} attempt {key.attempt} is not here")
         return sequence
 
+    def has_ended(self, key: RequestKey) -> bool:
+        """Whether a sequence of this key was here, and is over."""
+        return key in self._ended
+
     def gather(self, sequence: Sequence, start: int) -> None:
         """Bring embeddings for the tokens from `start` on, or ask for them.
 

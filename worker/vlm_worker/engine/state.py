@@ -63,7 +63,8 @@ class State:
 
     def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         """See `Engine.put_embedding`."""
-        self.images.put(self.sequences.get(key), item, rows)
+        if not self.sequences.has_ended(key):  # what comes too late is not needed any more
+            self.images.put(self.sequences.get(key), item, rows)
 
     def cancel(self, key: RequestKey) -> CancelOutcome:
         """See `Engine.cancel`."""

@@ -1,0 +1,91 @@
+"""Every lease has an owner and a deadline, and ends by release, quarantine or sweep."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vlm_worker.core.leases import LeaseKind, LeaseTable
+from vlm_worker.types import RequestKey
+
+OWNER = RequestKey("r", 0)
+ids = st.sampled_from(["a", "b", "c"])
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """A table beside a dict of (kind, deadline)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LeaseTable()
+        self.now = 0.0
+        self.model: dict[str, tuple[LeaseKind, float]] = {}
+
+    @rule(seconds=st.floats(0, 30))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(lease_id=ids, kind=st.sampled_from([LeaseKind.HELD, LeaseKind.RESERVED]))
+    def grant(self, lease_id: str, kind: LeaseKind) -> None:
+        lease = self.table.grant(lease_id, OWNER, now=self.now, kind=kind)
+        assert lease.deadline == self.now + 10
+        self.model[lease_id] = (kind, self.now + 10)
+
+    @rule(lease_ids=st.lists(ids, max_size=3))
+    def renew(self, lease_ids: list[str]) -> None:
+        gone = self.table.renew(lease_ids, now=self.now)
+        for lease_id in lease_ids:
+            kind, deadline = self.model.get(lease_id, (None, 0.0))
+            dead = kind in (None, LeaseKind.QUARANTINED) or deadline <= self.now
+            assert (lease_id in gone) == dead
+            if kind is not None and not dead:
+                self.model[lease_id] = (kind, self.now + 10)
+
+    @rule(lease_id=ids)
+    def quarantine(self, lease_id: str) -> None:
+        assert self.table.quarantine(lease_id, now=self.now) == (lease_id in self.model)
+        kind, deadline = self.model.get(lease_id, (None, 0.0))
+        if kind is LeaseKind.QUARANTINED:
+            self.model[lease_id] = (kind, deadline)  # a second quarantine does not extend it
+        elif kind is not None:
+            self.model[lease_id] = (LeaseKind.QUARANTINED, self.now + 60)
+
+    @rule(lease_id=ids)
+    def release(self, lease_id: str) -> None:
+        assert (self.table.release(lease_id) is None) == (lease_id not in self.model)
+        self.model.pop(lease_id, None)
+
+    @rule()
+    def sweep(self) -> None:
+        expired = {lease.id for lease in self.table.sweep(now=self.now)}
+        assert expired == {i for i, (_, deadline) in self.model.items() if deadline <= self.now}
+        for lease_id in expired:
+            del self.model[lease_id]
+
+    @invariant()
+    def the_table_is_as_the_model(self) -> None:
+        leases = self.table.of(OWNER)
+        assert {lease.id: (lease.kind, lease.deadline) for lease in leases} == self.model
+        assert len(self.table) == sum(self.table.count(kind) for kind in LeaseKind)
+
+
+LeaseMachine.TestCase.settings = settings(max_examples=100, deadline=None)
+TestLeases = LeaseMachine.TestCase
+
+
+def test_an_id_of_another_request_is_refused() -> None:
+    table = LeaseTable()
+    table.grant("a", OWNER, now=0.0)
+    with pytest.raises(ValueError, match="another request"):
+        table.grant("a", RequestKey("other", 0), now=0.0)
+
+
+def test_one_sweep_returns_all_that_expired() -> None:
+    table = LeaseTable()
+    for number in range(5):
+        table.grant(str(number), OWNER, now=0.0)
+    table.renew(["3"], now=5.0)
+    assert [lease.id for lease in table.sweep(now=10.0)] == ["0", "1", "2", "4"]
+    assert len(table) == 1
