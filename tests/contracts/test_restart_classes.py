@@ -1,0 +1,130 @@
+"""What a change restarts: each field declares it, and the operator's revisions keep to it."""
+
+import copy
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from vlm_operator import api
+from vlm_operator.api.base import Restarts
+from vlm_operator.crd.reference import Row, rows
+from vlm_operator.errors import SpecError
+from vlm_operator.names import Role
+from vlm_operator.rollout import current_revisions, keep_defaults
+
+ROOT = pathlib.Path(__file__).parents[2]
+MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
+ROWS = {row.path: row for row in rows(api.VLMServiceSpec, "spec")}
+# A rule refuses these where there is a prefill pool, as there is here.
+REFUSED = {"spec.pools.encoder.lending.mode", "spec.pools.decode.lending.mode"}
+# Items of lists are left out: a change of the list is their change.
+LEAVES = {
+    path: row
+    for path, row in ROWS.items()
+    if row.example and "[]" not in path and path not in REFUSED
+}
+
+# The settled table, by the longest prefix that matches.
+SETTLED = {
+    "spec": Restarts.NONE,
+    "spec.image": Restarts.PODS,
+    "spec.imagePullSecrets": Restarts.PODS,
+    "spec.model": Restarts.PODS,
+    "spec.model.servedName": Restarts.NONE,
+    "spec.model.limits": Restarts.NONE,
+    "spec.pools": Restarts.PODS,
+    "spec.pools.*.scaling": Restarts.NONE,
+    "spec.pools.*.drain": Restarts.NONE,
+    "spec.pools.*.disruption": Restarts.NONE,
+    "spec.pools.*.rollout": Restarts.NONE,
+    "spec.pools.*.variants[].preference": Restarts.NONE,
+    "spec.pools.*.variants[].maxReplicas": Restarts.NONE,
+    "spec.gateway.image": Restarts.GATEWAY,
+    "spec.gateway.resources": Restarts.GATEWAY,
+    "spec.gateway.placement": Restarts.GATEWAY,
+    "spec.gateway.auth.secretRef": Restarts.GATEWAY,
+    "spec.transfer": Restarts.PODS,
+}
+
+
+def settled(path: str) -> Restarts:
+    general = re.sub(r"spec\.pools\.(encoder|prefill|decode)", "spec.pools.*", path)
+    fitting = [p for p in SETTLED if general == p or general.startswith((f"{p}.", f"{p}["))]
+    return SETTLED[max(fitting, key=len)]
+
+
+@pytest.mark.parametrize("path", sorted(path for path, row in ROWS.items() if row.example))
+def test_every_field_declares_the_settled_class(path: str) -> None:
+    assert ROWS[path].restarts == settled(path)
+
+
+@pytest.mark.parametrize("path", sorted(LEAVES))
+def test_the_operator_restarts_what_the_field_declares(path: str) -> None:
+    before, after = revisions(MAXIMAL), revisions(changed(MAXIMAL, LEAVES[path]))
+    moved = {role for role, variant in before if before[role, variant] != after[role, variant]}
+    workers = moved - {Role.GATEWAY}
+    match Restarts(LEAVES[path].restarts):
+        case Restarts.PODS:
+            assert workers
+        case Restarts.GATEWAY:
+            assert moved == {Role.GATEWAY}
+        case Restarts.NONE:
+            assert not moved
+
+
+@pytest.mark.parametrize("role", ["encoder", "prefill", "decode"])
+def test_a_change_in_one_pool_leaves_the_others_alone(role: str) -> None:
+    path = f"spec.pools.{role}.engine.args"
+    before, after = revisions(MAXIMAL), revisions(changed(MAXIMAL, LEAVES[path]))
+    assert {key[0].value for key in before if before[key] != after[key]} == {role}
+
+
+def revisions(manifest: dict[str, Any]) -> dict[tuple[Role, str], str]:
+    """Return what each role and variant should run, with nothing running yet."""
+    service, shared = keep_defaults(parsed(manifest), (), worker_image="triptych/worker:test")
+    return {key: item.id for key, item in current_revisions(service, shared, ()).items()}
+
+
+def parsed(manifest: dict[str, Any]) -> api.VLMService:
+    meta = {"name": "maximal", "namespace": "default", "uid": "u", "generation": 1}
+    return api.parse({**manifest, "metadata": meta})
+
+
+def changed(manifest: dict[str, Any], row: Row) -> dict[str, Any]:
+    """Return the manifest with another valid value at one path."""
+    for value in candidates(row):
+        result = copy.deepcopy(manifest)
+        *parents, last = row.path.split(".")
+        target = result
+        for part in parents:
+            target = target.setdefault(part, {})
+        target[last] = value
+        if last == "mode":  # each mode wants numbers of its own; parse reads those of its mode
+            target |= (
+                {"replicas": 1, "minReplicas": 1, "maxReplicas": 4} if "scaling" in parents else {}
+            )
+        try:
+            if parsed(result).spec != parsed(manifest).spec:
+                return result
+        except SpecError:
+            continue
+    raise AssertionError(f"no other value for {row.path}: give it one in candidates()")
+
+
+def candidates(row: Row) -> list[Any]:
+    """Return the field's example and, should that be what stands there, something else."""
+    example = json.loads(row.example)
+    choices = [int(c) if c.isdigit() else c for c in re.findall(r"`([^`]+)`", row.type)]
+    if choices:
+        return choices
+    if isinstance(example, bool):
+        return [example, not example]
+    if isinstance(example, int):
+        return [example, example + 1, example - 1]
+    if isinstance(example, str):
+        return [example, example + "x", "2"]
+    return [example, [], {}]
