@@ -47,8 +47,8 @@ class Gateway:
         """Of /stats and /metrics."""
         return _url(self._admin)
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set, then drain."""
+    async def serve(self, stop: asyncio.Event, *, notice_seconds: float = NOTICE_SECONDS) -> None:
+        """Serve until `stop` is set, then drain; new requests are taken `notice_seconds` longer."""
         apps = ((public_app(self.service), self._public), (admin_app(self.service), self._admin))
         self._servers = [server(app) for app, _ in apps]
         tasks = [
@@ -59,19 +59,19 @@ class Gateway:
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain(notice_seconds)
         finally:
             stopping.cancel()
             for one in self._servers:
                 one.should_exit = True
             await asyncio.gather(*tasks)
 
-    async def _drain(self) -> None:
+    async def _drain(self, notice_seconds: float) -> None:
         service = self.service
         service.draining = True
         logger.info("draining", extra={"inflight": service.num_inflight})
         timeout = service.settings.drain_timeout_seconds
-        await asyncio.sleep(min(NOTICE_SECONDS, timeout))
+        await asyncio.sleep(min(notice_seconds, timeout))
         service.refusing = True
         try:
             async with asyncio.timeout(timeout):

@@ -83,8 +83,8 @@ class GatewaySettings:
 
     It finds its workers at the static addresses `workers`, or, where these are empty, by watching
     the pods of `service` in `namespace`. `config` is the mounted gateway.json; `api_keys_dir` a
-    mounted Secret with one bearer key per file, whose name is the tenant; None is open. `api_server`
-    is the cluster's, as https://host:port; empty outside of one.
+    mounted Secret with one bearer key per file, whose name is the tenant; None is open.
+    `api_server` is the cluster's, as https://host:port; empty outside of one.
     """
 
     model: ModelSource

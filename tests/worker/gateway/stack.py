@@ -1,0 +1,167 @@
+"""Real workers over real gRPC in this process, with arithmetic for a model, and a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from vlm_worker.gateway.serve import Gateway, running
+from vlm_worker.serve.worker import worker
+from vlm_worker.server.parts import Parts
+from vlm_worker.server.worker import WorkerServer
+from vlm_worker.settings import GatewaySettings, ModelSource, WorkerSettings
+from vlm_worker.testing import ChecksumRunner
+from vlm_worker.types import Role, Stage
+
+MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
+BLOCK_SIZE = 4
+E, P, D = Stage.ENCODER, Stage.PREFILL, Stage.DECODE
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """One worker in this process."""
+
+    server: WorkerServer
+    alive: bool = True
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.grpc_port}"
+
+    @property
+    def role(self) -> Role:
+        return self.server.settings.role
+
+    @property
+    def parts(self) -> Parts:
+        parts = self.server._parts
+        assert parts is not None
+        return parts
+
+    @property
+    def boot_id(self) -> bytes:
+        return self.server.state.boot_id
+
+    @property
+    def runner(self) -> ChecksumRunner:
+        runner = self.parts.engine._thread._runner
+        assert isinstance(runner, ChecksumRunner)
+        return runner
+
+    @property
+    def num_held(self) -> int:
+        """Everything that the worker still owes to somebody."""
+        return self.parts.host.num_inflight + self.parts.engine.stats().inflight
+
+    async def kill(self) -> None:
+        """As a process that dies: every connection is cut, nobody is told."""
+        self.alive = False
+        await self.server._grpc.stop(grace=None)
+
+
+@contextlib.asynccontextmanager
+async def started(
+    role: Role,
+    stages: Sequence[Stage] | None = None,
+    *,
+    drain_timeout: float = 5.0,
+    **delays: float,
+) -> AsyncIterator[Worker]:
+    """A worker that is ready."""
+    settings = WorkerSettings(
+        role=role,
+        stages=frozenset(stages or (Stage(role.value),)),
+        model=ModelSource(str(MODEL)),
+        served_name="shapes",
+        bind="127.0.0.1",
+        grpc_port=0,
+        http_port=0,
+        block_size=BLOCK_SIZE,
+        drain_timeout_seconds=drain_timeout,
+        delays=delays,
+        runner="checksum",
+    )
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async with worker(settings, stopping=never) as server:
+        yield Worker(server)
+
+
+def gateway_settings(workers: Sequence[Worker], **changes: object) -> GatewaySettings:
+    settings = GatewaySettings(
+        model=ModelSource(str(MODEL)),
+        served_name="shapes",
+        bind="127.0.0.1",
+        http_port=0,
+        admin_port=0,
+        workers=tuple(worker.address for worker in workers),
+        block_size=BLOCK_SIZE,
+        drain_timeout_seconds=5.0,
+    )
+    return dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    """A gateway that serves, and that has found its workers."""
+    stop = asyncio.Event()
+    async with running(settings) as gateway:
+        task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.0))
+        if settings.workers:
+            registry = gateway.service.registry
+            found = await registry.wait_until(
+                lambda: len(registry.candidates()) == len(settings.workers), timeout=30
+            )
+            assert found
+        try:
+            yield gateway
+        finally:
+            stop.set()
+            await task
+
+
+@dataclasses.dataclass
+class Stack:
+    """Workers and one gateway."""
+
+    workers: list[Worker]
+    gateway: Gateway
+
+    def of(self, role: Role) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role is role]
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    async def until_idle(self, timeout: float = 15.0) -> None:
+        """Every worker that lives has given everything back."""
+        async with asyncio.timeout(timeout):
+            while any(w.num_held for w in self.workers if w.alive):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def stack(
+    *plans: tuple[Role, Sequence[Stage]], delays: dict[str, float] | None = None, **changes: object
+) -> AsyncIterator[Stack]:
+    """A gateway before workers of these roles and stages; all torn down in the end."""
+    async with contextlib.AsyncExitStack() as exits:
+        workers = await asyncio.gather(
+            *(
+                exits.enter_async_context(started(role, stages, **(delays or {})))
+                for role, stages in plans
+            )
+        )
+        async with serving(gateway_settings(workers, **changes)) as gateway:
+            yield Stack(list(workers), gateway)
+
+
+EPD = ((Role.ENCODER, (E,)), (Role.PREFILL, (P,)), (Role.DECODE, (D,)))
+E_PD = ((Role.ENCODER, (E,)), (Role.DECODE, (P, D)))
+P_D = ((Role.PREFILL, (E, P)), (Role.DECODE, (D,)))
+COLOCATED = ((Role.DECODE, (E, P, D)),)
+TOPOLOGIES = {"E-P-D": EPD, "E-PD": E_PD, "P-D": P_D, "colocated": COLOCATED}
