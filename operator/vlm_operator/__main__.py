@@ -31,6 +31,7 @@ from vlm_operator.settings import Settings
 
 logger = logging.getLogger("vlm_operator")
 
+EXIT_SECONDS = 1.5  # for a turn to reach its end; a cut one does no harm
 STUCK_SECONDS = 120.0  # a turn that takes longer is stuck: every call in it has a timeout
 
 
@@ -73,11 +74,13 @@ async def serve(settings: Settings) -> int:
         clock=time.monotonic,
     )
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _on_signal(stop)
     try:
         async with _admin(settings, app, lease):
             return await _lead(settings, app, lease, stop)
+    except OSError as error:
+        logger.error("cannot listen", extra={"error": str(error)})
+        return 1
     finally:
         await scraper.close()
         await cluster.close()
@@ -98,7 +101,7 @@ async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event)
         "stop": stopping,
         "lease": asyncio.create_task(lease.keep()),
         "lost": asyncio.create_task(app.lost.wait()),
-        "kopf": asyncio.create_task(_operate(settings, app, kopf_stop)),
+        "kopf": asyncio.create_task(_operate(settings, app, kopf_stop, stop)),
     }
     await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
     metrics.LEADER.set(0)
@@ -106,10 +109,10 @@ async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event)
     lost = tasks["lost"].done() or tasks["lease"].done()
     if tasks["lease"].done():
         logger.error("lease lost", extra={"error": str(tasks["lease"].exception())})
-    broken = tasks["kopf"].done() and not stop.is_set()
     if not lost:
         # watches and loops end first, so that nothing is written after the lease is given up
-        await asyncio.wait([tasks["kopf"]], timeout=10)
+        await asyncio.wait([tasks["kopf"]], timeout=EXIT_SECONDS)
+    broken = tasks["kopf"].done() and tasks["kopf"].exception() is not None
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -119,19 +122,30 @@ async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event)
     return 1 if broken else 0
 
 
-async def _operate(settings: Settings, app: App, stop: asyncio.Event) -> None:
+async def _operate(
+    settings: Settings, app: App, kopf_stop: asyncio.Event, stop: asyncio.Event
+) -> None:
     registry = kopf.OperatorRegistry()
     register(registry)
     memo = kopf.Memo()
     memo.app = app
+    ready = asyncio.Event()
+
+    async def take_signals_back() -> None:
+        await ready.wait()
+        _on_signal(stop)
+
+    signals = asyncio.create_task(take_signals_back())
     await kopf.operator(
         registry=registry,
         memo=memo,
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
-        stop_flag=stop,
+        stop_flag=kopf_stop,
+        ready_flag=ready,
     )
+    signals.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -160,9 +174,16 @@ async def _admin(settings: Settings, app: App, lease: Lease) -> AsyncIterator[No
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.bind, settings.metrics_port).start()
+        logger.info("metrics", extra={"bind": settings.bind, "port": settings.metrics_port})
         yield
     finally:
         await runner.cleanup()
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    """Stop on SIGTERM and SIGINT. kopf sets handlers of its own when it starts."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 def _options(settings: Settings) -> Options:
@@ -184,8 +205,8 @@ def _log(settings: Settings) -> None:
     form: Any = kopf.LogFormat.JSON if settings.log_format == "json" else kopf.LogFormat.PLAIN
     kopf.configure(verbose=settings.log_level == "DEBUG", log_format=form)
     logging.getLogger().setLevel(settings.log_level)
-    # one line a request of a healthy watch is no news
-    logging.getLogger("kopf").setLevel(max(logging.INFO, logging.getLogger().level))
+    # kopf says of every event that its handler succeeded; ours say what they did
+    logging.getLogger("kopf.objects").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 if __name__ == "__main__":

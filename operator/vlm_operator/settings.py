@@ -37,7 +37,7 @@ class Settings:
     lease_name: str = names.OPERATOR_LEASE
     lease_seconds: float = 15.0
     bind: str = "::"
-    worker_bind: str = "$(POD_IP)"
+    worker_bind: str = "::"
     metrics_port: int = 8080
     cluster_domain: str = "cluster.local"
     resync_seconds: float = 60.0
@@ -66,8 +66,10 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="image of workers and gateways whose VLMService names none (%(default)s)")  # fmt: skip
     add("--image-pull-policy", default=default.image_pull_policy, metavar="POLICY",
         help="imagePullPolicy of every pod; default: Kubernetes' own")  # fmt: skip
-    add("--worker-bind", default=default.worker_bind, metavar="ADDRESS",
-        help="what pods pass to --bind (%(default)s: their own address)")  # fmt: skip
+    # pods of a local cluster share one network namespace, each with a loopback address of its own
+    local = (environ.get("POD_IP") or "").startswith("127.")
+    add("--worker-bind", default="$(POD_IP)" if local else default.worker_bind, metavar="ADDRESS",
+        help="what pods pass to --bind (:: on real nodes, $(POD_IP) on local ones)")  # fmt: skip
     add("--identity", default=environ.get("POD_NAME") or socket.gethostname(), metavar="NAME",
         help="holder of the Lease (POD_NAME, else the host name)")  # fmt: skip
     add("--lease-namespace", default=environ.get("POD_NAMESPACE") or default.lease_namespace,
