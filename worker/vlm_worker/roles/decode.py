@@ -106,7 +106,7 @@ class DecodeRole:
                         spans = ()
             finally:
                 if not finished:
-                    host.run(host.cancel(key.request_id, key.attempt))
+                    host.run(host.abandon(key))
 
     def _adopt(self, call: DecodeCall) -> EventStream[PrefillEvent]:
         """Continue what this process itself has prefilled, or still does."""

@@ -150,13 +150,14 @@ class EncoderRole:
             self._offer(call.key, index, transfers[index], picture)
             for index, picture in enumerate(pictures)
         ]
-        finished = False
+        num_left = len(good)
         try:
             with host.offers.keep(transfers):
                 queued = clock.arrived + clock.now()
                 await host.delay("encoder_queue")
                 async for event in host.engine.encode(call.key, pictures):
                     index = event.item
+                    num_left -= 1
                     if not isinstance(event, EngineItemReady):
                         offers[index].fail(event.error)
                         yield Reply(_failed(good[index], event.error), (), clock.now())
@@ -167,10 +168,10 @@ class EncoderRole:
                     spans = _encode_spans(event, good[index], queued, clock)
                     ready = ItemReady(good[index], event.cache_hit, event.num_bytes)
                     yield Reply(ready, spans, clock.now())
-            finished = True
         finally:
-            if not finished:
-                host.run(host.cancel(call.key.request_id, call.key.attempt))
+            # with its last picture announced, the caller may leave; then the leases decide
+            if num_left:
+                host.run(host.abandon(call.key))
 
     def _offer(
         self, key: RequestKey, index: int, transfer_id: str, picture: PreparedImage

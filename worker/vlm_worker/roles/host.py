@@ -146,9 +146,16 @@ class Host:
         found = [await self._cancel(key) for key in owners if key.request_id == request_id]
         return max(found, key=lambda outcome: outcome.value, default=CancelOutcome.NOT_FOUND)
 
+    async def abandon(self, key: RequestKey) -> None:
+        """End and free an attempt whose call failed here or lost its caller."""
+        await self._end(key, CancelledError(f"attempt {key.attempt} was given up"))
+
     async def _cancel(self, key: RequestKey) -> CancelOutcome:
-        error = CancelledError(f"attempt {key.attempt} was cancelled by its caller")
         self._history.cancel(key, now=time.monotonic())
+        error = CancelledError(f"attempt {key.attempt} was cancelled by its caller")
+        return await self._end(key, error)
+
+    async def _end(self, key: RequestKey, error: CancelledError) -> CancelOutcome:
         in_flight = self.offers.cancel(key, error)
         outcome = CancelOutcome((await self.engine.cancel(key)).value)
         for scope in self._scopes:

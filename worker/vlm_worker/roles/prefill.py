@@ -80,12 +80,13 @@ class PrefillRole:
                         call, stream, embeddings, outgoing, submitted=queued
                     )
                     spans = (*embeddings.spans(clock), *_spans(progress, clock))
+                # from here on the lease decides, not whether this caller stays
+                finished = True
                 yield Reply(_first_token(progress), spans, clock.now())
                 yield Reply(PrefillDone(), (), clock.now())
-                finished = True
             finally:
                 if not finished:
-                    host.run(host.cancel(key.request_id, key.attempt))
+                    host.run(host.abandon(key))
 
     async def fetch(self, call: FetchCall) -> AsyncGenerator[bytes]:
         """The frames of a prompt's KV, as it is written.

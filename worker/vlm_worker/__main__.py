@@ -1,0 +1,43 @@
+"""`vlm-worker COMMAND`: settings from argv, and the command's own module, imported only now."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from vlm_worker.errors import WorkerError
+from vlm_worker.serve.logs import log_as_json
+from vlm_worker.settings import GatewaySettings, Settings, WorkerSettings, parse
+
+
+def main() -> None:
+    """Run one command and exit with its code; a failed start ends in one line that says why."""
+    settings = parse(sys.argv[1:], os.environ)  # noqa: TID251  the one place that reads it
+    log_as_json()
+    try:
+        sys.exit(_run(settings))
+    except (WorkerError, OSError, ValueError) as error:
+        sys.exit(f"vlm-worker: {error}")
+
+
+def _run(settings: Settings) -> int:
+    if isinstance(settings, WorkerSettings):
+        from vlm_worker.serve.worker import run_worker
+
+        return asyncio.run(run_worker(settings))
+    if isinstance(settings, GatewaySettings):
+        from vlm_worker.serve.gateway import run_gateway
+
+        return asyncio.run(run_gateway(settings))
+    if settings.split:
+        from vlm_worker.serve.split import run_split
+
+        return asyncio.run(run_split(settings))
+    from vlm_worker.serve.local import run_local
+
+    return asyncio.run(run_local(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""From settings to a model that can run: files, runner, and the facts that others need. Blocking.
+
+Imports are where they are needed: a checksum runner brings no torch, a gateway none of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vlm_worker.core.families import Family, load_family
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.sequences import Positions
+from vlm_worker.serve.sources import fetch_model
+from vlm_worker.server.state import ModelFacts
+from vlm_worker.settings import WorkerSettings
+from vlm_worker.types import Stage
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+"""Told what is being waited for."""
+
+CHECKSUM_BLOCKS = 4097
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that can run. `revision` is the one in its layouts."""
+
+    runner: Runner
+    family: Family
+    positions: Positions
+    eos_token_ids: tuple[int, ...]
+    revision: str
+    facts: ModelFacts
+
+
+def load(settings: WorkerSettings, progress: Progress) -> Loaded:
+    """Fetch, read and set up the model.
+
+    Raises:
+        WorkerError: the model cannot be had or served, with path and fix.
+    """
+    model_dir = fetch_model(settings.model, progress)
+    family = load_family(model_dir)
+    progress("loading weights")
+    if settings.runner == "checksum":
+        runner, positions = _checksum(settings)
+        eos: tuple[int, ...] = ()
+        weights_bytes = 0
+    else:
+        runner, weights_bytes = _model(settings, model_dir)
+        positions = family.positions
+        eos = eos_token_ids(model_dir)
+    embed, kv = runner.embed_layout, runner.kv_layout
+    pixels_per_token = (family.processor.patch_size * family.processor.merge_size) ** 2
+    facts = ModelFacts(
+        kv_bytes_per_token=kv.token_bytes if kv else 0,
+        embedding_bytes_per_token=embed.row_bytes,
+        image_tokens_per_megapixel=round(1_000_000 / pixels_per_token),
+        weights_bytes=weights_bytes,
+    )
+    return Loaded(runner, family, positions, eos, embed.model_revision, facts)
+
+
+def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """What ends an answer: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        if not path.exists():
+            continue
+        fields: dict[str, Any] = json.loads(path.read_bytes())
+        found = fields.get("eos_token_id", fields.get("text_config", {}).get("eos_token_id"))
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _checksum(settings: WorkerSettings) -> tuple[Runner, Positions]:
+    from vlm_worker.testing import ChecksumRunner, plain_positions
+
+    logger.warning("the runner is arithmetic, for tests: there is no model")
+    has_kv = settings.stages != {Stage.ENCODER}
+    runner = ChecksumRunner(CHECKSUM_BLOCKS, block_size=settings.block_size, has_kv=has_kv)
+    return runner, plain_positions
+
+
+def _model(settings: WorkerSettings, model_dir: Path) -> tuple[Runner, int]:
+    from vlm_worker.model.runner import RunnerSettings, build_runner
+
+    runner = build_runner(
+        RunnerSettings(
+            model_dir=model_dir,
+            stages=settings.stages,
+            model_revision=settings.model.revision,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            block_size=settings.block_size,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            kv_memory_percent=settings.kv_memory_percent,
+            device=_device(settings.device),
+        )
+    )
+    return runner, runner.weights_bytes
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted

@@ -1,0 +1,37 @@
+"""Logs as JSON lines on stderr: one object a record, with the fields given as `extra`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from datetime import UTC, datetime
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """Time, level, logger, message, then the extra fields and the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields |= {k: v for k, v in vars(record).items() if k not in _STANDARD}
+        if record.exc_info and record.exc_info[1] is not None:
+            fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        return json.dumps(fields, default=str)
+
+
+def log_as_json(level: int = logging.INFO) -> None:
+    """Set up the root logger; what libraries say below WARNING is left out."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("vlm_worker").setLevel(level)
+    logging.captureWarnings(capture=True)

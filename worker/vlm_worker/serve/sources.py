@@ -1,0 +1,81 @@
+"""Where a model's files come from: a directory, or a hub's repository downloaded into a cache.
+
+The hub's address and token are huggingface_hub's own variables, HF_ENDPOINT and HF_TOKEN.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.settings import ModelSource
+
+logger = logging.getLogger(__name__)
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def fetch_model(source: ModelSource, progress: Callable[[str], None]) -> Path:
+    """The model's directory, after downloading what is missing. Blocking.
+
+    Raises:
+        ModelConfigError: there is no such directory or repository, or the hub cannot be reached.
+    """
+    repository = source.repository
+    if repository is None:
+        path = Path(source.uri)
+        if not path.is_dir():
+            raise ModelConfigError(f"--model: {path} is no directory")
+        return path
+    progress(f"downloading {repository}")
+    return _download(repository, source, progress)
+
+
+def _download(repository: str, source: ModelSource, progress: Callable[[str], None]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(
+            repository,
+            revision=source.revision or None,
+            cache_dir=source.cache,
+            allow_patterns=_PATTERNS,
+            tqdm_class=_bar(repository, progress),
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise ModelConfigError(
+            f"--model: {source.uri} at revision {source.revision or 'main'}: the hub says "
+            f"{status}; check name, revision and credentials"
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelConfigError(
+            f"--model: {source.uri} is not in the cache and cannot be downloaded: {error}"
+        ) from error
+    return Path(path)
+
+
+def _bar(repository: str, progress: Callable[[str], None]) -> Any:
+    """A progress bar's class that tells `progress` instead of drawing."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    class Reporting(tqdm):  # type: ignore[misc]
+        """Says how far the download is."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)  # the hub's own argument
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            drawn: bool | None = super().update(n)
+            if self.total:
+                done = f"{self.n:,.0f} of {self.total:,.0f} {self.unit.strip()}"
+                progress(f"downloading {repository}: {done}")
+            return drawn
+
+    return Reporting

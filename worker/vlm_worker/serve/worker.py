@@ -1,0 +1,164 @@
+"""One encoder, prefill or decode process, from its first port to its last word.
+
+open ports ─ load the model on a thread ─ work ─ SIGTERM: drain ─ exit 0 as soon as it is empty
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from vlm_worker.core.families import Family
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.media.pool import MediaPool
+from vlm_worker.roles.decode import DecodeRole
+from vlm_worker.roles.encoder import EncoderRole
+from vlm_worker.roles.host import Host
+from vlm_worker.roles.offers import Life
+from vlm_worker.roles.prefill import PrefillRole
+from vlm_worker.serve.loading import Loaded, Progress, load
+from vlm_worker.serve.signals import StopSignals, leave
+from vlm_worker.server.parts import Parts
+from vlm_worker.server.state import Phase
+from vlm_worker.server.worker import WorkerServer
+from vlm_worker.settings import WorkerSettings
+from vlm_worker.types import Stage
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+async def run_worker(settings: WorkerSettings) -> int:
+    """Run one worker until it is told to stop; returns the exit code."""
+    with StopSignals() as signals:
+        stopping = asyncio.create_task(signals.stop.wait())
+        async with worker(settings, stopping=stopping) as server:
+            failing = asyncio.create_task(server.failed())
+            await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+            failing.cancel()
+            if not signals.stop.is_set():
+                return 1
+            await server.drain()
+    logger.info("stopped")
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    settings: WorkerSettings,
+    *,
+    stopping: asyncio.Future[Any],
+    progress: Progress = lambda _: None,
+) -> AsyncIterator[WorkerServer]:
+    """A worker that is ready; it is closed at the end, drained or not.
+
+    Where `stopping` is done before the model is loaded, the process ends here.
+
+    Raises:
+        OSError: a port is taken.
+        WorkerError, ValueError: the model cannot be loaded under these settings.
+    """
+    server = WorkerServer(settings)
+    try:
+        await server.open()
+        ports = {"grpc_port": server.grpc_port, "http_port": server.http_port}
+        logger.info("listening", extra=ports)
+
+        def report(message: str) -> None:
+            server.state.message = message
+            progress(message)
+
+        loaded = await _load_unless(stopping, lambda: load(settings, report))
+        async with _assembled(server, loaded) as parts:
+            await server.attach(parts)
+            logger.info("ready", extra={**ports, "uptime": round(server.state.uptime_seconds, 2)})
+            yield server
+            await server.close()
+    except BaseException as error:
+        server.state.enter(Phase.FAILED, str(error))
+        await server.close()
+        raise
+
+
+async def _load_unless(stopping: asyncio.Future[Any], work: Callable[[], T]) -> T:
+    """Run blocking work on a thread; a signal meanwhile ends the process: it holds nothing yet."""
+    loading = asyncio.wrap_future(_in_thread(work))
+    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        logger.info("stopped while loading")
+        leave(0)
+    return loading.result()
+
+
+def _in_thread(work: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Run work on a thread that does not keep the process alive."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return future
+
+
+@contextlib.asynccontextmanager
+async def _assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts]:
+    """Engine, host and roles of the stages that are loaded."""
+    settings = server.settings
+    max_model_len = min(settings.max_model_len, loaded.family.max_position_embeddings)
+    engine = Engine(
+        loaded.runner,
+        settings=EngineSettings(
+            max_model_len=max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            max_num_seqs=settings.max_requests,
+            max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
+            watermark_percent=settings.kv_reserve_percent,
+            whole_images=loaded.family.spec.bidirectional_spans,
+        ),
+        positions=loaded.positions,
+    )
+    server.state.model = loaded.facts
+    host = Host(
+        engine,
+        life=Life(server.state.boot_id, server.state.pod_uid),
+        embed_layout=loaded.runner.embed_layout,
+        kv_layout=loaded.runner.kv_layout,
+        delays=settings.delays,
+        on_transfer=server.meters.observe,
+    )
+    engine.start(asyncio.get_running_loop())
+    async with contextlib.AsyncExitStack() as stack:
+        encoder = None
+        if Stage.ENCODER in settings.stages:
+            media = await stack.enter_async_context(_media(loaded.family, loaded.revision))
+            encoder = EncoderRole(host, media)
+        yield Parts(
+            engine,
+            host,
+            loaded.revision,
+            max_model_len=max_model_len,
+            encoder=encoder,
+            prefill=PrefillRole(host) if Stage.PREFILL in settings.stages else None,
+            decode=DecodeRole(host) if Stage.DECODE in settings.stages else None,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _media(family: Family, revision: str) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(family.processor, model_revision=revision)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()

@@ -1,0 +1,78 @@
+"""What is there once the model is loaded: the engine, the host of the roles, the roles."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vlm_worker.core.leases import LeaseKind
+from vlm_worker.engine.engine import Engine
+from vlm_worker.roles.decode import DecodeRole
+from vlm_worker.roles.encoder import EncoderRole
+from vlm_worker.roles.host import Host
+from vlm_worker.roles.prefill import PrefillRole
+from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
+from vlm_worker.wire.calls import Hello, Limits, Load
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """A role is None where its stage is not loaded. `model_revision` is the one in the layouts."""
+
+    engine: Engine
+    host: Host
+    model_revision: str
+    max_model_len: int
+    encoder: EncoderRole | None = None
+    prefill: PrefillRole | None = None
+    decode: DecodeRole | None = None
+
+    def snapshot(self) -> Snapshot:
+        """How it is now."""
+        leases = self.host.offers.leases
+        counts = LeaseCounts(
+            held=leases.count(LeaseKind.HELD),
+            reserved=leases.count(LeaseKind.RESERVED),
+            quarantined=leases.count(LeaseKind.QUARANTINED),
+        )
+        return Snapshot(self.engine.stats(), counts, self.host.num_inflight)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is owed to anybody."""
+        return self.host.num_inflight == 0 and self.engine.stats().inflight == 0
+
+    def hello(self, state: WorkerState) -> Hello:
+        """Who this is."""
+        settings, host = state.settings, self.host
+        layout, kv = host.kv_layout, self.engine.stats().kv
+        return Hello(
+            role=settings.role,
+            stages=settings.stages,
+            model=settings.served_name,
+            model_revision=self.model_revision,
+            pod_name=settings.identity.pod_name,
+            pod_uid=state.pod_uid,
+            boot_id=state.boot_id,
+            layout_fingerprint=layout.fingerprint if layout else b"",
+            embed_fingerprint=host.embed_layout.fingerprint,
+            compat=settings.compat,
+            limits=Limits(
+                block_size=layout.block_size if layout else 0,
+                kv_capacity_tokens=kv.capacity_tokens if kv else 0,
+                max_model_len=self.max_model_len if layout else 0,
+                max_requests=settings.max_requests,
+            ),
+        )
+
+    def load(self, state: WorkerState) -> Load:
+        """How busy this is."""
+        stats = self.engine.stats()
+        return Load(
+            num_inflight=max(stats.inflight, self.host.num_inflight),
+            num_waiting=stats.num_waiting + stats.num_waiting_images,
+            work_queued_seconds=stats.work_queued_seconds,
+            kv_free_tokens=stats.kv.free_tokens + stats.kv.cached_tokens if stats.kv else 0,
+            kv_capacity_tokens=stats.kv.capacity_tokens if stats.kv else 0,
+            accepting=state.accepting,
+            boot_id=state.boot_id,
+        )

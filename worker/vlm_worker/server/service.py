@@ -1,0 +1,197 @@
+"""The gRPC services of a worker: a message in, a role, messages out, and one last word each.
+
+METHODS ─▶ handler ─▶ wire: message -> call ─▶ role ─▶ wire: reply -> message
+└ an error becomes its status, once, here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from vlm_worker.errors import (
+    DrainingError,
+    IncompatibleError,
+    InvalidRequestError,
+    WorkerError,
+)
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.roles.times import CallClock
+from vlm_worker.server.parts import Parts
+from vlm_worker.server.state import WorkerState
+from vlm_worker.wire import checks, decode, encode, identity, prefill
+from vlm_worker.wire.errors import status_of
+from vlm_worker.wire.methods import METHODS, PACKAGE, Method
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS: Final = 1.0
+
+T = TypeVar("T")
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Service:
+    """All services of one process. `parts` is set when the model is loaded."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self.parts: Parts | None = None
+
+    def handlers(self) -> tuple[Any, ...]:
+        """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
+        by_service: dict[str, dict[str, Any]] = {}
+        for method in METHODS.values():
+            handler = self._guarded(method, getattr(self, f"_{method.name}"))
+            by_service.setdefault(method.service, {})[method.name] = _rpc_handler(method, handler)
+        return tuple(
+            grpc.method_handlers_generic_handler(f"{PACKAGE}.{service}", handlers)
+            for service, handlers in by_service.items()
+        )
+
+    def _guarded(self, method: Method, handler: Handler) -> Handler:
+        """Turn whatever goes wrong into the call's last word, and count how it ended."""
+        counted = method.name in ("Encode", "Prefill", "Decode")
+
+        async def guarded(request: Any, context: Any) -> Any:
+            ending: BaseException | None = None
+            try:
+                return await handler(request, context)
+            except asyncio.CancelledError as error:
+                ending = error
+                raise
+            except Exception as error:
+                ending = error
+                code, message, metadata = status_of(error)
+                if not isinstance(error, WorkerError):
+                    logger.exception("call failed", extra={"call": method.name})
+                elif counted:
+                    logger.info("call ended", extra={"call": method.name, "error": message})
+                return await context.abort(code, message, metadata)
+            finally:
+                if counted:
+                    self._state.count(ending)
+
+        return guarded
+
+    def _ready(self) -> Parts:
+        if self.parts is None:
+            raise DrainingError(f"this worker is not ready: {self._state.message}")
+        return self.parts
+
+    # ---- Worker --------------------------------------------------------------------------------
+
+    async def _Hello(self, _: pb.HelloRequest, __: Any) -> pb.HelloReply:  # noqa: N802
+        return identity.hello_to(self._ready().hello(self._state))
+
+    async def _WatchLoad(self, _: pb.WatchLoadRequest, context: Any) -> None:  # noqa: N802
+        parts = self._ready()
+        while True:
+            await context.write(identity.load_to(parts.load(self._state)))
+            await asyncio.sleep(LOAD_SECONDS)
+
+    async def _Cancel(self, request: pb.CancelRequest, _: Any) -> pb.CancelReply:  # noqa: N802
+        request_id = checks.identifier(request.request_id, "request_id")
+        outcome = await self._ready().host.cancel(request_id, request.attempt)
+        return pb.CancelReply(outcome=pb.CancelOutcome.Name(outcome.value))
+
+    async def _RenewLeases(  # noqa: N802
+        self, request: pb.RenewLeasesRequest, _: Any
+    ) -> pb.RenewLeasesReply:
+        checks.between(len(request.transfer_ids), "transfer_ids", 0, checks.MAX_IDS)
+        offers = self._ready().host.offers
+        return pb.RenewLeasesReply(gone=offers.renew(request.boot_id, request.transfer_ids))
+
+    async def _ReleaseLease(  # noqa: N802
+        self, request: pb.ReleaseLeaseRequest, _: Any
+    ) -> pb.ReleaseLeaseReply:
+        self._ready().host.offers.release(request.boot_id, request.transfer_id)
+        return pb.ReleaseLeaseReply()
+
+    # ---- Encoder -------------------------------------------------------------------------------
+
+    async def _Encode(self, requests: AsyncIterator[pb.EncodeRequest], context: Any) -> None:  # noqa: N802
+        clock = CallClock()
+        role = _loaded(self._ready().encoder, "encoder")
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("kind") != "begin":
+            raise InvalidRequestError("an Encode stream starts with `begin`")
+        call = encode.encode_call_of(first.begin)
+        replies = role.encode(call, _chunks(requests), clock)
+        await _write_all(replies, encode.encode_reply_to, context)
+
+    async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
+        role = _loaded(self._ready().encoder, "encoder")
+        await _write_all(role.fetch(identity.fetch_call_of(request)), _same, context)
+
+    # ---- Prefill -------------------------------------------------------------------------------
+
+    async def _Prefill(self, request: pb.PrefillRequest, context: Any) -> None:  # noqa: N802
+        clock = CallClock()
+        role = _loaded(self._ready().prefill, "prefill")
+        replies = role.prefill(prefill.prefill_call_of(request), clock)
+        await _write_all(replies, prefill.prefill_reply_to, context)
+
+    async def _FetchKV(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
+        role = _loaded(self._ready().prefill, "prefill")
+        await _write_all(role.fetch(identity.fetch_call_of(request)), _same, context)
+
+    # ---- Decode --------------------------------------------------------------------------------
+
+    async def _Reserve(self, request: pb.ReserveRequest, _: Any) -> pb.ReserveReply:  # noqa: N802
+        role = _loaded(self._ready().decode, "decode")
+        reservation = await role.reserve(decode.reserve_call_of(request))
+        return pb.ReserveReply(
+            reservation_id=reservation.reservation_id,
+            boot_id=reservation.boot_id,
+            lease_milliseconds=round(reservation.lease_seconds * 1000),
+        )
+
+    async def _Decode(self, request: pb.DecodeRequest, context: Any) -> None:  # noqa: N802
+        clock = CallClock()
+        role = _loaded(self._ready().decode, "decode")
+        replies = role.decode(decode.decode_call_of(request), clock)
+        await _write_all(replies, decode.decode_reply_to, context)
+
+
+def _rpc_handler(method: Method, handler: Handler) -> Any:
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return kinds[method.client_streaming, method.server_streaming](
+        handler,
+        request_deserializer=method.request_from_bytes,
+        response_serializer=method.response_to_bytes,
+    )
+
+
+def _loaded(role: T | None, stage: str) -> T:
+    if role is None:
+        raise IncompatibleError(f"the stage {stage} is not loaded here")
+    return role
+
+
+async def _write_all(
+    replies: AsyncGenerator[T], to_message: Callable[[T], Any], context: Any
+) -> None:
+    async with aclosing(replies):
+        async for reply in replies:
+            await context.write(to_message(reply))
+
+
+async def _chunks(requests: AsyncIterator[pb.EncodeRequest]) -> AsyncIterator[tuple[int, bytes]]:
+    async for message in requests:
+        if message.WhichOneof("kind") != "chunk":
+            raise InvalidRequestError("an Encode stream goes on with chunks")
+        yield message.chunk.item, message.chunk.data
+
+
+def _same(frame: bytes) -> bytes:
+    return frame

@@ -1,0 +1,145 @@
+"""One worker process as a server: ports first, then the model, then work, then the drain.
+
+open ─ LOADING ─ attach(parts) ─ READY ─ drain ─ DRAINING ─ empty, or the deadline ─ close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from vlm_worker.server.http import HttpServer
+from vlm_worker.server.meters import Meters
+from vlm_worker.server.parts import Parts
+from vlm_worker.server.service import Service
+from vlm_worker.server.state import Phase, Snapshot, WorkerState
+from vlm_worker.server.stats import stats_document
+from vlm_worker.settings import WorkerSettings
+from vlm_worker.wire.credentials import WARNING, add_port
+from vlm_worker.wire.options import MAX_STREAMS, server_options
+
+logger = logging.getLogger(__name__)
+
+MONITOR_SECONDS: Final = 0.5
+EMPTY_POLL_SECONDS: Final = 0.05
+LAST_WORDS_SECONDS: Final = 2.0
+
+
+class WorkerServer:
+    """The ports of one worker, and what goes on behind them."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.state = WorkerState(settings)
+        self.meters = Meters(self.state, self._snapshot)
+        self.grpc_port = 0
+        self.http_port = 0
+        self._parts: Parts | None = None
+        self._service = Service(self.state)
+        self._health = HealthServicer()
+        self._monitor: asyncio.Task[None] | None = None
+        self._failed = asyncio.Event()
+        self._http = HttpServer(
+            stats=lambda: stats_document(self.state, self._snapshot()),
+            exposition=self.meters.exposition,
+            healthy=lambda: self.state.message if self.state.phase is Phase.FAILED else None,
+            ready=lambda: None if self.state.serving else self.state.message,
+        )
+        self._grpc: Any = None
+
+    async def open(self) -> None:
+        """Listen on both ports; not ready yet.
+
+        Raises:
+            OSError: a port is taken, or the address is not ours.
+        """
+        settings = self.settings
+        logger.warning(WARNING)
+        if settings.delays:
+            logger.warning("delays are injected, for tests", extra={"delays": settings.delays})
+        self.http_port = await self._http.start(settings.bind, settings.http_port)
+        self._grpc = grpc.aio.server(
+            options=server_options(), maximum_concurrent_rpcs=2 * MAX_STREAMS
+        )
+        self._grpc.add_generic_rpc_handlers(self._service.handlers())
+        add_HealthServicer_to_server(self._health, self._grpc)
+        host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
+        self.grpc_port = add_port(self._grpc, f"{host}:{settings.grpc_port}")
+        await self._set_health(serving=False)
+        await self._grpc.start()
+
+    async def attach(self, parts: Parts) -> None:
+        """The model is there: take work."""
+        self._parts = parts
+        self._service.parts = parts
+        parts.host.start()
+        self.state.enter(Phase.READY, "ready")
+        await self._set_health(serving=True)
+        self._monitor = asyncio.create_task(self._watch_engine(parts))
+
+    async def failed(self) -> None:
+        """Wait until the engine has failed for good."""
+        await self._failed.wait()
+
+    async def drain(self) -> None:
+        """Take no new work and finish; at the deadline end what is left, each with a last word."""
+        if self._parts is None:
+            return
+        parts, timeout = self._parts, self.settings.drain_timeout_seconds
+        parts.host.accepting = False
+        self.state.enter(Phase.DRAINING, "draining")
+        logger.info("draining", extra={"inflight": parts.host.num_inflight, "timeout": timeout})
+        if await self._empty_within(parts, timeout):
+            return
+        num_ended = await parts.engine.drain()
+        logger.warning("drain deadline", extra={"ended": num_ended})
+        await self._empty_within(parts, LAST_WORDS_SECONDS)
+
+    async def close(self) -> None:
+        """Close both ports and stop what runs behind them."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+        if self._grpc is not None:
+            await self._set_health(serving=False)
+            await self._grpc.stop(grace=0.5)
+        if self._parts is not None:
+            await self._parts.host.close()
+            try:
+                await self._parts.engine.stop()
+            except Exception:
+                logger.exception("the engine had failed")
+        await self._http.stop()
+
+    def _snapshot(self) -> Snapshot | None:
+        return self._parts.snapshot() if self._parts is not None else None
+
+    async def _set_health(self, *, serving: bool) -> None:
+        kind = health_pb2.HealthCheckResponse.ServingStatus
+        status = kind.SERVING if serving else kind.NOT_SERVING
+        names = {"", self.settings.role.value, *(s.value for s in self.settings.stages)}
+        for name in names:
+            await self._health.set(name, status)
+
+    async def _watch_engine(self, parts: Parts) -> None:
+        """An engine that is stuck or dead makes the process fail, so that it is started anew."""
+        while parts.engine.healthy:  # noqa: ASYNC110  a thread's health has no event
+            await asyncio.sleep(MONITOR_SECONDS)
+        self.state.enter(Phase.FAILED, "the engine is stuck or has failed")
+        logger.error(self.state.message)
+        await self._set_health(serving=False)
+        self._failed.set()
+
+    async def _empty_within(self, parts: Parts, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not parts.empty:
+            if time.monotonic() >= deadline or not parts.engine.healthy:
+                return False
+            await asyncio.sleep(EMPTY_POLL_SECONDS)
+        return True
