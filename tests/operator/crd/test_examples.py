@@ -1,0 +1,55 @@
+"""Every manifest that we show is one that the API server takes."""
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from vlm_operator.local.controlplane import ControlPlane
+
+pytestmark = pytest.mark.cluster
+
+ROOT = pathlib.Path(__file__).parents[3]
+CASES = sorted({path.parent for path in (ROOT / "examples").glob("*/*.yaml")})
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+FENCE = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def manifests(text: str) -> list[dict[str, Any]]:
+    """Return the documents that are whole Kubernetes objects; a page may also show a fragment."""
+    found = [item for item in yaml.safe_load_all(text) if isinstance(item, dict)]
+    return [item for item in found if {"apiVersion", "kind", "metadata"} <= set(item)]
+
+
+SHOWN = [
+    pytest.param(item, id=f"{path.relative_to(ROOT)}:{item['kind']}/{item['metadata']['name']}")
+    for path in [*(ROOT / "examples").rglob("*.yaml"), *PAGES]
+    for block in ([path.read_text()] if path.suffix == ".yaml" else FENCE.findall(path.read_text()))
+    for item in manifests(block)
+]
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(SHOWN) >= 6
+
+
+@pytest.mark.parametrize("manifest", SHOWN)
+def test_the_api_server_takes_it(manifest: dict[str, Any], api_server: ControlPlane) -> None:
+    answer = api_server.kubectl(
+        "create", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(manifest), check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize("folder", CASES, ids=lambda folder: folder.name)
+def test_each_example_says_what_when_what_to_expect_and_how_to_clean_up(
+    folder: pathlib.Path,
+) -> None:
+    page = (folder / "README.md").read_text()
+    for part in ("**What.**", "**When.**", "**Expected.**", "**Clean up.**"):
+        assert part in page
+    for manifest in folder.glob("*.yaml"):
+        (service,) = manifests(manifest.read_text())
+        assert service["metadata"]["name"] in page
