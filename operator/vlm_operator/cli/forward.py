@@ -54,11 +54,19 @@ class Forwarder:
                 f"port-forward to pod {self._pod} failed: {error}", "or pass --url"
             ) from error
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one TCP connection until either side ends it."""
-        task = asyncio.current_task()
-        assert task is not None
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one TCP connection until either side ends it, or `close` does."""
+        task = asyncio.create_task(self._carry(reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with self._connect() as channel:
                 up = asyncio.create_task(_up(reader, channel))
@@ -70,14 +78,7 @@ class Forwarder:
         except (aiohttp.ClientError, OSError):
             writer.transport.abort()  # the client sees a broken connection, and says so
         finally:
-            self._tasks.discard(task)
             writer.close()
-
-    async def close(self) -> None:
-        """End all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _connect(self) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientWebSocketResponse]:
         return self._session.ws_connect(
@@ -114,7 +115,7 @@ async def forward(access: Access, *, pod: str, port: int) -> AsyncIterator[str]:
     async with aiohttp.ClientSession(timeout=timeout) as session:
         forwarder = Forwarder(session, access, pod=pod, port=port)
         await forwarder.check()
-        server = await asyncio.start_server(forwarder.serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(forwarder.accept, "127.0.0.1", 0)
         try:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:

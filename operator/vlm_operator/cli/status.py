@@ -116,7 +116,7 @@ def print_service(view: dict[str, Any], out: Console) -> None:
         ("Ready", " ".join([_ready(view), *states])),
         ("Model", view["model"]),
         ("Topology", _cell(view["topology"])),
-        ("URL", f"{_cell(view['url'])}  (inside the cluster; from here: vlm chat {view['name']})"),
+        ("URL", _url(view)),
         ("Revision", _revision(view)),
         ("Cost", _cost(view["cost"])),
         ("Age", age(view["ageSeconds"])),
@@ -206,6 +206,12 @@ def _cell(value: object) -> str:
 
 def _milliseconds(value: int | None) -> str:
     return "-" if value is None else f"{value} ms"
+
+
+def _url(view: dict[str, Any]) -> str:
+    if not view["url"]:
+        return "-"
+    return f"{view['url']}  (inside the cluster; from here: vlm chat {view['name']})"
 
 
 def _revision(view: dict[str, Any]) -> str:

@@ -129,6 +129,7 @@ async def test_a_service_is_reached_through_the_api_server(
     add_service: Any,
     add_gateway: Any,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     api.target_port = urlsplit(openai.url).port
     add_service()
@@ -141,6 +142,7 @@ async def test_a_service_is_reached_through_the_api_server(
     captured = capsys.readouterr()
     assert captured.out.startswith("x" * 120_000)
     assert captured.err == ""
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
     assert set(api.forwarded) == {"demo-gateway-a:8000"}
     assert openai.keys == ["Bearer sk-1"]
     assert openai.bodies[0]["model"] == "shapes"
