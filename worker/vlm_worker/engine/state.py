@@ -56,6 +56,12 @@ class State:
         """Too many steps in a row computed nothing."""
         return self.stepping.guard.failures_in_a_row >= self._settings.max_step_failures
 
+    @property
+    def inflight(self) -> int:
+        """See `EngineStats.inflight`."""
+        sequences = self.sequences
+        return len(sequences.live) + len(sequences.reservations) + self.pictures.num_pinned
+
     def turn(self) -> bool:
         """One batch of pictures, one step; False when there is nothing to do but wait."""
         encoded = self.pictures.turn()
@@ -110,15 +116,14 @@ class State:
         queued_seconds = stepping.predict(queued_tokens) + pictures.queued_seconds
         sequences.retry_after_seconds = min(max(queued_seconds, 0.1), 30.0)
         num_held = sum(s.sink.stream is None for s in sequences.live.values())
-        num_pinned = pictures.num_pinned
         return EngineStats(
-            inflight=len(sequences.live) + len(sequences.reservations) + num_pinned,
+            inflight=self.inflight,
             num_running=len(sequences.table),
             num_waiting=len(sequences.scheduler.waiting),
             num_waiting_images=pictures.num_queued,
             num_held=num_held,
             num_reserved=len(sequences.reservations),
-            num_pinned_embeddings=num_pinned,
+            num_pinned_embeddings=pictures.num_pinned,
             work_queued_seconds=queued_seconds,
             work_admitted_seconds_total=stepping.admitted_seconds + pictures.admitted_seconds,
             kv=self._kv_stats(queued_tokens),

@@ -132,7 +132,7 @@ class EngineThread:
             self._turn_started = None
             if not busy:
                 self._check_idle()
-            self._take_snapshot(now=not busy)
+            self._take_snapshot(busy=busy)
             self._flush()
 
     def _do_commands(self, *, wait: bool) -> None:
@@ -164,10 +164,12 @@ class EngineThread:
         logger.error("something did not come back", extra={"violations": violations})
         assert not self._settings.strict, f"something did not come back: {violations}"
 
-    def _take_snapshot(self, *, now: bool) -> None:
-        time = self._clock()
-        if now or time - self._snapshot_at >= SNAPSHOT_SECONDS:
-            self._snapshot_at = time
+    def _take_snapshot(self, *, busy: bool) -> None:
+        """Renew the stats when somebody came or went, at rest, and now and then."""
+        now, inflight = self._clock(), self._state.inflight
+        stale = now - self._snapshot_at >= SNAPSHOT_SECONDS
+        if stale or not busy or inflight != self.stats.inflight:
+            self._snapshot_at = now
             self.stats = self._state.snapshot()
 
     def _flush(self) -> None:

@@ -1,0 +1,53 @@
+"""Engines for tests: small pools, strict books, and a stop that reports what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.testing import ChecksumRunner, plain_positions
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[StartEngine]:
+    """`start(runner=None, **settings)` gives a running engine that is stopped after the test."""
+    engines: list[Engine] = []
+
+    def start_engine(
+        runner: ChecksumRunner | None = None, *, dies: bool = False, **changes: Any
+    ) -> Engine:
+        settings = EngineSettings(
+            max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, strict=True
+        )
+        engine = Engine(
+            runner or ChecksumRunner(),
+            settings=dataclasses.replace(settings, **changes),
+            positions=plain_positions,
+        )
+        engine.start(asyncio.get_running_loop())
+        if not dies:
+            engines.append(engine)
+        return engine
+
+    yield start_engine
+    for engine in engines:
+        await engine.stop()
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """`await until(condition)`: until it holds; the test's timeout bounds it."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110  # a snapshot has no event
+            await asyncio.sleep(0.001)
+
+    return wait
