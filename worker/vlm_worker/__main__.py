@@ -7,14 +7,23 @@ import os
 import sys
 
 from vlm_worker.errors import WorkerError
-from vlm_worker.serve.logs import log_as_json
-from vlm_worker.settings import GatewaySettings, Settings, WorkerSettings, parse
+from vlm_worker.serve.logs import log_as_json, log_as_text
+from vlm_worker.settings import (
+    GatewaySettings,
+    ServeSettings,
+    Settings,
+    WorkerSettings,
+    parse,
+)
 
 
 def main() -> None:
     """Run one command and exit with its code; a failed start ends in one line that says why."""
     settings = parse(sys.argv[1:], os.environ)  # noqa: TID251  the one place that reads it
-    log_as_json()
+    if isinstance(settings, ServeSettings):
+        log_as_text()
+    else:
+        log_as_json()
     try:
         sys.exit(_run(settings))
     except (WorkerError, OSError, ValueError) as error:
@@ -22,6 +31,10 @@ def main() -> None:
 
 
 def _run(settings: Settings) -> int:
+    if not isinstance(settings, ServeSettings) and settings.parent is not None:
+        from vlm_worker.serve.parent import exit_with
+
+        exit_with(settings.parent)
     if isinstance(settings, WorkerSettings):
         from vlm_worker.serve.worker import run_worker
 

@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr: one object a record, with the fields given as `extra`."""
+"""Logs on stderr: JSON lines with the fields given as `extra`, or text for a person."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
         return json.dumps(fields, default=str)
+
+
+def log_as_text() -> None:
+    """Set up the root logger for a person at a terminal: problems only."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
+    logging.captureWarnings(capture=True)
 
 
 def log_as_json(level: int = logging.INFO) -> None:

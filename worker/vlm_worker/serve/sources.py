@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from vlm_worker.settings import ModelSource
 
 logger = logging.getLogger(__name__)
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+GATEWAY_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
+PATTERNS = (*GATEWAY_PATTERNS, "*.safetensors")
 
 
-def fetch_model(source: ModelSource, progress: Callable[[str], None]) -> Path:
-    """The model's directory, after downloading what is missing. Blocking.
+def fetch_model(
+    source: ModelSource, progress: Callable[[str], None], *, patterns: Sequence[str] = PATTERNS
+) -> Path:
+    """The model's directory, after downloading the files that are missing. Blocking.
 
     Raises:
         ModelConfigError: there is no such directory or repository, or the hub cannot be reached.
@@ -32,10 +35,15 @@ def fetch_model(source: ModelSource, progress: Callable[[str], None]) -> Path:
             raise ModelConfigError(f"--model: {path} is no directory")
         return path
     progress(f"downloading {repository}")
-    return _download(repository, source, progress)
+    return _download(repository, source, progress, patterns)
 
 
-def _download(repository: str, source: ModelSource, progress: Callable[[str], None]) -> Path:
+def _download(
+    repository: str,
+    source: ModelSource,
+    progress: Callable[[str], None],
+    patterns: Sequence[str],
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -44,7 +52,7 @@ def _download(repository: str, source: ModelSource, progress: Callable[[str], No
             repository,
             revision=source.revision or None,
             cache_dir=source.cache,
-            allow_patterns=_PATTERNS,
+            allow_patterns=list(patterns),
             tqdm_class=_bar(repository, progress),
         )
     except HfHubHTTPError as error:

@@ -6,12 +6,10 @@ open ports ─ load the model on a thread ─ work ─ SIGTERM: drain ─ exit 0
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 from vlm_worker.core.families import Family
 from vlm_worker.engine.engine import Engine
@@ -23,7 +21,8 @@ from vlm_worker.roles.host import Host
 from vlm_worker.roles.offers import Life
 from vlm_worker.roles.prefill import PrefillRole
 from vlm_worker.serve.loading import Loaded, Progress, load
-from vlm_worker.serve.signals import StopSignals, leave
+from vlm_worker.serve.signals import StopSignals
+from vlm_worker.serve.threads import result_unless
 from vlm_worker.server.parts import Parts
 from vlm_worker.server.state import Phase
 from vlm_worker.server.worker import WorkerServer
@@ -31,8 +30,6 @@ from vlm_worker.settings import WorkerSettings
 from vlm_worker.types import Stage
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -75,7 +72,7 @@ async def worker(
             server.state.message = message
             progress(message)
 
-        loaded = await _load_unless(stopping, lambda: load(settings, report))
+        loaded = await result_unless(stopping, lambda: load(settings, report))
         async with _assembled(server, loaded) as parts:
             await server.attach(parts)
             logger.info("ready", extra={**ports, "uptime": round(server.state.uptime_seconds, 2)})
@@ -85,30 +82,6 @@ async def worker(
         server.state.enter(Phase.FAILED, str(error))
         await server.close()
         raise
-
-
-async def _load_unless(stopping: asyncio.Future[Any], work: Callable[[], T]) -> T:
-    """Run blocking work on a thread; a signal meanwhile ends the process: it holds nothing yet."""
-    loading = asyncio.wrap_future(_in_thread(work))
-    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done():
-        logger.info("stopped while loading")
-        leave(0)
-    return loading.result()
-
-
-def _in_thread(work: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Run work on a thread that does not keep the process alive."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return future
 
 
 @contextlib.asynccontextmanager

@@ -61,7 +61,9 @@ class WorkerServer:
             OSError: a port is taken, or the address is not ours.
         """
         settings = self.settings
-        logger.warning(WARNING)
+        # on the loopback there is nobody to be warned of
+        loopback = settings.bind.startswith("127.") or settings.bind == "::1"
+        logger.log(logging.INFO if loopback else logging.WARNING, WARNING)
         if settings.delays:
             logger.warning("delays are injected, for tests", extra={"delays": settings.delays})
         self.http_port = await self._http.start(settings.bind, settings.http_port)

@@ -52,6 +52,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         "compat": args.compat,
         "delays": delays,
         "identity": _identity(environ),
+        "parent": args.exit_with,
     }
     if args.command == "serve":
         worker = _worker(args, common, role=Role.DECODE, bind=args.host, stages=frozenset(Stage))

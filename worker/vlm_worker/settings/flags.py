@@ -48,7 +48,9 @@ def command_line() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=_port, default=8000)
     serve.add_argument("--split", action="store_true", help="one process per role")
     _add_engine(serve)
-    serve.set_defaults(parser=serve, grpc_port=0, worker_http_port=0, admin_port=0)
+    serve.set_defaults(
+        parser=serve, grpc_port=0, worker_http_port=0, admin_port=0, drain_timeout_seconds=5.0
+    )
     return parser
 
 
@@ -67,6 +69,7 @@ def _add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> 
     parser.add_argument("--max-model-len", type=_at_least(64), default=4096, help="tokens")
     parser.add_argument("--drain-timeout-seconds", type=_seconds, default=600.0)
     parser.add_argument("--compat", default="", help="hash of what workers must agree on")
+    parser.add_argument("--exit-with", type=_at_least(2), help=argparse.SUPPRESS)
     parser.add_argument(
         "--inject-delay-ms",
         type=_delay,

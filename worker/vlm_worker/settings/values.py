@@ -51,6 +51,7 @@ class WorkerSettings:
 
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
     `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
+    `parent` is the process that this one ends with, where it was started by `serve --split`.
     """
 
     role: Role
@@ -75,6 +76,7 @@ class WorkerSettings:
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     runner: str = "model"
     identity: Identity = dataclasses.field(default_factory=Identity)
+    parent: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class GatewaySettings:
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     identity: Identity = dataclasses.field(default_factory=Identity)
+    parent: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

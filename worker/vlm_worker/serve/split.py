@@ -1,0 +1,118 @@
+"""`vlm-worker serve MODEL --split`: the same, with a process for each role, as on a cluster.
+
+    [encoder] [prefill] [decode]  ready? ─▶ [gateway --worker=... x3]  ready? ─▶ wait for Ctrl-C
+
+Children log JSON lines; their ports are in the line `ready`. They end with this process, however it
+ends. When one of them ends by itself, all do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from typing import Any
+
+from vlm_worker.serve.local import LOOPBACK, say
+from vlm_worker.serve.signals import StopSignals
+from vlm_worker.settings import ServeSettings
+from vlm_worker.settings.child import gateway_argv, worker_argv
+from vlm_worker.types import Role
+
+WORKERS = (Role.ENCODER, Role.PREFILL, Role.DECODE)
+
+
+class Child:
+    """One role's process. `ready` becomes the fields of the log line that says so."""
+
+    def __init__(self, name: str, process: Process) -> None:
+        self.name = name
+        self.process = process
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Follow its log; what a person should see is passed on."""
+        assert self.process.stderr is not None
+        async for raw in self.process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                say(f"{self.name}: {line}")
+                continue
+            if fields.get("message") in ("ready", "gateway serves") and not self.ready.done():
+                self.ready.set_result(fields)
+            elif fields.get("level") not in ("info", "debug"):
+                say(f"{self.name}: {fields.get('message')}")
+        code = await self.process.wait()
+        if not self.ready.done():
+            self.ready.set_exception(ChildProcessError(f"{self.name} exited with code {code}"))
+            self.ready.exception()
+
+    async def stop(self) -> None:
+        """SIGTERM, which drains, and wait."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        await self.process.wait()
+        await self._reader
+
+
+async def run_split(settings: ServeSettings) -> int:
+    """Run until Ctrl-C, or until a child ends; returns the exit code."""
+    children: list[Child] = []
+    with StopSignals() as signals:
+        stopping = asyncio.create_task(signals.stop.wait())
+        running = asyncio.create_task(_start(settings, children))
+        try:
+            await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+                ended = [asyncio.create_task(child.process.wait()) for child in children]
+                await asyncio.wait({stopping, *ended}, return_when=asyncio.FIRST_COMPLETED)
+            for child in children:
+                if child.process.returncode is not None:
+                    say(f"{child.name} exited with code {child.process.returncode}")
+            return 0 if stopping.done() else 1
+        except ChildProcessError as error:
+            say(str(error))
+            return 1
+        finally:
+            running.cancel()
+            # the gateway first, so that its streams end while their workers live
+            for child in reversed(children):
+                await child.stop()
+            say("stopped")
+
+
+async def _start(settings: ServeSettings, children: list[Child]) -> None:
+    parent = os.getpid()
+    for role in WORKERS:
+        argv = worker_argv(settings.worker, role, bind=LOOPBACK, parent=parent)
+        children.append(await _spawn(role.value, argv))
+    say(f"starting {', '.join(role.value for role in WORKERS)}")
+    addresses = []
+    for child in children:
+        ready = await child.ready
+        say(f"{child.name} is ready")
+        addresses.append(f"{LOOPBACK}:{ready['grpc_port']}")
+    argv = gateway_argv(settings.gateway, workers=addresses, parent=parent)
+    children.append(await _spawn(Role.GATEWAY.value, argv))
+    url = (await children[-1].ready)["url"]
+    say(f"{settings.gateway.served_name} is served at {url}/v1; Ctrl-C stops it")
+
+
+async def _spawn(name: str, argv: list[str]) -> Child:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "vlm_worker",
+        *argv,
+        stderr=PIPE,
+        # Ctrl-C reaches this process alone, which then stops them in order
+        process_group=0,
+    )
+    return Child(name, process)

@@ -1,0 +1,63 @@
+"""Settings -> argv of the child processes of `serve --split`: the inverse of `parse`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vlm_worker.settings.values import GatewaySettings, WorkerSettings
+from vlm_worker.types import Role
+
+
+def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int) -> list[str]:
+    """One role with its own stage, on free ports, ending with its parent."""
+    optional = {
+        "--kv-memory-bytes": settings.kv_memory_bytes,
+        "--kv-memory-percent": settings.kv_memory_percent,
+    }
+    return [
+        role.value,
+        *_common(settings, parent=parent),
+        f"--bind={bind}",
+        "--grpc-port=0",
+        "--http-port=0",
+        f"--dtype={settings.dtype}",
+        f"--kv-dtype={settings.kv_dtype}",
+        f"--device={settings.device}",
+        f"--kv-reserve-percent={settings.kv_reserve_percent}",
+        f"--max-requests={settings.max_requests}",
+        f"--max-batched-tokens={settings.max_batched_tokens}",
+        f"--runner={settings.runner}",
+        *(f"{flag}={value}" for flag, value in optional.items() if value is not None),
+    ]
+
+
+def gateway_argv(settings: GatewaySettings, *, workers: Iterable[str], parent: int) -> list[str]:
+    """The gateway of those workers, ending with its parent."""
+    return [
+        Role.GATEWAY.value,
+        *_common(settings, parent=parent),
+        f"--bind={settings.bind}",
+        f"--http-port={settings.http_port}",
+        f"--admin-port={settings.admin_port}",
+        *(f"--worker={address}" for address in workers),
+    ]
+
+
+def _common(settings: WorkerSettings | GatewaySettings, *, parent: int) -> list[str]:
+    model = settings.model
+    cache = [f"--model-cache={model.cache}"] if model.cache is not None else []
+    return [
+        f"--model={model.uri}",
+        f"--served-name={settings.served_name}",
+        f"--model-revision={model.revision}",
+        *cache,
+        f"--block-size={settings.block_size}",
+        f"--max-model-len={settings.max_model_len}",
+        f"--drain-timeout-seconds={settings.drain_timeout_seconds}",
+        f"--compat={settings.compat}",
+        f"--exit-with={parent}",
+        *(
+            f"--inject-delay-ms={stage}={round(1000 * seconds)}"
+            for stage, seconds in settings.delays.items()
+        ),
+    ]
