@@ -1,0 +1,441 @@
+"""Every request gets its last word, and everything that it had comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.events import CancelOutcome, EventStream, NeedItems, PrefillEvent
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.errors import (
+    CancelledError,
+    ContextTooLongError,
+    CorruptTransferError,
+    DrainingError,
+    DuplicateError,
+    EngineError,
+    GoneError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from vlm_worker.testing import (
+    IMAGE_TOKEN,
+    ChecksumRunner,
+    answer_alone,
+    embed,
+    make_image,
+    plain_positions,
+)
+from vlm_worker.types import (
+    BlocksReady,
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    ImageItem,
+    Request,
+    RequestKey,
+    SamplingParams,
+    ScheduledEvent,
+    TokenEvent,
+)
+
+IMAGE = make_image(1, num_tokens=5)
+
+
+def text(name: str = "r", *, length: int = 10, **sampling: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
+    return Request(RequestKey(name, 0), tuple(range(20, 20 + length)), length, params)
+
+
+def about_image(name: str = "r") -> Request:
+    token_ids = (1, 2, *[IMAGE_TOKEN] * 5, 3)
+    item = ImageItem(IMAGE.image_key, 2, 5, IMAGE.grid_thw)
+    return Request(RequestKey(name, 0), token_ids, 8, SamplingParams(max_tokens=4), (item,))
+
+
+async def events(stream: EventStream[PrefillEvent]) -> list[PrefillEvent]:
+    return [event async for event in stream]
+
+
+def tokens(told: list[PrefillEvent]) -> list[int]:
+    return [event.token_id for event in told if isinstance(event, TokenEvent)]
+
+
+def error(told: list[PrefillEvent]) -> Exception:
+    (last,) = told[-1:]
+    assert isinstance(last, FailedEvent)
+    return last.error
+
+
+async def first_token(stream: EventStream[PrefillEvent]) -> TokenEvent:
+    async for event in stream:
+        if isinstance(event, TokenEvent):
+            return event
+    raise AssertionError("no token came")
+
+
+# ---- finishing -----------------------------------------------------------------------------------
+
+
+async def test_events_come_in_their_order(start: Any) -> None:
+    told = await events(start(max_num_batched_tokens=6).submit_prefill(text(), hold=True))
+    kinds = [type(event) for event in told]
+    assert kinds == [ScheduledEvent, BlocksReady, BlocksReady, TokenEvent]
+    assert [e.num_blocks for e in told if isinstance(e, BlocksReady)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "settings", "reason"),
+    [
+        pytest.param({"max_tokens": 6}, {}, FinishReason.LENGTH, id="max_tokens"),
+        pytest.param({"max_tokens": 999}, {}, FinishReason.LENGTH, id="max_model_len"),
+        pytest.param({"stop_token_ids": (3,)}, {}, FinishReason.STOP, id="stop_token_ids"),
+        pytest.param({"ignore_eos": False}, {"eos": True}, FinishReason.STOP, id="eos"),
+        pytest.param({}, {"eos": True}, FinishReason.LENGTH, id="eos ignored"),
+    ],
+)
+async def test_an_answer_ends_where_it_should(
+    start: Any, sampling: dict[str, Any], settings: dict[str, Any], reason: FinishReason
+) -> None:
+    free = answer_alone(text(max_tokens=6))
+    if "stop_token_ids" in sampling:
+        sampling = {"stop_token_ids": (free[2],)}
+    eos = (free[3],) if settings else ()
+    request = text(**sampling)
+    told = await events(start(eos_token_ids=eos).submit_prefill(request, hold=False))
+    alone = answer_alone(request, max_model_len=64, eos_token_ids=eos)
+    assert tokens(told) == alone
+    assert told[-1] == FinishedEvent(reason, len(alone))
+
+
+async def test_an_answer_that_ends_with_its_first_token_holds_nothing(start: Any) -> None:
+    engine: Engine = start()
+    told = await events(engine.submit_prefill(text(max_tokens=1), hold=True))
+    assert told[-1] == FinishedEvent(FinishReason.LENGTH, 1)
+    assert engine.stats().inflight == 0
+    assert isinstance(error(await events(engine.adopt_local(text()))), GoneError)
+
+
+async def test_an_answer_continued_elsewhere_is_the_same_answer(start: Any) -> None:
+    engine: Engine = start()
+    whole = answer_alone(text(temperature=1.0, seed=5))
+    for delivered in range(1, 6):
+        request = text(f"after {delivered}", temperature=1.0, seed=5)
+        request = dataclasses.replace(request, token_ids=(*request.token_ids, *whole[:delivered]))
+        assert tokens(await events(engine.submit_prefill(request, hold=False))) == whole[delivered:]
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+async def test_what_never_fits_is_answered_with_the_numbers(start: Any) -> None:
+    engine: Engine = start()
+    refused = error(await events(engine.submit_prefill(text(length=64), hold=False)))
+    assert isinstance(refused, ContextTooLongError)
+    assert "64 tokens" in str(refused)
+    with pytest.raises(ContextTooLongError):
+        await engine.reserve(RequestKey("r", 0), 65)
+
+
+async def test_a_full_queue_answers_overloaded(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner, max_num_seqs=1, max_waiting=1)
+    running = engine.submit_prefill(text("running"), hold=False)
+    await until(lambda: runner.num_steps == 1)
+    waiting = engine.submit_prefill(text("waiting"), hold=False)
+    refused = engine.submit_prefill(text("refused"), hold=False)
+    runner.gate.set()
+    said = error(await events(refused))
+    assert isinstance(said, OverloadedError)
+    assert said.retry_after_seconds > 0
+    for stream in (running, waiting):
+        assert isinstance((await events(stream))[-1], FinishedEvent)
+
+
+async def test_a_key_is_used_once(start: Any) -> None:
+    engine: Engine = start()
+    await events(engine.submit_prefill(text(), hold=False))
+    told = await events(engine.submit_prefill(text(), hold=False))
+    assert isinstance(error(told), DuplicateError)
+    with pytest.raises(DuplicateError):
+        await engine.reserve(text().key, 10)
+
+
+async def test_a_pool_smaller_than_one_sequence_is_refused_at_the_start() -> None:
+    shape = EngineSettings(max_model_len=64)
+    with pytest.raises(ValueError, match="holds 60 tokens, fewer than max_model_len"):
+        Engine(ChecksumRunner(16), settings=shape, positions=plain_positions)
+
+
+async def test_positions_that_fail_fail_their_request_alone(start: Any) -> None:
+    def positions(token_ids: Any, items: Any) -> Any:
+        if len(token_ids) == 3:
+            raise ZeroDivisionError
+        return plain_positions(token_ids, items)
+
+    engine = Engine(
+        ChecksumRunner(), settings=EngineSettings(max_model_len=64), positions=positions
+    )
+    engine.start(asyncio.get_running_loop())
+    bad = await events(engine.submit_prefill(text("bad", length=3), hold=False))
+    assert isinstance(error(bad), EngineError)
+    assert tokens(await events(engine.submit_prefill(text(), hold=False)))
+    await engine.stop()
+
+
+async def test_an_encoder_has_no_sequences(start: Any) -> None:
+    engine: Engine = start(ChecksumRunner(has_kv=False))
+    assert isinstance(error(await events(engine.submit_prefill(text(), hold=False))), EngineError)
+    assert engine.stats().kv is None
+
+
+# ---- embeddings ----------------------------------------------------------------------------------
+
+
+async def test_missing_embeddings_are_asked_for_once_and_checked(start: Any) -> None:
+    engine: Engine = start()
+    request = about_image()
+    stream = engine.submit_prefill(request, hold=False)
+    assert await anext(stream) == NeedItems((0,))
+    with pytest.raises(CorruptTransferError):
+        await engine.put_embedding(request.key, 0, memoryview(b"short"))
+    with pytest.raises(InvalidRequestError):
+        await engine.put_embedding(request.key, 1, memoryview(b""))
+    rows = memoryview(embed(IMAGE).tobytes())
+    await engine.put_embedding(request.key, 0, rows)
+    await engine.put_embedding(request.key, 0, rows)
+    assert tokens(await events(stream)) == answer_alone(request, [IMAGE])
+    await engine.put_embedding(request.key, 0, rows)  # too late, and no harm
+
+
+async def test_an_embedding_made_here_is_found_without_being_put(start: Any) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner)
+    request = about_image()
+    encoding = engine.encode(request.key, [IMAGE])
+    prompt = engine.submit_prefill(request, hold=False)
+    runner.gate.set()
+    told = await events(prompt)
+    assert not any(isinstance(event, NeedItems) for event in told)
+    assert tokens(told) == answer_alone(request, [IMAGE])
+    _ = [event async for event in encoding]
+    engine.release_embedding(request.key, 0)
+
+
+async def test_one_put_serves_all_who_asked_for_the_picture(start: Any) -> None:
+    engine: Engine = start()
+    requests = [about_image("a"), about_image("b")]
+    streams = [engine.submit_prefill(request, hold=False) for request in requests]
+    assert [await anext(stream) for stream in streams] == [NeedItems((0,))] * 2
+    await engine.put_embedding(requests[0].key, 0, memoryview(embed(IMAGE).tobytes()))
+    for stream, request in zip(streams, requests, strict=True):
+        assert tokens(await events(stream)) == answer_alone(request, [IMAGE])
+
+
+async def test_an_encode_that_fails_makes_the_prompt_ask(start: Any) -> None:
+    runner = ChecksumRunner()
+    runner.faults.bad_images.add(IMAGE.image_key)
+    runner.gate.clear()
+    engine: Engine = start(runner)
+    request = about_image()
+    encoding = engine.encode(request.key, [IMAGE])
+    prompt = engine.submit_prefill(request, hold=False)
+    runner.gate.set()
+    _ = [event async for event in encoding]
+    async for event in prompt:
+        if isinstance(event, NeedItems):
+            await engine.put_embedding(request.key, 0, memoryview(embed(IMAGE).tobytes()))
+            break
+    assert tokens(await events(prompt)) == answer_alone(request, [IMAGE])
+
+
+# ---- hand-over -----------------------------------------------------------------------------------
+
+
+async def test_only_announced_blocks_are_exported(start: Any) -> None:
+    engine: Engine = start()
+    stream = engine.submit_prefill(text(), hold=True)
+    await events(stream)
+    assert (await engine.export_blocks(text().key, 0, 3)).nbytes == 3 * 4 * 8
+    for first, count in ((0, 4), (3, 1), (-1, 1), (2, -1)):
+        with pytest.raises(InvalidRequestError):
+            await engine.export_blocks(text().key, first, count)
+    await engine.release(text().key)
+    with pytest.raises(GoneError):
+        await engine.export_blocks(text().key, 0, 1)
+
+
+async def test_a_reservation_is_refused_when_there_is_no_room_and_released_when_told(
+    start: Any,
+) -> None:
+    engine: Engine = start(ChecksumRunner(17))
+    await engine.reserve(RequestKey("a", 0), 40)
+    await engine.reserve(RequestKey("a", 0), 40)  # idempotent
+    assert engine.stats().kv is not None
+    with pytest.raises(OverloadedError) as refused:
+        await engine.reserve(RequestKey("b", 0), 40)
+    assert refused.value.retry_after_seconds > 0
+    await engine.release(RequestKey("a", 0))
+    await engine.reserve(RequestKey("b", 0), 40)
+    assert await engine.cancel(RequestKey("b", 0)) is CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+
+
+async def test_a_reservation_is_used_up_by_a_prefill_under_its_key(start: Any) -> None:
+    engine: Engine = start(ChecksumRunner(17))
+    await engine.reserve(text().key, 60)
+    told = await events(engine.submit_prefill(text(), hold=False))
+    assert isinstance(told[-1], FinishedEvent)
+    assert engine.stats().inflight == 0
+
+
+async def test_receiving_needs_a_reservation_and_every_block(start: Any) -> None:
+    engine: Engine = start()
+    request = text()
+    with pytest.raises(GoneError):
+        await engine.receive(request)
+    await engine.reserve(request.key, 11)
+    assert await engine.receive(request) == 0
+    block = memoryview(bytes(4 * 8))
+    await engine.import_blocks(request.key, 1, block)
+    for first, data in ((1, block), (3, block), (0, block[:-1]), (0, block[:0])):
+        with pytest.raises(CorruptTransferError):
+            await engine.import_blocks(request.key, first, data)
+    with pytest.raises(CorruptTransferError, match=r"blocks \[0, 2\] never came"):
+        await engine.start_decode(request.key, 5)
+    await engine.release(request.key)
+    with pytest.raises(GoneError):
+        await engine.import_blocks(request.key, 0, block)
+
+
+@pytest.mark.parametrize(
+    ("first_token", "reason"), [(5, FinishReason.STOP), (6, FinishReason.LENGTH)]
+)
+async def test_a_first_token_that_ends_the_answer_ends_it_on_the_decode_side_too(
+    start: Any, first_token: int, reason: FinishReason
+) -> None:
+    engine: Engine = start(eos_token_ids=(5,))
+    request = text(length=8, ignore_eos=False, max_tokens=1)
+    await engine.reserve(request.key, 9)
+    await engine.receive(request)
+    await engine.import_blocks(request.key, 0, memoryview(bytes(2 * 32)))
+    told = await events(await engine.start_decode(request.key, first_token))
+    assert told == [FinishedEvent(reason, 1)]
+    assert engine.stats().inflight == 0
+
+
+async def test_decode_finds_a_prefix_that_it_has(start: Any) -> None:
+    engine: Engine = start()
+    await events(engine.submit_prefill(text("before", length=12), hold=False))
+    request = text("after", length=12)
+    await engine.reserve(request.key, 13)
+    assert await engine.receive(request) == 3  # all of it
+    first = answer_alone(request)[0]
+    told = await events(await engine.start_decode(request.key, first))
+    assert [first, *tokens(told)] == answer_alone(request)
+
+
+async def test_only_what_is_held_is_adopted_and_only_once(start: Any) -> None:
+    engine: Engine = start()
+    assert isinstance(error(await events(engine.adopt_local(text("nobody")))), GoneError)
+    await events(engine.submit_prefill(text(), hold=True))
+    adopted = engine.adopt_local(text())
+    again = engine.adopt_local(text())
+    assert isinstance(error(await events(again)), GoneError)
+    assert tokens(await events(adopted)) == answer_alone(text())[1:]
+
+
+# ---- cancel, release, drain, stop ----------------------------------------------------------------
+
+
+async def test_cancel_says_what_it_found(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    assert await engine.cancel(RequestKey("unknown", 0)) is CancelOutcome.NOT_FOUND
+    await events(engine.submit_prefill(text("done"), hold=False))
+    assert await engine.cancel(RequestKey("done", 0)) is CancelOutcome.ALREADY_COMPLETE
+    await events(engine.submit_prefill(text("held"), hold=True))
+    before = CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+    assert await engine.cancel(RequestKey("held", 0)) is before
+    await events(engine.submit_prefill(text("read"), hold=True))
+    await engine.export_blocks(RequestKey("read", 0), 0, 1)
+    in_flight = CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
+    assert await engine.cancel(RequestKey("read", 0)) is in_flight
+
+
+async def test_cancel_ends_whatever_state_a_request_is_in(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner, max_num_seqs=1)
+    streams = {
+        "running": engine.submit_prefill(text("running", max_tokens=50), hold=False),
+        "waiting": engine.submit_prefill(text("waiting"), hold=False),
+        "asking": engine.submit_prefill(about_image("asking"), hold=False),
+    }
+    await until(lambda: runner.num_steps == 1)
+    cancelled = asyncio.gather(*(engine.cancel(RequestKey(name, 0)) for name in streams))
+    runner.gate.set()
+    assert set(await cancelled) == {CancelOutcome.CANCELLED_BEFORE_ADVERTISED}
+    for stream in streams.values():
+        assert isinstance(error(await events(stream)), CancelledError)
+    assert engine.stats().inflight == 0
+
+
+async def test_release_frees_what_is_held_and_spares_what_runs(start: Any) -> None:
+    engine: Engine = start()
+    stream = engine.submit_prefill(text(max_tokens=20), hold=False)
+    await first_token(stream)
+    await engine.release(text().key)
+    assert isinstance((await events(stream))[-1], FinishedEvent)
+    await events(engine.submit_prefill(text("held"), hold=True))
+    assert engine.stats().num_held == 1
+    await engine.release(RequestKey("held", 0))
+    await engine.release(RequestKey("held", 0))
+    await engine.release(RequestKey("unknown", 0))
+    assert engine.stats().inflight == 0
+
+
+async def test_drain_hands_decodes_over_and_refuses_the_rest(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    decoding = engine.submit_prefill(text("decoding", max_tokens=50), hold=False)
+    first = await first_token(decoding)
+    runner.gate.clear()
+    prefilling = engine.submit_prefill(text("prefilling"), hold=True)
+    draining = asyncio.ensure_future(engine.drain())
+    runner.gate.set()
+    assert await draining == 2
+    told = await events(decoding)
+    said = [first.token_id, *tokens(told)]
+    assert told[-1] == FinishedEvent(FinishReason.DRAINED, len(said))
+    assert said == answer_alone(text(max_tokens=len(said)))
+    assert isinstance(error(await events(prefilling)), DrainingError)
+    late = await events(engine.submit_prefill(text("late"), hold=False))
+    assert isinstance(error(late), DrainingError)
+
+
+async def test_stop_gives_everybody_a_last_word(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner, dies=True)
+    running = engine.submit_prefill(text("running"), hold=False)
+    encoding = engine.encode(RequestKey("encoding", 0), [IMAGE])
+    await until(lambda: runner.num_steps + len(runner.batch_sizes) > 0)
+    stopping = asyncio.ensure_future(engine.stop())
+    late = engine.submit_prefill(text("late"), hold=False)
+    runner.gate.set()
+    await stopping
+    assert isinstance(error(await events(running)), DrainingError)
+    assert isinstance(error(await events(late)), DrainingError | EngineError)
+    assert len([event async for event in encoding]) == 1
+    assert isinstance(
+        error(await events(engine.submit_prefill(text("later"), hold=False))), EngineError
+    )
+    with pytest.raises(EngineError):
+        await engine.cancel(RequestKey("running", 0))
+    assert not engine.healthy

@@ -1,0 +1,186 @@
+"""Pictures: cached by content, encoded once, batched without waiting, failing one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemReady
+from vlm_worker.errors import (
+    DrainingError,
+    DuplicateError,
+    EngineError,
+    GoneError,
+    InvalidImageError,
+    OverloadedError,
+)
+from vlm_worker.testing import ChecksumRunner, embed, make_image
+from vlm_worker.types import PreparedImage, RequestKey
+
+
+def key(name: str) -> RequestKey:
+    return RequestKey(name, 0)
+
+
+def picture(number: int, *, num_tokens: int = 5) -> PreparedImage:
+    return make_image(number, num_tokens=num_tokens)
+
+
+async def events(stream: EventStream[EncodeEvent]) -> list[EncodeEvent]:
+    return [event async for event in stream]
+
+
+def errors(told: list[EncodeEvent]) -> list[type[Exception]]:
+    return [type(event.error) for event in told if isinstance(event, ItemFailed)]
+
+
+async def test_an_item_is_ready_with_its_times_and_its_rows(start: Any) -> None:
+    engine: Engine = start()
+    (event,) = await events(engine.encode(key("a"), [picture(1)]))
+    assert isinstance(event, ItemReady)
+    assert not event.cache_hit
+    assert event.queued_at <= event.started_at <= event.finished_at
+    assert bytes(await engine.export_embedding(key("a"), 0)) == embed(picture(1)).tobytes()
+    engine.release_embedding(key("a"), 0)
+    with pytest.raises(GoneError):
+        await engine.export_embedding(key("a"), 0)
+
+
+async def test_a_second_request_for_a_picture_hits_the_cache(start: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    await events(engine.encode(key("a"), [picture(1)]))
+    (event,) = await events(engine.encode(key("b"), [picture(1)]))
+    assert isinstance(event, ItemReady)
+    assert event.cache_hit
+    assert runner.batch_sizes == [1]
+    await engine.cancel(key("a"))
+    await engine.cancel(key("b"))
+
+
+async def test_pictures_of_several_requests_are_encoded_in_one_call_and_each_once(
+    start: Any, until: Any
+) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner)
+    first = engine.encode(key("first"), [picture(0)])
+    await until(lambda: runner.batch_sizes == [1])  # in flight; the others queue meanwhile
+    streams = [
+        engine.encode(key(str(number)), [picture(1), picture(2 + number)]) for number in range(3)
+    ]
+    runner.gate.set()
+    told = await asyncio.gather(*(events(stream) for stream in [first, *streams]))
+    assert runner.batch_sizes == [1, 4]  # picture 1 is there once
+    assert all(isinstance(event, ItemReady) for items in told for event in items)
+    for name in ("first", "0", "1", "2"):
+        await engine.cancel(key(name))
+
+
+async def test_the_encode_budget_splits_a_long_queue_but_never_starves_a_large_picture(
+    start: Any, until: Any
+) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner, max_encode_tokens=10)
+    first = engine.encode(key("first"), [picture(0)])
+    await until(lambda: runner.batch_sizes == [1])
+    sizes = (4, 6, 4, 50, 3)
+    images = [picture(number, num_tokens=size) for number, size in enumerate(sizes)]
+    rest = engine.encode(key("rest"), images)
+    runner.gate.set()
+    await asyncio.gather(events(first), events(rest))
+    assert runner.batch_sizes == [1, 2, 1, 1, 1]
+    await engine.cancel(key("first"))
+    await engine.cancel(key("rest"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        pytest.param("bad_images", InvalidImageError, id="the item fails by itself"),
+        pytest.param("crash_images", EngineError, id="the whole call raises"),
+        pytest.param("lost_images", EngineError, id="nothing comes in its place"),
+    ],
+)
+async def test_a_failed_item_never_poisons_its_batch(
+    start: Any, fault: str, error: type[Exception]
+) -> None:
+    runner = ChecksumRunner()
+    bad = picture(1)
+    getattr(runner.faults, fault).add(bad.image_key)
+    engine: Engine = start(runner)
+    told = await events(engine.encode(key("a"), [picture(0), bad, picture(2)]))
+    assert {event.item for event in told if isinstance(event, ItemReady)} == {0, 2}
+    assert errors(told) == [error]
+    with pytest.raises(GoneError):
+        await engine.export_embedding(key("a"), 1)
+    getattr(runner.faults, fault).clear()
+    (event,) = await events(engine.encode(key("b"), [bad]))  # nothing of the failure stayed
+    assert isinstance(event, ItemReady)
+    await engine.cancel(key("a"))
+    await engine.cancel(key("b"))
+
+
+async def test_cancelling_a_queued_picture_takes_it_out_of_the_queue(
+    start: Any, until: Any
+) -> None:
+    runner = ChecksumRunner()
+    runner.gate.clear()
+    engine: Engine = start(runner)
+    first = engine.encode(key("first"), [picture(0)])
+    await until(lambda: runner.batch_sizes == [1])
+    dropped = engine.encode(key("dropped"), [picture(1)])
+    shared = [engine.encode(key(name), [picture(2)]) for name in ("x", "y")]
+    cancelling = asyncio.gather(engine.cancel(key("dropped")), engine.cancel(key("x")))
+    runner.gate.set()
+    await cancelling
+    assert await events(dropped) == []
+    assert await events(shared[0]) == []
+    (event,) = await events(shared[1])  # who joined still gets it
+    assert isinstance(event, ItemReady)
+    await events(first)
+    assert runner.batch_sizes == [1, 1]
+    await engine.cancel(key("first"))
+    await engine.cancel(key("y"))
+
+
+async def test_a_full_queue_answers_overloaded_with_a_time_to_come_back(start: Any) -> None:
+    engine: Engine = start(max_waiting_images=2)
+    told = await events(engine.encode(key("a"), [picture(n) for n in range(3)]))
+    assert errors(told) == [OverloadedError] * 3
+    assert isinstance(told[0], ItemFailed)
+    assert isinstance(told[0].error, OverloadedError)
+    assert told[0].error.retry_after_seconds > 0
+
+
+async def test_a_key_is_encoded_once_at_a_time(start: Any) -> None:
+    engine: Engine = start()
+    await events(engine.encode(key("a"), [picture(1)]))
+    assert errors(await events(engine.encode(key("a"), [picture(1)]))) == [DuplicateError]
+    await engine.cancel(key("a"))
+
+
+async def test_a_drained_encoder_refuses(start: Any) -> None:
+    engine: Engine = start()
+    await engine.drain()
+    assert errors(await events(engine.encode(key("a"), [picture(1)]))) == [DrainingError]
+
+
+async def test_no_pictures_end_at_once(start: Any) -> None:
+    assert await events(start().encode(key("a"), [])) == []
+
+
+async def test_idle_embeddings_leave_when_room_is_needed_and_pinned_ones_stay(start: Any) -> None:
+    engine: Engine = start(embedding_cache_bytes=100)
+    await events(engine.encode(key("pinned"), [picture(0, num_tokens=10)]))
+    for number in range(1, 4):
+        await events(engine.encode(key(str(number)), [picture(number, num_tokens=10)]))
+        engine.release_embedding(key(str(number)), 0)
+    rows = await engine.export_embedding(key("pinned"), 0)
+    assert bytes(rows) == embed(picture(0, num_tokens=10)).tobytes()
+    assert engine.stats().encoder_cache.evictions > 0
+    await engine.cancel(key("pinned"))
