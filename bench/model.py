@@ -100,25 +100,31 @@ class Bench:
         """Tokens per second of `batch` equal questions that decode together."""
         num_tokens, question = 32, self._questions[0]
         stepper = self._stepper(self._runner)
-        ours = [stepper.start(question, (), max_tokens=64 * self._rounds) for _ in range(batch)]
+        ours = [stepper.start(question, (), max_tokens=num_tokens + 1) for _ in range(batch)]
         stepper.generate(ours, max_tokens=1, chunk=4096, eos=None)
+        steps = []
+        for _ in range(num_tokens):
+            steps.append(stepper.inputs([(sequence, 1) for sequence in ours], [[0]] * batch))
+            for sequence in ours:
+                sequence.num_computed += 1
+                sequence.token_ids.append(sequence.token_ids[-1])
         state: dict[str, Any] = {}
+        self._prefill_reference(state, batch)
 
         def run_ours() -> None:
-            until = len(ours[0].answer) + num_tokens
-            stepper.generate(ours, max_tokens=until, chunk=4096, eos=None)
+            for inputs in steps:
+                self._runner.execute(inputs)
 
         def run_theirs() -> None:
             self._decode_reference(state, num_tokens)
+            state["cache"].crop(-num_tokens)
 
-        self._prefill_reference(state, batch)
         figures = self._compare(run_ours, run_theirs, units=batch * num_tokens)
         return {"batch": batch, "unit": "tokens/s", **figures}
 
     def prefill(self, batch: int) -> dict[str, Any]:
         """Prompt tokens per second, pictures encoded before."""
         question = self._questions[0]
-        stepper = self._stepper(self._runner)
         embeddings = self._runner.encode(question.pictures)
 
         def run_ours() -> None:
@@ -128,7 +134,6 @@ class Bench:
             ]
             fresh.generate(prompts, max_tokens=1, chunk=4096, eos=None)
 
-        del stepper
         state: dict[str, Any] = {"rows": embeddings[0].rows}
 
         def run_theirs() -> None:

@@ -162,6 +162,19 @@ def test_a_half_needs_only_its_own_tensors(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        pytest.param("tpu", "must be auto, cpu or cuda", id="unknown"),
+        pytest.param("cuda:x", "must be auto, cpu or cuda", id="no number"),
+        pytest.param("cuda:99", "torch finds .* CUDA devices here; give the pod", id="not there"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(device: str, message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        load_model(SHAPES, LM, device=device)
+
+
+@pytest.mark.parametrize(
     ("dtype", "message"),
     [("int4", "must be auto, float32"), ("float16", "float16 is not served on CPUs")],
 )

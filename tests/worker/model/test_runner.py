@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from worker.identity.questions import SHAPES, Question, questions
 from worker.identity.stepper import Stepper
 
@@ -139,6 +142,24 @@ def test_an_encoder_has_no_kv_and_a_language_model_no_eyes(seen: Question) -> No
     lm = build_runner(dataclasses.replace(SETTINGS, stages=(Stage.DECODE,)))
     with pytest.raises(EngineError, match="stage encoder is not loaded"):
         lm.encode(seen.pictures)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        pytest.param("model.norm.weight", "language model's logits are not finite", id="lm"),
+        pytest.param("visual.merger.ln_q.weight", "vision tower fails on a plain", id="vision"),
+    ],
+)
+def test_weights_that_compute_nothing_but_nan_are_found_at_start(
+    tmp_path: Path, tensor: str, message: str
+) -> None:
+    model_dir = Path(shutil.copytree(SHAPES, tmp_path / "model"))
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors[tensor] *= float("nan")
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelConfigError, match=message):
+        build_runner(dataclasses.replace(SETTINGS, model_dir=model_dir))
 
 
 def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:

@@ -6,5 +6,6 @@ attention    what the modules call instead of their own attention
 vision       pictures to embeddings
 sampler      logits to tokens
 memory       how much KV fits
+warmup       the first picture and the first step
 runner       all of it behind `engine.runner.Runner`
 """

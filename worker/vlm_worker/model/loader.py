@@ -77,7 +77,7 @@ class Absent(nn.Module):
 
 
 def load_model(
-    model_dir: str | Path, stages: Collection[Stage], *, dtype: str = "auto", device: str = "cpu"
+    model_dir: str | Path, stages: Collection[Stage], *, dtype: str = "auto", device: str = "auto"
 ) -> LoadedModel:
     """Load what `stages` need.
 
@@ -85,14 +85,14 @@ def load_model(
         model_dir: a directory in transformers' layout, safetensors.
         stages: at least one.
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
-        device: `cpu` or `cuda[:N]`.
+        device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
 
     Raises:
         ModelConfigError: the directory cannot be served, with path and fix.
     """
     assert stages
     checkpoint = open_checkpoint(model_dir)
-    target = torch.device(device)
+    target = _choose_device(device)
     chosen = _choose_dtype(checkpoint, dtype, target)
     began = time.perf_counter()
     module = importlib.import_module(checkpoint.family.spec.module)
@@ -124,6 +124,21 @@ def load_model(
         },
     )
     return loaded
+
+
+def _choose_device(device: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_gpu else "cpu")
+    kind, _, number = device.partition(":")
+    if kind not in {"cpu", "cuda"} or (number and not number.isdigit()):
+        raise ModelConfigError(f"--device={device}: must be auto, cpu or cuda[:N]")
+    if kind == "cuda" and (not has_gpu or int(number or 0) >= torch.cuda.device_count()):
+        raise ModelConfigError(
+            f"--device={device}: torch finds {torch.cuda.device_count()} CUDA devices here; "
+            "give the pod a GPU, or choose --device=cpu"
+        )
+    return torch.device(device)
 
 
 def _choose_dtype(checkpoint: Checkpoint, dtype: str, device: torch.device) -> torch.dtype:

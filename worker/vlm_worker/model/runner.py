@@ -22,6 +22,7 @@ from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.model.memory import DTYPES, make_kv_cache, num_kv_blocks
 from vlm_worker.model.sampler import sample
 from vlm_worker.model.vision import Embedding, PictureEncoder
+from vlm_worker.model.warmup import try_encoder, try_language_model
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage, Stage
 
 
@@ -38,7 +39,7 @@ class RunnerSettings:
         block_size: tokens of one KV block.
         kv_memory_bytes: for the KV cache; goes before `kv_memory_percent`.
         kv_memory_percent: likewise, a share of what is left after loading.
-        device: `cpu` or `cuda[:N]`.
+        device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
         num_threads: of the CPU; 0 leaves torch's own choice.
     """
 
@@ -50,12 +51,12 @@ class RunnerSettings:
     block_size: int = 64
     kv_memory_bytes: int | None = None
     kv_memory_percent: int | None = None
-    device: str = "cpu"
+    device: str = "auto"
     num_threads: int = 0
 
 
 def build_runner(settings: RunnerSettings) -> ModelRunner:
-    """Load a model and allocate its KV cache.
+    """Load a model, allocate its KV cache, and run both once.
 
     Raises:
         ModelConfigError: the model or the settings cannot be served, with path and fix.
@@ -75,7 +76,12 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
             memory_bytes=settings.kv_memory_bytes,
             memory_percent=settings.kv_memory_percent,
         )
-    return ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
+    runner = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
+    if loaded.has_encoder:
+        try_encoder(runner.encode, loaded.family)
+    if layout is not None:
+        try_language_model(runner.execute, loaded.family, block_size=layout.block_size)
+    return runner
 
 
 class ModelRunner:
