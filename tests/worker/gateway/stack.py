@@ -18,6 +18,7 @@ from vlm_worker.types import Role, Stage
 
 MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
 BLOCK_SIZE = 4
+NOBODY = "127.0.0.1:1"  # a worker's address where nothing listens
 E, P, D = Stage.ENCODER, Stage.PREFILL, Stage.DECODE
 
 
@@ -97,7 +98,7 @@ def gateway_settings(workers: Sequence[Worker], **changes: object) -> GatewaySet
         bind="127.0.0.1",
         http_port=0,
         admin_port=0,
-        workers=tuple(worker.address for worker in workers),
+        workers=tuple(worker.address for worker in workers) or (NOBODY,),
         block_size=BLOCK_SIZE,
         drain_timeout_seconds=5.0,
     )
@@ -110,7 +111,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Gateway]:
     stop = asyncio.Event()
     async with running(settings) as gateway:
         task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.0))
-        if settings.workers:
+        if settings.workers != (NOBODY,):
             registry = gateway.service.registry
             found = await registry.wait_until(
                 lambda: len(registry.candidates()) == len(settings.workers), timeout=30

@@ -87,16 +87,14 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: naming the address.
     """
+    dual = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not dual:
+        host = "0.0.0.0"  # noqa: S104 - the same as "::", for hosts without IPv6
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if host == "::":
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-                )
-            host = "0.0.0.0"  # noqa: S104 - the same as "::", for hosts without IPv6
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        sock = socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {host} port {port}: {error.strerror}"
-        ) from None
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+    # asyncio does so only for sockets that it made itself; each token would wait 40 ms for an ACK.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

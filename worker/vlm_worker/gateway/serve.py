@@ -93,14 +93,9 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         DiscoveryError: there is no cluster to watch.
         OSError: an address is taken.
     """
-    language = Language(Path(settings.model.uri))
-    service = Service(settings, language)
-    public = listen(settings.bind, settings.http_port)
-    admin = listen(settings.bind, settings.admin_port)
-    tasks = [asyncio.create_task(service.live.watch(), name="settings")]
-    if settings.workers:
-        service.registry.apply(static_pods(settings.workers))
-    else:
+    service = Service(settings, Language(Path(settings.model.uri)))
+    watch = None
+    if not settings.workers:
         watch = PodWatch(
             ApiServer.in_cluster(settings.api_server),
             namespace=settings.namespace,
@@ -108,15 +103,22 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
             compat=settings.compat,
             on_pods=service.registry.apply,
         )
-        tasks.append(asyncio.create_task(watch.run(), name="pods"))
-    try:
-        yield Gateway(service, public, admin)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await service.background.finish()
-        await service.registry.close()
+    with (
+        contextlib.closing(listen(settings.bind, settings.http_port)) as public,
+        contextlib.closing(listen(settings.bind, settings.admin_port)) as admin,
+    ):
+        tasks = [asyncio.create_task(service.live.watch(), name="settings")]
+        if watch is not None:
+            tasks.append(asyncio.create_task(watch.run(), name="pods"))
+        service.registry.apply(static_pods(settings.workers))
+        try:
+            yield Gateway(service, public, admin)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await service.background.finish()
+            await service.registry.close()
 
 
 async def serve_gateway(
