@@ -30,7 +30,7 @@ OWNED_ARGS = (
 OWNED_ENV = ("POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME")
 OWNED_ENV_PREFIX = "TRIPTYCH_"
 OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
-OWNED_MOUNT = "/models"
+OWNED_MOUNTS = ("/models", "/tmp")  # noqa: S108
 
 EnvName = Annotated[str, Field(max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
 Annotations = Annotated[dict[LabelKey, AnnotationValue], Field(max_length=32)]
@@ -42,7 +42,8 @@ def _cel_list(values: tuple[str, ...]) -> str:
 
 OWNED_ARG_RULE = Rule(
     name="owned-args",
-    holds=f"!(self.split('=')[0] in {_cel_list(OWNED_ARGS)})",
+    # An abbreviation of an owned argument means that argument.
+    holds=f"!{_cel_list(OWNED_ARGS)}.exists(o, o.startsWith(self.split('=')[0]))",
     message="an argument that the operator sets itself: remove it",
     says="self.split('=')[0] + ' is set by the operator: remove it; "
     "what may be chosen has a field of its own'",
@@ -194,9 +195,8 @@ class VolumeMount(Model):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="owned-mount",
-            holds=f"self.mountPath != '{OWNED_MOUNT}' && "
-            f"!self.mountPath.startsWith('{OWNED_MOUNT}/')",
-            message=f"{OWNED_MOUNT} is the operator's: choose another path",
+            holds=f"!('/' + self.mountPath.split('/')[1] in {_cel_list(OWNED_MOUNTS)})",
+            message=f"{' and '.join(OWNED_MOUNTS)} are the operator's: choose another path",
             at=".mountPath",
         ),
     )

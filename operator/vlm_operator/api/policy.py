@@ -142,13 +142,6 @@ class Autoscaling(Model):
             instead="use Active, or scaling mode Manual",
         ),
         not_built(
-            "autoscaling-tick",
-            "!has(self.tickSeconds) || self.tickSeconds == 5",
-            "another interval of decisions",
-            at=".tickSeconds",
-            instead="set 5 or leave it out",
-        ),
-        not_built(
             "autoscaling-fallback",
             "(!has(self.missingMetrics) || self.missingMetrics == 'Hold') && "
             "!has(self.fallbackReplicas)",

@@ -1,0 +1,61 @@
+"""What the operator sets on a pod is what a user is refused to set: neither list falls behind."""
+
+import pathlib
+
+import pytest
+import yaml
+
+from vlm_operator import api
+from vlm_operator.api.pod import (
+    OWNED_ARGS,
+    OWNED_ENV,
+    OWNED_ENV_PREFIX,
+    OWNED_MOUNTS,
+)
+from vlm_operator.names import Role
+from vlm_operator.pods import Images, gateway_template, worker_template
+from vlm_operator.rollout import current_revisions, keep_defaults
+
+ROOT = pathlib.Path(__file__).parents[2]
+MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
+
+
+@pytest.fixture(scope="module", params=["hf", "pvc"])
+def containers(request: pytest.FixtureRequest) -> list[dict[str, object]]:
+    """Every container the operator makes, without what the user added."""
+    spec = yaml.safe_load(yaml.safe_dump(MAXIMAL["spec"]))
+    for pool in spec["pools"].values():
+        pool.pop("engine", None)
+        pool.pop("pod", None)
+    if request.param == "pvc":
+        spec["model"] |= {"uri": "pvc://shapes/x", "credentialsSecretRef": None}
+    meta = {"name": "demo", "namespace": "default", "uid": "u", "generation": 1}
+    written = api.parse({"metadata": meta, "spec": spec})
+    service, shared = keep_defaults(written, (), worker_image="triptych/worker:test")
+    templates = []
+    for (role, variant), revision in current_revisions(service, shared, ()).items():
+        if role is Role.GATEWAY:
+            templates.append(gateway_template(service, revision, Images()))
+            continue
+        pool = service.spec.pools.present[role]
+        chosen = next(item for item in pool.variants if item.name == variant)
+        templates.append(worker_template(service, pool, chosen, revision, Images()))
+    return [container for item in templates for container in item["spec"]["containers"]]
+
+
+def test_every_argument_is_owned(containers: list[dict[str, list[str]]]) -> None:
+    flags = {arg.split("=")[0] for item in containers for arg in item["args"] if arg[0] == "-"}
+    assert flags <= set(OWNED_ARGS)
+    assert "--model" in flags
+
+
+def test_every_variable_is_owned(containers: list[dict[str, list[dict[str, str]]]]) -> None:
+    found = {entry["name"] for item in containers for entry in item["env"]}
+    free = {name for name in found if not name.startswith(OWNED_ENV_PREFIX)} - set(OWNED_ENV)
+    # A user may bring a token of their own where the model needs none.
+    assert free <= {"HF_TOKEN"}
+
+
+def test_every_mount_is_owned(containers: list[dict[str, list[dict[str, str]]]]) -> None:
+    paths = {entry["mountPath"] for item in containers for entry in item["volumeMounts"]}
+    assert {f"/{path.split('/')[1]}" for path in paths if "etc" not in path} <= set(OWNED_MOUNTS)
