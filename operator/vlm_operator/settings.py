@@ -8,8 +8,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from vlm_operator import names
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -33,8 +31,8 @@ class Settings:
     worker_image: str = "triptych/worker:dev"
     image_pull_policy: str = ""
     identity: str = "operator"
-    lease_namespace: str = names.OPERATOR_NAMESPACE
-    lease_name: str = names.OPERATOR_LEASE
+    lease_namespace: str = "triptych-system"
+    lease_name: str = "triptych-operator"
     lease_seconds: float = 15.0
     bind: str = "::"
     worker_bind: str = "::"

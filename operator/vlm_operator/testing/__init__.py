@@ -1,0 +1,22 @@
+"""Fakes that behave: an API server, its controllers, pods that answer, a clock.
+
+fields.py      server-side apply over flattened manifests: who owns which field
+cluster.py     FakeCluster: uids, versions, generations, finalizers, garbage collection
+controllers.py what kube-controller-manager and kubelets would do     settle, start_pods
+dying.py       a cluster that dies before or after write k
+"""
+
+from vlm_operator.testing.cluster import Clock, FakeCluster
+from vlm_operator.testing.controllers import FakeScraper, sample_of, settle, start_pods
+from vlm_operator.testing.dying import Died, DyingCluster
+
+__all__ = [
+    "Clock",
+    "Died",
+    "DyingCluster",
+    "FakeCluster",
+    "FakeScraper",
+    "sample_of",
+    "settle",
+    "start_pods",
+]

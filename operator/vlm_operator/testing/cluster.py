@@ -1,0 +1,274 @@
+"""An API server in memory, as far as an operator can tell.
+
+It has uids, resource versions and generations, field managers, status subresources, finalizers
+and garbage collection by owner; it refuses what the real one refuses of what we send. It has no
+controllers: `testing.controllers` plays them when a test says so.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import dataclasses
+import datetime
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vlm_operator.cluster import KINDS, Kind, Manifest, kind_of
+from vlm_operator.errors import ClusterError, ConflictError
+from vlm_operator.testing.fields import Fields, unflatten
+
+_STATUS = {"VLMService", "VLMPool", "Pod", "Deployment"}
+Key = tuple[str, str, str]  # kind, namespace, name
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds since the epoch, moved by hand."""
+
+    now: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        """Read it."""
+        return self.now
+
+    def stamp(self) -> str:
+        """Read it as Kubernetes writes it."""
+        moment = datetime.datetime.fromtimestamp(self.now, datetime.UTC)
+        return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclasses.dataclass(eq=False)
+class _Object:
+    """One stored object. `FakeCluster` is its only writer."""
+
+    fields: Fields
+    meta: dict[str, Any]
+
+
+class FakeCluster:
+    """See `cluster.Cluster`. `writes` lists every change: verb, kind, name, manager."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
+        self.writes: list[tuple[str, str, str, str]] = []
+        self._objects: dict[Key, _Object] = {}
+        self._numbers = itertools.count(1)
+
+    # what the operator may do
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        """See `Cluster.get`."""
+        found = self._objects.get((kind.kind, namespace if kind.namespaced else "", name))
+        return None if found is None else self._render(kind, found)
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> list[Manifest]:
+        """See `Cluster.list`."""
+        return self.all(kind, namespace, labels)
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        """See `Cluster.apply`."""
+        kind, meta = kind_of(manifest), manifest["metadata"]
+        key = (kind.kind, meta.get("namespace", ""), meta["name"])
+        found = self._objects.get(key)
+        if found is None:
+            if subresource:
+                raise ClusterError(404, "NotFound", f"{kind.plural} {meta['name']} not found")
+            if "uid" in meta:
+                raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
+        elif "uid" in meta and meta["uid"] != found.meta["uid"]:
+            raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
+        trial = copy.deepcopy(found) if found is not None else self._new(kind, meta)
+        before = dict(trial.fields.flat)
+        changed = trial.fields.apply(
+            self._body(kind, manifest, subresource), manager=manager, subresource=subresource
+        )
+        self._validate(kind, trial)
+        if dry_run:
+            return self._render(kind, trial)
+        if changed or found is None:
+            self._store(key, trial, before)
+            self.writes.append(("apply", kind.kind, meta["name"], manager))
+        else:
+            self._objects[key] = trial
+        return self._render(kind, trial)
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """See `Cluster.create`."""
+        kind, meta = kind_of(manifest), manifest["metadata"]
+        if (kind.kind, meta.get("namespace", ""), meta["name"]) in self._objects:
+            raise ConflictError(409, "AlreadyExists", f"{kind.plural} {meta['name']} exists")
+        self.writes.append(("create", kind.kind, meta["name"], "client"))
+        return self.plant(manifest)
+
+    async def replace(self, manifest: Manifest) -> Manifest:
+        """See `Cluster.replace`."""
+        kind, meta = kind_of(manifest), manifest["metadata"]
+        key = (kind.kind, meta.get("namespace", ""), meta["name"])
+        found = self._objects.get(key)
+        if found is None:
+            raise ClusterError(404, "NotFound", f"{kind.plural} {meta['name']} not found")
+        if meta["resourceVersion"] != found.meta["resourceVersion"]:
+            raise ConflictError(409, "Conflict", "the object has been modified")
+        before = dict(found.fields.flat)
+        found.fields.update(self._body(kind, manifest, ""), manager="client")
+        self._store(key, found, before)
+        self.writes.append(("replace", kind.kind, meta["name"], "client"))
+        return self._render(kind, found)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
+        """See `Cluster.delete`."""
+        found = self._objects.get((kind.kind, namespace, name))
+        if found is None:
+            return
+        if uid is not None and found.meta["uid"] != uid:
+            raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
+        self.writes.append(("delete", kind.kind, name, "client"))
+        self.remove(kind, namespace, name)
+
+    # what others do
+
+    def plant(self, manifest: Manifest) -> Manifest:
+        """Put an object there, as another client or a controller would."""
+        kind, meta = kind_of(manifest), manifest["metadata"]
+        made = self._new(kind, meta)
+        made.fields.update(self._body(kind, manifest, ""), manager="client")
+        self._store((kind.kind, meta.get("namespace", ""), meta["name"]), made, {})
+        return self._render(kind, made)
+
+    def all(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> builtins.list[Manifest]:
+        """Return all objects of a kind, by name."""
+        found = []
+        for (name, space, _), item in sorted(self._objects.items(), key=lambda pair: pair[0]):
+            if name != kind.kind or (namespace is not None and space not in ("", namespace)):
+                continue
+            manifest = self._render(kind, item)
+            have = manifest["metadata"].get("labels", {})
+            if all(have.get(key) == value for key, value in (labels or {}).items()):
+                found.append(manifest)
+        return found
+
+    def edit(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        change: Callable[[Manifest], None],
+        *,
+        manager: str = "kubectl",
+    ) -> None:
+        """Change an object, status included, as another client would."""
+        key = (kind.kind, namespace, name)
+        found = self._objects[key]
+        manifest = self._render(kind, found)
+        change(manifest)
+        before = dict(found.fields.flat)
+        body = self._body(kind, manifest, "")
+        if "status" in manifest:
+            body["status"] = manifest["status"]
+        finalizers = manifest["metadata"].get("finalizers", [])
+        found.meta["finalizers"] = finalizers
+        if found.fields.update(body, manager=manager):
+            self._store(key, found, before)
+        if not finalizers and "deletionTimestamp" in found.meta:
+            self._collect(key)
+
+    def remove(self, kind: Kind, namespace: str, name: str) -> None:
+        """Delete in the background: at once without finalizers, dependents afterwards."""
+        key = (kind.kind, namespace, name)
+        found = self._objects[key]
+        if found.meta.get("finalizers"):
+            if "deletionTimestamp" not in found.meta:
+                found.meta["deletionTimestamp"] = self.clock.stamp()
+                found.meta["generation"] += 1
+                found.meta["resourceVersion"] = str(next(self._numbers))
+            return
+        self._collect(key)
+
+    def _collect(self, key: Key) -> None:
+        gone = self._objects.pop(key)
+        for other, item in list(self._objects.items()):
+            owners = {
+                step[1]
+                for path in item.fields.flat
+                for step in path
+                if isinstance(step, tuple) and step[0] == "uid" and "ownerReferences" in path
+            }
+            if gone.meta["uid"] in owners and other in self._objects:
+                kind = next(kind for kind in KINDS.values() if kind.kind == other[0])
+                self.remove(kind, other[1], other[2])
+
+    def _new(self, kind: Kind, meta: Mapping[str, Any]) -> _Object:
+        number = next(self._numbers)
+        return _Object(
+            Fields(),
+            {
+                "name": meta["name"],
+                **({"namespace": meta["namespace"]} if kind.namespaced else {}),
+                "uid": f"uid-{number}",
+                "creationTimestamp": self.clock.stamp(),
+                "generation": 1,
+                "resourceVersion": str(number),
+                "finalizers": list(meta.get("finalizers", [])),
+            },
+        )
+
+    def _store(self, key: Key, item: _Object, before: Mapping[Any, Any]) -> None:
+        def spec(flat: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {path: value for path, value in flat.items() if path and path[0] == "spec"}
+
+        if before and spec(before) != spec(item.fields.flat):
+            item.meta["generation"] += 1
+        item.meta["resourceVersion"] = str(next(self._numbers))
+        self._objects[key] = item
+
+    def _body(self, kind: Kind, manifest: Manifest, subresource: str) -> Manifest:
+        """What of a manifest counts: fields of the subresource, no identity."""
+        if subresource == "status":
+            return {"status": manifest.get("status", {})}
+        meta = {
+            key: value
+            for key, value in manifest["metadata"].items()
+            if key in ("labels", "annotations", "ownerReferences") and value
+        }
+        skipped = {"apiVersion", "kind", "metadata"} | (
+            {"status"} if kind.kind in _STATUS else set()
+        )
+        body = {key: value for key, value in manifest.items() if key not in skipped}
+        return {**body, **({"metadata": meta} if meta else {})}
+
+    def _render(self, kind: Kind, item: _Object) -> Manifest:
+        body = _body_of(item.fields)
+        meta = {**body.pop("metadata", {}), **copy.deepcopy(item.meta)}
+        if not meta["finalizers"]:
+            del meta["finalizers"]
+        meta["managedFields"] = item.fields.managed()
+        return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **body}
+
+    def _validate(self, kind: Kind, item: _Object) -> None:
+        body = _body_of(item.fields)
+        spec = body.get("spec", {})
+        problem = ""
+        if kind.kind == "VLMPool" and "replicas" not in spec:
+            problem = "spec.replicas: Required value"
+        if kind.kind == "Pod" and not spec.get("containers"):
+            problem = "spec.containers: Required value"
+        if kind.kind == "Deployment":
+            wanted = spec.get("selector", {}).get("matchLabels", {})
+            have = spec.get("template", {}).get("metadata", {}).get("labels", {})
+            if any(have.get(key) != value for key, value in wanted.items()):
+                problem = "spec.template.metadata.labels: `selector` does not match"
+        if problem:
+            raise ClusterError(422, "Invalid", f"{kind.kind} is invalid: {problem}")
+
+
+def _body_of(fields: Fields) -> dict[str, Any]:
+    found: dict[str, Any] = unflatten(fields.flat) if fields.flat else {}
+    return found

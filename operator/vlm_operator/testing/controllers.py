@@ -1,0 +1,165 @@
+"""What controllers and kubelets would do, when a test says so; and pods that answer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from vlm_operator.cluster import DEPLOYMENT, POD, Manifest
+from vlm_operator.names import Role
+from vlm_operator.state import (
+    ANNOTATION_DELETION_COST,
+    KvTokens,
+    ModelFacts,
+    PodState,
+    Sample,
+)
+from vlm_operator.testing.cluster import FakeCluster
+
+
+def settle(cluster: FakeCluster, *, start: bool = True) -> None:
+    """Let Deployments have their pods, and pods start; `start` False leaves new ones pending."""
+    for deployment in cluster.all(DEPLOYMENT):
+        _scale(cluster, deployment)
+    if start:
+        start_pods(cluster)
+    for deployment in cluster.all(DEPLOYMENT):
+        _count(cluster, deployment)
+
+
+def start_pods(cluster: FakeCluster) -> None:
+    """Put every pod on a node, start its containers, and hold Ready to its readiness gates."""
+    for pod in cluster.all(POD):
+        meta = pod["metadata"]
+        conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", [])}
+        gates = [item["conditionType"] for item in pod["spec"].get("readinessGates", [])]
+        opened = all(conditions.get(gate, {}).get("status") == "True" for gate in gates)
+        wanted = {
+            "PodScheduled": "True",
+            "ContainersReady": "True",
+            "Ready": "True" if opened else "False",
+        }
+        for kind, status in wanted.items():
+            if conditions.get(kind, {}).get("status") != status:
+                stamp = cluster.clock.stamp()
+                conditions[kind] = {"type": kind, "status": status, "lastTransitionTime": stamp}
+
+        def change(item: Manifest, found: dict[str, Any] = conditions) -> None:
+            item["spec"]["nodeName"] = "node-1"
+            status = {"phase": "Running", "podIP": "127.0.1.1"}
+            item["status"] = {**item.get("status", {}), **status}
+            item["status"]["conditions"] = list(found.values())
+
+        cluster.edit(POD, meta["namespace"], meta["name"], change, manager="kubelet")
+
+
+def _pods(cluster: FakeCluster, deployment: Manifest) -> list[Manifest]:
+    uid = deployment["metadata"]["uid"]
+    return [
+        pod
+        for pod in cluster.all(POD, deployment["metadata"]["namespace"])
+        if any(owner["uid"] == uid for owner in pod["metadata"].get("ownerReferences", []))
+    ]
+
+
+def _scale(cluster: FakeCluster, deployment: Manifest) -> None:
+    """Make the pods as many as wanted, of the newest template; the cheapest go first."""
+    meta, spec = deployment["metadata"], deployment["spec"]
+    template = json.dumps(spec["template"], sort_keys=True)
+    digest = hashlib.sha256(template.encode()).hexdigest()[:8]
+    pods = _pods(cluster, deployment)
+    for pod in pods:
+        if pod["metadata"]["labels"]["pod-template-hash"] != digest:
+            cluster.remove(POD, meta["namespace"], pod["metadata"]["name"])
+    pods = _pods(cluster, deployment)
+    for pod in sorted(pods, key=_price)[: max(0, len(pods) - spec["replicas"])]:
+        cluster.remove(POD, meta["namespace"], pod["metadata"]["name"])
+    for _ in range(spec["replicas"] - len(pods)):
+        _create_pod(cluster, deployment, digest)
+
+
+def _price(pod: Manifest) -> tuple[bool, bool, int]:
+    conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", [])}
+    ready = conditions.get("Ready", {}).get("status") == "True"
+    notes = pod["metadata"].get("annotations", {})
+    assigned = "nodeName" in pod["spec"]
+    return (assigned, ready, int(notes.get(ANNOTATION_DELETION_COST, "0")))
+
+
+def _create_pod(cluster: FakeCluster, deployment: Manifest, digest: str) -> None:
+    meta, template = deployment["metadata"], deployment["spec"]["template"]
+    taken = {pod["metadata"]["name"] for pod in cluster.all(POD)}
+    number = next(n for n in range(1000) if f"{meta['name']}-{n}" not in taken)
+    labels = {**template["metadata"]["labels"], "pod-template-hash": digest}
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "controller": True}
+    owner |= {"name": meta["name"], "uid": meta["uid"]}
+    manifest = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{meta['name']}-{number}",
+            "namespace": meta["namespace"],
+            "labels": labels,
+            "ownerReferences": [owner],
+        },
+        "spec": copy.deepcopy(template["spec"]),
+    }
+    cluster.plant(manifest)
+
+
+def _count(cluster: FakeCluster, deployment: Manifest) -> None:
+    pods = _pods(cluster, deployment)
+    ready = sum(
+        item["type"] == "Ready" and item["status"] == "True"
+        for pod in pods
+        for item in pod.get("status", {}).get("conditions", [])
+    )
+
+    def change(item: Manifest) -> None:
+        item["status"] = {"replicas": len(pods), "readyReplicas": ready}
+
+    meta = deployment["metadata"]
+    cluster.edit(DEPLOYMENT, meta["namespace"], meta["name"], change, manager="controllers")
+
+
+def sample_of(pod: PodState, **changes: Any) -> Sample:
+    """Return what an idle worker's /stats says; `changes` replaces fields."""
+    plain = Sample(
+        pod_uid=pod.uid,
+        boot_id="0" * 32,
+        role=pod.role,
+        phase="ready",
+        message="",
+        accepting=True,
+        inflight=0,
+        queued_requests=0,
+        queued_work_seconds=0.0,
+        admitted_work_seconds=0.0,
+        kv=None if pod.role is Role.ENCODER else KvTokens(1000, 0, 0, 0, 1000, 0),
+        model=None if pod.role is Role.GATEWAY else ModelFacts(64, 32, 1200, 4096),
+        ttft={},
+        config_hash=None,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+class FakeScraper:
+    """Pods that answer at once: idle ones, but for `busy` (in flight, by pod name)."""
+
+    def __init__(self) -> None:
+        self.busy: dict[str, int] = {}
+        self.silent: set[str] = set()
+        self.asked = 0
+
+    async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
+        """See `Scraper.scrape`."""
+        self.asked += 1
+        return {
+            pod.uid: sample_of(pod, inflight=self.busy.get(pod.name, 0))
+            for pod in pods
+            if pod.containers_ready and pod.name not in self.silent
+        }
