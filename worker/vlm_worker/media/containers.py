@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 from vlm_worker.media.exif import orientation
 
-MAX_CHUNKS = 16384
-MAX_GIF_SUBBLOCKS = 131072
+# 20 MiB in IDAT chunks of 4 KiB are 5,120, in full GIF sub-blocks 82,241.
+MAX_CHUNKS = 8192
+MAX_GIF_SUBBLOCKS = 98304
 
 
 class MalformedError(ValueError):
@@ -78,10 +79,11 @@ def parse_jpeg(data: memoryview) -> Container:
     """The segments up to the frame header; the first Exif segment counts."""
     turned, at = 0, 2
     for _ in range(MAX_CHUNKS):
-        while at < len(data) and data[at] == 0xFF and data[at + 1 : at + 2].tobytes() == b"\xff":
-            at += 1  # fill bytes
         if at + 4 > len(data) or data[at] != 0xFF:
             break
+        if data[at + 1] == 0xFF:  # a fill byte
+            at += 1
+            continue
         marker, (length,) = data[at + 1], struct.unpack_from(">H", data, at + 2)
         body = data[at + 4 : at + 2 + length]
         if marker in _SOF_ALL:
