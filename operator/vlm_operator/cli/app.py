@@ -151,17 +151,21 @@ def demo(
     ] = None,
     question: Annotated[str | None, typer.Option(help="Your own question.")] = None,
     kubeconfig: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A cluster that exists; else one is made.")
+        Path | None, typer.Option(metavar="FILE", help="A cluster that exists; else one is made.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Of the API on 127.0.0.1; 8000 if it is free, else any.")
     ] = None,
 ) -> None:
     """Start a cluster on this machine, apply the quickstart and ask about a picture."""
+    from vlm_operator.cli.waterfall import waterfall
+    from vlm_operator.local.demo import DemoOptions
     from vlm_operator.local.demo import main as demo_main
 
-    argv = ["--once"] if once else []
-    for flag, value in (("--image", image), ("--question", question), ("--kubeconfig", kubeconfig)):
-        if value is not None:
-            argv += [flag, str(value)]
-    raise typer.Exit(demo_main(argv))
+    options = DemoOptions(
+        once=once, image=image, question=question, port=port, kubeconfig=kubeconfig
+    )
+    raise typer.Exit(demo_main(options, waterfall=waterfall))
 
 
 def run() -> None:

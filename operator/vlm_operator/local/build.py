@@ -57,6 +57,13 @@ def find_binaries(
     return {name: folder / name for name in PACKAGES} | found
 
 
+def is_built(settings: LocalSettings, *, module: Path = MODULE) -> bool:
+    """Whether `find_binaries` would find all without building."""
+    if len(_from_assets(settings.assets)) == len(PACKAGES):
+        return True
+    return damage(settings.cache / "controlplane" / cache_key(module)) is None
+
+
 def cache_key(module: Path = MODULE) -> str:
     """Name what the binaries are built from: sources by go.sum, flags, and the Go release line."""
     digest = hashlib.sha256()

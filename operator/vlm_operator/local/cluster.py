@@ -62,9 +62,19 @@ class NodeAgent:
         self.stop()
 
     @property
+    def nodes(self) -> list[str]:
+        """The names of its nodes."""
+        return [name for node_type in self._node_types for name in node_type.nodes]
+
+    @property
     def log(self) -> Path:
         """What the agent prints."""
         return self._control_plane.folder / "agent.log"
+
+    @property
+    def limits_missing(self) -> bool:
+        """Whether the agent found no way to enforce CPU and memory limits."""
+        return "limits are not enforced" in self.log.read_text()
 
     async def start(self) -> None:
         """Start it and return when all its nodes are Ready.
@@ -105,7 +115,7 @@ class NodeAgent:
             self._child = None
 
     async def _wait_until_ready(self) -> None:
-        wanted = {name for node_type in self._node_types for name in node_type.nodes}
+        wanted = set(self.nodes)
         child = self._child
         assert child is not None
 

@@ -275,6 +275,7 @@ def _controller_manager_flags(folder: Path, who: _Identities) -> list[str]:
         "--leader-elect=false",
         f"--controllers={','.join(_CONTROLLERS)}",
         "--secure-port=0",
+        "--pvclaimbinder-sync-period=1s",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
     ]

@@ -27,13 +27,7 @@ class Authority:
     """The cluster's CA, kept in `folder`; it is made at first use and found again later."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        openssl = shutil.which("openssl", path=environment.get("PATH"))
-        if openssl is None:
-            raise ToolMissingError(
-                "openssl is needed for the local cluster's certificates.",
-                "Install it: apt install openssl, dnf install openssl, or apk add openssl.",
-            )
-        self._openssl = openssl
+        self._openssl = find_openssl(environment)
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.ca = Pair(folder / "ca.crt", folder / "ca.key")
@@ -91,6 +85,21 @@ class Authority:
         if answer.returncode:
             said = answer.stderr.strip()
             raise StartError(f"openssl {arguments[0]} failed: {said}", "OpenSSL ≥ 1.1.1 is needed.")
+
+
+def find_openssl(environment: Mapping[str, str]) -> str:
+    """Return the path of the openssl program.
+
+    Raises:
+        ToolMissingError: It is not on PATH.
+    """
+    openssl = shutil.which("openssl", path=environment.get("PATH"))
+    if openssl is None:
+        raise ToolMissingError(
+            "openssl is needed for the local cluster's certificates.",
+            "Install it: apt install openssl, dnf install openssl, or apk add openssl.",
+        )
+    return openssl
 
 
 def _request(key: Path | str, out: Path | str) -> list[str | Path]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .errors import StartError
+from .errors import LocalError, StartError
 
 # Run by a bare interpreter (15 ms) before the program: no code of ours runs in a forked child.
 _TIE = """
@@ -62,7 +62,7 @@ def spawn(
     """Start `command` with its output in `log`; it ends when the calling thread does."""
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *map(str, command)],
+            tied(command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -70,6 +70,33 @@ def spawn(
             start_new_session=True,
         )
     return Child(name, process, log)
+
+
+def tied(command: Sequence[str | Path]) -> list[str]:
+    """Return `command` so that, started by this thread, it ends when this thread does."""
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *map(str, command)]
+
+
+def output_of(
+    command: Sequence[str | Path], *, stdin: str | None = None, check: bool = False
+) -> str:
+    """Run `command` to its end and return what it prints.
+
+    Raises:
+        LocalError: `check` is true and it failed; the message is what it printed.
+    """
+    answer = subprocess.run(  # noqa: S603
+        [*map(str, command)],
+        input=stdin,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    if check and answer.returncode:
+        words = " ".join([Path(command[0]).name, *map(str, command[1:])])
+        raise LocalError(f"{words} failed:\n{answer.stdout.strip()}", "")
+    return answer.stdout
 
 
 def tail(log: Path, *, lines: int = 12) -> str:

@@ -28,7 +28,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(argv: list[str]) -> int:
-    """Start the container that the spec file describes, or enter one; return the exit code."""
+    """Start the container of a spec file, enter one, or check; return the exit code."""
+    if argv[0] == "--check":
+        return check()
     if argv[0] == "--enter":
         return enter(int(argv[1]), json.loads(Path(argv[2]).read_text()))
     return launch(json.loads(Path(argv[0]).read_text()))
@@ -104,6 +106,16 @@ def enter(pid: int, spec: dict[str, Any]) -> int:
         os._exit(126)
     _, status = os.waitpid(child, 0)
     return exit_code(status)
+
+
+def check() -> int:
+    """Print why containers cannot be made on this machine, or nothing."""
+    try:
+        separate()
+    except OSError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
+    return 0
 
 
 def tie_to(agent: int) -> None:

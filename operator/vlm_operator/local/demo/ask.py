@@ -1,0 +1,106 @@
+"""One question about a picture, through the `openai` client as anybody would write it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import mimetypes
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlm_operator.local.errors import LocalError, ToolMissingError
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam
+
+QUESTION = "What is to the right of the circle?"
+ANSWER = "blue triangle"
+DESCRIBE = "Describe the image."
+MAX_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        text: The whole answer.
+        ttft_seconds: Until the first token was here, on this clock.
+        stages: Milliseconds by stage, as the gateway measured.
+    """
+
+    text: str
+    ttft_seconds: float
+    stages: Mapping[str, float]
+
+
+async def ask(
+    url: str, *, model: str, question: str, image: Path, told: Callable[[str], None]
+) -> Answer:
+    """Ask `question` about `image`; `told` gets each piece of the answer as it comes.
+
+    Raises:
+        LocalError: The gateway refused; the message is its own.
+        ToolMissingError: The openai package is not installed.
+    """
+    try:
+        import openai
+    except ImportError as error:
+        raise ToolMissingError(
+            "The demo asks through the openai client, which is not installed.",
+            "pip install openai",
+        ) from error
+    messages: list[ChatCompletionMessageParam] = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": data_url(image)}},
+                {"type": "text", "text": question},
+            ],
+        }
+    ]
+    text, ttft = [], 0.0
+    stages: Mapping[str, float] = {}
+    began = time.perf_counter()
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(
+                model=model,
+                messages=messages,
+                max_tokens=MAX_TOKENS,
+                temperature=0,
+                stream=True,
+            )
+            async for chunk in stream:
+                timing = (chunk.model_extra or {}).get("timing") or {}
+                stages = timing.get("stages") or stages
+                piece = chunk.choices[0].delta.content if chunk.choices else None
+                if piece:
+                    ttft = ttft or time.perf_counter() - began
+                    text.append(piece)
+                    told(piece)
+    except openai.OpenAIError as error:
+        raise LocalError(f"The question was refused: {error}", "") from error
+    return Answer("".join(text), ttft, stages)
+
+
+def data_url(image: Path) -> str:
+    """Return a picture as a data URL.
+
+    Raises:
+        LocalError: It cannot be read.
+    """
+    try:
+        data = image.read_bytes()
+    except OSError as error:
+        raise LocalError(f"The picture cannot be read: {error}", "Give --image a file.") from error
+    kind = mimetypes.guess_type(image.name)[0] or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def is_right(answer: str, expected: str | None) -> bool:
+    """Whether an answer is the expected one; without an expectation, whether there is one."""
+    said = " ".join(answer.lower().strip().rstrip(".").split())
+    return bool(said) if expected is None else said.endswith(expected)
