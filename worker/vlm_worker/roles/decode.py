@@ -77,43 +77,60 @@ class DecodeRole:
             WorkerError: what the engine failed with.
         """
         host, key = self._host, call.request.key
+        local = call.kv.boot_id == host.life.boot_id
         with host.scope("Decode", key):
             finished = False
             try:
                 host.life.check(call.boot_id)
-                spans: tuple[StageSpan, ...] = ()
-                if call.kv.boot_id == host.life.boot_id:
-                    # prefill has admitted it here, room included: nothing had to be reserved
-                    stream = self._adopt(call)
-                else:
-                    if not host.offers.claim(call.reservation_id, key):
-                        raise GoneError(f"reservation {call.reservation_id} is not held here")
-                    begun = clock.arrived + clock.now()
-                    commit = await self._pull(call)
-                    spans = (clock.span("kv_transfer", begun),)
-                    if commit.finish_reason is not None:
-                        # the first token, which the gateway has from prefill, ended the answer
-                        num_tokens = call.request.num_delivered_tokens + 1
-                        yield Reply(Finished(commit.finish_reason, num_tokens), spans, clock.now())
-                        return
-                    if commit.first_token_id is None:
-                        raise CorruptTransferError("the commit lacks the first token")
-                    stream = await host.engine.start_decode(key, commit.first_token_id)
-                async with aclosing(_answer(stream)) as answer:
-                    async for event in answer:
-                        finished = isinstance(event, Finished)
-                        yield Reply(event, spans, clock.now())
-                        spans = ()
+                replies = self._adopted(call, clock) if local else self._pulled(call, clock)
+                async with aclosing(replies):
+                    async for reply in replies:
+                        finished = isinstance(reply.event, Finished)
+                        yield reply
             finally:
                 if not finished:
                     host.run(host.abandon(key))
 
-    def _adopt(self, call: DecodeCall) -> EventStream[PrefillEvent]:
-        """Continue what this process itself has prefilled, or still does."""
-        key = call.request.key
-        if not self._host.offers.claim(call.kv.transfer_id, key):
+    async def _adopted(
+        self, call: DecodeCall, clock: CallClock
+    ) -> AsyncGenerator[Reply[DecodeEvent]]:
+        """Continue what this process itself has prefilled, or still does; needs no reservation."""
+        host, key = self._host, call.request.key
+        prefilled = host.offers.local(call.kv.transfer_id, key.request_id)
+        if not host.offers.claim(call.kv.transfer_id, key):
             raise GoneError(f"transfer {call.kv.transfer_id} is not held here")
-        return self._host.engine.adopt_local(call.request)
+        stream = host.engine.adopt_local(call.request)
+        try:
+            async with aclosing(_answer(stream)) as answer:
+                async for event in answer:
+                    yield Reply(event, (), clock.now())
+        except GoneError:
+            commit = await prefilled.settled()
+            if commit.finish_reason is None:
+                raise
+            yield _ended_by_first_token(call, commit, (), clock)
+
+    async def _pulled(
+        self, call: DecodeCall, clock: CallClock
+    ) -> AsyncGenerator[Reply[DecodeEvent]]:
+        """Continue what another worker has prefilled, or still does."""
+        host, key = self._host, call.request.key
+        if not host.offers.claim(call.reservation_id, key):
+            raise GoneError(f"reservation {call.reservation_id} is not held here")
+        begun = clock.arrived + clock.now()
+        commit = await self._pull(call)
+        spans: tuple[StageSpan, ...] = (clock.span("kv_transfer", begun),)
+        if commit.finish_reason is not None:
+            await host.engine.cancel(key)
+            yield _ended_by_first_token(call, commit, spans, clock)
+            return
+        if commit.first_token_id is None:
+            raise CorruptTransferError("the commit lacks the first token")
+        stream = await host.engine.start_decode(key, commit.first_token_id)
+        async with aclosing(_answer(stream)) as answer:
+            async for event in answer:
+                yield Reply(event, spans, clock.now())
+                spans = ()
 
     async def _pull(self, call: DecodeCall) -> Commit:
         """All blocks that are not in our own prefix cache, written as they come."""
@@ -145,6 +162,15 @@ class DecodeRole:
             )
         host.on_transfer(Transfer("kv", time.monotonic() - begun, pull.num_bytes))
         return pull.commit
+
+
+def _ended_by_first_token(
+    call: DecodeCall, commit: Commit, spans: tuple[StageSpan, ...], clock: CallClock
+) -> Reply[DecodeEvent]:
+    """The first token, which the gateway has from prefill, was the last."""
+    assert commit.finish_reason is not None
+    num_tokens = call.request.num_delivered_tokens + 1
+    return Reply(Finished(commit.finish_reason, num_tokens), spans, clock.now())
 
 
 async def _answer(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens | Finished]:

@@ -58,6 +58,14 @@ class Outgoing:
         self._error = self._error or error
         self._notify()
 
+    async def settled(self) -> Commit:
+        """The commit, when it is there; raises what `fail` was given."""
+        while self._commit is None:
+            if self._error is not None:
+                raise self._error
+            await self._wait_for_change()
+        return self._commit
+
     async def whole(self, num_units: int) -> memoryview:
         """All units, for a consumer in this process; waits for the commit.
 
@@ -65,10 +73,7 @@ class Outgoing:
             CorruptTransferError: there are not so many units.
             Exception: what `fail` was given.
         """
-        while self._commit is None and self._error is None:
-            await self._wait_for_change()
-        if self._error is not None:
-            raise self._error
+        await self.settled()
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
         return await self._export(0, num_units)
