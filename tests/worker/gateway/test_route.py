@@ -1,0 +1,229 @@
+"""Which pods serve a request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_worker.route import (
+    AFFINITY_SLACK_REQUESTS,
+    Candidate,
+    Demand,
+    NoRoute,
+    Route,
+    another_decode,
+    choose,
+    missing_stages,
+    rendezvous,
+)
+from vlm_worker.types import Role, Stage
+
+E, P, D = Stage.ENCODER, Stage.PREFILL, Stage.DECODE
+TEXT = Demand(num_tokens=100, image_digest=b"", prefix_digest=b"prefix")
+IMAGE = dataclasses.replace(TEXT, image_digest=b"picture")
+
+
+def pod(
+    name: str, role: Role, stages: Iterable[Stage] | None = None, **changes: object
+) -> Candidate:
+    stages = frozenset(stages or {Stage(role.value)})
+    kv = bool(stages & {P, D})
+    made = Candidate(
+        name=name,
+        address=f"{name}:9000",
+        role=role,
+        stages=stages,
+        boot_id=name.encode(),
+        layout_fingerprint=b"kv" if kv else b"",
+        embed_fingerprint=b"embed",
+        kv_capacity_tokens=1000 if kv else 0,
+        max_model_len_tokens=4096 if kv else 0,
+        kv_free_tokens=1000 if kv else 0,
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def encoder(name: str = "e", **changes: object) -> Candidate:
+    return pod(name, Role.ENCODER, **changes)  # type: ignore[arg-type]
+
+
+def prefill(name: str = "p", stages: Iterable[Stage] = (P,), **changes: object) -> Candidate:
+    return pod(name, Role.PREFILL, stages, **changes)
+
+
+def decode(name: str = "d", stages: Iterable[Stage] = (D,), **changes: object) -> Candidate:
+    return pod(name, Role.DECODE, stages, **changes)
+
+
+def names(route: Route | NoRoute) -> tuple[str | None, ...]:
+    assert isinstance(route, Route), route
+    choices = (route.encoder, route.prefill, route.decode)
+    return tuple(choice and choice.pod.name for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("pods", "expected", "reserve"),
+    [
+        pytest.param([encoder(), prefill(), decode()], ("e", "p", "d"), True, id="E, P, D"),
+        pytest.param([encoder(), decode(stages=(P, D))], ("e", "d", "d"), False, id="E, PD"),
+        pytest.param([prefill(stages=(E, P)), decode()], ("p", "p", "d"), True, id="EP, D"),
+        pytest.param([decode(stages=(E, P, D))], ("d", "d", "d"), False, id="EPD"),
+        pytest.param(
+            [encoder(accepting=False), prefill(stages=(E, P)), decode()],
+            ("p", "p", "d"),
+            True,
+            id="a draining encoder gives way to prefill where it is loaded there",
+        ),
+        pytest.param(
+            [encoder(), prefill(stages=(E, P)), decode()],
+            ("e", "p", "d"),
+            True,
+            id="an encoder pool goes before a lent stage",
+        ),
+    ],
+)
+def test_a_stage_without_a_pool_runs_on_the_next_role(
+    pods: list[Candidate], expected: tuple[str, ...], reserve: bool
+) -> None:
+    route = choose(pods, IMAGE)
+    assert names(route) == expected
+    assert isinstance(route, Route)
+    assert route.reserve is reserve
+
+
+def test_text_needs_no_encoder() -> None:
+    assert names(choose([prefill(), decode()], TEXT)) == (None, "p", "d")
+
+
+def test_one_token_needs_no_decode() -> None:
+    demand = dataclasses.replace(TEXT, needs_decode=False)
+    assert names(choose([prefill(), decode()], demand)) == (None, "p", None)
+
+
+@pytest.mark.parametrize(
+    ("pods", "stage"),
+    [
+        pytest.param([encoder(), prefill()], D, id="no decode"),
+        pytest.param([encoder(), decode()], P, id="no prefill"),
+        pytest.param([prefill(), decode()], E, id="no encoder"),
+        pytest.param([encoder(ready=False), prefill(), decode()], E, id="an encoder not ready"),
+        pytest.param(
+            [encoder(), prefill(layout_fingerprint=b"other"), decode()], P, id="layouts differ"
+        ),
+        pytest.param(
+            [encoder(embed_fingerprint=b"x"), prefill(), decode()], E, id="embeddings differ"
+        ),
+    ],
+)
+def test_no_route_names_the_stage_that_lacks_a_pod(pods: list[Candidate], stage: Stage) -> None:
+    route = choose(pods, IMAGE)
+    assert isinstance(route, NoRoute)
+    assert route.stage is stage
+
+
+def test_a_draining_pod_is_the_last_resort() -> None:
+    draining = decode("old", accepting=False)
+    assert names(choose([prefill(), draining, decode("new", kv_free_tokens=0)], TEXT))[2] == "new"
+    route = choose([prefill(), draining], TEXT)
+    assert isinstance(route, Route)
+    assert route.decode is not None
+    assert route.decode.last_resort
+
+
+def test_a_pod_that_failed_is_tried_again_only_where_there_is_no_other() -> None:
+    pods = [prefill(), decode("a"), decode("b", num_inflight=50)]
+    assert names(choose(pods, TEXT, failed=frozenset({b"a"})))[2] == "b"
+    assert names(choose(pods[:2], TEXT, failed=frozenset({b"a", b"p"}))) == (None, "p", "a")
+
+
+def test_decode_goes_where_the_prompt_fits() -> None:
+    pods = [prefill(), decode("full", kv_free_tokens=50), decode("roomy", num_inflight=9)]
+    assert names(choose(pods, TEXT))[2] == "roomy"
+
+
+def test_a_prompt_that_fits_nowhere_is_told_so_with_the_size() -> None:
+    route = choose([prefill(), decode(kv_capacity_tokens=64)], TEXT)
+    assert isinstance(route, NoRoute)
+    assert route.capacity_tokens == 64
+
+
+def test_another_decode_agrees_with_the_prefill_that_is_settled() -> None:
+    pods = [prefill(), decode("a"), decode("b"), decode("c", layout_fingerprint=b"x")]
+    route = choose(pods, TEXT)
+    assert isinstance(route, Route)
+    other = another_decode(pods, TEXT, route, frozenset({b"a"}))
+    assert other is not None
+    assert other.pod.name == "b"
+    assert another_decode(pods, TEXT, route, frozenset({b"a", b"b"})) is None
+
+
+def test_a_picture_comes_home_until_its_home_is_busy() -> None:
+    pods = [prefill(), decode(), *(encoder(f"e{i}") for i in range(3))]
+    home = names(choose(pods, IMAGE))[0]
+    busy = [
+        dataclasses.replace(c, num_inflight=AFFINITY_SLACK_REQUESTS + 1) if c.name == home else c
+        for c in pods
+    ]
+    assert names(choose(busy, IMAGE))[0] != home
+    queued = [
+        dataclasses.replace(c, work_queued_seconds=1.0) if c.name == home else c for c in pods
+    ]
+    assert names(choose(queued, IMAGE))[0] != home
+
+
+@given(st.lists(st.text(min_size=1), min_size=2, max_size=8, unique=True), st.binary(min_size=1))
+def test_a_pod_that_goes_moves_only_its_own_keys(pods: list[str], key: bytes) -> None:
+    home = max(pods, key=lambda name: rendezvous(key, name))
+    gone = next(name for name in pods if name != home)
+    left = [name for name in pods if name != gone]
+    assert max(left, key=lambda name: rendezvous(key, name)) == home
+
+
+PODS = st.lists(
+    st.builds(
+        pod,
+        st.uuids().map(str),
+        st.sampled_from([Role.ENCODER, Role.PREFILL, Role.DECODE]),
+        st.sets(st.sampled_from(list(Stage)), min_size=1),
+        ready=st.booleans(),
+        accepting=st.booleans(),
+        layout_fingerprint=st.sampled_from([b"a", b"b"]),
+        embed_fingerprint=st.sampled_from([b"a", b"b"]),
+        num_inflight=st.integers(0, 20),
+        kv_free_tokens=st.integers(0, 1000),
+    ),
+    max_size=8,
+)
+
+
+@given(PODS, st.booleans(), st.booleans())
+def test_a_route_is_able_ready_and_agreeing(
+    pods: list[Candidate], pictures: bool, needs_decode: bool
+) -> None:
+    demand = dataclasses.replace(IMAGE if pictures else TEXT, needs_decode=needs_decode)
+    route = choose(pods, demand)
+    if isinstance(route, NoRoute):
+        return
+    assert all(c.ready for c in route.pods)
+    assert P in route.prefill.pod.stages
+    assert (route.encoder is not None) == pictures
+    assert (route.decode is not None) == needs_decode
+    if route.decode is not None:
+        assert D in route.decode.pod.stages
+        assert route.decode.pod.layout_fingerprint == route.prefill.pod.layout_fingerprint
+    if route.encoder is not None:
+        assert E in route.encoder.pod.stages
+        assert route.encoder.pod.embed_fingerprint == route.prefill.pod.embed_fingerprint
+    for choice in (route.encoder, route.prefill, route.decode):
+        if choice is not None and not choice.pod.accepting:
+            assert choice.last_resort
+
+
+def test_stages_are_missing_until_a_ready_and_accepting_pod_has_them() -> None:
+    pods = [encoder(accepting=False), prefill(ready=False), decode()]
+    assert missing_stages(pods, frozenset(Stage)) == [E, P]
+    assert missing_stages([decode(stages=(E, P, D))], frozenset(Stage)) == []
