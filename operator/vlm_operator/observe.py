@@ -126,7 +126,7 @@ def unschedulable(message: str, spec: Manifest) -> str:
     checked = re.match(r"0/(\d+) nodes are available", message)
     if checked is None:
         return _one_line(message) or "no node was found"
-    lacking = re.findall(r"(\d+) Insufficient ([\w./-]+)", message)
+    lacking = re.findall(r"(\d+) Insufficient ([\w./-]*\w)", message)
     if not lacking:
         reasons = message.partition(": ")[2].partition(". preemption")[0]
         return _one_line(f"no node fits ({checked[1]} checked): {reasons}")

@@ -8,10 +8,9 @@ controllers: `testing.controllers` plays them when a test says so.
 from __future__ import annotations
 
 import builtins
-import copy
 import dataclasses
 import datetime
-import itertools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +44,11 @@ class _Object:
 
     fields: Fields
     meta: dict[str, Any]
+    written: str = ""  # the manifest as JSON, until something changes
+
+    def trial(self) -> _Object:
+        """Return a copy to try a change on."""
+        return _Object(self.fields.copy(), dict(self.meta))
 
 
 class FakeCluster:
@@ -54,7 +58,7 @@ class FakeCluster:
         self.clock = clock or Clock()
         self.writes: list[tuple[str, str, str, str]] = []
         self._objects: dict[Key, _Object] = {}
-        self._numbers = itertools.count(1)
+        self.version = 0  # of the last change, anybody's
 
     # what the operator may do
 
@@ -83,7 +87,7 @@ class FakeCluster:
                 raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
         elif "uid" in meta and meta["uid"] != found.meta["uid"]:
             raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
-        trial = copy.deepcopy(found) if found is not None else self._new(kind, meta)
+        trial = self._new(kind, meta) if found is None else found.trial()
         before = dict(trial.fields.flat)
         changed = trial.fields.apply(
             self._body(kind, manifest, subresource), manager=manager, subresource=subresource
@@ -175,6 +179,7 @@ class FakeCluster:
             body["status"] = manifest["status"]
         finalizers = manifest["metadata"].get("finalizers", [])
         found.meta["finalizers"] = finalizers
+        found.written = ""
         if found.fields.update(body, manager=manager):
             self._store(key, found, before)
         if not finalizers and "deletionTimestamp" in found.meta:
@@ -188,9 +193,14 @@ class FakeCluster:
             if "deletionTimestamp" not in found.meta:
                 found.meta["deletionTimestamp"] = self.clock.stamp()
                 found.meta["generation"] += 1
-                found.meta["resourceVersion"] = str(next(self._numbers))
+                found.meta["resourceVersion"] = str(self._next())
+                found.written = ""
             return
         self._collect(key)
+
+    def _next(self) -> int:
+        self.version += 1
+        return self.version
 
     def _collect(self, key: Key) -> None:
         gone = self._objects.pop(key)
@@ -206,7 +216,7 @@ class FakeCluster:
                 self.remove(kind, other[1], other[2])
 
     def _new(self, kind: Kind, meta: Mapping[str, Any]) -> _Object:
-        number = next(self._numbers)
+        number = self._next()
         return _Object(
             Fields(),
             {
@@ -226,7 +236,8 @@ class FakeCluster:
 
         if before and spec(before) != spec(item.fields.flat):
             item.meta["generation"] += 1
-        item.meta["resourceVersion"] = str(next(self._numbers))
+        item.meta["resourceVersion"] = str(self._next())
+        item.written = ""
         self._objects[key] = item
 
     def _body(self, kind: Kind, manifest: Manifest, subresource: str) -> Manifest:
@@ -245,12 +256,16 @@ class FakeCluster:
         return {**body, **({"metadata": meta} if meta else {})}
 
     def _render(self, kind: Kind, item: _Object) -> Manifest:
-        body = _body_of(item.fields)
-        meta = {**body.pop("metadata", {}), **copy.deepcopy(item.meta)}
-        if not meta["finalizers"]:
-            del meta["finalizers"]
-        meta["managedFields"] = item.fields.managed()
-        return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **body}
+        if not item.written:
+            body = _body_of(item.fields)
+            meta = {**body.pop("metadata", {}), **item.meta}
+            if not meta["finalizers"]:
+                del meta["finalizers"]
+            meta["managedFields"] = item.fields.managed()
+            head = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta}
+            item.written = json.dumps({**head, **body})
+        found: Manifest = json.loads(item.written)
+        return found
 
     def _validate(self, kind: Kind, item: _Object) -> None:
         body = _body_of(item.fields)

@@ -62,6 +62,13 @@ class Fields:
         self.flat: Flat = {}
         self.owners: dict[tuple[str, str], set[Path]] = {}
 
+    def copy(self) -> Fields:
+        """Return one that changes apart; values are never changed in place."""
+        found = Fields()
+        found.flat = dict(self.flat)
+        found.owners = {owner: set(paths) for owner, paths in self.owners.items()}
+        return found
+
     def apply(self, manifest: Mapping[str, Any], *, manager: str, subresource: str) -> bool:
         """Apply with force; tells whether anything changed."""
         before = dict(self.flat)

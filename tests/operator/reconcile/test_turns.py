@@ -1,0 +1,386 @@
+"""State in, state out: what turns of the loop make of a cluster."""
+
+import asyncio
+import copy
+
+import pytest
+from operator_support import World, body, external, pool
+
+from vlm_operator import names
+from vlm_operator.cluster import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
+    PDB,
+    POD,
+    SERVICE,
+    VLM_POOL,
+    VLM_SERVICE,
+)
+from vlm_operator.reconcile import Options
+from vlm_operator.testing import settle
+
+
+def test_a_new_service_gets_everything_it_needs():
+    world = World()
+    world.turn()
+    kinds = {(item[1], item[2]) for item in world.cluster.writes}
+    roles = ("encoder", "prefill", "decode", "gateway")
+    for role in roles:
+        assert ("ServiceAccount", f"demo-{role}") in kinds
+        assert ("NetworkPolicy", f"demo-{role}") in kinds
+        assert ("Service", f"demo-{role}") in kinds
+    assert world.deployments() == {
+        "demo-encoder": 1,
+        "demo-prefill": 1,
+        "demo-decode": 1,
+        "demo-gateway": 1,
+    }
+    assert {
+        item["metadata"]["name"]: item["spec"]["replicas"] for item in world.cluster.all(VLM_POOL)
+    } == {
+        "demo-decode": 1,
+        "demo-encoder": 1,
+        "demo-prefill": 1,
+    }
+
+
+def test_ready_is_said_once_every_role_serves_and_then_nothing_is_written():
+    world = World()
+    world.converge()
+    assert world.condition("Ready")["status"] == "True"
+    assert world.condition("Reconciling")["status"] == "False"
+    assert world.status["summary"] == {
+        "encoder": "1/1",
+        "prefill": "1/1",
+        "decode": "1/1",
+        "kvOccupancyPercent": "0",
+    }
+    before = world.written()
+    for _ in range(20):
+        world.turn(seconds=5)
+    assert world.cluster.writes[before:] == []
+
+
+def test_the_message_names_the_one_thing_that_blocks():
+    world = World(body(decode=pool(2)))
+    world.turn()
+    settle(world.cluster, start=False)
+    scheduler = (
+        "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are "
+        "available: 3 No preemption victims found."
+    )
+    for item in world.cluster.all(POD):
+        if item["metadata"]["labels"][names.LABEL_ROLE] != "decode":
+            continue
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "message": scheduler,
+            "lastTransitionTime": world.cluster.clock.stamp(),
+        }
+        name = item["metadata"]["name"]
+
+        def change(pod, condition=condition):
+            limits = {"limits": {"nvidia.com/gpu": "1"}}
+            pod["spec"]["containers"][0]["resources"] = limits
+            pod["status"] = {"phase": "Pending", "conditions": [condition]}
+
+        world.cluster.edit(POD, "ns", name, change)
+    world.turn()
+    message = world.condition("DecodeReady")["message"]
+    assert message.startswith("decode 0/2: pod demo-decode-default-")
+    assert message.endswith("Pending: no node with 1 free nvidia.com/gpu (3 checked)")
+    assert world.condition("CapacitySufficient")["status"] == "False"
+
+
+@pytest.mark.parametrize("kind", [DEPLOYMENT, SERVICE, CONFIG_MAP, PDB, VLM_POOL])
+def test_a_child_that_somebody_deletes_comes_back(kind):
+    world = World(body(decode=pool(2)))
+    world.converge()
+    before = world.snapshot()
+    name = world.cluster.all(kind, labels={names.LABEL_SERVICE: "demo"})[0]["metadata"]["name"]
+    world.cluster.remove(kind, "ns", name)
+    assert world.snapshot() != before
+    world.turn()
+    assert world.snapshot() == before
+
+
+def test_a_child_that_somebody_edits_is_put_back():
+    world = World()
+    world.converge()
+    before = world.snapshot()
+    name = world.cluster.all(DEPLOYMENT)[0]["metadata"]["name"]
+
+    def edit(item):
+        item["spec"]["replicas"] = 7
+        item["spec"]["template"]["spec"]["containers"][0]["image"] = "other:1"
+
+    world.cluster.edit(DEPLOYMENT, "ns", name, edit)
+    world.turn()
+    assert world.snapshot() == before
+
+
+def test_an_object_of_somebody_else_is_never_adopted():
+    world = World()
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "demo-gateway", "namespace": "ns"},
+        "spec": {"ports": [{"port": 1}]},
+    }
+    world.cluster.plant(copy.deepcopy(theirs))
+    world.turn()
+    found = next(i for i in world.cluster.all(SERVICE) if i["metadata"]["name"] == "demo-gateway")
+    assert found["spec"] == theirs["spec"]
+    assert "ownerReferences" not in found["metadata"]
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "NameConflict")
+    assert "Service demo-gateway has no owner" in stalled["message"]
+    world.cluster.remove(SERVICE, "ns", "demo-gateway")
+    world.converge()
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_a_pool_of_external_mode_follows_kubectl_scale_within_its_bounds():
+    world = World(body(decode=external(1, 4)))
+    world.converge()
+    world.scale("decode", 3)
+    world.converge()
+    assert world.deployments()["demo-decode"] == 3
+    world.scale("decode", 9)
+    world.converge()
+    assert world.deployments()["demo-decode"] == 4
+    assert world.cluster.all(VLM_POOL)[0]["spec"]["replicas"] == 9
+    assert "maxReplicas is 4" in world.condition("ScalingActive")["message"]
+
+
+def test_a_pool_of_manual_mode_is_put_back_and_the_event_names_external():
+    world = World(body(decode=pool(2)))
+    world.converge()
+    world.scale("decode", 5)
+    world.turn()
+    assert world.cluster.all(VLM_POOL)[0]["spec"]["replicas"] == 2
+    assert world.deployments()["demo-decode"] == 2
+    said = [item for item in world.cluster.all(EVENT) if item["reason"] == "ScalePutBack"]
+    assert len(said) == 1
+    assert "kubectl" in said[0]["message"]
+    assert "External" in said[0]["message"]
+    before = world.written()
+    world.turn()
+    assert world.written() == before
+
+
+def test_a_pool_that_is_deleted_comes_back_with_the_live_count():
+    world = World(body(decode=external(1, 4)))
+    world.converge()
+    world.scale("decode", 3)
+    world.converge()
+    world.cluster.remove(VLM_POOL, "ns", "demo-decode")
+    world.turn()
+    assert world.cluster.all(VLM_POOL)[0]["spec"]["replicas"] == 3
+    assert world.deployments()["demo-decode"] == 3
+
+
+def test_scaling_in_closes_the_gate_and_waits_for_requests_to_end():
+    world = World(body(decode=external(1, 4)))
+    world.converge()
+    world.scale("decode", 2)
+    world.converge()
+    busy = [
+        item["metadata"]["name"]
+        for item in world.cluster.all(POD)
+        if item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
+    ]
+    world.scraper.busy = dict.fromkeys(busy, 1)
+    world.scale("decode", 1)
+    for _ in range(5):
+        assert world.turn(seconds=3) <= 1.0
+        settle(world.cluster)
+    assert world.deployments()["demo-decode"] == 2  # nobody is cut off
+    gates = {
+        item["metadata"]["name"]: gate["status"]
+        for item in world.cluster.all(POD)
+        for gate in item["status"]["conditions"]
+        if gate["type"] == names.GATE_ACCEPTING
+        and item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
+    }
+    victim = next(name for name, status in gates.items() if status == "False")
+    assert sorted(gates.values()) == ["False", "True"]
+    world.scraper.busy[victim] = 0
+    world.converge()
+    left = [item["metadata"]["name"] for item in world.cluster.all(POD)]
+    assert world.deployments()["demo-decode"] == 1
+    assert victim not in left
+    assert set(busy) - {victim} <= set(left)
+
+
+def test_a_drain_that_outlasts_its_deadline_ends():
+    drain = {"drain": {"timeoutSeconds": 60}}
+    world = World(body(decode=external(1, 4, **drain)))
+    world.converge()
+    world.scale("decode", 2)
+    world.converge()
+    names_of = [item["metadata"]["name"] for item in world.cluster.all(POD)]
+    world.scraper.busy = dict.fromkeys(names_of, 1)
+    world.scale("decode", 1)
+    world.turn()
+    world.turn(seconds=30)
+    assert world.deployments()["demo-decode"] == 2
+    world.turn(seconds=31)
+    assert world.deployments()["demo-decode"] == 1
+
+
+def test_a_scale_up_in_the_middle_of_a_drain_opens_the_gate_again():
+    world = World(body(decode=external(1, 4)))
+    world.converge()
+    world.scale("decode", 2)
+    world.converge()
+    pods = [item["metadata"]["name"] for item in world.cluster.all(POD)]
+    world.scraper.busy = dict.fromkeys(pods, 1)
+    world.scale("decode", 1)
+    world.turn()
+    assert world.status["pools"]["decode"]["desiredReplicas"] == 1
+    world.scale("decode", 2)
+    world.converge()
+    assert world.status["pools"]["decode"]["readyReplicas"] == 2
+    assert {item["metadata"]["name"] for item in world.cluster.all(POD)} == set(pods)
+
+
+def test_suspend_drains_everything_and_keeps_the_status():
+    world = World()
+    world.converge()
+    world.apply(body({"suspend": True}))
+    world.converge()
+    assert set(world.deployments().values()) == {0}
+    assert world.condition("Ready")["reason"] == "Suspended"
+    assert [item["spec"]["replicas"] for item in world.cluster.all(VLM_POOL)] == [1, 1, 1]
+    world.apply(body())
+    world.converge()
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_paused_writes_nothing_but_the_status_and_gates():
+    world = World()
+    world.converge()
+    world.apply(body({"paused": True}))
+    world.cluster.edit(DEPLOYMENT, "ns", "demo-gateway", lambda i: i["spec"].update(replicas=3))
+    before = world.written()
+    world.turn()
+    assert {item[1] for item in world.cluster.writes[before:]} <= {"VLMService", "Event"}
+    assert world.condition("ScalingActive")["reason"] == "Paused"
+
+
+def test_a_new_revision_serves_before_the_old_one_goes():
+    world = World()
+    world.converge()
+    old = {item.name for item in world.states()}
+    spec = {"model": {"uri": "pvc://shapes", "dtype": "Float32"}}
+    world.apply(body(spec))
+    world.turn()
+    both = {item.name: item.desired for item in world.states()}
+    assert old < set(both)
+    assert set(both.values()) == {1}
+    assert world.condition("RolloutProgressing")["status"] == "True"
+    assert world.status["currentRevision"] != world.status["updateRevision"]
+    world.converge()
+    assert not old & {item.name for item in world.states()}
+    assert len(world.states()) == 3
+    assert world.status["currentRevision"] == world.status["updateRevision"]
+    assert world.condition("Ready")["status"] == "True"
+
+
+def test_one_role_rolls_alone_where_the_others_stay_compatible():
+    world = World()
+    world.converge()
+    before = {item.role: item.name for item in world.states()}
+    pools = {role: pool() for role in names.POOL_ROLES}
+    pools["decode"]["engine"] = {"args": ["--max-requests=8"]}
+    world.apply(body(**pools))
+    world.converge()
+    after = {item.role: item.name for item in world.states()}
+    assert [role for role in before if before[role] != after[role]] == [names.Role.DECODE]
+
+
+def test_an_operator_with_another_default_image_restarts_nothing():
+    world = World(worker_image="worker:1")
+    world.converge()
+    before = world.snapshot()
+    world.loop = world.new_loop(options=Options(worker_image="worker:2"))
+    world.turn()
+    world.turn()
+    assert world.snapshot() == before
+
+
+def test_a_longer_drain_timeout_restarts_nothing():
+    world = World(body(decode=pool()))
+    world.converge()
+    before = {item.name for item in world.states()}
+    world.apply(body(decode=pool(drain={"timeoutSeconds": 5})))
+    world.converge()
+    assert {item.name for item in world.states()} == before
+
+
+def test_the_encoder_pool_leaves_only_after_prefill_encodes():
+    world = World()
+    world.converge()
+    world.apply(body(prefill=pool(), decode=pool()))
+    world.turn()
+    roles = [item.role.value for item in world.states()]
+    assert roles.count("encoder") == 1
+    assert roles.count("prefill") == 2
+    world.converge()
+    assert sorted(item.role.value for item in world.states()) == ["decode", "prefill"]
+    assert world.status["topology"] == "PrefillDecode"
+    assert [item["metadata"]["name"] for item in world.cluster.all(VLM_POOL)] == [
+        "demo-decode",
+        "demo-prefill",
+    ]
+
+
+def test_a_bad_manifest_corrected_reaches_the_state_of_one_that_was_never_bad():
+    reference = World()
+    reference.converge()
+    world = World(body(decode={"scaling": {"mode": "Manual"}}))
+    world.turn()
+    accepted = world.condition("Accepted")
+    assert accepted["status"] == "False"
+    assert accepted["message"].startswith("spec.pools.decode.scaling.replicas: ")
+    assert world.cluster.all(DEPLOYMENT) == []
+    world.apply(body())
+    world.converge()
+    assert world.snapshot() == reference.snapshot()
+
+
+def test_a_bad_manifest_leaves_what_serves_alone():
+    world = World()
+    world.converge()
+    before = world.snapshot()
+    world.apply(body(decode={"scaling": {"mode": "Manual"}}))
+    world.turn()
+    assert world.condition("Accepted")["status"] == "False"
+    after = world.snapshot()
+    after.pop(("VLMService", "demo"))
+    before.pop(("VLMService", "demo"))
+    assert after == before
+
+
+def test_a_turn_without_a_wake_reads_no_objects_but_asks_the_pods():
+    world = World()
+    world.converge()
+    asked = world.scraper.asked
+    seen = world.loop._seen
+    assert seen is not None
+    asyncio.run(world.loop.turn(woken=False))
+    assert world.scraper.asked == asked + 1
+    assert world.loop._seen is seen
+
+
+def test_a_service_that_is_gone_is_nobodys_business():
+    world = World()
+    world.cluster.edit(
+        VLM_SERVICE, "ns", "demo", lambda item: item["metadata"].update(finalizers=[])
+    )
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    world.turn()
+    assert world.cluster.writes == []
