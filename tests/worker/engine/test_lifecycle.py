@@ -379,6 +379,7 @@ async def test_cancel_ends_whatever_state_a_request_is_in(start: Any, until: Any
     }
     await until(lambda: runner.num_steps == 1)
     cancelled = asyncio.gather(*(engine.cancel(RequestKey(name, 0)) for name in streams))
+    await asyncio.sleep(0)  # the commands are sent
     runner.gate.set()
     assert set(await cancelled) == {CancelOutcome.CANCELLED_BEFORE_ADVERTISED}
     for stream in streams.values():
@@ -402,12 +403,14 @@ async def test_release_frees_what_is_held_and_spares_what_runs(start: Any) -> No
 
 async def test_drain_hands_decodes_over_and_refuses_the_rest(start: Any, until: Any) -> None:
     runner = ChecksumRunner()
+    runner.faults.step_seconds = 0.005  # fifty tokens outlast the first one's delivery
     engine: Engine = start(runner)
     decoding = engine.submit_prefill(text("decoding", max_tokens=50), hold=False)
     first = await first_token(decoding)
     runner.gate.clear()
     prefilling = engine.submit_prefill(text("prefilling"), hold=True)
     draining = asyncio.ensure_future(engine.drain())
+    await asyncio.sleep(0)  # the command is sent
     runner.gate.set()
     assert await draining == 2
     told = await events(decoding)
@@ -427,6 +430,7 @@ async def test_stop_gives_everybody_a_last_word(start: Any, until: Any) -> None:
     encoding = engine.encode(RequestKey("encoding", 0), [IMAGE])
     await until(lambda: runner.num_steps + len(runner.batch_sizes) > 0)
     stopping = asyncio.ensure_future(engine.stop())
+    await asyncio.sleep(0)  # the command is sent
     late = engine.submit_prefill(text("late"), hold=False)
     runner.gate.set()
     await stopping

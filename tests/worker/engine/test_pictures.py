@@ -136,6 +136,7 @@ async def test_cancelling_a_queued_picture_takes_it_out_of_the_queue(
     dropped = engine.encode(key("dropped"), [picture(1)])
     shared = [engine.encode(key(name), [picture(2)]) for name in ("x", "y")]
     cancelling = asyncio.gather(engine.cancel(key("dropped")), engine.cancel(key("x")))
+    await asyncio.sleep(0)  # the commands are sent
     runner.gate.set()
     await cancelling
     assert await events(dropped) == []
