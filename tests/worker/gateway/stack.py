@@ -49,7 +49,7 @@ class Worker:
 
     @property
     def runner(self) -> ChecksumRunner:
-        runner = self.parts.engine._thread._runner
+        runner = self.parts.engine._thread._state.handover._runner
         assert isinstance(runner, ChecksumRunner)
         return runner
 

@@ -13,7 +13,8 @@ import pytest
 from worker.gateway.pictures import ask, png
 from worker.gateway.stack import D, E, P, Stack, Worker, stack
 
-from vlm_worker.types import Role
+from vlm_worker.errors import OverloadedError
+from vlm_worker.types import RequestKey, Role
 
 TWO_EACH = (
     (Role.ENCODER, (E,)),
@@ -154,7 +155,8 @@ async def test_without_room_anywhere_a_request_waits_until_there_is(served: Stac
     asking = asyncio.create_task(answer(served))
     await asyncio.wait({asking}, timeout=0.5)
     assert not asking.done()
-    await served.of(Role.DECODE)[0].parts.engine.release(held[0])
+    for key in held[0]:
+        await served.of(Role.DECODE)[0].parts.engine.release(key)
     assert await asking == expected
 
 
@@ -171,22 +173,19 @@ async def test_a_request_that_may_not_wait_is_told_when_to_come_back(tmp_path: A
     assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
-async def fill(worker: Worker) -> Any:
-    """Reserve what room there is, so that not even a short prompt fits."""
-    from vlm_worker.errors import OverloadedError
-    from vlm_worker.types import RequestKey
-
-    key = RequestKey("filler", 1)
-    kv = worker.parts.engine.stats().kv
-    assert kv is not None
-    size = kv.capacity_tokens
-    while size > 0:
+async def fill(worker: Worker) -> list[RequestKey]:
+    """Reserve all the room there is, so that not even a short prompt fits."""
+    keys: list[RequestKey] = []
+    size = 4000
+    while size > 4:
+        key = RequestKey("filler", len(keys) + 1)
         try:
             await worker.parts.engine.reserve(key, size)
-            return key
+            keys.append(key)
         except OverloadedError:
-            size -= 16
-    raise AssertionError("nothing could be reserved")
+            size //= 2
+    assert keys
+    return keys
 
 
 async def test_a_picture_that_only_the_decoder_finds_broken_is_named(served: Stack) -> None:
