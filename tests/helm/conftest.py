@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from vlm_operator.local.controlplane import ControlPlane
+
 ROOT = pathlib.Path(__file__).parents[2]
 CHART = ROOT / "helm" / "triptych"
 
@@ -25,3 +27,10 @@ def helm() -> Helm:
 @pytest.fixture(scope="session")
 def chart() -> str:
     return str(CHART)
+
+
+@pytest.fixture(scope="session")
+def installed(control_plane: ControlPlane) -> ControlPlane:
+    """The shared control plane with install.yaml applied; it has no nodes, so nothing runs."""
+    control_plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
+    return control_plane

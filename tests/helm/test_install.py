@@ -3,7 +3,7 @@
 import json
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -16,14 +16,6 @@ pytestmark = pytest.mark.cluster
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = pathlib.Path(__file__).parents[2]
 OPERATOR = "system:serviceaccount:triptych-system:triptych-operator"
-
-
-@pytest.fixture(scope="module")
-def installed(control_plane: ControlPlane) -> Iterator[ControlPlane]:
-    control_plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
-    yield control_plane
-    # The CRDs stay: other tests of the session share them.
-    control_plane.kubectl("delete", "namespace", "triptych-system", "--wait=false")
 
 
 def can(cluster: ControlPlane, *arguments: str) -> bool:

@@ -1,0 +1,149 @@
+"""The operator under the chart's ServiceAccount: no right is missing, and none lies idle."""
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import yaml
+
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
+
+pytestmark = pytest.mark.cluster
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAMESPACE = "rights"
+USER = "system:serviceaccount:triptych-system:triptych-operator"
+SERVICE = {
+    "apiVersion": "triptych.dev/v1alpha1",
+    "kind": "VLMService",
+    "metadata": {"name": "demo", "namespace": NAMESPACE},
+    "spec": {
+        "model": {"uri": "pvc://shapes"},
+        "pools": {
+            "encoder": {"scaling": {"mode": "Manual", "replicas": 2}},
+            "decode": {"scaling": {"mode": "Manual", "replicas": 1}},
+        },
+        # without nodes nothing becomes ready: only this strategy lets the old pods go before
+        "rollout": {"strategy": "Recreate"},
+    },
+}
+Right = tuple[str, str, str]
+
+# Granted, and rightly not in this audit log.
+ELSEWHERE = {
+    "create": "asked by the first server-side apply of an object, logged as patch",
+    "pods patch": "the deletion cost, written once pods run",
+    "pods/status patch": "the accepting gate, written once containers are ready",
+    "vlmservices/finalizers update": "OwnerReferencesPermissionEnforcement asks for it",
+    "clusterroles bind": "asked while a RoleBinding is created, not logged",
+    "configmaps delete": "what an earlier version left behind is pruned",
+    "rolebindings delete": "what an earlier version left behind is pruned",
+}
+
+
+@contextlib.asynccontextmanager
+async def operator(cluster: ControlPlane, folder: pathlib.Path) -> AsyncIterator[None]:
+    """Run the operator's process with the ServiceAccount's token, for one namespace."""
+    token = cluster.kubectl("-n", "triptych-system", "create", "token", "triptych-operator").stdout
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token.strip()}
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
+    with (folder / "operator.log").open("w") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "vlm_operator",
+            f"--kubeconfig={kubeconfig}",
+            f"--namespace={NAMESPACE}",
+            "--lease-namespace=triptych-system",
+            "--identity=rights",
+            "--bind=127.0.0.1",
+            "--metrics-port=0",
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+def granted() -> set[Right]:
+    """Every (group, resource, verb) of the operator's own roles in install.yaml."""
+    found = set()
+    for item in yaml.safe_load_all((ROOT / "install.yaml").read_text()):
+        if item["kind"] in ("Role", "ClusterRole") and item["metadata"]["name"] in (
+            "triptych-operator",
+            "triptych-operator-lease",
+        ):
+            for rule in item["rules"]:
+                found |= {
+                    (group, resource, verb)
+                    for group in rule["apiGroups"]
+                    for resource in rule["resources"]
+                    for verb in rule["verbs"]
+                }
+    return found
+
+
+def requests(cluster: ControlPlane, *, since: int) -> list[dict[str, Any]]:
+    """What the operator asked of the API server, from a place in the audit log on."""
+    with cluster.audit_log.open() as log:
+        log.seek(since)
+        events = [json.loads(line) for line in log if line.endswith("\n")]
+    return [event for event in events if event["user"]["username"] == USER]
+
+
+async def test_no_right_is_missing_and_none_lies_idle(
+    installed: ControlPlane, tmp_path: pathlib.Path
+) -> None:
+    installed.kubectl("create", "namespace", NAMESPACE)
+    since = installed.audit_log.stat().st_size
+
+    async def listed(kind: str, count: int) -> bool:
+        text = installed.kubectl("-n", NAMESPACE, "get", kind, "-o", "name").stdout
+        return len(text.split()) == count
+
+    async with operator(installed, tmp_path):
+        installed.kubectl("apply", "-f", "-", stdin=json.dumps(SERVICE))
+        await until(lambda: listed("deployments", 3), seconds=20, awaited="three Deployments")
+        await until(lambda: listed("pdb", 1), seconds=20, awaited="the encoders' PDB")
+        patch = json.dumps({"spec": {"pools": {"encoder": None}}})
+        installed.kubectl(
+            "-n", NAMESPACE, "patch", "vlm", "demo", "--type=merge", f"--patch={patch}"
+        )
+        for kind, count in (("deployments", 2), ("pdb", 0), ("vlmp", 1)):
+            await until(
+                lambda kind=kind, count=count: listed(kind, count),
+                seconds=30,
+                every=0.5,
+                awaited=f"the encoders' {kind} to be gone",
+            )
+        installed.kubectl("-n", NAMESPACE, "delete", "vlm", "demo", "--timeout=60s")
+
+    events = requests(installed, since=since)
+    refused = [
+        (event["verb"], event["requestURI"])
+        for event in events
+        if event["responseStatus"]["code"] in (401, 403)
+    ]
+    assert not refused
+    used = set()
+    for event in events:
+        where = event.get("objectRef", {})
+        resource = "/".join(filter(None, (where.get("resource"), where.get("subresource"))))
+        used.add((where.get("apiGroup", ""), resource, event["verb"]))
+    idle = {
+        f"{resource} {verb}"
+        for group, resource, verb in granted() - used
+        if verb not in ELSEWHERE and f"{resource} {verb}" not in ELSEWHERE
+    }
+    assert not idle
