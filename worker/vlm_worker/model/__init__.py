@@ -5,6 +5,7 @@ loader       one modelling module, the halves that the stages need, weights
 attention    what the modules call instead of their own attention
 vision       pictures to embeddings
 sampler      logits to tokens
+container    memory and CPUs that are left to this process
 memory       how much KV fits
 warmup       the first picture and the first step
 runner       all of it behind `engine.runner.Runner`

@@ -26,6 +26,7 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
 from vlm_worker.model.memory import DTYPES
+from vlm_worker.model.vision import use_patch_projection
 from vlm_worker.types import Stage
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def load_model(
     wanted = frozenset(stages)
     model = _read_weights(checkpoint, _pruned_class(module, checkpoint.family.spec, wanted), chosen)
     use_paged_attention(model)
+    use_patch_projection(model)
     model = model.eval().requires_grad_(False).to(target)
     loaded = LoadedModel(
         model=model,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model.container import available_memory_bytes
 from vlm_worker.types import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,20 +68,4 @@ def available_bytes(device: torch.device) -> int:
     """Memory left: on a GPU what the driver says, else what container and machine leave."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    machine = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = _cgroup_bytes("memory.max")
-    if limit is None:
-        return machine
-    return max(0, min(machine, limit - (_cgroup_bytes("memory.current") or 0)))
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    """A value of this process's cgroup (version 2); None where there is none or no limit."""
-    try:
-        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
-        text = (Path("/sys/fs/cgroup") / line.split("::", 1)[1].lstrip("/") / name).read_text()
-    except (OSError, IndexError):
-        return None
-    return int(text) if text.strip().isdigit() else None
+    return available_memory_bytes()

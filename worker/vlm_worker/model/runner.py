@@ -18,6 +18,7 @@ from vlm_worker.core.inputs import StepInputs
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
+from vlm_worker.model.container import num_cpus
 from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.model.memory import DTYPES, make_kv_cache, num_kv_blocks
 from vlm_worker.model.sampler import sample
@@ -40,7 +41,8 @@ class RunnerSettings:
         kv_memory_bytes: for the KV cache; goes before `kv_memory_percent`.
         kv_memory_percent: likewise, a share of what is left after loading.
         device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
-        num_threads: of the CPU; 0 leaves torch's own choice.
+        num_threads: of the CPU; 0 is torch's choice (`OMP_NUM_THREADS`, else all cores), at most
+            the container's CPUs.
     """
 
     model_dir: Path
@@ -61,8 +63,7 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
     Raises:
         ModelConfigError: the model or the settings cannot be served, with path and fix.
     """
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
     loaded = load_model(
         settings.model_dir, settings.stages, dtype=settings.dtype, device=settings.device
     )

@@ -1,0 +1,51 @@
+"""What is swapped inside a vision tower computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from worker.identity.questions import SHAPES
+
+from vlm_worker.model.loader import load_model
+from vlm_worker.model.vision import PatchProjection, use_patch_projection
+from vlm_worker.types import Stage
+
+
+class Tower(nn.Module):
+    """A tower with one convolution."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Conv3d(3, 7, (2, 5, 5), **options))
+
+
+def test_a_projection_of_whole_patches_is_the_convolution() -> None:
+    torch.manual_seed(0)
+    tower = Tower(stride=(2, 5, 5), bias=False)
+    patches = torch.randn(11, 3, 2, 5, 5)
+    want = tower.embed(patches).view(11, 7)
+    names = set(tower.state_dict())
+    use_patch_projection(tower)
+    assert isinstance(tower.embed[0], PatchProjection)
+    assert set(tower.state_dict()) == names
+    torch.testing.assert_close(tower.embed(patches), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"stride": (2, 1, 1), "bias": False}, id="overlapping"),
+        pytest.param({"stride": (2, 5, 5), "bias": True}, id="with a bias"),
+        pytest.param({"stride": (2, 5, 5), "bias": False, "padding": 1}, id="padded"),
+    ],
+)
+def test_other_convolutions_stay(options: dict) -> None:
+    tower = Tower(**options)
+    use_patch_projection(tower)
+    assert isinstance(tower.embed[0], nn.Conv3d)
+
+
+def test_the_shipped_model_projects() -> None:
+    tower = load_model(SHAPES, (Stage.ENCODER,)).model.model.visual
+    assert isinstance(tower.patch_embed.proj, PatchProjection)
