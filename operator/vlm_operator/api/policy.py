@@ -203,20 +203,25 @@ class Rollout(Model):
         "RollingByRevision keeps serving meanwhile; Recreate drains everything first.",
         example="Recreate",
     )
-    progress_deadline_seconds: int = field(
-        1800,
+    progress_deadline_seconds: int | None = field(
+        None,
         "Seconds without progress after which a rollout has failed.",
         example=3600,
+        unset="a rollout waits for ever",
         ge=60,
         le=86400,
     )
-    on_failure: OnFailure = field(
-        OnFailure.PAUSE, "Stay where it is, or go back to the old revision.", example="Rollback"
+    on_failure: OnFailure | None = field(
+        None,
+        "What follows a rollout that failed: stay where it is, or go back.",
+        example="Rollback",
+        unset="it stays where it is",
     )
-    when_no_spare_capacity: NoSpareCapacity = field(
-        NoSpareCapacity.DRAIN_FIRST,
+    when_no_spare_capacity: NoSpareCapacity | None = field(
+        None,
         "Where no node has room for one more pod: drain an old one first, or wait.",
         example="Wait",
+        unset="it waits",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -28,6 +28,7 @@ NAME_RULE = Rule(
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
     message=f"the name is at most {names.MAX_SERVICE_NAME} characters of a-z, 0-9 and -, "
     "and starts with a letter: Services are named after it",
+    at=".metadata.name",
 )
 
 
@@ -159,7 +160,8 @@ def _root(kind: Kind) -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            # The rule on the name points here; nothing else may be said of metadata.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": structural(kind.spec),
             "status": structural(kind.status),
         },

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, get_origin
 
 from pydantic import BaseModel
 
@@ -12,6 +13,7 @@ from vlm_operator import names
 from vlm_operator.api.base import KEY_RESTARTS, KEY_UNSET, Model, Rule, Rules
 from vlm_operator.crd.manifests import KINDS, Kind
 from vlm_operator.crd.schema import flatten
+from vlm_operator.names import POOL_ROLES
 
 _HEAD = """\
 # The API
@@ -24,6 +26,17 @@ took effect stands in `status.effective`.
 `restarts` says what a change of the field restarts: *pods* of the pools concerned, the *gateway*
 alone, or nothing. `spec.pools.ROLE` stands for `encoder`, `prefill` and `decode`, which are alike.
 """
+
+
+_OF_POOL = re.compile(rf"spec\.pools\.({'|'.join(POOL_ROLES)})\.")
+
+
+class PlacedRule(NamedTuple):
+    """One rule, and the kind and field that it speaks of."""
+
+    kind: str
+    path: str
+    rule: Rule
 
 
 class Row(NamedTuple):
@@ -53,27 +66,27 @@ def rows(model: type[BaseModel], root: str) -> Iterator[Row]:
     yield from _rows(schema, schema.get("$defs", {}), path=root, restarts="none")
 
 
-def all_rules() -> list[tuple[str, Rule]]:
-    """Return every rule with the kind that it belongs to, each once."""
-    found: dict[str, tuple[str, Rule]] = {}
+def all_rules() -> list[PlacedRule]:
+    """Return every rule once, with the place that it speaks of."""
+    found: dict[str, PlacedRule] = {}
     for kind in KINDS:
-        for rule in kind.rules:
-            found.setdefault(rule.name, (kind.kind, rule))
-        for rule in _rules_of(kind.spec):
-            found.setdefault(rule.name, (kind.kind, rule))
+        for path, rule in (*(("", rule) for rule in kind.rules), *_rules_of(kind.spec, "spec")):
+            where = _OF_POOL.sub("spec.pools.ROLE.", f"{path}.") + rule.at.lstrip(".")
+            found.setdefault(rule.name, PlacedRule(kind.kind, where.strip("."), rule))
     return list(found.values())
 
 
-def _rules_of(model: Any) -> Iterator[Rule]:
+def _rules_of(model: Any, path: str) -> Iterator[tuple[str, Rule]]:
     """Walk a type and all it is made of."""
     if isinstance(model, Rules):
-        yield model.rule
+        yield path, model.rule
     if isinstance(model, type) and issubclass(model, Model):
-        yield from model.rules
-        for info in model.model_fields.values():
-            yield from _rules_of(info.annotation)
+        yield from ((path, rule) for rule in model.rules)
+        for name, info in model.model_fields.items():
+            yield from _rules_of(info.annotation, f"{path}.{info.alias or name}")
+    inner = f"{path}[]" if get_origin(model) is list else path
     for argument in (*getattr(model, "__args__", ()), *getattr(model, "__metadata__", ())):
-        yield from _rules_of(argument)
+        yield from _rules_of(argument, inner)
 
 
 def _rows(
@@ -127,7 +140,7 @@ def _table(kind: Kind) -> str:
         "| field | type | default | restarts | what it is | example |",
         "|---|---|---|---|---|---|",
     ]
-    for row in rows(kind.spec, "spec"):
+    for row in _once(rows(kind.spec, "spec")):
         restarts = "" if row.restarts == "none" else row.restarts
         example = f"`{row.example}`" if row.example else ""
         lines.append(
@@ -141,11 +154,26 @@ def _table(kind: Kind) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _once(found: Iterable[Row]) -> Iterator[Row]:
+    """List the fields of the three pools once, as spec.pools.ROLE, after the pools themselves."""
+    shared: list[Row] = []
+    for row in found:
+        match = _OF_POOL.match(row.path)
+        if match is None:
+            if not row.path.startswith("spec.pools"):
+                yield from shared
+                shared.clear()
+            yield row
+        elif match[1] == POOL_ROLES[0]:
+            shared.append(row._replace(path=_OF_POOL.sub("spec.pools.ROLE.", row.path)))
+    yield from shared
+
+
 def _rules() -> str:
     """List what the API server refuses, and apart what is only not built yet."""
     lines = ["## What the API server refuses", "", "| kind | field | message |", "|---|---|---|"]
     unbuilt = ["", "## Not built yet", "", "| kind | field | message |", "|---|---|---|"]
-    for kind, rule in all_rules():
+    for kind, path, rule in all_rules():
         target = unbuilt if rule.message.startswith("not built yet") else lines
-        target.append(f"| {kind} | `{rule.at.lstrip('.') or 'itself'}` | {rule.message} |")
+        target.append(f"| {kind} | `{path}` | {rule.message} |")
     return "\n".join(lines + unbuilt) + "\n"

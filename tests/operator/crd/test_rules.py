@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from vlm_operator import api as api_types
 from vlm_operator.crd.reference import all_rules
 from vlm_operator.local.client import ApiError
 from vlm_operator.local.controlplane import ControlPlane
@@ -41,12 +42,12 @@ def merged(base: Any, patch: Any) -> Any:
 
 
 def test_every_rule_stands_in_the_table() -> None:
-    assert {rule.name for _, rule in all_rules()} == set(CASES) | OF_CHANGES
+    assert {placed.rule.name for placed in all_rules()} == set(CASES) | OF_CHANGES
 
 
 def test_what_is_not_built_says_so_and_nothing_else_does() -> None:
     unbuilt = {name for name, case in CASES.items() if case.get("forbidden")}
-    rules = [rule for _, rule in all_rules()]
+    rules = [placed.rule for placed in all_rules()]
     assert {rule.name for rule in rules if rule.message.startswith("not built yet: ")} == unbuilt
     assert {rule.name for rule in rules if rule.reason == "FieldValueForbidden"} == unbuilt
 
@@ -62,7 +63,7 @@ async def test_a_broken_rule_names_the_field_and_the_fix(
                 "POST", SERVICES, body=merged(MINIMAL, case["refused"]), params={"dryRun": "All"}
             )
     kind = "Forbidden" if case.get("forbidden") else "(Invalid value|Required value)"
-    where = re.escape(f"{case['path']}: ") if "path" in case else ""
+    where = re.escape(f"{case['path']}: ")
     # One cause ends where the next begins: `, spec.`
     within = rf"{where}{kind}((?!, spec\.).)*{re.escape(case['message'])}"
     assert re.search(within, str(refusal.value)), str(refusal.value)
@@ -76,6 +77,7 @@ async def test_a_kept_rule_lets_the_manifest_in(name: str, api_server: ControlPl
             "POST", SERVICES, body=body, params={"dryRun": "All", "fieldValidation": "Strict"}
         )
     assert created["spec"] == body["spec"], "the API server drops or adds nothing"
+    assert api_types.parse(created).spec, "what the API server takes, the operator reads"
 
 
 async def test_the_served_name_cannot_change(api_server: ControlPlane) -> None:
