@@ -6,13 +6,10 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
+from worker.processes.alone import expected
 from worker.processes.conftest import png
 from worker.processes.driver import Driver, Prompt
 from worker.processes.workers import Worker, started
-
-from vlm_worker.media.pool import ImageSpec, MediaPool
-from vlm_worker.testing import answer_alone
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 RED, BLUE, GREEN = png((255, 0, 0)), png((0, 0, 255), 84, 56), png((0, 255, 0), 56, 56)
 
@@ -26,44 +23,6 @@ def prompts(driver: Driver) -> dict[str, Prompt]:
         "one token": Prompt([101, image], [RED], max_tokens=1),
         "a long prompt": Prompt([100 + i % 50 for i in range(600)], max_tokens=40),
     }
-
-
-async def expected(driver: Driver, prompt: Prompt) -> list[int]:
-    """What the arithmetic model answers, without any engine."""
-    pool = MediaPool(driver.family.processor, model_revision="checksum")
-    await pool.start()
-    try:
-        images = []
-        call = (
-            driver.encode_call(RequestKey("alone", 1), prompt.pictures) if prompt.pictures else None
-        )
-        for index, data in enumerate(prompt.pictures):
-            assert call is not None
-            said = call.items[index]
-            spec = ImageSpec(
-                item=index,
-                format=said.format,
-                width=said.width,
-                height=said.height,
-                num_tokens=said.num_tokens,
-                salt=bytes(32),
-            )
-            images.append(await pool.prepare(data, spec))
-    finally:
-        await pool.close()
-    tokens, offsets = driver.family.expand(prompt.token_ids, [i.num_tokens for i in images])
-    items = tuple(
-        ImageItem(image.image_key, offset, image.num_tokens, image.grid_thw)
-        for image, offset in zip(images, offsets, strict=True)
-    )
-    request = Request(
-        RequestKey("alone", 1),
-        tuple(tokens),
-        len(tokens),
-        SamplingParams(max_tokens=prompt.max_tokens),
-        items,
-    )
-    return answer_alone(request, images)
 
 
 TOPOLOGIES = {
@@ -92,14 +51,14 @@ async def test_every_topology_answers_as_the_model_alone_and_gives_everything_ba
                     prefill=workers["prefill"].address,
                     decode=workers["decode"].address,
                 )
-                assert answer.token_ids == await expected(driver, prompt), (name, attempt)
+                assert answer.token_ids == expected(driver, prompt), (name, attempt)
         for worker in workers.values():
             await worker.until_idle(seconds=5)
 
 
 async def test_requests_that_run_together_answer_as_they_do_alone(driver: Driver) -> None:
     async with started("encoder") as e, started("prefill") as p, started("decode") as d:
-        wanted = {name: await expected(driver, prompt) for name, prompt in prompts(driver).items()}
+        wanted = {name: expected(driver, prompt) for name, prompt in prompts(driver).items()}
         many = list(prompts(driver).items()) * 4
         answers = await asyncio.gather(
             *(
@@ -131,11 +90,12 @@ async def test_an_answer_continued_from_delivered_tokens_is_the_same_answer(driv
 async def test_a_stage_delayed_on_purpose_is_the_one_that_reports_the_time(driver: Driver) -> None:
     prompt = prompts(driver)["one picture"]
     flags = [f"--inject-delay-ms={stage}=150" for stage in ("encode", "embed_transfer")]
-    async with started("encoder", flags[0]) as e, started("prefill", flags[1]) as p:
-        async with started("decode", "--inject-delay-ms=kv_transfer=150") as d:
-            answer = await driver.answer(
-                prompt, encoder=e.address, prefill=p.address, decode=d.address
-            )
+    async with (
+        started("encoder", flags[0]) as e,
+        started("prefill", flags[1]) as p,
+        started("decode", "--inject-delay-ms=kv_transfer=150") as d,
+    ):
+        answer = await driver.answer(prompt, encoder=e.address, prefill=p.address, decode=d.address)
     durations = {span.stage: span.end - span.start for span in answer.spans}
     assert durations["encode"] >= 0.15
     assert durations["embed_transfer"] >= 0.15

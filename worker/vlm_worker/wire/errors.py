@@ -42,7 +42,9 @@ _CODES: dict[type[WorkerError], grpc.StatusCode] = {
     EngineError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in _CODES}
-_MAX_MESSAGE = 2000
+# all of it together stays below the 8 KiB that metadata may have, percent-encoded
+_MAX_MESSAGE = 700
+_MAX_FIELD = 300
 _RETRY_AFTER_SECONDS = 1.0
 
 # "-bin" values may hold any bytes; others only printable ASCII
@@ -65,9 +67,9 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
     metadata: list[tuple[str, str | bytes]] = [(_KIND, kind.__name__)]
     if isinstance(error, InvalidRequestError):
         if error.param is not None:
-            metadata.append((_PARAM, error.param.encode()))
+            metadata.append((_PARAM, error.param.encode()[:_MAX_FIELD]))
         if error.code is not None:
-            metadata.append((_CODE, error.code.encode()))
+            metadata.append((_CODE, error.code.encode()[:_MAX_FIELD]))
     if isinstance(error, InvalidImageError):
         metadata.append((_ITEM, str(error.item)))
     if isinstance(error, OverloadedError):

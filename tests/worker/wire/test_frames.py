@@ -1,0 +1,193 @@
+"""Frames: what was sent arrives whole and in order, or nothing of it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlm_worker.errors import CorruptTransferError
+from vlm_worker.types import FinishReason, RequestKey
+from vlm_worker.wire.frames import (
+    MAX_FRAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Commit,
+    FrameReader,
+    FrameWriter,
+    TransferId,
+)
+
+IDENTITY = TransferId(RequestKey("r-1", 1), b"b" * 16, b"f" * 16, "pod-1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    unit_bytes: int
+    first_unit: int
+    num_units: int
+    batch: int
+
+    @property
+    def data(self) -> bytes:
+        size = self.unit_bytes * (self.num_units - self.first_unit)
+        return bytes((7 * i + i // 251) % 256 for i in range(size))
+
+    @property
+    def commit(self) -> Commit:
+        return Commit(self.num_units, 4 * self.num_units, first_token_id=5)
+
+    def frames(self, identity: TransferId = IDENTITY, *, waits: bool = False) -> list[bytes]:
+        writer = FrameWriter(identity, unit_bytes=self.unit_bytes, first_unit=self.first_unit)
+        frames = []
+        step = self.batch * self.unit_bytes
+        for start in range(0, len(self.data), step):
+            if waits:
+                frames.append(writer.wait())
+            frames += writer.write(memoryview(self.data)[start : start + step])
+        return [*frames, writer.commit(self.commit)]
+
+    def reader(self, identity: TransferId = IDENTITY) -> FrameReader:
+        identity = dataclasses.replace(identity, pod_uid=None)
+        return FrameReader(
+            identity,
+            unit_bytes=self.unit_bytes,
+            first_unit=self.first_unit,
+            end_unit=self.num_units,
+        )
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> Transfer:
+    num_units = draw(st.integers(0, 40))
+    return Transfer(
+        unit_bytes=draw(st.integers(1, 300)),
+        first_unit=draw(st.integers(0, num_units)),
+        num_units=num_units,
+        batch=draw(st.integers(1, 9)),
+    )
+
+
+def receive(reader: FrameReader, frames: list[bytes]) -> bytes:
+    """All units; raises where anything is wrong, the missing commit included."""
+    received = b""
+    for frame in frames:
+        units = reader.read(frame)
+        if units is not None:
+            assert units.data.nbytes == units.num_units * reader._unit_bytes
+            received += bytes(units.data)
+    if reader.commit is None:
+        raise CorruptTransferError("no commit")
+    return received
+
+
+@given(transfers(), st.booleans())
+def test_what_was_sent_arrives(transfer: Transfer, waits: bool) -> None:
+    reader = transfer.reader()
+    assert receive(reader, transfer.frames(waits=waits)) == transfer.data
+    assert reader.commit == transfer.commit
+
+
+@pytest.mark.parametrize("unit_bytes", [MAX_PAYLOAD_BYTES - 1, MAX_PAYLOAD_BYTES, 2_500_000])
+def test_a_unit_larger_than_a_frame_arrives_in_parts(unit_bytes: int) -> None:
+    transfer = Transfer(unit_bytes, first_unit=1, num_units=3, batch=2)
+    frames = transfer.frames()
+    assert all(len(frame) <= MAX_FRAME_BYTES for frame in frames)
+    assert receive(transfer.reader(), frames) == transfer.data
+
+
+@given(transfers(), st.data())
+def test_every_flipped_bit_is_caught(transfer: Transfer, data: st.DataObject) -> None:
+    frames = transfer.frames()
+    index = data.draw(st.integers(0, len(frames) - 1))
+    bit = data.draw(st.integers(0, 8 * len(frames[index]) - 1))
+    damaged = bytearray(frames[index])
+    damaged[bit // 8] ^= 1 << bit % 8
+    frames[index] = bytes(damaged)
+    with pytest.raises(CorruptTransferError):
+        receive(transfer.reader(), frames)
+
+
+@given(transfers(), st.data())
+def test_every_truncated_or_lengthened_frame_is_caught(
+    transfer: Transfer, data: st.DataObject
+) -> None:
+    frames = transfer.frames()
+    index = data.draw(st.integers(0, len(frames) - 1))
+    cut = data.draw(st.integers(0, len(frames[index]) - 1))
+    frames[index] = data.draw(st.sampled_from([frames[index][:cut], frames[index] + b"\0"]))
+    with pytest.raises(CorruptTransferError):
+        receive(transfer.reader(), frames)
+
+
+@settings(max_examples=200)
+@given(transfers(), st.data())
+def test_frames_lost_repeated_or_out_of_order_are_caught(
+    transfer: Transfer, data: st.DataObject
+) -> None:
+    frames = transfer.frames()
+    indices = data.draw(st.lists(st.integers(0, len(frames) - 1), max_size=len(frames) + 2))
+    if indices == list(range(len(frames))):
+        return
+    with pytest.raises(CorruptTransferError):
+        receive(transfer.reader(), [frames[i] for i in indices])
+
+
+OTHERS = {
+    "another request": dataclasses.replace(IDENTITY, key=RequestKey("r-2", 1)),
+    "another attempt": dataclasses.replace(IDENTITY, key=RequestKey("r-1", 2)),
+    "another life": dataclasses.replace(IDENTITY, boot_id=b"c" * 16),
+    "another layout": dataclasses.replace(IDENTITY, fingerprint=b"g" * 16),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@given(transfers(), st.data())
+def test_a_frame_of_somebody_else_is_caught(
+    other: str, transfer: Transfer, data: st.DataObject
+) -> None:
+    frames = transfer.frames()
+    index = data.draw(st.integers(0, len(frames) - 1))
+    frames[index] = transfer.frames(OTHERS[other])[index]
+    with pytest.raises(CorruptTransferError):
+        receive(transfer.reader(), frames)
+
+
+def test_a_pod_that_changes_in_the_middle_is_caught() -> None:
+    transfer = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=1)
+    mixed = transfer.frames()
+    mixed[2] = transfer.frames(dataclasses.replace(IDENTITY, pod_uid="pod-2"))[2]
+    with pytest.raises(CorruptTransferError, match="pod uid"):
+        receive(transfer.reader(), mixed)
+
+
+@given(transfers(), st.integers(0, 60), st.integers(1, 400))
+def test_a_transfer_of_another_size_than_ours_is_caught(
+    transfer: Transfer, end_unit: int, unit_bytes: int
+) -> None:
+    same = (end_unit, unit_bytes) == (transfer.num_units, transfer.unit_bytes)
+    nothing_sent = transfer.first_unit == transfer.num_units == end_unit
+    if same or nothing_sent:
+        return
+    reader = FrameReader(
+        IDENTITY, unit_bytes=unit_bytes, first_unit=transfer.first_unit, end_unit=end_unit
+    )
+    with pytest.raises(CorruptTransferError):
+        receive(reader, transfer.frames())
+
+
+def test_an_answer_that_ended_with_its_first_token_may_be_committed_without_its_units() -> None:
+    transfer = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4)
+    writer = FrameWriter(IDENTITY, unit_bytes=8)
+    commit = Commit(0, 16, first_token_id=3, finish_reason=FinishReason.STOP)
+    reader = transfer.reader()
+    assert receive(reader, [writer.commit(commit)]) == b""
+    assert reader.commit == commit
+
+
+@given(st.binary(max_size=400))
+def test_bytes_from_anywhere_are_refused(frame: bytes) -> None:
+    reader = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4).reader()
+    with pytest.raises(CorruptTransferError):
+        reader.read(frame)

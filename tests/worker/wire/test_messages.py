@@ -1,0 +1,199 @@
+"""Messages: every call survives the wire; what a peer may not say is refused by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_worker.errors import IncompatibleError, InvalidImageError, InvalidRequestError
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.types import (
+    FinishReason,
+    ImageItem,
+    Request,
+    RequestKey,
+    Role,
+    SamplingParams,
+    Source,
+    Stage,
+    StageSpan,
+)
+from vlm_worker.wire import calls, decode, encode, identity, prefill
+
+KEY = RequestKey("01J9-abc_d.e:f/g", 3)
+SOURCE = Source("[::1]:9000", b"b" * 16, "t-1", b"f" * 16)
+
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 4096),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    top_p=st.sampled_from([0.25, 0.5, 1.0]),
+    top_k=st.integers(0, 1000),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(st.integers(0, 2**31), max_size=5).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=50))
+    items, end = [], 0
+    while end < len(tokens) and draw(st.booleans()):
+        offset = draw(st.integers(end, len(tokens) - 1))
+        count = draw(st.integers(1, len(tokens) - offset))
+        items.append(ImageItem(draw(st.binary(min_size=32, max_size=32)), offset, count, (1, 2, 4)))
+        end = offset + count
+    return Request(
+        key=KEY,
+        token_ids=tuple(tokens),
+        num_prompt_tokens=draw(st.integers(1, len(tokens))),
+        sampling=draw(samplings),
+        items=tuple(items),
+        cache_salt=draw(st.sampled_from([b"", b"s" * 32])),
+    )
+
+
+@given(requests(), st.booleans(), st.booleans())
+def test_a_prefill_call_survives(request: Request, hand_over: bool, last_resort: bool) -> None:
+    sources = (SOURCE,) * len(request.items)
+    call = calls.PrefillCall(request, "t", sources, hand_over=hand_over, last_resort=last_resort)
+    message = pb.PrefillRequest.FromString(prefill.prefill_call_to(call).SerializeToString())
+    assert prefill.prefill_call_of(message) == call
+
+
+@given(requests())
+def test_a_decode_call_survives(request: Request) -> None:
+    call = calls.DecodeCall(request, "reservation", SOURCE, b"x" * 16)
+    message = pb.DecodeRequest.FromString(decode.decode_call_to(call).SerializeToString())
+    assert decode.decode_call_of(message) == call
+
+
+def test_an_encode_call_survives() -> None:
+    item = calls.EncodeItem("t", 100, 640, 480, 12, 5000, "JPEG")
+    call = calls.EncodeCall(KEY, (item, item), b"s" * 32, last_resort=True, skip_corrupt=True)
+    message = pb.EncodeRequest.FromString(encode.encode_call_to(call).SerializeToString())
+    assert encode.encode_call_of(message.begin) == call
+
+
+SPANS = (StageSpan("encode", 0.25, 0.5, 2),)
+ERROR = InvalidImageError("broken", item=1, code="invalid_image")
+
+
+ENCODE = (encode.encode_reply_to, encode.encode_reply_of)
+PREFILL = (prefill.prefill_reply_to, prefill.prefill_reply_of)
+DECODE = (decode.decode_reply_to, decode.decode_reply_of)
+
+
+@pytest.mark.parametrize(
+    ("event", "ways"),
+    [
+        (calls.ItemReady(1, cache_hit=True, num_bytes=9), ENCODE),
+        (calls.ItemFailed(1, "code", "why"), ENCODE),
+        (calls.Accepted("t", b"b" * 16, b"f" * 16, 10.0), PREFILL),
+        (calls.FirstToken(0, 7, 64, None), PREFILL),
+        (calls.FirstToken(3, 7, 0, FinishReason.STOP), PREFILL),
+        (calls.PrefillDone(), PREFILL),
+        (calls.Tokens(4, (1, 2, 3)), DECODE),
+        (calls.Finished(FinishReason.DRAINED, 9), DECODE),
+    ],
+)
+def test_a_reply_survives(event: Any, ways: Any) -> None:
+    to, of = ways
+    reply = calls.Reply(event, SPANS, 1.5)
+    assert of(to(reply)) == reply
+
+
+def test_decoded_items_and_their_errors_survive() -> None:
+    good = calls.DecodedItem(12, (1, 6, 8), b"k" * 32)
+    bad = calls.DecodedItem(0, (0, 0, 0), b"", ERROR)
+    sent = encode.encode_reply_to(calls.Reply(calls.Decoded((good, bad)), (), 0.0))
+    event = encode.encode_reply_of(sent).event
+    assert isinstance(event, calls.Decoded)
+    assert event.items[0] == good
+    error = event.items[1].error
+    assert error is not None
+    assert (str(error), vars(error)) == (str(ERROR), vars(ERROR))
+
+
+def test_hello_and_load_survive() -> None:
+    hello = calls.Hello(
+        role=Role.DECODE,
+        stages=frozenset({Stage.PREFILL, Stage.DECODE}),
+        model="shapes",
+        model_revision="r",
+        pod_name="p",
+        pod_uid="u",
+        boot_id=b"b" * 16,
+        layout_fingerprint=b"l" * 16,
+        embed_fingerprint=b"e" * 16,
+        compat="c",
+        limits=calls.Limits(64, 4096, 2048, 8),
+    )
+    assert identity.hello_of(identity.hello_to(hello)) == hello
+    load = calls.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
+    assert identity.load_of(identity.load_to(load)) == load
+    fetch = calls.FetchCall("t", b"b" * 16, b"f" * 16, KEY, 5)
+    assert identity.fetch_call_of(identity.fetch_call_to(fetch)) == fetch
+
+
+def test_a_peer_of_another_protocol_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="protocol 2"):
+        identity.hello_of(pb.HelloReply(protocol_version=2, pod_name="p"))
+
+
+def _valid() -> pb.PrefillRequest:
+    request = Request(
+        KEY, (1, 2, 3, 4), 4, SamplingParams(4), (ImageItem(b"k" * 32, 1, 2, (1, 2, 4)),)
+    )
+    return prefill.prefill_call_to(calls.PrefillCall(request, "t", (SOURCE,)))
+
+
+BAD = {
+    "request_id": {"request_id": ""},
+    "request_id with a newline": {"request_id": "a\nb"},
+    "transfer_id": {"transfer_id": "x" * 200},
+    "token_ids": {"token_ids": [], "num_prompt_tokens": 0},
+    "num_prompt_tokens": {"num_prompt_tokens": 5},
+    "cache_salt": {"cache_salt": b"short"},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_field_out_of_bounds_is_named(case: str) -> None:
+    message = _valid()
+    for name, value in BAD[case].items():
+        if isinstance(value, list):
+            message.ClearField(name)
+        else:
+            setattr(message, name, value)
+    with pytest.raises(InvalidRequestError, match=case.split()[0]):
+        prefill.prefill_call_of(message)
+
+
+ITEM_CASES = {
+    "image_key": lambda item: setattr(item, "image_key", b"k"),
+    "offset": lambda item: setattr(item, "offset", 9),
+    "no tokens": lambda item: setattr(item, "num_tokens", 0),
+    "address": lambda item: setattr(item.source, "address", "nowhere"),
+    "boot id": lambda item: setattr(item.source, "boot_id", b"x"),
+    "grid": lambda item: item.grid_thw.append(3),
+}
+
+
+@pytest.mark.parametrize("case", ITEM_CASES)
+def test_an_item_out_of_bounds_is_refused(case: str) -> None:
+    message = _valid()
+    ITEM_CASES[case](message.items[0])
+    with pytest.raises(InvalidRequestError):
+        prefill.prefill_call_of(message)
+
+
+def test_items_that_overlap_are_refused() -> None:
+    message = _valid()
+    message.items.append(message.items[0])
+    with pytest.raises(InvalidRequestError, match="overlap"):
+        prefill.prefill_call_of(message)
