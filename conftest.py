@@ -8,7 +8,7 @@ namespace       a fresh one, gone at the end of the test, pods included
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ def control_plane() -> Iterator[ControlPlane]:
     yield plane
     plane.stop()
     assert not folder.exists()
-    assert processes_of(folder) == []
+    assert _processes_of(folder) == []
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def cluster(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     asyncio.run(agent.start())
     yield control_plane
     agent.stop()
-    assert processes_of(control_plane.folder / "pods") == []
+    assert _processes_of(control_plane.folder / "pods") == []
 
 
 @pytest.fixture
@@ -58,7 +58,13 @@ async def namespace(cluster: ControlPlane) -> AsyncIterator[str]:
         await until(empty, seconds=30, awaited=f"the pods of namespace {name} to end")
 
 
-def processes_of(folder: Path) -> list[str]:
+@pytest.fixture
+def processes_of() -> Callable[[Path], list[str]]:
+    """Return the function that finds processes by a folder in their command lines."""
+    return _processes_of
+
+
+def _processes_of(folder: Path) -> list[str]:
     """The command lines, zombies apart, that mention `folder`."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):

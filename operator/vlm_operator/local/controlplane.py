@@ -6,7 +6,6 @@ etcd ◀─ kube-apiserver ◀─ kube-controller-manager, kube-scheduler
 """
 
 import asyncio
-import dataclasses
 import json
 import shutil
 import socket
@@ -16,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from . import build, pki
+from . import build, flags, pki
 from .client import Access, ApiError, Client
 from .errors import PortTakenError, StartError
 from .settings import LocalSettings
@@ -25,15 +24,7 @@ from .waiting import until
 
 READY_SECONDS = 60
 STOP_SECONDS = 5
-# A loopback address may be a pod's IP but not an endpoint's: these would only write warnings.
-_CONTROLLERS = ["*", "-endpoints-controller", "-endpointslice-controller"]
-_CONTROLLERS += ["-endpointslice-mirroring-controller", "-node-ipam-controller"]
-_AUDIT_POLICY = {
-    "apiVersion": "audit.k8s.io/v1",
-    "kind": "Policy",
-    "omitStages": ["RequestReceived"],
-    "rules": [{"level": "Metadata"}],
-}
+ATTEMPTS = 3
 
 
 class ControlPlane:
@@ -60,7 +51,8 @@ class ControlPlane:
         self._given = folder
         self._progress = progress
         self._children: list[Child] = []
-        self._port = port
+        self._asked_port = port
+        self._port = 0
         self.folder = Path()
         self.binaries: Mapping[str, Path] = {}
 
@@ -121,7 +113,7 @@ class ControlPlane:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         started = time.monotonic()
         try:
-            await self._start_processes()
+            await self._start_on_free_ports()
         except BaseException:
             self.stop()
             raise
@@ -130,24 +122,40 @@ class ControlPlane:
 
     def stop(self) -> None:
         """End what was started, in reverse order, and remove the folder unless it was given."""
-        for child in reversed(self._children):
-            child.stop(grace_seconds=STOP_SECONDS if child.name == "etcd" else 1)
-        self._children.clear()
+        self._stop_processes()
         if self._given is None and self.folder != Path():
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _stop_processes(self) -> None:
+        for child in reversed(self._children):
+            child.stop(grace_seconds=STOP_SECONDS if child.name == "etcd" else 1)
+        self._children.clear()
+
+    async def _start_on_free_ports(self) -> None:
+        """Start; if another process took a port since we found it free, start on others."""
+        if self._asked_port:
+            _require_free(self._asked_port)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                await self._start_processes()
+            except StartError as error:
+                if attempt == ATTEMPTS or "address already in use" not in str(error):
+                    raise
+                self._stop_processes()
+                shutil.rmtree(self.folder / "etcd")
+            else:
+                return
+
     async def _start_processes(self) -> None:
-        if self._port:
-            _require_free(self._port)
         etcd_port, peer_port, free_port = free_ports(3)
-        self._port = self._port or free_port
+        self._port = self._asked_port or free_port
         authority = self.authority()
-        identities = _issue(authority)
+        identities = flags.issue(authority)
         etcd = f"http://127.0.0.1:{etcd_port}"
-        self._spawn("etcd", _etcd_flags(self.folder, etcd, f"http://127.0.0.1:{peer_port}"))
-        (self.folder / "audit.yaml").write_text(json.dumps(_AUDIT_POLICY))
-        self._spawn("kube-apiserver", _apiserver_flags(self.folder, etcd, self._port, identities))
-        for user, file in _USERS.items():
+        self._spawn("etcd", flags.etcd(self.folder, etcd, f"http://127.0.0.1:{peer_port}"))
+        (self.folder / "audit.yaml").write_text(json.dumps(flags.AUDIT_POLICY))
+        self._spawn("kube-apiserver", flags.apiserver(self.folder, etcd, self._port, identities))
+        for user, file in flags.USERS.items():
             pair = identities.clients[user]
             access = Access(
                 self.server,
@@ -157,15 +165,15 @@ class ControlPlane:
             )
             access.write(self.folder / file)
         await self._wait_until_ready()
-        self._spawn("kube-controller-manager", _controller_manager_flags(self.folder, identities))
-        self._spawn("kube-scheduler", _scheduler_flags(self.folder))
+        self._spawn("kube-controller-manager", flags.controller_manager(self.folder, identities))
+        self._spawn("kube-scheduler", flags.scheduler(self.folder))
         await self._wait_for_service_account()
 
-    def _spawn(self, name: str, flags: list[str]) -> None:
+    def _spawn(self, name: str, arguments: list[str]) -> None:
         self._children.append(
             spawn(
                 name,
-                [self.binaries[name], *flags],
+                [self.binaries[name], *arguments],
                 log=self.folder / f"{name}.log",
                 environment=self._settings.environment,
             )
@@ -199,94 +207,6 @@ class ControlPlane:
             await until(answered, seconds=READY_SECONDS, awaited=awaited)
         except TimeoutError as error:
             raise StartError(f"{error} ({refusal})", f"The logs are in {self.folder}.") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _Identities:
-    server: pki.Pair
-    signing: pki.Pair
-    ca: pki.Pair
-    clients: Mapping[str, pki.Pair]
-
-
-_ADMIN = "kubernetes-admin"
-_KUBELET_CLIENT = "kube-apiserver-kubelet-client"
-_USERS = {
-    _ADMIN: "kubeconfig",
-    "system:kube-controller-manager": "controller-manager.kubeconfig",
-    "system:kube-scheduler": "scheduler.kubeconfig",
-}
-
-
-def _issue(authority: pki.Authority) -> _Identities:
-    names = ["127.0.0.1", "10.0.0.1", "localhost", "kubernetes.default.svc", "kubernetes.default"]
-    clients = {
-        user: authority.issue(user, groups=["system:masters"] if user == _ADMIN else [])
-        for user in [*_USERS, _KUBELET_CLIENT]
-    }
-    server = authority.issue("kube-apiserver", addresses=names)
-    return _Identities(server, authority.signing_key(), authority.ca, clients)
-
-
-def _etcd_flags(folder: Path, client: str, peer: str) -> list[str]:
-    return [
-        f"--data-dir={folder / 'etcd'}",
-        f"--listen-client-urls={client}",
-        f"--advertise-client-urls={client}",
-        f"--listen-peer-urls={peer}",
-        f"--initial-advertise-peer-urls={peer}",
-        f"--initial-cluster=default={peer}",
-        "--unsafe-no-fsync",  # the data ends with the process
-        "--log-level=warn",
-    ]
-
-
-def _apiserver_flags(folder: Path, etcd: str, port: int, who: _Identities) -> list[str]:
-    kubelet = who.clients[_KUBELET_CLIENT]
-    return [
-        f"--etcd-servers={etcd}",
-        f"--secure-port={port}",
-        "--bind-address=127.0.0.1",
-        "--endpoint-reconciler-type=none",
-        f"--tls-cert-file={who.server.certificate}",
-        f"--tls-private-key-file={who.server.key}",
-        f"--client-ca-file={who.ca.certificate}",
-        f"--service-account-key-file={who.signing.certificate}",
-        f"--service-account-signing-key-file={who.signing.key}",
-        "--service-account-issuer=https://kubernetes.default.svc",
-        "--authorization-mode=Node,RBAC",
-        "--enable-admission-plugins=NodeRestriction",
-        f"--kubelet-certificate-authority={who.ca.certificate}",
-        f"--kubelet-client-certificate={kubelet.certificate}",
-        f"--kubelet-client-key={kubelet.key}",
-        "--kubelet-preferred-address-types=InternalIP",
-        "--service-cluster-ip-range=10.0.0.0/16",
-        f"--audit-policy-file={folder / 'audit.yaml'}",
-        f"--audit-log-path={folder / 'audit.log'}",
-    ]
-
-
-def _controller_manager_flags(folder: Path, who: _Identities) -> list[str]:
-    return [
-        f"--kubeconfig={folder / 'controller-manager.kubeconfig'}",
-        f"--service-account-private-key-file={who.signing.key}",
-        f"--root-ca-file={who.ca.certificate}",
-        "--use-service-account-credentials",
-        "--leader-elect=false",
-        f"--controllers={','.join(_CONTROLLERS)}",
-        "--secure-port=0",
-        "--pvclaimbinder-sync-period=1s",
-        "--kube-api-qps=100",
-        "--kube-api-burst=200",
-    ]
-
-
-def _scheduler_flags(folder: Path) -> list[str]:
-    return [
-        f"--kubeconfig={folder / 'scheduler.kubeconfig'}",
-        "--leader-elect=false",
-        "--secure-port=0",
-    ]
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,11 +9,12 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from . import probes
 from .cgroups import ContainerCgroup
+from .ending import Record, end
 from .logs import ContainerLog
 from .process import KILLED, Process, ProcessSpec, StartFailedError
 from .status import ContainerView, Running, Terminated, Waiting
@@ -55,9 +56,6 @@ class Prepared:
     process: ProcessSpec
     cgroup: ContainerCgroup
     log: ContainerLog
-
-
-Record = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Container:
@@ -230,7 +228,7 @@ class Container:
     async def _await_startup(
         self, process: Process, prober: probes.Prober, probe: Mapping[str, Any]
     ) -> None:
-        if await _first_verdict(prober, probe, wanted=None):
+        if await probes.first_verdict(prober, probe, wanted=None):
             return
         await self._unhealthy(process, "startup", probe)
         await asyncio.Event().wait()  # until this run ends, and this task with it
@@ -238,7 +236,7 @@ class Container:
     async def _stay_alive(
         self, process: Process, prober: probes.Prober, probe: Mapping[str, Any]
     ) -> None:
-        await _first_verdict(prober, probe, wanted=False)
+        await probes.first_verdict(prober, probe, wanted=False)
         if not self._stopping.is_set():
             await self._unhealthy(process, "liveness", probe)
 
@@ -263,67 +261,16 @@ class Container:
         return told
 
     async def _end(self, process: Process, grace_seconds: float) -> None:
-        deadline = time.monotonic() + grace_seconds
-        if hook := self.spec.get("lifecycle", {}).get("preStop"):
-            await self._pre_stop(process, hook, grace_seconds)
-        process.signal(signal.SIGTERM)
-        # a hook that took the whole grace still leaves two seconds to react to SIGTERM
-        left = max(deadline - time.monotonic(), 2.0 if hook else 0.0)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await process.wait()
-                return
-        process.signal(signal.SIGKILL)
-        await process.wait()
-
-    async def _pre_stop(self, process: Process, hook: Mapping[str, Any], seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                if "exec" in hook:
-                    code, output = await process.run_inside(hook["exec"]["command"])
-                    healthy = code == 0
-                elif "httpGet" in hook:
-                    answer = await self._prober(process).http_get(hook["httpGet"])
-                    healthy, output = answer.healthy, answer.message.encode()
-                else:
-                    await asyncio.sleep(hook["sleep"]["seconds"])
-                    healthy, output = True, b""
-        except Exception as error:  # noqa: BLE001 - a hook's failure never keeps a pod
-            healthy, output = False, str(error).encode()
-        if not healthy:
-            message = f"PreStopHook failed: {output.decode(errors='replace')[-512:]}"
-            await self._record("FailedPreStopHook", message, warning=True)
+        await end(
+            process,
+            hook=self.spec.get("lifecycle", {}).get("preStop"),
+            grace_seconds=grace_seconds,
+            prober=self._prober(process),
+            record=self._record,
+        )
 
     def _show(self, **changes: Any) -> None:
         view = dataclasses.replace(self.view, **changes)
         if view != self.view:
             self.view = view
             self._changed()
-
-
-async def _first_verdict(
-    prober: probes.Prober, probe: Mapping[str, Any], *, wanted: bool | None
-) -> bool:
-    """Ask until there is a verdict, or until it is `wanted`; return it."""
-    verdicts: asyncio.Queue[bool] = asyncio.Queue()
-
-    def told(verdict: bool | None, _: probes.Answer) -> None:
-        if verdict is not None and wanted in (None, verdict):
-            verdicts.put_nowait(verdict)
-
-    watching = asyncio.create_task(probes.watch(prober, probe, told))
-    try:
-        return await verdicts.get()
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-
-
-def ports_of(containers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the named ports of containers."""
-    return {
-        port["name"]: port["containerPort"]
-        for container in containers
-        for port in container.get("ports") or []
-        if "name" in port
-    }

@@ -19,7 +19,7 @@ from vlm_operator.local.client import STRATEGIC, ApiError, Client, Object
 
 from . import command, probes, status
 from .cgroups import Cgroups
-from .container import Backoff, Container, ports_of
+from .container import Backoff, Container
 from .events import Recorder
 from .process import Process
 from .runs import RunMaker
@@ -253,7 +253,7 @@ class Pod:
         )
 
     def _prober(self, process: Process) -> probes.Prober:
-        ports = ports_of(self.pod["spec"]["containers"])
+        ports = probes.ports_of(self.pod["spec"]["containers"])
         return probes.Prober(self.facts.pod_ip, ports, process.run_inside, self._http)
 
     async def _record(self, reason: str, message: str, *, warning: bool = False) -> None:

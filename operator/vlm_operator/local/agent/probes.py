@@ -151,6 +151,32 @@ async def watch(
         await asyncio.sleep(thresholds.period_seconds)
 
 
+async def first_verdict(prober: Prober, probe: Mapping[str, Any], *, wanted: bool | None) -> bool:
+    """Ask until there is a verdict, or until it is `wanted`; return it."""
+    verdicts: asyncio.Queue[bool] = asyncio.Queue()
+
+    def told(verdict: bool | None, _: Answer) -> None:
+        if verdict is not None and wanted in (None, verdict):
+            verdicts.put_nowait(verdict)
+
+    watching = asyncio.create_task(watch(prober, probe, told))
+    try:
+        return await verdicts.get()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def ports_of(containers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the named ports of containers."""
+    return {
+        port["name"]: port["containerPort"]
+        for container in containers
+        for port in container.get("ports") or []
+        if "name" in port
+    }
+
+
 def _unverified() -> ssl.SSLContext:
     """A kubelet does not check a probed server's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,7 +1,12 @@
 """Kubernetes quantities as numbers."""
 
+import re
 from decimal import Decimal
 from math import ceil
+
+_QUANTITY = re.compile(
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(m|k|Ki|[MGTPE]i?|)"
+)
 
 _SUFFIXES = {"m": Decimal("0.001"), "": Decimal(1)}
 _SUFFIXES |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTPE", start=1)}
@@ -14,12 +19,10 @@ def parse(quantity: str | int) -> Decimal:
     Raises:
         ValueError: Not a quantity.
     """
-    text = str(quantity)
-    digits = text.rstrip("kKMGTPEim")
-    try:
-        return Decimal(digits) * _SUFFIXES[text[len(digits) :]]
-    except (KeyError, ArithmeticError) as error:
-        raise ValueError(f"{quantity!r} is not a quantity") from error
+    match = _QUANTITY.fullmatch(str(quantity))
+    if match is None:
+        raise ValueError(f"{quantity!r} is not a quantity")
+    return Decimal(match[1]) * _SUFFIXES[match[2]]
 
 
 def in_units(quantity: str | int, divisor: str | int) -> int:

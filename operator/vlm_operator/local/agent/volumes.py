@@ -17,8 +17,8 @@ from typing import Any
 from vlm_operator.local.client import ApiError, Client
 
 from . import command
+from .atomic import Files, write_atomically
 
-Files = dict[str, bytes]
 TOKEN_SECONDS = 3607
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets"}
 _FILE_KINDS = ("configMap", "secret", "projected", "downwardAPI")
@@ -227,47 +227,6 @@ class Volumes:
                 write_atomically(self._folder / volume["name"], await self._files(volume))
 
 
-def write_atomically(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make `folder` hold `files`, all at once, through the link `..data` as a kubelet does."""
-    link = folder / "..data"
-    before = link.readlink().name if link.is_symlink() else None
-    if before is not None and _read(folder / before) == dict(files):
-        return
-    version = folder / f"..{time.time_ns()}"
-    for name, content in files.items():
-        path = version / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    version.mkdir(exist_ok=True)
-    fresh = folder / "..data_tmp"
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(version.name)
-    fresh.rename(link)
-    tops = {name.split("/")[0] for name in files}
-    for top in tops:
-        if not (folder / top).is_symlink():
-            (folder / top).symlink_to(f"..data/{top}")
-    for entry in folder.iterdir():
-        if entry.is_symlink() and not entry.name.startswith("..") and entry.name not in tops:
-            entry.unlink()
-    if before is not None:
-        shutil.rmtree(folder / before, ignore_errors=True)
-
-
-def _made(folder: Path, *, mode: int) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(mode)
-    return folder
-
-
-def _read(folder: Path) -> Files:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def _decoded(kind: str, thing: Mapping[str, Any]) -> Files:
     data = thing.get("data") or {}
     if kind == "Secret":
@@ -299,3 +258,9 @@ def host_path(source: Mapping[str, Any]) -> Path:
     if not path.exists():
         raise VolumeError(f"hostPath {path} does not exist on this machine")
     return path
+
+
+def _made(folder: Path, *, mode: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(mode)
+    return folder

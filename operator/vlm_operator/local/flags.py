@@ -1,0 +1,112 @@
+"""Who the processes of a control plane are, and what they are started with."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from . import pki
+
+# A loopback address may be a pod's IP but not an endpoint's: these would only write warnings.
+_CONTROLLERS = ["*", "-endpoints-controller", "-endpointslice-controller"]
+_CONTROLLERS += ["-endpointslice-mirroring-controller", "-node-ipam-controller"]
+AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata"}],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Identities:
+    """Certificates: the API server's, the one that signs tokens, the CA's, and its clients'."""
+
+    server: pki.Pair
+    signing: pki.Pair
+    ca: pki.Pair
+    clients: Mapping[str, pki.Pair]
+
+
+ADMIN = "kubernetes-admin"
+KUBELET_CLIENT = "kube-apiserver-kubelet-client"
+USERS = {
+    ADMIN: "kubeconfig",
+    "system:kube-controller-manager": "controller-manager.kubeconfig",
+    "system:kube-scheduler": "scheduler.kubeconfig",
+}
+
+
+def issue(authority: pki.Authority) -> Identities:
+    """Have `authority` vouch for everybody."""
+    names = ["127.0.0.1", "10.0.0.1", "localhost", "kubernetes.default.svc", "kubernetes.default"]
+    clients = {
+        user: authority.issue(user, groups=["system:masters"] if user == ADMIN else [])
+        for user in [*USERS, KUBELET_CLIENT]
+    }
+    server = authority.issue("kube-apiserver", addresses=names)
+    return Identities(server, authority.signing_key(), authority.ca, clients)
+
+
+def etcd(folder: Path, client: str, peer: str) -> list[str]:
+    """Return the flags of etcd, which answers at the URLs `client` and `peer`."""
+    return [
+        f"--data-dir={folder / 'etcd'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",  # the data ends with the process
+        "--log-level=warn",
+    ]
+
+
+def apiserver(folder: Path, etcd: str, port: int, who: Identities) -> list[str]:
+    """Return the flags of kube-apiserver on `port`; `folder` has the audit policy."""
+    kubelet = who.clients[KUBELET_CLIENT]
+    return [
+        f"--etcd-servers={etcd}",
+        f"--secure-port={port}",
+        "--bind-address=127.0.0.1",
+        "--endpoint-reconciler-type=none",
+        f"--tls-cert-file={who.server.certificate}",
+        f"--tls-private-key-file={who.server.key}",
+        f"--client-ca-file={who.ca.certificate}",
+        f"--service-account-key-file={who.signing.certificate}",
+        f"--service-account-signing-key-file={who.signing.key}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        f"--kubelet-certificate-authority={who.ca.certificate}",
+        f"--kubelet-client-certificate={kubelet.certificate}",
+        f"--kubelet-client-key={kubelet.key}",
+        "--kubelet-preferred-address-types=InternalIP",
+        "--service-cluster-ip-range=10.0.0.0/16",
+        f"--audit-policy-file={folder / 'audit.yaml'}",
+        f"--audit-log-path={folder / 'audit.log'}",
+    ]
+
+
+def controller_manager(folder: Path, who: Identities) -> list[str]:
+    """Return the flags of kube-controller-manager."""
+    return [
+        f"--kubeconfig={folder / 'controller-manager.kubeconfig'}",
+        f"--service-account-private-key-file={who.signing.key}",
+        f"--root-ca-file={who.ca.certificate}",
+        "--use-service-account-credentials",
+        "--leader-elect=false",
+        f"--controllers={','.join(_CONTROLLERS)}",
+        "--secure-port=0",
+        "--pvclaimbinder-sync-period=1s",
+        "--kube-api-qps=100",
+        "--kube-api-burst=200",
+    ]
+
+
+def scheduler(folder: Path) -> list[str]:
+    """Return the flags of kube-scheduler."""
+    return [
+        f"--kubeconfig={folder / 'scheduler.kubeconfig'}",
+        "--leader-elect=false",
+        "--secure-port=0",
+    ]

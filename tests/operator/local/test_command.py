@@ -1,0 +1,112 @@
+"""What a container runs is computed from its spec, without asking anybody."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_operator.local.agent import quantity
+from vlm_operator.local.agent.command import (
+    ConfigError,
+    Facts,
+    arguments,
+    entrypoint,
+    environment,
+    expand,
+)
+
+FACTS = Facts(pod_ip="127.9.1.1", host_ip="127.9.0.1", node="n")
+POD = {"metadata": {"name": "p", "namespace": "ns", "uid": "u", "labels": {"a": "b"}}, "spec": {}}
+IMAGES = {"triptych/worker": ("run-worker",), "python": ("python",)}
+
+
+@pytest.mark.parametrize(
+    ("image", "command"),
+    [
+        ("triptych/worker", ("run-worker",)),
+        ("triptych/worker:0.1.0", ("run-worker",)),
+        ("registry.example:5000/team/triptych/worker:1@sha256:00", ("run-worker",)),
+        ("python:3", ("python",)),
+        ("mypython", None),
+        ("triptych/worker/other", None),
+    ],
+)
+def test_an_image_is_known_by_its_repository(image: str, command: tuple[str, ...] | None):
+    assert entrypoint(image, IMAGES) == command
+
+
+@given(st.text(alphabet="ab$()", max_size=12))
+def test_text_without_references_stays_as_it_is(text: str):
+    assert expand(text, {}) == text.replace("$$", "$")
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("$(A)", "1"),
+        ("$$(A)", "$(A)"),
+        ("$$$(A)", "$1"),
+        ("$(UNKNOWN)", "$(UNKNOWN)"),
+        ("x$(A)y$(B)z", "x1y2z"),
+        ("$A", "$A"),
+    ],
+)
+def test_references_are_filled_in_as_kubernetes_does(text: str, expanded: str):
+    assert expand(text, {"A": "1", "B": "2"}) == expanded
+
+
+def test_command_replaces_the_images_start_and_arguments_follow():
+    assert arguments({"args": ["$(A)"]}, ["start"], {"A": "1"}) == ["start", "1"]
+    assert arguments({"command": ["sh"], "args": ["-c"]}, ["start"], {}) == ["sh", "-c"]
+
+
+def test_later_variables_see_earlier_ones():
+    container = {
+        "env": [
+            {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "URL", "value": "http://$(IP)"},
+        ]
+    }
+    found = environment(container, POD, FACTS, base={"PATH": "/bin"}, objects={})
+    assert found == {"PATH": "/bin", "IP": "127.9.1.1", "URL": "http://127.9.1.1"}
+
+
+def test_env_wins_over_env_from():
+    container = {
+        "envFrom": [{"prefix": "P_", "configMapRef": {"name": "m"}}],
+        "env": [{"name": "P_A", "value": "env"}],
+    }
+    objects = {("ConfigMap", "m"): {"A": "map", "B": "map"}}
+    found = environment(container, POD, FACTS, base={}, objects=objects)
+    assert found == {"P_A": "env", "P_B": "map"}
+
+
+@pytest.mark.parametrize("objects", [{}, {("Secret", "s"): {"other": "x"}}])
+def test_a_missing_key_is_an_error_unless_it_is_optional(objects: dict[tuple[str, str], dict]):
+    def container(optional: bool) -> dict:
+        reference = {"name": "s", "key": "k", "optional": optional}
+        return {"env": [{"name": "A", "valueFrom": {"secretKeyRef": reference}}]}
+
+    with pytest.raises(ConfigError, match=r"Secret ns/s"):
+        environment(container(False), POD, FACTS, base={}, objects=objects)
+    assert environment(container(True), POD, FACTS, base={}, objects=objects) == {}
+
+
+def test_a_limit_is_told_in_units_of_its_divisor():
+    reference = {"resource": "limits.memory", "divisor": "1Mi"}
+    container = {
+        "resources": {"limits": {"memory": "1Gi"}},
+        "env": [{"name": "MIB", "valueFrom": {"resourceFieldRef": reference}}],
+    }
+    assert environment(container, POD, FACTS, base={}, objects={}) == {"MIB": "1024"}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["", "m", "k", "Ki", "Mi", "Gi"]))
+def test_quantities_are_numbers_times_their_unit(number: int, unit: str):
+    factor = {"": 1, "m": 0.001, "k": 1000, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
+    assert float(quantity.parse(f"{number}{unit}")) == pytest.approx(number * factor)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1x", "Gi", "1 Gi"])
+def test_what_is_no_quantity_is_refused(text: str):
+    with pytest.raises(ValueError, match="is not a quantity"):
+        quantity.parse(text)
