@@ -8,19 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-# The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.
-STAGES: Final = (
-    "gateway",
-    "media",
-    "encoder_queue",
-    "encode",
-    "embed_transfer",
-    "decode_reserve",
-    "prefill_queue",
-    "prefill",
-    "other",
-)
-
 TTFT_SECONDS: Final = "vlm_ttft_seconds"  # histogram {modality}
 STAGE_SECONDS: Final = "vlm_stage_seconds"  # histogram {stage, modality}
 TTFT_STAGE_SECONDS_TOTAL: Final = "vlm_ttft_stage_seconds_total"  # counter {stage, slo, modality}

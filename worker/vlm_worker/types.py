@@ -186,6 +186,20 @@ class Source:
     fingerprint: bytes
 
 
+# The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.
+STAGES = (
+    "gateway",
+    "media",
+    "encoder_queue",
+    "encode",
+    "embed_transfer",
+    "decode_reserve",
+    "prefill_queue",
+    "prefill",
+    "other",
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageSpan:
     """One piece of a request's time, in seconds from the arrival of the call."""

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.gateway.timeline import Call, Report, attribute
-from vlm_worker.metrics import STAGES
-from vlm_worker.types import StageSpan
+from vlm_worker.types import STAGES, StageSpan
 
 INSTANTS = st.floats(-1, 12, allow_nan=False)
 SPANS = st.lists(

@@ -13,8 +13,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vlm_worker import metrics
-from vlm_worker.metrics import SECONDS_BUCKETS, STAGES
-from vlm_worker.types import Modality
+from vlm_worker.metrics import SECONDS_BUCKETS
+from vlm_worker.types import STAGES, Modality
 
 
 class TtftSummary:

@@ -21,8 +21,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vlm_worker.metrics import STAGES
-from vlm_worker.types import StageSpan
+from vlm_worker.types import STAGES, StageSpan
 
 _OTHER = "other"
 # A span of the first waits for spans of the second to end.
@@ -92,7 +91,7 @@ def attribute(
         first_byte: when the first token's first byte left.
 
     Returns:
-        Every stage of `metrics.STAGES`, in that order; they sum to `first_byte - received`.
+        Every stage of `types.STAGES`, in that order; they sum to `first_byte - received`.
     """
     known = [_clip(s, received, first_byte) for s in spans if s.stage in STAGES]
     inside = _after_their_waits([s for s in known if s.end > s.start])
