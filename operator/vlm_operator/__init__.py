@@ -1,0 +1,1 @@
+"""The operator: reconciles a VLMService into pools of pods, and says why."""
