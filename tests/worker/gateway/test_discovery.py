@@ -1,0 +1,185 @@
+"""Pods come from the API server, and a bad day of its own does not take them away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from worker.gateway.api_server import ApiServer, pod
+
+from vlm_worker.gateway import discovery
+from vlm_worker.gateway.discovery import KEEP_SECONDS, DiscoveryError, PodWatch
+from vlm_worker.gateway.pods import KnownPod, known_pod
+
+
+class Seen:
+    """What the watch told last."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, KnownPod] = {}
+        self.now = 0.0
+        self._changed = asyncio.Event()
+
+    def __call__(self, pods: Sequence[KnownPod]) -> None:
+        self.pods = {pod.name: pod for pod in pods}
+        self._changed.set()
+
+    async def until(self, condition: Callable[[dict[str, KnownPod]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition(self.pods):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[ApiServer]:
+    async with ApiServer() as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def watching(api: ApiServer, **options: object) -> AsyncIterator[Seen]:
+    seen = Seen()
+    server = discovery.ApiServer(api.url, options.get("token"))  # type: ignore[arg-type]
+    watch = PodWatch(
+        server,
+        namespace="ns",
+        service="demo",
+        compat="",
+        on_pods=seen,
+        clock=lambda: seen.now,
+    )
+    task = asyncio.create_task(watch.run())
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_pods_come_change_and_go(api: ApiServer) -> None:
+    await api.put(pod("a"))
+    async with watching(api) as seen:
+        await seen.until(lambda pods: set(pods) == {"a"})
+        assert seen.pods["a"] == KnownPod("a", "127.0.0.5:9000")
+        await api.put(pod("b", ready="False"))
+        await seen.until(lambda pods: "b" in pods and not pods["b"].ready)
+        await api.put(pod("b"))
+        await seen.until(lambda pods: pods["b"].ready)
+        await api.put(pod("b", accepting="False"))
+        await seen.until(lambda pods: not pods["b"].accepting)
+        await api.delete("a")
+        await seen.until(lambda pods: set(pods) == {"b"})
+    assert api.requests[0] == {"labelSelector": "triptych.dev/service=demo"}
+    assert len(api.requests) == 2
+
+
+async def test_a_watch_that_ends_goes_on_where_it_was(api: ApiServer) -> None:
+    async with watching(api) as seen:
+        await api.until(lambda: len(api.requests) == 2)
+        await api.put(pod("a"))
+        await seen.until(lambda pods: "a" in pods)
+        await api.cut()
+        await api.put(pod("b"))
+        await seen.until(lambda pods: set(pods) == {"a", "b"})
+    assert sum("watch" not in request for request in api.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(b'{"type":"ERROR","object":{"code":500}}\n', id="an error event"),
+        pytest.param(b"no json\n", id="no JSON"),
+        pytest.param(b'{"type":"MODIFIED","object":{"metadata":{}}}\n', id="no version"),
+        pytest.param(b'{"type":"MODIF', id="cut inside an event"),
+    ],
+)
+async def test_a_watch_that_ends_oddly_is_taken_up_again(api: ApiServer, last: bytes) -> None:
+    await api.put(pod("a"))
+    async with watching(api) as seen:
+        await seen.until(lambda pods: "a" in pods)
+        await api.cut(last)
+        await api.put(pod("b"))
+        await seen.until(lambda pods: set(pods) == {"a", "b"})
+
+
+async def test_a_version_that_is_gone_is_listed_anew(api: ApiServer) -> None:
+    await api.put(pod("a"))
+    async with watching(api) as seen:
+        await seen.until(lambda pods: "a" in pods)
+        await api.delete("a")
+        await seen.until(lambda pods: not pods)
+        await api.put(pod("b"))
+        await seen.until(lambda pods: "b" in pods)
+        await api.compact()
+        await api.cut()
+        await api.put(pod("c"))
+        await seen.until(lambda pods: set(pods) == {"b", "c"})
+    assert sum("watch" not in request for request in api.requests) == 2
+
+
+async def test_the_last_good_pods_stay_for_a_minute_without_news(api: ApiServer) -> None:
+    await api.put(pod("a"))
+    async with watching(api) as seen:
+        await seen.until(lambda pods: "a" in pods)
+        api.refuse = [500, 503]
+        await api.cut()
+        await api.until(lambda: len(api.refuse) < 2)
+        seen.now = KEEP_SECONDS - 1
+        assert "a" in seen.pods
+        api.refuse = [500] * 8
+        seen.now = KEEP_SECONDS + 1
+        await seen.until(lambda pods: not pods)
+        api.refuse = []
+        await seen.until(lambda pods: "a" in pods)
+
+
+async def test_the_token_is_read_anew_for_every_request(api: ApiServer, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("one\n")
+    await api.put(pod("a"))
+    async with watching(api, token=token) as seen:
+        await seen.until(lambda pods: "a" in pods)
+        token.write_text("two\n")
+        await api.cut()
+        await api.put(pod("b"))
+        await seen.until(lambda pods: "b" in pods)
+    assert api.tokens[0] == "Bearer one"
+    assert api.tokens[-1] == "Bearer two"
+
+
+async def test_outside_of_a_cluster_it_says_what_to_do() -> None:
+    with pytest.raises(DiscoveryError, match="--worker"):
+        discovery.ApiServer.in_cluster("")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param(pod("a", role="gateway"), None, id="a gateway"),
+        pytest.param(pod("a", ip=None), None, id="no address yet"),
+        pytest.param(pod("a", ip="fd00::1"), KnownPod("a", "[fd00::1]:9000"), id="IPv6"),
+        pytest.param(
+            pod("a", deleted=True), KnownPod("a", "127.0.0.5:9000", accepting=False), id="deleted"
+        ),
+        pytest.param(
+            pod("a", accepting="False"),
+            KnownPod("a", "127.0.0.5:9000", accepting=False),
+            id="the gate is False",
+        ),
+        pytest.param(pod("a", accepting="True"), KnownPod("a", "127.0.0.5:9000"), id="gate True"),
+        pytest.param(
+            pod("a", ready="Unknown"), KnownPod("a", "127.0.0.5:9000", ready=False), id="unknown"
+        ),
+        pytest.param(pod("a", **{"triptych.dev/compat": "x"}), None, id="another compat set"),
+        pytest.param({}, None, id="nothing"),
+        pytest.param({"metadata": [], "status": 5}, None, id="nonsense"),
+    ],
+)
+def test_a_pod_is_read_as_what_it_may_do(
+    value: dict[str, object], expected: KnownPod | None
+) -> None:
+    assert known_pod(value, compat="ours") == expected
