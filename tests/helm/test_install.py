@@ -105,3 +105,32 @@ def test_helm_installs_upgrades_and_leaves_the_crds(
     assert replicas == "2"
     helm("uninstall", "second", *release)
     assert control_plane.kubectl("get", "crd", f"{names.PLURAL_SERVICE}.{names.GROUP}").stdout
+
+
+def test_an_operator_of_named_namespaces_binds_there_and_nowhere_else(
+    helm: Helm, chart: str, installed: ControlPlane
+) -> None:
+    for namespace in ("narrow-system", "inside", "outside"):
+        installed.kubectl("create", "namespace", namespace)
+    values = (
+        "fullnameOverride=narrow,crds.enabled=false,rbac.aggregate=false,watchNamespaces={inside}"
+    )
+    text = helm("template", "narrow", chart, "-n", "narrow-system", "--set", values).stdout
+    installed.kubectl("apply", "-f", "-", stdin=text)
+
+    def bind(namespace: str) -> subprocess.CompletedProcess[str]:
+        return installed.kubectl(
+            "create",
+            "rolebinding",
+            "demo-gateway",
+            f"--namespace={namespace}",
+            f"--clusterrole={names.CLUSTER_ROLE_GATEWAY}",
+            f"--serviceaccount={namespace}:demo-gateway",
+            "--as=system:serviceaccount:narrow-system:narrow",
+            check=False,
+        )
+
+    assert bind("inside").returncode == 0
+    assert "forbidden" in bind("outside").stderr
+    for namespace in ("narrow-system", "inside", "outside"):
+        installed.kubectl("delete", "namespace", namespace, "--wait=false")
