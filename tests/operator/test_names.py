@@ -1,6 +1,6 @@
 """Names of children fit, never clash, and never move."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_operator import names
@@ -10,6 +10,7 @@ variants = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,18}[a-z0-9])?", fullmatch=True)
 revisions = st.from_regex(r"[0-9a-f]{8}", fullmatch=True)
 
 
+@settings(deadline=None)
 @given(labels, st.sampled_from(names.Role), variants, revisions)
 def test_every_name_is_a_label_and_leaves_pods_their_hostname(
     service: str, role: names.Role, variant: str, revision: str
@@ -21,6 +22,7 @@ def test_every_name_is_a_label_and_leaves_pods_their_hostname(
     assert name[-1].isalnum()
 
 
+@settings(deadline=None)
 @given(st.text("ab-", min_size=1, max_size=120), st.text("ab-", min_size=1, max_size=120))
 def test_unlike_names_stay_unlike(one: str, other: str) -> None:
     assert (names.bounded(one) == names.bounded(other)) == (one == other)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
@@ -80,6 +80,7 @@ specs = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(specs)
 def test_what_is_written_survives_and_the_rest_is_in_effective(spec: dict[str, Any]) -> None:
     service = api.parse(body(spec))
@@ -88,12 +89,14 @@ def test_what_is_written_survives_and_the_rest_is_in_effective(spec: dict[str, A
     assert without_empty(merged(defaults, spec)) == without_empty(resolved.spec.to_dict())
 
 
+@settings(deadline=None)
 @given(specs)
 def test_resolving_twice_changes_nothing(spec: dict[str, Any]) -> None:
     resolved = api.resolve(api.parse(body(spec)), worker_image=IMAGE)
     assert api.resolve(resolved, worker_image="another") == resolved
 
 
+@settings(deadline=None)
 @given(specs)
 def test_a_resolved_spec_is_itself_a_manifest(spec: dict[str, Any]) -> None:
     resolved = api.resolve(api.parse(body(spec)), worker_image=IMAGE)

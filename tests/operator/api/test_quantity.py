@@ -3,7 +3,7 @@
 from decimal import Decimal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_operator.api import quantity
@@ -20,11 +20,13 @@ POWERS = {
 }
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**12), st.sampled_from(sorted(POWERS)))
 def test_a_whole_number_times_its_unit(number: int, unit: str) -> None:
     assert quantity.parse(f"{number}{unit}") == number * POWERS[unit]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_a_thousand_thousandths_are_one(number: int) -> None:
     assert quantity.parse(f"{number}m") * 1000 == number
