@@ -102,6 +102,13 @@ class Cluster(Protocol):
         """
         ...
 
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        """Merge-patch an object that exists: maps are merged, lists replaced as a whole.
+
+        Server-side apply leaves items that others added to a keyed list; this takes them out.
+        """
+        ...
+
     async def create(self, manifest: Manifest) -> Manifest:
         """Create; `ConflictError` where the name is taken."""
         ...

@@ -119,6 +119,18 @@ class KubeCluster:
             dry_run="All" if dry_run else None,
         )
 
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        """See `Cluster.merge`."""
+        meta = manifest["metadata"]
+        path = self._path(kind_of(manifest), meta.get("namespace"), meta["name"])
+        return await self._request(
+            "patch",
+            path,
+            body=manifest,
+            content_type="application/merge-patch+json",
+            field_manager=manager,
+        )
+
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`."""
         path = self._path(kind_of(manifest), manifest["metadata"].get("namespace"))

@@ -197,6 +197,11 @@ class Fenced:
             manifest, manager=manager, subresource=subresource, dry_run=dry_run
         )
 
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        """See `Cluster.merge`; fenced."""
+        self._lease.check()
+        return await self._cluster.merge(manifest, manager=manager)
+
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`; fenced."""
         self._lease.check()

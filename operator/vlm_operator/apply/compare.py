@@ -17,6 +17,7 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.state import ANNOTATION_APPLIED
 
 # What tells the items of a list apart, tried in this order.
+_SHARED = (".ownerReferences", ".conditions")  # others have their items there too
 _KEYS = (
     "name",
     "mountPath",
@@ -42,7 +43,8 @@ def difference(live: Any, wanted: Any, path: str = "") -> str | None:
     """Return the path of the first field that the live object has not as wanted; None if none.
 
     Empty maps, lists and strings count as absent, quantities by their value: the API server
-    drops the former and rewrites the latter.
+    drops the former and rewrites the latter. Keys that others add to maps are theirs; items that
+    they add to our lists are not.
     """
     if isinstance(wanted, Mapping):
         live = live if isinstance(live, Mapping) else {}
@@ -69,6 +71,8 @@ def _list_difference(live: Sequence[Any], wanted: Sequence[Any], path: str) -> s
         pairs = list(zip(live, wanted, strict=True))
     else:
         known = {item.get(key): item for item in live if isinstance(item, Mapping)}
+        if set(known) - {item[key] for item in wanted} and not path.endswith(_SHARED):
+            return path
         pairs = [(known.get(item[key]), item) for item in wanted]
     for index, (have, item) in enumerate(pairs):
         found = difference(have, item, f"{path}[{index}]")

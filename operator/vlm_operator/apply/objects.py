@@ -160,7 +160,7 @@ async def _apply(
         # a precondition: the object that we looked at, not one that took its name since
         wanted["metadata"]["uid"] = live["metadata"]["uid"]
         logger.info("differs", extra={"kind": key[0], "object": key[1], "field": found})
-    answer = await cluster.apply(wanted, manager=names.MANAGER)
+    answer = await _write(cluster, wanted, existed=live is not None)
     WRITES.labels(kind=key[0], verb="apply").inc()
     _check_owner(answer, key, uid)
     wanted["metadata"].pop("uid", None)
@@ -170,6 +170,20 @@ async def _apply(
     else:
         accepted.paths[key] = (digest, still)
     return True
+
+
+async def _write(cluster: Cluster, wanted: Manifest, *, existed: bool) -> Manifest:
+    """Apply; where items that others put into our lists stand in the way, take those out."""
+    try:
+        answer = await cluster.apply(wanted, manager=names.MANAGER)
+        if not existed or difference(answer, wanted) is None:
+            return answer
+    except ClusterError as error:
+        if not existed or error.status != 422:
+            raise
+    WRITES.labels(kind=wanted["kind"], verb="merge").inc()
+    await cluster.merge(wanted, manager=names.MANAGER)
+    return await cluster.apply(wanted, manager=names.MANAGER)
 
 
 def _check_owner(live: Manifest | None, key: tuple[str, str], uid: str) -> None:

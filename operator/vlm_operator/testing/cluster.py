@@ -102,6 +102,22 @@ class FakeCluster:
             self._objects[key] = trial
         return self._render(kind, trial)
 
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        """See `Cluster.merge`."""
+        kind, meta = kind_of(manifest), manifest["metadata"]
+        found = self._objects.get((kind.kind, meta.get("namespace", ""), meta["name"]))
+        if found is None:
+            raise ClusterError(404, "NotFound", f"{kind.plural} {meta['name']} not found")
+        if meta.get("uid", found.meta["uid"]) != found.meta["uid"]:
+            raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
+
+        def change(live: Manifest) -> None:
+            live.update(_merged(live, manifest))
+
+        self.edit(kind, meta.get("namespace", ""), meta["name"], change, manager=manager)
+        self.writes.append(("merge", kind.kind, meta["name"], manager))
+        return self._render(kind, found)
+
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`."""
         kind, meta = kind_of(manifest), manifest["metadata"]
@@ -282,6 +298,13 @@ class FakeCluster:
                 problem = "spec.template.metadata.labels: `selector` does not match"
         if problem:
             raise ClusterError(422, "Invalid", f"{kind.kind} is invalid: {problem}")
+
+
+def _merged(live: Any, patch: Any) -> Any:
+    if not isinstance(patch, Mapping):
+        return patch
+    base = dict(live) if isinstance(live, Mapping) else {}
+    return {**base, **{key: _merged(base.get(key), value) for key, value in patch.items()}}
 
 
 def _body_of(fields: Fields) -> dict[str, Any]:

@@ -49,6 +49,13 @@ class DyingCluster:
             self._after()
         return answer
 
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        """See `Cluster.merge`."""
+        self._before()
+        answer = await self._cluster.merge(manifest, manager=manager)
+        self._after()
+        return answer
+
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`."""
         self._before()

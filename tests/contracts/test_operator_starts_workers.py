@@ -1,0 +1,56 @@
+"""The command lines and the configuration that the operator writes are those that workers read."""
+
+import json
+import pathlib
+
+from hypothesis import given, settings
+from operator_support import empty, service, specs
+
+from vlm_operator import names
+from vlm_operator.cluster import Manifest
+from vlm_operator.pods.gateway import gateway_config
+from vlm_operator.reconcile import Options
+from vlm_operator.reconcile.decisions import intend
+from vlm_worker.settings import parse
+from vlm_worker.settings.values import GatewaySettings, WorkerSettings
+
+
+@given(specs())
+@settings(max_examples=40, deadline=None)
+def test_every_command_line_is_one_that_workers_take(manifest: Manifest):
+    found = intend(service(manifest), empty(), {}, options=Options())
+    for item in found.plan.objects:
+        if item["kind"] != "Deployment":
+            continue
+        (container,) = item["spec"]["template"]["spec"]["containers"]
+        assert container["command"] == ["vlm-worker"]
+        labels = item["metadata"]["labels"]
+        environ = {"POD_NAME": "p", "POD_UID": "u", "POD_IP": "127.0.0.1"} | {
+            variable["name"]: variable["value"]
+            for variable in container["env"]
+            if "value" in variable
+        }
+        read = parse(container["args"], environ)
+        assert read.served_name == manifest["metadata"]["name"]
+        assert read.compat == labels[names.LABEL_COMPAT]
+        assert read.identity.revision == labels[names.LABEL_REVISION]
+        if labels[names.LABEL_ROLE] == "gateway":
+            assert isinstance(read, GatewaySettings)
+            assert (read.namespace, read.service) == ("ns", manifest["metadata"]["name"])
+        else:
+            assert isinstance(read, WorkerSettings)
+            assert read.role.value == labels[names.LABEL_ROLE]
+
+
+def test_the_gateways_configuration_has_the_contracts_keys():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+    block = text.partition("## gateway.json")[2].partition("```json")[2].partition("```")[0]
+    contract = json.loads(block)
+
+    def keys(value: object) -> object:
+        return {k: keys(v) for k, v in value.items()} if isinstance(value, dict) else None
+
+    written = keys(gateway_config(service()))
+    assert isinstance(written, dict)
+    written["slo"]["overrides"] = keys(contract)["slo"]["overrides"]  # type: ignore[index]
+    assert written == keys(contract)

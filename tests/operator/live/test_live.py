@@ -1,0 +1,238 @@
+"""The operator's process on a real control plane without nodes: pods stay Pending."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from operator_live import Live
+from operator_support import body, external, pool
+
+pytestmark = pytest.mark.cluster
+
+
+def service(name: str, namespace: str = "live", **pools: Any) -> dict[str, Any]:
+    manifest = body(name=name, **(pools or {"encoder": pool(), "decode": pool()}))
+    manifest["metadata"] = {"name": name, "namespace": namespace}
+    return manifest
+
+
+def test_pods_exist_within_two_seconds_and_the_status_says_what_blocks(live: Live):
+    live.apply(service("fresh"))
+    live.until(lambda: len(live.items("pods", "fresh")) == 3, seconds=2)
+    live.until(
+        lambda: "no nodes available" in live.condition("fresh", "Ready").get("message", ""),
+        seconds=2,
+    )
+    found = live.get("vlm", "fresh")
+    assert found["metadata"]["finalizers"] == ["triptych.dev/drain"]
+    assert "annotations" not in found["metadata"] or not [
+        key for key in found["metadata"]["annotations"] if key.startswith("triptych.dev/")
+    ]
+    assert found["status"]["observedGeneration"] == 1
+    printed = live.kubectl("-n", "live", "get", "vlm", "fresh")
+    assert printed.splitlines()[0].split()[:5] == ["NAME", "READY", "MODEL", "ENC", "DEC"] or (
+        "ENC" in printed
+    )
+    assert "0/1" in printed
+
+
+def test_an_update_makes_another_revision_beside_the_old_one(live: Live):
+    live.apply(service("update"))
+    live.until(lambda: len(live.items("pods", "update")) == 3, seconds=2)
+    changed = service("update")
+    changed["spec"]["model"]["dtype"] = "Float32"
+    live.apply(changed)
+    live.until(lambda: len(live.items("deployments", "update")) == 5, seconds=2)
+    live.until(
+        lambda: live.condition("update", "RolloutProgressing").get("status") == "True", seconds=2
+    )
+    assert "not ready yet" in live.condition("update", "RolloutProgressing")["message"]
+
+
+def test_kubectl_scale_reaches_the_deployment_of_an_external_pool(live: Live):
+    live.apply(service("scale", decode=external(1, 4)))
+    live.until(lambda: len(live.items("vlmpools", "scale")) == 1, seconds=2)
+    live.until(lambda: live.get("vlmp", "scale-decode").get("status"), seconds=2)
+    live.kubectl("-n", "live", "scale", "vlmp/scale-decode", "--replicas=3")
+
+    def decode() -> list[int]:
+        found = live.items("deployments", "scale")
+        return [i["spec"]["replicas"] for i in found if "-decode-" in i["metadata"]["name"]]
+
+    live.until(lambda: decode() == [3], seconds=2)
+    live.kubectl("-n", "live", "scale", "vlmp/scale-decode", "--replicas=9")
+    live.until(lambda: decode() == [4], seconds=2)
+    assert live.get("vlmp", "scale-decode")["spec"]["replicas"] == 9
+    # pods that never served go at once
+    live.kubectl("-n", "live", "scale", "vlmp/scale-decode", "--replicas=1")
+    live.until(lambda: decode() == [1], seconds=2)
+
+
+def test_a_manual_pool_is_put_back_with_an_event(live: Live):
+    live.apply(service("manual", decode=pool(2)))
+    live.until(lambda: len(live.items("vlmpools", "manual")) == 1, seconds=2)
+    live.kubectl("-n", "live", "scale", "vlmp/manual-decode", "--replicas=5")
+    live.until(lambda: live.get("vlmp", "manual-decode")["spec"]["replicas"] == 2, seconds=5)
+    events = live.kubectl(
+        "-n", "live", "get", "events", "--field-selector", "reason=ScalePutBack", "-o", "json"
+    )
+    found = [
+        item for item in json.loads(events)["items"] if item["involvedObject"]["name"] == "manual"
+    ]
+    assert len(found) == 1
+    assert "use mode External" in found[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("deployment", "drift-gateway"),
+        ("service", "drift-decode"),
+        ("configmap", "drift-gateway"),
+        ("serviceaccount", "drift-decode"),
+        ("rolebinding", "drift-gateway"),
+        ("networkpolicy", "drift-decode"),
+        ("poddisruptionbudget", "drift-decode"),
+        ("vlmpool", "drift-decode"),
+    ],
+)
+def test_a_deleted_child_is_back_within_five_seconds(live: Live, kind: str, name: str):
+    live.apply(service("drift", decode=pool(2)))
+    live.until(lambda: len(live.items("pods", "drift")) == 3, seconds=2)
+    uid = live.get(kind, name)["metadata"]["uid"]
+    live.kubectl("-n", "live", "delete", kind, name, "--wait=false")
+
+    def back() -> bool:
+        found = live.kubectl(
+            "-n", "live", "get", kind, name, "-o", "jsonpath={.metadata.uid}", check=False
+        )
+        return found not in ("", uid)
+
+    live.until(back, seconds=5)
+
+
+def test_an_edited_child_is_put_back_within_five_seconds(live: Live):
+    live.apply(service("edited", decode=pool(1)))
+    live.until(lambda: len(live.items("pods", "edited")) == 2, seconds=2)
+    # under our item's own name, which apply alone could not undo
+    patch = {"spec": {"ports": [{"name": "http", "port": 81}]}}
+    text = json.dumps(patch)
+    live.kubectl("-n", "live", "patch", "svc", "edited-gateway", "-p", text, "--type=merge")
+
+    def ports() -> list[int]:
+        found = live.get("service", "edited-gateway")["spec"]["ports"]
+        return [item["port"] for item in found]
+
+    live.until(lambda: ports() == [80], seconds=5)
+
+
+def test_a_name_of_somebody_else_is_a_conflict_and_stays_theirs(live: Live):
+    live.kubectl("-n", "live", "create", "configmap", "taken-gateway", "--from-literal=a=1")
+    live.apply(service("taken"))
+    live.until(
+        lambda: live.condition("taken", "Stalled").get("reason") == "NameConflict", seconds=5
+    )
+    theirs = live.get("configmap", "taken-gateway")
+    assert theirs["data"] == {"a": "1"}
+    assert "ownerReferences" not in theirs["metadata"]
+
+
+def test_a_refused_affinity_names_its_field_and_corrected_is_as_if_never_wrong(live: Live):
+    def placed(name: str, affinity: dict[str, Any] | None) -> dict[str, Any]:
+        place = {} if affinity is None else {"affinity": affinity}
+        return service(name, decode=pool(variants=[{"name": "v", "placement": place}]))
+
+    wrong = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"no": "such"}}}
+    live.apply(placed("wrong", wrong))
+    live.until(lambda: live.condition("wrong", "Accepted").get("status") == "False", seconds=5)
+    message = live.condition("wrong", "Accepted")["message"]
+    assert message.startswith("spec.pools.decode.variants[v]: ")
+    assert live.items("deployments", "wrong") == []
+    live.apply(placed("wrong", None))
+    live.apply(placed("right", None))
+    live.until(lambda: len(live.items("pods", "wrong")) == 2, seconds=5)
+    live.until(lambda: len(live.items("pods", "right")) == 2, seconds=5)
+
+    def plain(name: str) -> str:
+        kinds = "deployments,services,configmaps,serviceaccounts,networkpolicies,rolebindings"
+        found = [
+            {key: item.get(key) for key in ("kind", "data", "roleRef")}
+            | {"name": item["metadata"]["name"], "labels": item["metadata"]["labels"]}
+            | {"template": item.get("spec", {}).get("template")}
+            for item in live.items(kinds, name)
+        ]
+        return json.dumps(found, sort_keys=True).replace(name, "NAME")
+
+    assert plain("wrong") == plain("right")
+
+
+def test_an_idle_operator_writes_nothing(live: Live):
+    live.apply(service("idle", decode=pool(2)))
+    live.until(lambda: len(live.items("pods", "idle")) == 3, seconds=2)
+    _settled(live)
+    _writes_nothing(live, seconds=8)
+
+
+@pytest.mark.full
+def test_an_idle_operator_writes_nothing_for_a_minute(live: Live):
+    live.apply(service("idle", decode=pool(2)))
+    live.until(lambda: len(live.items("pods", "idle")) == 3, seconds=2)
+    _settled(live)
+    _writes_nothing(live, seconds=60)
+
+
+def test_applying_the_same_manifest_again_writes_nothing(live: Live):
+    live.apply(service("again"))
+    live.until(lambda: len(live.items("pods", "again")) == 3, seconds=2)
+    _settled(live)
+    before = live.writes()
+    live.kubectl("-n", "live", "annotate", "vlm", "again", "note=1")
+    live.apply(service("again"))
+    _writes_nothing(live, seconds=2)
+    assert live.writes() == before
+
+
+@pytest.mark.parametrize("cascade", ["background", "foreground"])
+def test_deletion_ends_clean(live: Live, cascade: str):
+    live.apply(service(cascade))
+    live.until(lambda: len(live.items("pods", cascade)) == 3, seconds=2)
+    live.kubectl("-n", "live", "delete", "vlm", cascade, f"--cascade={cascade}", "--timeout=30s")
+    kinds = "deployments,pods,services,configmaps,serviceaccounts,networkpolicies,vlmpools"
+    live.until(lambda: live.items(kinds, cascade) == [], seconds=10)
+
+
+def test_deleting_the_namespace_ends_clean(live: Live):
+    live.apply(service("gone", "live-gone"))
+    live.until(lambda: len(live.items("pods", "gone", "live-gone")) == 3, seconds=2)
+    live.kubectl("delete", "namespace", "live-gone", "--timeout=60s")
+    assert live.kubectl("get", "ns", "live-gone", "--ignore-not-found") == ""
+
+
+def test_a_killed_operator_takes_over_what_it_left(live: Live):
+    live.apply(service("killed"))
+    live.kill()
+    live.start()
+    live.until(lambda: len(live.items("pods", "killed")) == 3, seconds=20)
+
+
+def _settled(live: Live) -> None:
+    """Wait until a second passes without a write."""
+    while True:
+        before = len(live.writes())
+        _pass(2.0)
+        if len(live.writes()) == before:
+            return
+
+
+def _writes_nothing(live: Live, *, seconds: float) -> None:
+    before = live.writes()
+    _pass(seconds)
+    assert live.writes()[len(before) :] == []
+
+
+def _pass(seconds: float) -> None:
+    """Let real time pass: the only way to see that nothing happens in it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(0.2, seconds))  # noqa: TID251

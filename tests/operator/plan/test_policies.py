@@ -1,0 +1,134 @@
+"""NetworkPolicies, evaluated: every needed flow is allowed, all others are denied."""
+
+import ipaddress
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+from operator_support import body, pool, service
+
+from vlm_operator import names
+from vlm_operator.plan.policies import network_policies
+from vlm_operator.pods import object_labels
+
+OPERATOR = "triptych-system"
+
+
+class End(NamedTuple):
+    """A pod, or an address outside the cluster."""
+
+    name: str
+    labels: dict[str, str]
+    namespace: str
+    address: str
+
+
+def pod(role: str, of: str = "demo", namespace: str = "ns") -> End:
+    return End(role, object_labels(of, role), namespace, "10.1.0.1")
+
+
+OUTSIDE = {
+    "client": End("client", {"app": "web"}, "ns", "10.1.0.9"),
+    "stranger": End("stranger", {}, "other", "10.1.0.8"),
+    "operator": End("operator", {}, OPERATOR, "10.1.0.7"),
+    "dns": End("dns", {"k8s-app": "kube-dns"}, "kube-system", "10.96.0.10"),
+    "api": End("api", {}, "", "10.96.0.1"),
+    "metadata": End("metadata", {}, "", "169.254.169.254"),
+    "internet": End("internet", {}, "", "93.184.216.34"),
+}
+PORTS = [53, 80, 443, 6443, 8000, 9000, 9001, 22]
+
+
+def allowed(policies: dict[str, Any], source: End, target: End, port: int) -> bool:
+    """What a network plugin would say, for TCP."""
+    return _side(policies, source, target, port, "egress") and _side(
+        policies, target, source, port, "ingress"
+    )
+
+
+def _side(policies: dict[str, Any], end: End, peer: End, port: int, direction: str) -> bool:
+    own = [spec for spec in policies.values() if _selects(spec["podSelector"], end.labels)]
+    own = own if end.namespace == "ns" else []
+    if not own:
+        return True
+    key = "to" if direction == "egress" else "from"
+    return any(
+        _peers(rule.get(key), peer) and _ports(rule.get("ports"), port)
+        for spec in own
+        for rule in spec[direction]
+    )
+
+
+def _peers(peers: list[dict[str, Any]] | None, end: End) -> bool:
+    return peers is None or any(_peer(peer, end) for peer in peers)
+
+
+def _peer(peer: dict[str, Any], end: End) -> bool:
+    if "ipBlock" in peer:
+        block, address = peer["ipBlock"], ipaddress.ip_address(end.address)
+        inside = address in ipaddress.ip_network(block["cidr"])
+        return inside and not any(
+            address in ipaddress.ip_network(item) for item in block.get("except", [])
+        )
+    if "namespaceSelector" in peer:
+        if not _selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": end.namespace}):
+            return False
+    elif end.namespace != "ns":
+        return False
+    return _selects(peer.get("podSelector", {}), end.labels)
+
+
+def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+
+
+def _ports(ports: list[dict[str, Any]] | None, port: int) -> bool:
+    return ports is None or any(
+        item["port"] == port and item["protocol"] == "TCP" for item in ports
+    )
+
+
+def needed(roles: list[str], *, hub: bool) -> set[tuple[str, str, int]]:
+    found = {("client", "gateway", 8000), ("stranger", "gateway", 8000)}
+    found |= {("operator", "gateway", 8000), ("api", "gateway", 8000), ("dns", "gateway", 8000)}
+    found |= {("metadata", "gateway", 8000), ("internet", "gateway", 8000)}
+    found |= {("gateway", role, 9000) for role in roles}
+    found |= {("operator", role, 9001) for role in [*roles, "gateway"]}
+    found |= {(role, "dns", 53) for role in [*roles, "gateway"]}
+    for port in (443, 6443):
+        found |= {("gateway", name, port) for name in OUTSIDE}
+    if hub:
+        found |= {(role, "internet", 443) for role in roles}
+    chain = {
+        ("encoder", "prefill", "decode"): [("prefill", "encoder"), ("decode", "prefill")],
+        ("prefill", "decode"): [("decode", "prefill")],
+        ("encoder", "decode"): [("decode", "encoder")],
+        ("decode",): [],
+    }[tuple(roles)]
+    return found | {(source, target, 9000) for source, target in chain}
+
+
+@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize(
+    "roles",
+    [["encoder", "prefill", "decode"], ["prefill", "decode"], ["encoder", "decode"], ["decode"]],
+    ids="-".join,
+)
+def test_every_needed_flow_is_allowed_and_all_others_are_denied(roles: list[str], hub: bool):
+    model = {"uri": "hf://org/name", "revision": "abc"} if hub else {"uri": "pvc://shapes"}
+    manifest = body({"model": model}, **{role: pool() for role in roles})
+    policies = {str(k): v for k, v in network_policies(service(manifest), OPERATOR).items()}
+    ends = {role: pod(role) for role in [*roles, "gateway"]} | OUTSIDE
+    ends |= {f"other-{role}": pod(role, of="other") for role in names.POOL_ROLES}
+    found = {
+        (source, target, port)
+        for source, target in itertools.permutations(ends, 2)
+        for port in PORTS
+        if (source in [*roles, "gateway"] or target in [*roles, "gateway"])
+        and allowed(policies, ends[source], ends[target], port)
+    }
+    # another service's pods are pods like any other
+    expected = needed(roles, hub=hub)
+    expected |= {(f"other-{role}", "gateway", 8000) for role in names.POOL_ROLES}
+    expected |= {("gateway", f"other-{r}", p) for r in names.POOL_ROLES for p in (443, 6443)}
+    assert found == expected

@@ -1,0 +1,161 @@
+"""Pods: Pod Security restricted for any service, and the contract's command line."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from inline_snapshot import snapshot
+from operator_support import body, empty, pool, service, specs
+
+from vlm_operator import names
+from vlm_operator.cluster import Manifest
+from vlm_operator.names import Role
+from vlm_operator.reconcile import Options
+from vlm_operator.reconcile.decisions import intend
+
+
+def templates(manifest: Manifest) -> dict[str, Any]:
+    found = intend(service(manifest), empty(), {}, options=Options())
+    return {
+        item["metadata"]["labels"][names.LABEL_ROLE]: item["spec"]["template"]
+        for item in found.plan.objects
+        if item["kind"] == "Deployment"
+    }
+
+
+def restricted_violations(spec: dict[str, Any]) -> list[str]:
+    """What Pod Security `restricted` would refuse (v1.34)."""
+    found = [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
+    found += [
+        f"volume {item['name']}"
+        for item in spec["volumes"]
+        if not {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "projected"} & set(item)
+    ]
+    profile = spec["securityContext"].get("seccompProfile", {}).get("type")
+    found += ["seccomp"] if profile not in ("RuntimeDefault", "Localhost") else []
+    for container in spec["containers"]:
+        context = container["securityContext"]
+        checks = {
+            "privileged": not context.get("privileged"),
+            "escalation": context.get("allowPrivilegeEscalation") is False,
+            "capabilities": context["capabilities"].get("drop") == ["ALL"]
+            and not context["capabilities"].get("add"),
+            "nonroot": context.get("runAsNonRoot") is True,
+            "ports": all("hostPort" not in port for port in container["ports"]),
+        }
+        found += [name for name, holds in checks.items() if not holds]
+    return found
+
+
+@given(specs())
+@settings(max_examples=80, deadline=None)
+def test_pods_of_any_service_are_restricted(manifest: Manifest):
+    for role, template in templates(manifest).items():
+        spec = template["spec"]
+        assert restricted_violations(spec) == []
+        (container,) = spec["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert spec["automountServiceAccountToken"] is (role == "gateway")
+        gated = {"conditionType": names.GATE_ACCEPTING} in spec.get("readinessGates", [])
+        assert gated is (role != "gateway")
+
+
+@given(specs())
+@settings(max_examples=80, deadline=None)
+def test_grace_outlasts_the_drain_and_mounts_have_volumes(manifest: Manifest):
+    for template in templates(manifest).values():
+        spec = template["spec"]
+        (container,) = spec["containers"]
+        timeout = next(
+            int(arg.partition("=")[2])
+            for arg in container["args"]
+            if arg.startswith("--drain-timeout-seconds=")
+        )
+        assert spec["terminationGracePeriodSeconds"] == timeout + 30
+        volumes = [item["name"] for item in spec["volumes"]]
+        assert len(volumes) == len(set(volumes))
+        assert {item["name"] for item in container["volumeMounts"]} <= set(volumes)
+        variables = [item["name"] for item in container["env"]]
+        assert len(variables) == len(set(variables))
+
+
+def test_the_command_line_of_each_role():
+    found = {
+        role: [arg for arg in t["spec"]["containers"][0]["args"] if "compat" not in arg]
+        for role, t in templates(body()).items()
+    }
+    assert found["prefill"] == snapshot(
+        [
+            "prefill",
+            "--model=/models/model",
+            "--served-name=demo",
+            "--stages=prefill",
+            "--bind=::",
+            "--grpc-port=9000",
+            "--http-port=9001",
+            "--block-size=64",
+            "--dtype=auto",
+            "--kv-dtype=auto",
+            "--drain-timeout-seconds=600",
+        ]
+    )
+    assert found["gateway"] == snapshot(
+        [
+            "gateway",
+            "--model=/models/model",
+            "--served-name=demo",
+            "--bind=::",
+            "--http-port=8000",
+            "--admin-port=9001",
+            "--namespace=ns",
+            "--service=demo",
+            "--config=/etc/triptych/gateway/gateway.json",
+            "--block-size=64",
+            "--drain-timeout-seconds=600",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("roles", "stages"),
+    [
+        (["decode"], {"decode": "encoder,prefill,decode"}),
+        (["encoder", "decode"], {"encoder": "encoder", "decode": "prefill,decode"}),
+        (["prefill", "decode"], {"prefill": "encoder,prefill", "decode": "decode"}),
+    ],
+    ids=["colocated", "encoder apart", "decode apart"],
+)
+def test_a_stage_without_a_pool_is_loaded_by_the_next_role(
+    roles: list[str], stages: dict[str, str]
+):
+    found = templates(body(**{role: pool() for role in roles}))
+    for role, expected in stages.items():
+        assert f"--stages={expected}" in found[role]["spec"]["containers"][0]["args"]
+
+
+def test_models_come_from_a_claim_or_into_a_cache():
+    claim = templates(body({"model": {"uri": "pvc://weights/qwen/7b"}}, decode=pool()))["decode"]
+    assert "--model=/models/model/qwen/7b" in claim["spec"]["containers"][0]["args"]
+    assert claim["spec"]["volumes"][1]["persistentVolumeClaim"] == {
+        "claimName": "weights",
+        "readOnly": True,
+    }
+    model = {"uri": "hf://org/name", "revision": "abc", "credentialsSecretRef": {"name": "hub"}}
+    hub = templates(body({"model": model}, decode=pool()))["decode"]["spec"]["containers"][0]
+    assert hub["args"][1:5] == [
+        "--model=hf://org/name",
+        "--model-revision=abc",
+        "--model-cache=/models/cache",
+        "--served-name=demo",
+    ]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in (
+        hub["env"]
+    )
+
+
+def test_blocks_are_short_where_a_worker_asks_for_an_accelerator():
+    resources = {"limits": {"nvidia.com/gpu": "1"}}
+    variant = {"name": "gpu", "placement": {}, "resources": resources}
+    found = templates(body(decode=pool(variants=[variant])))["decode"]
+    assert "--block-size=16" in found["spec"]["containers"][0]["args"]
+    assert Role.DECODE.value == found["metadata"]["labels"][names.LABEL_ROLE]

@@ -1,0 +1,103 @@
+"""An operator process on a real control plane, and what tests ask of both."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vlm_operator.local.controlplane import ControlPlane
+
+USER = "system:serviceaccount:triptych-system:triptych-operator"
+WRITES = ("create", "update", "patch", "delete")
+
+
+class Live:
+    """One operator process and the cluster that it works on."""
+
+    def __init__(self, plane: ControlPlane, folder: pathlib.Path) -> None:
+        self.plane = plane
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process and wait until it leads."""
+        command = [
+            sys.executable, "-m", "vlm_operator", f"--kubeconfig={self.folder / 'kubeconfig'}",
+            "--namespace=live", "--namespace=live-gone", "--lease-namespace=triptych-system",
+            "--identity=live", "--lease-seconds=6", "--bind=127.0.0.1", "--metrics-port=0",
+        ]  # fmt: skip
+        file = self.folder / "log"
+        file.touch()
+        led = file.read_bytes().count(b'"leading"')
+        with file.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.until(lambda: file.read_bytes().count(b'"leading"') > led, seconds=30)
+
+    def stop(self) -> int:
+        """Tell the process to end; returns its status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(timeout=15)
+
+    def kill(self) -> None:
+        """End the process without a word."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(timeout=15)
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        """Type a command as a user would; returns what it printed."""
+        return self.plane.kubectl(*arguments, stdin=stdin, check=check).stdout
+
+    def apply(self, manifest: dict[str, Any]) -> None:
+        """`kubectl apply -f -`."""
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+
+    def items(self, kinds: str, service: str, namespace: str = "live") -> list[dict[str, Any]]:
+        """Everything of these kinds that carries the service's label."""
+        text = self.kubectl(
+            "-n", namespace, "get", kinds, "-l", f"triptych.dev/service={service}", "-o", "json"
+        )
+        found: list[dict[str, Any]] = json.loads(text)["items"]
+        return found
+
+    def get(self, what: str, name: str, namespace: str = "live") -> dict[str, Any]:
+        """One object."""
+        found: dict[str, Any] = json.loads(
+            self.kubectl("-n", namespace, "get", what, name, "-o", "json")
+        )
+        return found
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        """One condition of a service; empty until it is written."""
+        conditions = self.get("vlm", name).get("status", {}).get("conditions", [])
+        return next((item for item in conditions if item["type"] == kind), {})
+
+    def until(self, holds: Callable[[], Any], *, seconds: float) -> float:
+        """Wait until something holds, three times as long as promised; prints how long it took."""
+        began = time.monotonic()
+        while not holds():
+            if time.monotonic() - began > 3 * seconds:
+                raise AssertionError(f"not within three times {seconds} s")
+            time.sleep(0.05)  # noqa: TID251
+        took = time.monotonic() - began
+        print(f"took {took:.2f} s of {seconds} s promised")
+        return took
+
+    def writes(self) -> list[tuple[str, str, str]]:
+        """The operator's writes so far, its Lease apart: verb, resource, name."""
+        found = []
+        for line in self.plane.audit_log.read_text().splitlines():
+            entry = json.loads(line)
+            about = entry.get("objectRef", {})
+            if entry["user"]["username"] != USER or entry["verb"] not in WRITES:
+                continue
+            if about.get("resource") == "leases" or "dryRun" in entry["requestURI"]:
+                continue
+            found.append((entry["verb"], about.get("resource", ""), about.get("name", "")))
+        return found
