@@ -147,13 +147,15 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def stack(
-    *plans: tuple[Role, Sequence[Stage]], delays: dict[str, float] | None = None, **changes: object
+    *plans: tuple[Role, Sequence[Stage]],
+    worker_delays: dict[str, float] | None = None,
+    **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end."""
     async with contextlib.AsyncExitStack() as exits:
         workers = await asyncio.gather(
             *(
-                exits.enter_async_context(started(role, stages, **(delays or {})))
+                exits.enter_async_context(started(role, stages, **(worker_delays or {})))
                 for role, stages in plans
             )
         )

@@ -111,7 +111,7 @@ async def test_an_answer_goes_on_identically_when_its_decode_pod_drains(served: 
 @pytest.mark.parametrize("role", [Role.ENCODER, Role.PREFILL])
 async def test_a_request_goes_elsewhere_when_a_pod_dies_before_the_first_token(role: Role) -> None:
     stage = {Role.ENCODER: "encode", Role.PREFILL: "prefill"}[role]
-    async with stack(*TWO_EACH, delays={stage: 0.5}) as served:
+    async with stack(*TWO_EACH, worker_delays={stage: 0.5}) as served:
         expected = await answer(served)
         asking = asyncio.create_task(answer(served))
         async with asyncio.timeout(5):

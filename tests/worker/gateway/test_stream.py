@@ -131,7 +131,7 @@ STAGES = ["media", "encoder_queue", "encode", "embed_transfer", "decode_reserve"
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_client_that_leaves_frees_every_hop_at_any_stage(stage: str) -> None:
-    async with stack(*EPD, delays={stage: 3.0}) as served:
+    async with stack(*EPD, worker_delays={stage: 3.0}) as served:
         service = served.gateway.service
         async with httpx.AsyncClient(base_url=served.url) as client:
             try:

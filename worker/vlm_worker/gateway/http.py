@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_SECONDS = 10.0
+MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -28,6 +29,7 @@ class ImpatientProtocol(HttpToolsProtocol):
     """Closes a connection whose next headers do not come within 10 s of their first byte."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a request."""
@@ -37,7 +39,15 @@ class ImpatientProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A further request on the same connection begins."""
         super().on_message_begin()
+        self._num_header_bytes = 0
         self._expect_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Raising here is answered 400 by uvicorn, and the connection is closed."""
+        self._num_header_bytes += len(name) + len(value)
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"more than {MAX_HEADER_BYTES} bytes of headers")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """They came."""
@@ -94,7 +104,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+        raise OSError(
+            error.errno, f"cannot listen on {host} port {port}: {error.strerror}"
+        ) from None
     # asyncio does so only for sockets that it made itself; each token would wait 40 ms for an ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

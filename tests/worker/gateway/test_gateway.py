@@ -1,0 +1,405 @@
+"""The gateway as a server: keys, pages, stats, two of them, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from worker.gateway.pictures import ask, png
+from worker.gateway.stack import (
+    EPD,
+    P_D,
+    Stack,
+    gateway_settings,
+    serving,
+    stack,
+    started,
+)
+
+from vlm_worker.gateway import http
+from vlm_worker.gateway.serve import running
+from vlm_worker.types import STAGES, Role
+
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "stats.schema.json").read_text())
+TEXT = {"model": "shapes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+
+def api(url: str, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+async def get(url: str, **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient() as client:
+        return await client.get(url, headers=headers)
+
+
+async def raw(url: str, line: str, body: str = "", **headers: str) -> bytes:
+    """What comes back on a connection of its own; nothing is tidied up on the way."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    fields = {"host": "x", "connection": "close", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    writer.write(f"{line}\r\n{head}\r\n{body}".encode())
+    async with asyncio.timeout(15):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def until(ask_again: Callable[[], Awaitable[httpx.Response]], *, status: int) -> None:
+    async with asyncio.timeout(6):
+        while (await ask_again()).status_code != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    (directory / "alice").write_text("alice-key\n")
+    (directory / "..data").mkdir()
+    return directory
+
+
+PATHS = ["/v1/models", "/v1/models/shapes", "/metrics", "/nothing", "//v1/models", "/healthz/",
+         "/healthz%2f..%2fv1/models", "/v1/../healthz", "/",
+         "http://x/v1/models", "/v1/models?/healthz"]  # fmt: skip
+WRONG = [
+    pytest.param({}, id="no key"),
+    pytest.param({"authorization": "Bearer wrong"}, id="a wrong key"),
+    pytest.param({"authorization": "Bearer "}, id="an empty key"),
+    pytest.param({"authorization": "alice-key"}, id="no scheme"),
+    pytest.param({"authorization": "Basic alice-key"}, id="another scheme"),
+    pytest.param({"authorization": "Bearer alice-key2"}, id="a key and more"),
+    pytest.param({"host": "a/?x=", "x-forwarded-path": "/healthz"}, id="a weird host"),
+]
+
+
+@pytest.mark.parametrize("headers", WRONG)
+async def test_every_path_but_health_needs_a_key(keys: Path, headers: dict[str, str]) -> None:
+    async with serving(gateway_settings([], api_keys_dir=keys)) as gateway:
+        for path in PATHS:
+            answer = await raw(gateway.url, f"GET {path} HTTP/1.1", **headers)
+            assert b" 401 " in answer.splitlines()[0], path
+            assert b'"invalid_api_key"' in answer
+        answer = await raw(gateway.url, "POST /v1/chat/completions HTTP/1.1", **headers)
+        assert b" 401 " in answer.splitlines()[0]
+        assert (await get(f"{gateway.url}/healthz")).status_code == 200
+        assert (await get(f"{gateway.url}/readyz")).status_code == 503
+        models = await get(f"{gateway.url}/v1/models", authorization="bearer alice-key")
+        assert models.status_code == 200
+
+
+async def test_keys_come_and_go_while_it_runs(keys: Path) -> None:
+    async with serving(gateway_settings([], api_keys_dir=keys)) as gateway:
+        bob = {"authorization": "Bearer bob-key"}
+        assert (await get(f"{gateway.url}/v1/models", **bob)).status_code == 401
+        (keys / "bob").write_text("bob-key")
+        (keys / "alice").unlink()
+        await until(lambda: get(f"{gateway.url}/v1/models", **bob), status=200)
+        alice = {"authorization": "Bearer alice-key"}
+        assert (await get(f"{gateway.url}/v1/models", **alice)).status_code == 401
+
+
+async def test_without_readable_keys_nobody_gets_in(tmp_path: Path) -> None:
+    settings = gateway_settings([], api_keys_dir=tmp_path / "missing")
+    async with serving(settings) as gateway:
+        answer = await raw(gateway.url, "GET /v1/models HTTP/1.1", authorization="Bearer ")
+        assert b" 401 " in answer.splitlines()[0]
+
+
+async def test_tenants_share_no_prefix(keys: Path) -> None:
+    (keys / "bob").write_text("bob-key")
+    messages = [ask("the same long beginning of a prompt that fills several blocks")]
+    cached = []
+    async with stack(*P_D, api_keys_dir=keys) as served:
+        for key in ("alice-key", "bob-key", "alice-key"):
+            async with api(served.url, key) as client:
+                answer = await client.chat.completions.create(
+                    model="shapes", messages=messages, max_tokens=2
+                )
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == cached[1] == 0
+    assert cached[2] > 0
+
+
+# ---- HTTP as nobody should speak it --------------------------------------------------------------
+
+BODY = json.dumps(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("line", "headers", "body", "status"),
+    [
+        pytest.param(
+            "POST /v1/chat/completions HTTP/1.1",
+            {"content-length": "5", "transfer-encoding": "chunked"},
+            "0\r\n\r\nGET /x HTTP/1.1\r\n\r\n",
+            b"400",
+            id="two lengths",
+        ),
+        pytest.param("nonsense", {}, "", b"400", id="nonsense"),
+        pytest.param(
+            "GET /healthz HTTP/1.1", {"x": "y" * 100_000}, "", b"400", id="100 KB of header"
+        ),
+        pytest.param("GET http://evil/healthz HTTP/1.1", {}, "", b"200", id="an absolute form"),
+        pytest.param("GET /healthz HTTP/1.0", {}, "", b"200", id="HTTP 1.0"),
+        pytest.param(
+            "POST /v1/chat/completions HTTP/1.1",
+            {"content-type": "application/json", "content-length": "99999999999"},
+            "",
+            b"413",
+            id="an endless body",
+        ),
+        pytest.param(
+            "POST /v1/chat/completions HTTP/1.1",
+            {
+                "content-type": "application/json",
+                "content-length": str(len(BODY)),
+                "expect": "100-continue",
+            },
+            BODY,
+            b"100",
+            id="100-continue",
+        ),
+    ],
+)
+async def test_odd_requests_are_answered(
+    line: str, headers: dict[str, str], body: str, status: bytes
+) -> None:
+    async with serving(gateway_settings([])) as gateway:
+        answer = await raw(gateway.url, line, body, **headers)
+        assert answer.split()[1] == status
+        assert (await get(f"{gateway.url}/healthz")).status_code == 200
+
+
+async def test_headers_that_do_not_come_end_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
+    async with serving(gateway_settings([])) as gateway:
+        assert await raw(gateway.url, "GET /healthz HTTP/1.1\r\nx: ", "") != b""
+        host, port = gateway.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /healthz HTTP/1.1\r\nx: ")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlm_worker.gateway.body.BODY_SILENCE_SECONDS", 0.2)
+    headers = {"content-type": "application/json", "content-length": "50"}
+    async with serving(gateway_settings([])) as gateway:
+        answer = await raw(gateway.url, "POST /v1/chat/completions HTTP/1.1", "{", **headers)
+    assert b" 408 " in answer.splitlines()[0]
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+async def test_the_models_are_listed_as_the_client_reads_them() -> None:
+    async with serving(gateway_settings([])) as gateway, api(gateway.url) as client:
+        (model,) = (await client.models.list()).data
+        assert (model.id, model.object) == ("shapes", "model")
+        assert model.model_extra["max_model_len"] == 4096
+        assert (await client.models.retrieve("shapes")).id == "shapes"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.models.retrieve("gpt-4o")
+        assert missing.value.code == "model_not_found"
+
+
+async def until_ready(url: str, *, ready: bool) -> str:
+    async with asyncio.timeout(15):
+        while True:
+            answer = await get(f"{url}/readyz")
+            if (answer.status_code == 200) is ready:
+                return answer.text
+            await asyncio.sleep(0.05)
+
+
+async def test_it_is_ready_when_every_stage_has_a_pod_and_stays_so_without_encoders() -> None:
+    async with stack(*EPD) as served:
+        await until_ready(served.url, ready=True)
+        (encoder,) = served.of(Role.ENCODER)
+        await encoder.kill()
+        registry = served.gateway.service.registry
+        assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
+        await until_ready(served.url, ready=True)
+        async with api(served.url) as client:
+            assert await client.chat.completions.create(**TEXT)
+            with pytest.raises(openai.InternalServerError, match="encoder"):
+                await client.chat.completions.create(**{**TEXT, "messages": [ask(png())]})
+        (decode,) = served.of(Role.DECODE)
+        await decode.kill()
+        assert "decode" in await until_ready(served.url, ready=False)
+
+
+async def test_it_is_not_ready_before_there_is_an_encoder() -> None:
+    async with stack(*EPD[1:]) as served:
+        assert "encoder" in await until_ready(served.url, ready=False)
+
+
+async def test_stats_keep_to_their_schema_and_add_up(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.json"
+    config.write_text('{"slo": {"ttft_ms": 30000, "overrides": {"image": 0.01}}}')
+    async with stack(*EPD, config=config) as served:
+        jsonschema.validate((await get(f"{served.gateway.admin_url}/stats")).json(), SCHEMA)
+        async with api(served.url) as client:
+            for _ in range(3):
+                await client.chat.completions.create(**TEXT)
+            answer = await client.chat.completions.create(**{**TEXT, "messages": [ask(png())]})
+        stats = (await get(f"{served.gateway.admin_url}/stats")).json()
+        metrics = (await get(f"{served.gateway.admin_url}/metrics")).text
+    jsonschema.validate(stats, SCHEMA)
+    text, image = stats["ttft"]["text"], stats["ttft"]["image"]
+    assert (text["count"], text["missed"]) == (3, 0)
+    assert (image["count"], image["missed"]) == (1, 1)
+    assert text["buckets"]["30"] == 3
+    assert image["buckets"]["1e-05"] == 0
+    assert image["buckets"]["+Inf"] == 1
+    for part in (text, image):
+        stages = [one["met"] + one["missed"] for one in part["stages"].values()]
+        assert sum(stages) == pytest.approx(part["sum_seconds"])
+    timing = answer.model_extra["timing"]
+    assert image["stages"]["encode"]["missed"] == pytest.approx(
+        timing["stages"]["encode"] / 1000, abs=1e-3
+    )
+    assert stats["counters"]["visual_tokens"] == 12
+    assert len(stats["config_hash"]) == 64
+    assert 'vlm_requests_total{outcome="ok"} 4.0' in metrics
+    assert 'vlm_ttft_total{modality="image",slo="missed"} 1.0' in metrics
+    for stage in STAGES:
+        assert (
+            f'vlm_ttft_stage_seconds_total{{modality="text",slo="met",stage="{stage}"}}' in metrics
+        )
+
+
+async def test_settings_are_applied_while_it_runs_and_bad_ones_change_nothing(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "gateway.json"
+    config.write_text('{"limits": {"images_per_request": 1}}')
+    async with serving(gateway_settings([], config=config)) as gateway:
+
+        async def two_pictures() -> httpx.Response:
+            async with httpx.AsyncClient(base_url=gateway.url) as client:
+                body = {**TEXT, "messages": [ask(png(), png())]}
+                return await client.post("/v1/chat/completions", json=body)
+
+        assert (await two_pictures()).json()["error"]["code"] == "too_many_images"
+        first = gateway.service.stats()["config_hash"]
+        config.write_text("{")
+        gateway.service.live.reload()
+        assert gateway.service.stats()["config_hash"] == first
+        config.write_text('{"limits": {"images_per_request": 2}}')
+        await until(two_pictures, status=503)
+        assert gateway.service.stats()["config_hash"] != first
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+DELAY = 0.3
+HOPS = [stage for stage in STAGES if stage != "other"]
+
+
+@pytest.mark.parametrize("stage", [*HOPS, "kv_transfer"])
+async def test_a_delay_at_one_hop_shows_in_that_stage_alone(stage: str) -> None:
+    delays = {} if stage == "gateway" else {stage: DELAY}
+    own = {"gateway": DELAY} if stage == "gateway" else {}
+    async with stack(*EPD, worker_delays=delays, delays=own) as served, api(served.url) as client:
+        times = []
+        stream = await client.chat.completions.create(
+            model="shapes", messages=[ask(png(), "What?")], max_tokens=3, stream=True
+        )
+        async for chunk in stream:
+            times.append(asyncio.get_running_loop().time())
+            timing = chunk.model_extra.get("timing", {})  # type: ignore[union-attr]
+    shares = timing["stages"]
+    if stage == "kv_transfer":
+        assert max(shares.values()) < DELAY * 1000 * 0.8
+        assert times[1] - times[0] > DELAY * 0.8
+        return
+    assert shares[stage] >= DELAY * 1000 * 0.8
+    others = {name: share for name, share in shares.items() if name != stage}
+    assert max(others.values()) < DELAY * 1000 * 0.5, shares
+    assert timing["ttft_ms"] == pytest.approx(sum(shares.values()), abs=0.01)
+
+
+# ---- several, and the end ------------------------------------------------------------------------
+
+
+async def test_two_gateways_share_the_workers_and_nothing_else() -> None:
+    async with stack(*EPD) as served, serving(gateway_settings(served.workers)) as second:
+        body = {**TEXT, "messages": [ask(png(), "What?")], "max_tokens": 30, "temperature": 0}
+
+        async def answer(url: str) -> str | None:
+            async with api(url) as client:
+                whole = await client.chat.completions.create(**body)
+            return whole.choices[0].message.content
+
+        urls = [served.url, second.url] * 3
+        assert len(set(await asyncio.gather(*map(answer, urls)))) == 1
+        await served.until_idle()
+
+
+async def stream_slowly(served: Stack, seen: asyncio.Event) -> list[str]:
+    for worker in served.of(Role.DECODE):
+        worker.runner.faults.step_seconds = 0.02
+    lines: list[str] = []
+    async with (
+        httpx.AsyncClient(base_url=served.url, timeout=60) as client,
+        client.stream(
+            "POST", "/v1/chat/completions", json={**TEXT, "max_tokens": 60, "stream": True}
+        ) as response,
+    ):
+        async for line in response.aiter_lines():
+            lines.append(line)
+            seen.set()
+    return [line for line in lines if line]
+
+
+async def test_a_stream_is_finished_before_the_gateway_ends() -> None:
+    async with started(Role.PREFILL) as prefill, started(Role.DECODE) as decode:
+        stop, seen = asyncio.Event(), asyncio.Event()
+        async with running(gateway_settings([prefill, decode])) as gateway:
+            registry = gateway.service.registry
+            await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
+            serving_task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.1))
+            served = Stack([prefill, decode], gateway)
+            stream = asyncio.create_task(stream_slowly(served, seen))
+            await seen.wait()
+            stop.set()
+            lines = await stream
+            await serving_task
+        assert lines[-1] == "data: [DONE]"
+        await served.until_idle()
+
+
+async def test_a_stream_that_outlasts_the_drain_ends_in_an_error_event() -> None:
+    async with started(Role.PREFILL) as prefill, started(Role.DECODE) as decode:
+        stop, seen = asyncio.Event(), asyncio.Event()
+        settings = gateway_settings([prefill, decode], drain_timeout_seconds=0.2)
+        async with running(settings) as gateway:
+            registry = gateway.service.registry
+            await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
+            serving_task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.1))
+            served = Stack([prefill, decode], gateway)
+            stream = asyncio.create_task(stream_slowly(served, seen))
+            await seen.wait()
+            stop.set()
+            lines = await stream
+            await serving_task
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "service_unavailable"
+        assert "data: [DONE]" not in lines
+        await served.until_idle()
