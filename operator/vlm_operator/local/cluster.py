@@ -34,6 +34,7 @@ class NodeAgent:
         images: What image names stand for.
         backoff: Between restarts of containers.
         settings: The environment's, if not given.
+        name: Tells it from other agents of the same control plane.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class NodeAgent:
         images: Mapping[str, Sequence[str]] = IMAGES,
         backoff: Backoff | None = None,
         settings: LocalSettings | None = None,
+        name: str = "agent",
     ) -> None:
         self._control_plane = control_plane
+        self._name = name
         self._node_types = node_types
         self._images = images
         self._backoff = backoff or Backoff()
@@ -69,7 +72,7 @@ class NodeAgent:
     @property
     def log(self) -> Path:
         """What the agent prints."""
-        return self._control_plane.folder / "agent.log"
+        return self._control_plane.folder / f"{self._name}.log"
 
     @property
     def limits_missing(self) -> bool:
@@ -87,7 +90,7 @@ class NodeAgent:
             server=self._control_plane.server,
             version=build.KUBERNETES_VERSION,
             pki=folder / "pki",
-            folder=folder / "pods",
+            folder=folder / "pods" / self._name,
             node_types=self._node_types,
             images=self._images,
             environment=container_environment(
@@ -98,7 +101,7 @@ class NodeAgent:
         command = [INTERPRETER, "-P", "-m", "vlm_operator.local.agent"]
         self._child = spawn(
             "node agent",
-            [*command, config.write(folder / "agent.json")],
+            [*command, config.write(folder / f"{self._name}.json")],
             log=self.log,
             environment=self._settings.environment,
         )

@@ -16,7 +16,8 @@ VERSION = 3
 SYN_STREAM, SYN_REPLY, RST_STREAM, PING, GOAWAY = 1, 2, 3, 6, 7
 FIN = 1
 CANCEL = 5
-MAX_FRAME_BYTES = 16 << 20
+MAX_FRAME_BYTES = 1 << 20
+MAX_HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 32 << 10
 
 _WORDS = (
@@ -125,8 +126,12 @@ class Session:
             await self._writer.drain()
 
     async def _open(self, body: bytes, flags: int) -> Stream:
-        number = struct.unpack(">I", body[:4])[0]
-        stream = Stream(self, number, read_headers(self._inflate.decompress(body[10:])))
+        try:
+            (number,) = struct.unpack(">I", body[:4])
+            headers = read_headers(self._inflate.decompress(body[10:], MAX_HEADER_BYTES))
+        except (struct.error, zlib.error) as error:
+            raise ProtocolError(f"a SYN_STREAM that cannot be read: {error}") from error
+        stream = Stream(self, number, headers)
         self._streams[number] = stream
         if flags & FIN:
             await stream.feed(None)
@@ -169,17 +174,16 @@ def read_headers(block: bytes) -> dict[str, str]:
     Raises:
         ProtocolError: It is cut short.
     """
-    words: list[bytes] = []
+    words: list[str] = []
     position = 4
     try:
         for _ in range(2 * struct.unpack_from(">I", block)[0]):
             (length,) = struct.unpack_from(">I", block, position)
-            words.append(block[position + 4 : position + 4 + length])
+            words.append(block[position + 4 : position + 4 + length].decode())
             position += 4 + length
-    except struct.error as error:
-        raise ProtocolError("a header block is cut short") from error
-    names, values = words[::2], words[1::2]
-    return {name.decode(): value.decode() for name, value in zip(names, values, strict=True)}
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a header block that cannot be read: {error}") from error
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def _length(head: bytes) -> int:

@@ -20,6 +20,7 @@ from . import command
 from .atomic import Files, write_atomically
 
 TOKEN_SECONDS = 3607
+RENEW_AFTER = 0.8  # of a token's life
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets"}
 _FILE_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
@@ -38,9 +39,16 @@ class Volumes:
     """The volumes of one pod, under `folder`. `prepare` makes them, `refresh` keeps them."""
 
     def __init__(
-        self, pod: Mapping[str, Any], facts: command.Facts, client: Client, folder: Path
+        self,
+        pod: Mapping[str, Any],
+        facts: command.Facts,
+        client: Client,
+        folder: Path,
+        *,
+        renew_after: float = RENEW_AFTER,
     ) -> None:
         self.pod = pod
+        self._renew_after = renew_after
         self._facts = facts
         self._client = client
         self._folder = folder
@@ -170,7 +178,7 @@ class Volumes:
         if token is None or time.monotonic() >= token.renew_at:
             account = self.pod["spec"].get("serviceAccountName", "default")
             value = await self._request_token(account, audience, lifetime)
-            token = _Token(value, time.monotonic() + 0.8 * lifetime)
+            token = _Token(value, time.monotonic() + self._renew_after * lifetime)
             self._tokens[audience, wanted["path"]] = token
         return token.value
 
