@@ -24,6 +24,7 @@ from vlm_worker.errors import (
     OverloadedError,
 )
 from vlm_worker.media.child import DecodeChild
+from vlm_worker.media.frames import ChildConfig
 from vlm_worker.media.header import ImageLimits, read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
@@ -399,8 +400,8 @@ async def test_a_child_holds_nothing_of_its_worker(pool: MediaPool) -> None:
 
 async def test_children_end_with_their_worker() -> None:
     """A worker that is killed closes the channel; nothing else tells the child."""
-    pool = MediaPool(FAMILY.processor, model_revision="r", settings=MediaSettings(num_children=1))
-    child = await DecodeChild.start(pool._config)
+    config = ChildConfig(FAMILY.processor, "r", memory_bytes=1 << 29, cpu_seconds=2)
+    child = await DecodeChild.start(config)
     child._channel.close()
     await until(lambda: not child.alive)
     child.close()

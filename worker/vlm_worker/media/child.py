@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -10,11 +11,14 @@ import subprocess
 import sys
 from typing import Self
 
+from vlm_worker.core.geometry import Geometry
 from vlm_worker.errors import EngineError
 from vlm_worker.media.frames import READY, ChildConfig, Done, Job
 
 START_SECONDS = 30.0
 BUFFER_BYTES = 1 << 20
+
+MAX_ERROR_BYTES = 4096
 
 # Others (the kernel's OOM killer, a person) end a child with these: the picture is not to blame.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
@@ -27,18 +31,21 @@ class ChildDiedError(Exception):
     outside ended or froze it, so that the job deserves another child.
     """
 
-    def __init__(self, returncode: int) -> None:
+    def __init__(self, returncode: int, *, blameless: bool) -> None:
         super().__init__(f"the decode child ended with {returncode}")
         self.returncode = returncode
-        self.blameless = -returncode in OUTSIDE_SIGNALS
+        self.blameless = blameless
 
 
 class DecodeChild:
     """One process. Its owner runs one job at a time and closes it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: socket.socket, *, patch_bytes: int
+    ) -> None:
         self._process = process
         self._channel = channel
+        self._patch_bytes = patch_bytes
 
     @property
     def pid(self) -> int:
@@ -59,7 +66,7 @@ class DecodeChild:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             ours.setblocking(False)
             process = _spawn(config, theirs)
-        child = cls(process, ours)
+        child = cls(process, ours, patch_bytes=4 * config.processor.patch_dim)
         try:
             ready = await asyncio.wait_for(child._receive(len(READY)), START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -76,9 +83,17 @@ class DecodeChild:
         return child
 
     async def run(
-        self, job: Job, data: bytes | memoryview, *, timeout_seconds: float
+        self,
+        job: Job,
+        data: bytes | memoryview,
+        *,
+        expected: Geometry,
+        timeout_seconds: float,
     ) -> tuple[Done, bytearray]:
         """Run one job; the second value is the patches, or the error's text.
+
+        A child may be in the hands of the file that it reads: an answer of another shape than
+        `expected` ends it, before a byte is allocated on its word.
 
         Raises:
             ChildDiedError: the process ended before it answered, or overran the timeout.
@@ -89,12 +104,18 @@ class DecodeChild:
                 await loop.sock_sendall(self._channel, job.pack())
                 await loop.sock_sendall(self._channel, data)
                 done = Done.unpack(bytes(await self._receive(Done.SIZE)))
-                return done, await self._receive(done.num_bytes)
-        except (TimeoutError, EOFError, OSError) as error:
-            if isinstance(error, TimeoutError):
-                # its CPU limit comes first, so it was frozen, or starved by its neighbours
-                self._process.kill()
-            raise ChildDiedError(await asyncio.to_thread(self._process.wait)) from error
+                if self._is_sound(done, expected):
+                    return done, await self._receive(done.num_bytes)
+        except TimeoutError as error:
+            # its CPU limit comes first, so it was frozen, or starved by its neighbours
+            self._process.kill()
+            raise ChildDiedError(await self._wait(), blameless=True) from error
+        except (EOFError, OSError) as error:
+            returncode = await self._wait()
+            blameless = -returncode in OUTSIDE_SIGNALS
+            raise ChildDiedError(returncode, blameless=blameless) from error
+        self._process.kill()
+        raise ChildDiedError(await self._wait(), blameless=False)
 
     def close(self) -> None:
         """End the process at once; it holds nothing that needs saving."""
@@ -102,6 +123,19 @@ class DecodeChild:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+
+    def _is_sound(self, done: Done, expected: Geometry) -> bool:
+        if not done.ok:
+            return done.num_bytes <= MAX_ERROR_BYTES
+        num_patches = math.prod(expected.grid_thw)
+        return (done.grid_thw, done.num_tokens, done.num_bytes) == (
+            expected.grid_thw,
+            expected.num_tokens,
+            num_patches * self._patch_bytes,
+        )
+
+    async def _wait(self) -> int:
+        return await asyncio.to_thread(self._process.wait)
 
     async def _receive(self, num_bytes: int) -> bytearray:
         loop = asyncio.get_running_loop()

@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vlm_worker.core.geometry import Processor, picture_geometry
+from vlm_worker.core.geometry import Geometry, Processor, picture_geometry
 from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.aliases import AliasCache, KnownImage
 from vlm_worker.media.child import ChildDiedError, DecodeChild
 from vlm_worker.media.frames import ChildConfig, Done, Job
-from vlm_worker.media.header import ImageHeader, ImageLimits, read_header
+from vlm_worker.media.header import ImageHeader, read_header
+from vlm_worker.media.spec import ImageSpec, MediaSettings, MediaTimes
 from vlm_worker.types import PreparedImage
+
+__all__ = ["ImageSpec", "KnownImage", "MediaPool", "MediaSettings", "MediaTimes"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,46 +34,18 @@ DECODE_MEMORY_BYTES = 512 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ImageSpec:
-    """What a request says of one picture; the pool checks each word against the file.
+class _Picture:
+    """One file on its way: what its header says, what it is to become, what was asked."""
 
-    `width` and `height` are oriented. `max_pixels` is the request's own cap, 0 for the model's own.
-    `salt` separates tenants.
-    """
+    data: bytes | memoryview
+    header: ImageHeader
+    geometry: Geometry
+    spec: ImageSpec
 
-    item: int
-    format: str
-    width: int
-    height: int
-    num_tokens: int
-    max_pixels: int = 0
-    salt: bytes = b""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MediaTimes:
-    """Where one picture's `media` time went, in seconds."""
-
-    queued: float
-    decode: float
-    prepare: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MediaSettings:
-    """Sizes and bounds of a pool.
-
-    `max_waiting` and `max_waiting_pixels` bound the queue; `timeout_seconds` is the wall-clock time
-    of one picture in a child, beyond which the child counts as frozen.
-    """
-
-    num_children: int = 2
-    max_waiting: int = 256
-    max_waiting_pixels: int = 64 * 16_777_216
-    max_aliases: int = 4096
-    cpu_seconds: int = 2
-    timeout_seconds: float = 20.0
-    limits: ImageLimits = dataclasses.field(default_factory=ImageLimits)
+    @property
+    def job(self) -> Job:
+        """What a child is told."""
+        return Job(self.header, self.spec.max_pixels, self.spec.salt, len(self.data))
 
 
 class MediaPool:
@@ -106,9 +81,12 @@ class MediaPool:
 
     async def start(self) -> None:
         """Start all children; raises EngineError where one does not come up."""
-        num_children = self._settings.num_children
+        starting = [self._spawn() for _ in range(self._settings.num_children)]
         try:
-            for child in await asyncio.gather(*(self._spawn() for _ in range(num_children))):
+            # to the end of each, so that none comes up after a sibling's failure closed the pool
+            for child in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(child, BaseException):
+                    raise child
                 self._idle.put_nowait(child)
         except BaseException:
             await self.close()
@@ -153,20 +131,18 @@ class MediaPool:
             OverloadedError: too many pictures wait already.
             EngineError: no child can be started.
         """
-        header = read_header(data, item=spec.item, limits=self._settings.limits)
-        self._check_spec(header, spec)
-        task = await self._admit(header, data, spec)
+        task = await self._admit(self._check(data, spec))
         prepared, digest = await asyncio.shield(task)
         self._aliases.add(digest, prepared, max_pixels=spec.max_pixels, salt=spec.salt)
         return prepared
 
-    def _check_spec(self, header: ImageHeader, spec: ImageSpec) -> None:
-        """The gateway counted tokens from these numbers; if they differ, the prompt is wrong."""
+    def _check(self, data: bytes | memoryview, spec: ImageSpec) -> _Picture:
+        """Read the header, and hold it to what the gateway counted its tokens from."""
+        header = read_header(data, item=spec.item, limits=self._settings.limits)
         if len(spec.salt) > Job.MAX_SALT_BYTES:
             raise InvalidRequestError(f"cache_salt has more than {Job.MAX_SALT_BYTES} bytes")
-        geometry = picture_geometry(
-            header.height, header.width, self._processor.capped(spec.max_pixels)
-        )
+        processor = self._processor.capped(spec.max_pixels)
+        geometry = picture_geometry(header.height, header.width, processor)
         found = (header.format, header.width, header.height, geometry.num_tokens)
         said = (spec.format, spec.width, spec.height, spec.num_tokens)
         if found != said:
@@ -175,14 +151,13 @@ class MediaPool:
                 item=spec.item,
                 code="image_mismatch",
             )
+        return _Picture(data, header, geometry, spec)
 
-    async def _admit(
-        self, header: ImageHeader, data: bytes | memoryview, spec: ImageSpec
-    ) -> asyncio.Task[tuple[PreparedImage, bytes]]:
+    async def _admit(self, picture: _Picture) -> asyncio.Task[tuple[PreparedImage, bytes]]:
         """Wait for a child, within the queue's bounds, and hand it the job."""
         if self._closed:
             raise EngineError("the media pool is closed")
-        pixels = header.width * header.height
+        pixels = picture.header.width * picture.header.height
         settings = self._settings
         if (
             self._num_waiting >= settings.max_waiting
@@ -202,18 +177,12 @@ class MediaPool:
             self._num_waiting -= 1
             self._waiting_pixels -= pixels
         # no await between the child and its task: a cancellation cannot lose it
-        job = Job(header, spec.max_pixels, spec.salt, len(data))
-        task = asyncio.create_task(self._work(child, job, data, spec.item, queued))
+        task = asyncio.create_task(self._work(child, picture, queued))
         self._keep(task)
         return task
 
     async def _work(
-        self,
-        child: DecodeChild | None,
-        job: Job,
-        data: bytes | memoryview,
-        item: int,
-        queued: float,
+        self, child: DecodeChild | None, picture: _Picture, queued: float
     ) -> tuple[PreparedImage, bytes]:
         """One job from child to result; always gives a place in the pool back."""
         begun = time.monotonic()
@@ -222,15 +191,18 @@ class MediaPool:
                 child = child or await self._spawn()
                 try:
                     done, body = await child.run(
-                        job, data, timeout_seconds=self._settings.timeout_seconds
+                        picture.job,
+                        picture.data,
+                        expected=picture.geometry,
+                        timeout_seconds=self._settings.timeout_seconds,
                     )
                 except ChildDiedError as death:
                     self._bury(child, death)
                     child = None
                     if attempt == 2 or not death.blameless:
-                        raise self._verdict(death, item) from death
+                        raise self._verdict(death, picture.spec.item) from death
                 else:
-                    return self._result(done, body, item, begun - queued)
+                    return self._result(done, body, picture.spec.item, begun - queued)
             raise AssertionError("the second attempt returns or raises")
         finally:
             if child is not None:
@@ -242,7 +214,7 @@ class MediaPool:
         self, done: Done, body: bytearray, item: int, queued: float
     ) -> tuple[PreparedImage, bytes]:
         if not done.ok:
-            code, _, message = bytes(body).decode().partition("\0")
+            code, _, message = bytes(body).decode(errors="replace").partition("\0")
             raise InvalidImageError(message, item=item, code=code)
         times = MediaTimes(queued, done.decode_us / 1e6, done.prepare_us / 1e6)
         self._seconds_per_image += 0.1 * (times.decode + times.prepare - self._seconds_per_image)
@@ -267,6 +239,10 @@ class MediaPool:
             raise EngineError("the media pool is closed")
         child = await DecodeChild.start(self._config)
         self._children.add(child)
+        if self._closed:  # in the meantime: close() saw no such child
+            self._children.discard(child)
+            child.close()
+            raise EngineError("the media pool is closed")
         return child
 
     def _bury(self, child: DecodeChild, death: ChildDiedError) -> None:

@@ -1,0 +1,80 @@
+"""What a child says is checked: one that a file has taken over cannot reach into its worker."""
+
+import dataclasses
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlm_worker.core.families import load_family
+from vlm_worker.media.child import ChildDiedError, DecodeChild
+from vlm_worker.media.frames import ChildConfig, Done, Job
+from vlm_worker.media.header import ImageHeader
+
+MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
+FAMILY = load_family(MODEL)
+GEOMETRY = FAMILY.geometry(40, 60)
+JOB = Job(ImageHeader("PNG", 60, 40, 1, 8), 0, b"salt", 4)
+PATCH_BYTES = 4 * FAMILY.processor.patch_dim
+GOOD = Done(
+    True, bytes(32), bytes(32), GEOMETRY.grid_thw, GEOMETRY.num_tokens, 1, 1,
+    GEOMETRY.num_tokens * 4 * PATCH_BYTES,
+)  # fmt: skip
+
+LIAR = """
+import socket, sys
+channel = socket.socket(fileno=0)
+channel.recv(1)
+channel.sendall(bytes.fromhex(sys.argv[1]))
+try:
+    while True: channel.sendall(bytes(65536))
+except OSError: pass
+"""
+
+
+def liar(head: bytes) -> tuple[DecodeChild, subprocess.Popen[bytes]]:
+    """A child that answers with `head` and then as many bytes as anybody reads."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        command = [sys.executable, "-S", "-c", LIAR, head.hex()]
+        process = subprocess.Popen(command, stdin=theirs.fileno())
+    return DecodeChild(process, ours, patch_bytes=PATCH_BYTES), process
+
+
+async def test_an_answer_of_the_right_shape_is_taken() -> None:
+    child, _ = liar(GOOD.pack())
+    done, body = await child.run(JOB, b"data", expected=GEOMETRY, timeout_seconds=10)
+    assert (done, len(body)) == (GOOD, GOOD.num_bytes)
+    child.close()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        pytest.param({"num_bytes": 1 << 40}, id="a terabyte of patches"),
+        pytest.param({"num_bytes": GOOD.num_bytes - 4}, id="too few bytes"),
+        pytest.param({"grid_thw": (1, 2, 2)}, id="another grid"),
+        pytest.param({"num_tokens": 10**6}, id="other tokens"),
+        pytest.param({"ok": False, "num_bytes": 1 << 30}, id="a gigabyte of error"),
+    ],
+)
+async def test_an_answer_of_another_shape_ends_the_child(lie: dict[str, object]) -> None:
+    child, process = liar(dataclasses.replace(GOOD, **lie).pack())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ChildDiedError) as caught:
+        await child.run(JOB, b"data", expected=GEOMETRY, timeout_seconds=10)
+    assert not caught.value.blameless
+    assert process.returncode is not None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    child.close()
+
+
+def test_frames_survive_the_wire() -> None:
+    assert Job.unpack(JOB.pack()) == JOB
+    assert Done.unpack(GOOD.pack()) == GOOD
+    config = ChildConfig(FAMILY.processor, 'revision/1 "quoted"', 1 << 29, 2)
+    assert ChildConfig.from_json(config.to_json()) == config
