@@ -16,7 +16,7 @@ from vlm_operator.cluster import VLM_SERVICE, Manifest
 from vlm_operator.names import POOL_ROLES
 
 # Conditions whose healthy value is False.
-_NEGATIVE = ("Reconciling", "Stalled")
+_NEGATIVE = ("RolloutProgressing", "Reconciling", "Stalled")
 _COLUMNS = ("NAME", "READY", "MODEL", "ENC", "PRE", "DEC", "TTFT-P95", "KV%", "STAGE", "AGE")
 
 

@@ -51,6 +51,7 @@ NOT_READY = [
     {"type": "Ready", "status": "False", "reason": "PodsPending", "message": "decode 1/2: [x]"},
     {"type": "Reconciling", "status": "True", "reason": "Rolling", "message": ""},
     {"type": "Stalled", "status": "False", "reason": "Fine", "message": ""},
+    {"type": "RolloutProgressing", "status": "False", "reason": "Complete", "message": ""},
 ]
 
 
@@ -113,9 +114,15 @@ async def test_health_is_green_also_where_false_is_healthy(add_service: Any) -> 
     print_service(service_view(add_service(conditions=NOT_READY), NOW), out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     green, red = "\x1b[32m", "\x1b[31m"
-    assert f"Stalled      {green}False" in text
-    assert f"Reconciling  {red}True" in text
-    assert f"Ready        {red}False" in text
+    words = {
+        line.split()[0]: line.split()[1]
+        for line in text.splitlines()
+        if "alse" in line or "True" in line
+    }
+    assert words["Stalled"].startswith(f"{green}False")
+    assert words["RolloutProgressing"].startswith(f"{green}False")
+    assert words["Reconciling"].startswith(f"{red}True")
+    assert words["Ready"].startswith(f"{red}False")
 
 
 async def test_a_service_that_nobody_looks_after_says_so(
