@@ -165,6 +165,9 @@ class WorkerClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, peer=self.address) from None
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
         finally:
             call.cancel()
 
@@ -176,13 +179,16 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, peer=self.address) from None
         except asyncio.CancelledError:
-            # grpc.aio says so too when the channel is closed under a call
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise PeerLostError(f"{self.address}: the channel was closed") from None
+            self._raise_if_closed()
+            raise
         finally:
             call.cancel()
+
+    def _raise_if_closed(self) -> None:
+        """grpc.aio says CancelledError, too, when the channel is closed under a call."""
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():
+            raise PeerLostError(f"{self.address}: the channel was closed") from None
 
 
 async def _upload(

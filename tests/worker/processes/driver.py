@@ -102,7 +102,7 @@ class Driver:
                 for address in {encoder or prefill, prefill, decode}
             }
             return await attempt.run(
-                clients[encoder] if encoder and prompt.pictures else None,
+                clients[encoder] if encoder else None,
                 clients[prefill],
                 clients[decode],
             )
@@ -125,6 +125,7 @@ class Attempt:
     async def run(
         self, encoder: WorkerClient | None, prefill: WorkerClient, decode: WorkerClient
     ) -> Answer:
+        encoder = encoder if self.prompt.pictures else None
         async with asyncio.TaskGroup() as group:
             encoder_hello = None
             if encoder is not None:

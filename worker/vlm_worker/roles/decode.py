@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from vlm_worker.core.leases import LEASE_SECONDS
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
 from vlm_worker.roles.host import Host, Transfer
@@ -58,7 +57,7 @@ class DecodeRole:
             reserved = False
             try:
                 await host.engine.reserve(call.key, call.num_tokens)
-                reservation = Reservation(uuid.uuid4().hex, host.life.boot_id, LEASE_SECONDS)
+                reservation = Reservation(uuid.uuid4().hex, host.life.boot_id, host.lease_seconds)
                 host.offers.reserve(reservation.reservation_id, call.key)
                 reserved = True
             finally:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Final
 
-from vlm_worker.core.leases import Lease, LeaseTable
+from vlm_worker.core.leases import LEASE_SECONDS, Lease, LeaseTable
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import (
     CancelledError,
@@ -32,6 +32,7 @@ from vlm_worker.wire.calls import CancelOutcome
 logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS: Final = 0.5
+RENEWALS_PER_LEASE: Final = 5
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -69,15 +70,16 @@ class Host:
         kv_layout: KVLayout | None,
         delays: Mapping[str, float] | None = None,
         on_transfer: Callable[[Transfer], None] = lambda _: None,
-        leases: LeaseTable | None = None,
-        peers: Peers | None = None,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self.engine = engine
         self.life = life
         self.embed_layout = embed_layout
         self.kv_layout = kv_layout
+        leases = LeaseTable(lease_seconds=lease_seconds)
         self.offers = Offers(life=life, free=self._free, clock=time.monotonic, leases=leases)
-        self.peers = peers or Peers()
+        self.peers = Peers(renew_seconds=lease_seconds / RENEWALS_PER_LEASE)
+        self.lease_seconds = lease_seconds
         self.accepting = True
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})

@@ -52,9 +52,9 @@ class Offers:
         life: Life,
         free: Callable[[Lease], None],
         clock: Callable[[], float],
-        leases: LeaseTable | None = None,
+        leases: LeaseTable,
     ) -> None:
-        self.leases = leases or LeaseTable()
+        self.leases = leases
         self._life = life
         self._free = free
         self._clock = clock

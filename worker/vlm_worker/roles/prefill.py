@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from vlm_worker.core.leases import LEASE_SECONDS
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import EngineError
 from vlm_worker.roles.embeddings import Embeddings
@@ -124,7 +123,7 @@ class PrefillRole:
             transfer_id=call.transfer_id,
             boot_id=self._host.life.boot_id,
             layout_fingerprint=self._layout.fingerprint,
-            lease_seconds=LEASE_SECONDS,
+            lease_seconds=self._host.lease_seconds,
         )
 
     async def _compute(

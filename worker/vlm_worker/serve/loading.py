@@ -30,13 +30,14 @@ CHECKSUM_BLOCKS = 4097
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that can run. `revision` is the one in its layouts."""
+    """A model that can run. `revision` is the one in its layouts; `max_positions` its own limit."""
 
     runner: Runner
     family: Family
     positions: Positions
     eos_token_ids: tuple[int, ...]
     revision: str
+    max_positions: int
     facts: ModelFacts
 
 
@@ -52,10 +53,10 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
     if settings.runner == "checksum":
         runner, positions = _checksum(settings)
         eos: tuple[int, ...] = ()
-        weights_bytes = 0
+        weights_bytes, max_positions = 0, settings.max_model_len
     else:
         runner, weights_bytes = _model(settings, model_dir)
-        positions = family.positions
+        positions, max_positions = family.positions, family.max_position_embeddings
         eos = eos_token_ids(model_dir)
     embed, kv = runner.embed_layout, runner.kv_layout
     pixels_per_token = (family.processor.patch_size * family.processor.merge_size) ** 2
@@ -65,7 +66,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         image_tokens_per_megapixel=round(1_000_000 / pixels_per_token),
         weights_bytes=weights_bytes,
     )
-    return Loaded(runner, family, positions, eos, embed.model_revision, facts)
+    return Loaded(runner, family, positions, eos, embed.model_revision, max_positions, facts)
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ async def worker(
             progress(message)
 
         loaded = await result_unless(stopping, lambda: load(settings, report))
-        async with _assembled(server, loaded) as parts:
+        async with assembled(server, loaded) as parts:
             await server.attach(parts)
             logger.info("ready", extra={**ports, "uptime": round(server.state.uptime_seconds, 2)})
             yield server
@@ -85,10 +85,10 @@ async def worker(
 
 
 @contextlib.asynccontextmanager
-async def _assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts]:
-    """Engine, host and roles of the stages that are loaded."""
+async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts]:
+    """Engine, host and roles of the stages that are loaded; the engine runs already."""
     settings = server.settings
-    max_model_len = min(settings.max_model_len, loaded.family.max_position_embeddings)
+    max_model_len = min(settings.max_model_len, loaded.max_positions)
     engine = Engine(
         loaded.runner,
         settings=EngineSettings(
@@ -109,6 +109,7 @@ async def _assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Part
         kv_layout=loaded.runner.kv_layout,
         delays=settings.delays,
         on_transfer=server.meters.observe,
+        lease_seconds=settings.lease_seconds,
     )
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:

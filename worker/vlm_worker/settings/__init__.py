@@ -110,6 +110,7 @@ def _worker(
         max_requests=args.max_requests,
         max_batched_tokens=args.max_batched_tokens,
         runner=args.runner,
+        lease_seconds=args.lease_seconds,
     )
 
 

@@ -98,6 +98,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=_at_least(1), default=256, help="running at once")
     parser.add_argument("--max-batched-tokens", type=_at_least(16), default=2048, help="of a step")
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
+    parser.add_argument("--lease-seconds", type=_seconds, default=10.0, help=argparse.SUPPRESS)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

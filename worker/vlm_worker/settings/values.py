@@ -51,6 +51,7 @@ class WorkerSettings:
 
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
     `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
+    `lease_seconds` is of what it holds for peers, and 5 times as long as they wait to renew.
     `parent` is the process that this one ends with, where it was started by `serve --split`.
     """
 
@@ -75,6 +76,7 @@ class WorkerSettings:
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     runner: str = "model"
+    lease_seconds: float = 10.0
     identity: Identity = dataclasses.field(default_factory=Identity)
     parent: int | None = None
 

@@ -21,7 +21,6 @@ from vlm_worker.types import Source
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS: Final = 2.0
 MAX_IDLE_PEERS: Final = 32
 
 
@@ -37,7 +36,7 @@ class _Peer:
 class Peers:
     """All producers that this worker knows. Owned by one event loop; `close` it."""
 
-    def __init__(self, *, renew_seconds: float = RENEW_SECONDS) -> None:
+    def __init__(self, *, renew_seconds: float) -> None:
         self._renew_seconds = renew_seconds
         self._peers: dict[str, _Peer] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
