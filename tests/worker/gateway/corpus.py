@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import struct
-import zlib
 from typing import Any
 
-from worker.gateway.pictures import ask, data_url, encoded, png
+from worker.gateway.pictures import ask, png
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +34,6 @@ def raw(text: str) -> bytes:
     return f"{start}{text}}}".encode()
 
 
-def picture(url: Any, **fields: Any) -> dict[str, Any]:
-    part = {"type": "image_url", "image_url": {"url": url, **fields}}
-    return chat(messages=[{"role": "user", "content": [part]}])
-
-
 def content(value: Any, role: str = "user") -> dict[str, Any]:
     return chat(messages=[{"role": role, "content": value}])
 
@@ -49,21 +42,7 @@ def message(**fields: Any) -> dict[str, Any]:
     return chat(messages=[{"role": "user", "content": "hi", **fields}])
 
 
-def png_of_size(width: int, height: int) -> bytes:
-    """A PNG that claims a size; its header alone is well-formed."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"IDAT" + zlib.compress(b"\0" * 10)
-    parts = [
-        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part))
-        for part in (header, data, b"IEND")
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-URL = "messages[0].content[0].image_url.url"
-IMAGE = "messages[0].content[0].image_url"
 COMPLETIONS = "/v1/completions"
-PNG = data_url(png())
 PARTS = [{"type": "text", "text": "x"}] * 10_000
 
 JSON_ROWS = [
@@ -270,95 +249,6 @@ MESSAGE_ROWS = [
     ),
 ]
 
-PICTURE_ROWS = [
-    Bad("an unknown detail", picture(PNG, detail="ultra"), 400, "invalid_value", f"{IMAGE}.detail"),
-    Bad(
-        "an unknown field beside the url",
-        picture(PNG, media_io_kwargs={}),
-        400,
-        "unknown_parameter",
-        f"{IMAGE}.media_io_kwargs",
-    ),
-    Bad("a url that is a number", picture(5), 400, "invalid_type", URL),
-    Bad("an https url", picture("https://example.com/a.png"), 400, "image_url_not_allowed", URL),
-    Bad(
-        "the metadata service",
-        picture("http://169.254.169.254/"),
-        400,
-        "image_url_not_allowed",
-        URL,
-    ),
-    Bad("a file", picture("file:///etc/passwd"), 400, "invalid_image_url", URL),
-    Bad("no comma", picture("data:image/png;base64"), 400, "invalid_image_url", URL),
-    Bad("not base64", picture("data:image/png,abc"), 400, "invalid_image_url", URL),
-    Bad(
-        "white space in base64", picture(PNG[:40] + "\n" + PNG[40:]), 400, "invalid_image_url", URL
-    ),
-    Bad(
-        "the url-safe alphabet",
-        picture("data:image/png;base64,_-_-"),
-        400,
-        "invalid_image_url",
-        URL,
-    ),
-    Bad("no padding", picture("data:image/png;base64,QQ"), 400, "invalid_image_url", URL),
-    Bad(
-        "padding that is not canonical",
-        picture("data:image/png;base64,QR=="),
-        400,
-        "invalid_image_url",
-        URL,
-    ),
-    Bad("an empty picture", picture("data:image/png;base64,"), 400, "invalid_image_url", URL),
-    Bad(
-        "an endless media type",
-        picture(f"data:image/{'x' * 4000};base64,AAAA"),
-        400,
-        "invalid_image_url",
-        URL,
-    ),
-    Bad(
-        "a nested data url", picture(f"data:image/png;base64,{PNG}"), 400, "invalid_image_url", URL
-    ),
-    Bad(
-        "not a picture",
-        picture(data_url(b"hello there, this is text")),
-        400,
-        "unsupported_image_format",
-        IMAGE,
-    ),
-    Bad(
-        "a BMP",
-        picture(data_url(encoded("BMP"), "image/bmp")),
-        400,
-        "unsupported_image_format",
-        IMAGE,
-    ),
-    Bad("a JPEG called PNG", picture(data_url(encoded("JPEG"))), 400, "image_type_mismatch", IMAGE),
-    Bad("a picture cut short", picture(data_url(png()[:30])), 400, "invalid_image", IMAGE),
-    Bad(
-        "a picture too large",
-        picture(data_url(png_of_size(9000, 9000))),
-        400,
-        "image_too_large",
-        IMAGE,
-    ),
-    Bad(
-        "a picture too narrow",
-        picture(data_url(png_of_size(1, 201))),
-        400,
-        "image_aspect_ratio",
-        IMAGE,
-    ),
-    Bad(
-        "a picture without pixels",
-        picture(data_url(png_of_size(0, 5))),
-        400,
-        "invalid_image",
-        IMAGE,
-    ),
-]
-
 FIT_ROWS = [
     Bad("a prompt too long", content("word " * 5000), 400, "context_length_exceeded", "messages"),
     Bad("a megabyte of one word", content("a" * 2**20), 400, "context_length_exceeded", "messages"),
@@ -436,4 +326,4 @@ FIT_ROWS = [
     Bad("33 MiB", b" " * (33 * 2**20), 413, "request_too_large"),
 ]
 
-ROWS = [*JSON_ROWS, *FIELD_ROWS, *MESSAGE_ROWS, *PICTURE_ROWS, *FIT_ROWS]
+ROWS = [*JSON_ROWS, *FIELD_ROWS, *MESSAGE_ROWS, *FIT_ROWS]

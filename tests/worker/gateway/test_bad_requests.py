@@ -12,9 +12,12 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker.gateway.corpus import ROWS, Bad, chat
+from worker.gateway.corpus_pictures import PICTURE_ROWS
 from worker.gateway.stack import gateway_settings, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ALL = [*ROWS, *PICTURE_ROWS]
 
 # Addresses in memory, paths, stack traces, module names.
 LEAKS = re.compile(r"0x[0-9a-f]{6,}|/usr|/home|/root|Traceback|\bline \d+|msgspec|Error\b")
@@ -30,11 +33,11 @@ async def api() -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_the_corpus_is_large_and_its_rows_have_names() -> None:
-    assert len(ROWS) >= 60
-    assert len({row.id for row in ROWS}) == len(ROWS)
+    assert len(ALL) >= 60
+    assert len({row.id for row in ALL}) == len(ALL)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ALL])
 async def test_a_bad_request_is_refused_naming_its_part(api: httpx.AsyncClient, row: Bad) -> None:
     body = row.body if isinstance(row.body, bytes) else json.dumps(row.body).encode()
     headers = {"content-type": "application/json", **dict(row.headers)}

@@ -9,7 +9,7 @@ from worker.gateway.stack import MODEL
 
 from vlm_worker.core.families import load_family
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.messages import ImagePart
 from vlm_worker.gateway.config import Config, Limits, Media
 from vlm_worker.gateway.pictures import Picture, read_pictures
 

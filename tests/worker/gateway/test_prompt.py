@@ -16,7 +16,7 @@ from worker.gateway.pictures import encoded
 from worker.gateway.stack import MODEL
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart
 from vlm_worker.gateway.prompt import Language, check_context
 from vlm_worker.gateway.template import ChatTemplate
 

@@ -16,7 +16,7 @@ import xxhash
 from vlm_worker.core.families import Family
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import ImagePart
+from vlm_worker.gateway.api.messages import ImagePart
 from vlm_worker.gateway.config import Config, Limits
 from vlm_worker.media.header import ImageHeader, ImageLimits, read_header
 

@@ -9,14 +9,8 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import (
-    ChatRequest,
-    CompletionRequest,
-    ImagePart,
-    Message,
-    Options,
-    TextPart,
-)
+from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart
+from vlm_worker.gateway.api.requests import ChatRequest, CompletionRequest, Options
 from vlm_worker.gateway.auth import cache_salt
 from vlm_worker.gateway.config import Admission, Config
 from vlm_worker.gateway.orchestrate.job import Job

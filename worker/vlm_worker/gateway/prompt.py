@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from vlm_worker.core.families import Family, ModelConfigError, load_family
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
-from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.api.messages import Message
 from vlm_worker.gateway.template import ChatTemplate, read_template
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlm_worker.core.families import ModelConfigError
 from vlm_worker.gateway.api.errors import invalid
-from vlm_worker.gateway.api.requests import ImagePart, Message
+from vlm_worker.gateway.api.messages import ImagePart, Message
 
 # Private-use characters; the first that no text of the conversation contains is the mark.
 _MARKS = "\U0010fff0\U0010fff1\U0010fff2\U0010fff3\uf8f0\uf8f1"

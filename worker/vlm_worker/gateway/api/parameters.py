@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any, Final
+
+from vlm_worker.gateway.api.fields import Fields
 
 
 class Support(enum.StrEnum):
@@ -116,3 +119,10 @@ MESSAGE: Final = (
     _refused("tool_call_id", "tools are not built"),
     _refused("tool_calls", "tools are not built"),
 )
+
+
+def refuse(fields: Fields, table: Sequence[Parameter]) -> None:
+    """Take from an object what is refused, or neutral; raises ApiError for the former."""
+    for row in table:
+        if row.support in (Support.NEUTRAL, Support.REFUSED):
+            fields.only(row.name, row.neutral, f"{row.note}.")

@@ -17,16 +17,15 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.errors import DrainingError, GoneError, PeerLostError, WorkerError
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.encoding import Encoding
-from vlm_worker.gateway.orchestrate.job import Answer, Job
+from vlm_worker.gateway.orchestrate.job import Answer, Job, build_request
 from vlm_worker.gateway.orchestrate.reserving import reserve
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
 from vlm_worker.route import Candidate, Choice, Route
-from vlm_worker.types import FinishReason, ImageItem, Request, RequestKey, Source
+from vlm_worker.types import FinishReason, Request, RequestKey, Source
 from vlm_worker.wire.calls import (
     Accepted,
     DecodeCall,
-    DecodedItem,
     Finished,
     FirstToken,
     PrefillCall,
@@ -104,7 +103,9 @@ class Attempt:
             await self._reserve()
         items = await encoding.decoded if encoding is not None else ()
         self._trace.gateway_works()
-        await self._prefill(*self._request(encoding, items))
+        request, kept = build_request(self._job, self._key, self._answer, items)
+        sources = tuple(encoding.source(item) for item in kept) if encoding is not None else ()
+        await self._prefill(request, sources)
 
     async def _pictures(self, encoding: Encoding, choice: Choice) -> None:
         with self._blame(choice.pod):
@@ -237,27 +238,6 @@ class Attempt:
                     await self._client(pod).renew(pod.boot_id, encoding.transfer_ids)
 
     # ---- helpers -------------------------------------------------------------------------------
-
-    def _request(
-        self, encoding: Encoding | None, items: tuple[DecodedItem, ...]
-    ) -> tuple[Request, tuple[Source, ...]]:
-        """The request as workers get it: without the pictures that could not be decoded."""
-        dropped = frozenset(i for i, item in enumerate(items) if item.error is not None)
-        prompt = self._answer.prompt = self._job.prompt_without(dropped)
-        kept = [(i, item) for i, item in enumerate(items) if i not in dropped]
-        request = Request(
-            key=self._key,
-            token_ids=(*prompt.token_ids, *self._answer.token_ids),
-            num_prompt_tokens=len(prompt.token_ids),
-            sampling=self._job.sampling,
-            items=tuple(
-                ImageItem(item.image_key, offset, item.num_tokens, item.grid_thw)
-                for (_, item), offset in zip(kept, prompt.offsets, strict=True)
-            ),
-            cache_salt=self._job.cache_salt,
-        )
-        sources = tuple(encoding.source(i) for i, _ in kept) if encoding is not None else ()
-        return request, sources
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

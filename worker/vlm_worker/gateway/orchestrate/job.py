@@ -11,7 +11,8 @@ import xxhash
 from vlm_worker.gateway.pictures import Picture
 from vlm_worker.gateway.prompt import Prompt
 from vlm_worker.route import Demand
-from vlm_worker.types import SamplingParams
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+from vlm_worker.wire.calls import DecodedItem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,3 +91,28 @@ class Answer:
         while len(self.token_ids) < num_tokens and not self.complete:
             self._grown.clear()
             await self._grown.wait()
+
+
+def build_request(
+    job: Job, key: RequestKey, answer: Answer, items: Sequence[DecodedItem]
+) -> tuple[Request, list[int]]:
+    """The request as workers get it, without the pictures that could not be decoded.
+
+    Returns:
+        It, and the indices of the pictures that are kept.
+    """
+    dropped = frozenset(i for i, item in enumerate(items) if item.error is not None)
+    prompt = answer.prompt = job.prompt_without(dropped)
+    kept = [i for i in range(len(items)) if i not in dropped]
+    request = Request(
+        key=key,
+        token_ids=(*prompt.token_ids, *answer.token_ids),
+        num_prompt_tokens=len(prompt.token_ids),
+        sampling=job.sampling,
+        items=tuple(
+            ImageItem(items[i].image_key, offset, items[i].num_tokens, items[i].grid_thw)
+            for i, offset in zip(kept, prompt.offsets, strict=True)
+        ),
+        cache_salt=job.cache_salt,
+    )
+    return request, kept
