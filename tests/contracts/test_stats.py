@@ -1,0 +1,86 @@
+"""/stats of a worker is what docs/stats.schema.json says, at every phase and for every role."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
+from vlm_worker.server.state import LeaseCounts, ModelFacts, Phase, Snapshot, WorkerState
+from vlm_worker.server.stats import stats_document
+from vlm_worker.settings import parse
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/stats.schema.json").read_text())
+ENVIRONMENT = {
+    "POD_NAME": "demo-decode-1",
+    "POD_UID": "5f1b",
+    "TRIPTYCH_SERVICE": "demo",
+    "TRIPTYCH_REVISION": "1a2b3c4d",
+    "TRIPTYCH_VARIANT": "default",
+}
+
+
+def state_of(role: str, environment: dict[str, str]) -> WorkerState:
+    settings = parse([role, "--model=/models/model", "--served-name=m"], environment)
+    return WorkerState(settings)  # type: ignore[arg-type]  # the role is a worker's
+
+
+def snapshot(*, kv: bool) -> Snapshot:
+    engine = EngineStats(inflight=3, work_queued_seconds=0.25, kv=KVStats(640) if kv else None)
+    return Snapshot(engine, LeaseCounts(1, 2, 3), num_calls=4)
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("role", ["encoder", "prefill", "decode"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_every_document_fits_the_schema(role: str, phase: Phase, loaded: bool) -> None:
+    state = state_of(role, ENVIRONMENT)
+    state.enter(phase, "loading weights 62 %")
+    state.model = ModelFacts(512, 256, 1276, 1 << 20) if loaded else None
+    document = stats_document(state, snapshot(kv=role != "encoder") if loaded else None)
+    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+
+
+def test_a_process_outside_of_a_cluster_has_a_document_too() -> None:
+    jsonschema.validate(stats_document(state_of("decode", {}), None), SCHEMA)
+
+
+def test_the_document_says_who_it_is_as_the_operator_named_it() -> None:
+    document = stats_document(state_of("decode", ENVIRONMENT), None)
+    named = {k: document[k] for k in ("pod_name", "pod_uid", "service", "revision", "variant")}
+    assert named == {
+        "pod_name": "demo-decode-1",
+        "pod_uid": "5f1b",
+        "service": "demo",
+        "revision": "1a2b3c4d",
+        "variant": "default",
+    }
+
+
+def _required(part: str) -> set[str]:
+    return set(SCHEMA["properties"][part]["required"])
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("kv", KVStats),
+        ("encoder_cache", EncoderCacheStats),
+        ("leases", LeaseCounts),
+        ("model", ModelFacts),
+    ],
+)
+def test_each_part_has_the_fields_that_the_schema_requires(part: str, source: Any) -> None:
+    assert {field.name for field in dataclasses.fields(source)} == _required(part)
+
+
+def test_a_document_without_a_required_part_does_not_fit() -> None:
+    document = stats_document(state_of("decode", ENVIRONMENT), None)
+    del document["queue"]
+    with pytest.raises(jsonschema.ValidationError, match="queue"):
+        jsonschema.validate(document, SCHEMA)

@@ -1,0 +1,305 @@
+"""One worker over real gRPC: who it says it is, what it refuses, that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from contextlib import aclosing
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker.server.serving import FAMILY, Serving, serving, settings_of
+
+from vlm_worker import metrics
+from vlm_worker.client import WorkerClient
+from vlm_worker.errors import (
+    CancelledError,
+    ContextTooLongError,
+    CorruptTransferError,
+    DrainingError,
+    DuplicateError,
+    GoneError,
+    IncompatibleError,
+    InvalidImageError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from vlm_worker.server.worker import WorkerServer
+from vlm_worker.types import Request, RequestKey, SamplingParams, Source, Stage
+from vlm_worker.wire.calls import (
+    Accepted,
+    CancelOutcome,
+    DecodeCall,
+    Decoded,
+    EncodeCall,
+    EncodeItem,
+    FetchCall,
+    PrefillCall,
+    ReserveCall,
+)
+
+KEY = RequestKey("r-1", 1)
+TIMEOUT = 20.0
+
+
+def request_of(num_tokens: int = 20, key: RequestKey = KEY) -> Request:
+    return Request(key, tuple(range(100, 100 + num_tokens)), num_tokens, SamplingParams(8))
+
+
+async def prefill_until_accepted(worker: Serving, request: Request) -> Accepted:
+    """Start a prefill in the background of the test; it ends with the server."""
+    call = PrefillCall(request, "t-1", ())
+    async with aclosing(worker.client.prefill(call, timeout=TIMEOUT)) as replies:
+        async for reply in replies:
+            if isinstance(reply.event, Accepted):
+                accepted = reply.event
+        return accepted
+
+
+async def test_hello_names_the_stages_and_both_fingerprints() -> None:
+    async with serving("decode", "--stages=prefill,decode", "--compat=c1") as worker:
+        hello = await worker.client.hello()
+        assert hello.stages == {Stage.PREFILL, Stage.DECODE}
+        assert hello.layout_fingerprint == worker.runner.kv_layout.fingerprint  # type: ignore[union-attr]
+        assert hello.embed_fingerprint == worker.runner.embed_layout.fingerprint
+        assert (hello.compat, hello.model) == ("c1", "shapes")
+        assert hello.limits.kv_capacity_tokens == 128 * 4
+        assert hello.boot_id == worker.server.state.boot_id
+
+
+async def test_load_is_told_at_once_and_again() -> None:
+    async with serving("decode") as worker, aclosing(worker.client.watch_load()) as loads:
+        first, second = await anext(loads), await anext(loads)
+        assert first.accepting
+        assert second.kv_free_tokens == second.kv_capacity_tokens == 128 * 4
+
+
+async def health(worker: WorkerServer, service: str) -> int:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.grpc_port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT)
+        return int(reply.status)
+
+
+async def page(worker: WorkerServer, path: str) -> tuple[int, str]:
+    url = f"http://127.0.0.1:{worker.http_port}{path}"
+    async with aiohttp.ClientSession() as session, session.get(url) as reply:
+        return reply.status, await reply.text()
+
+
+async def test_before_the_model_is_loaded_it_lives_and_is_not_ready() -> None:
+    server = WorkerServer(settings_of("decode"))
+    await server.open()
+    try:
+        server.state.message = "loading weights"
+        assert await health(server, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await page(server, "/readyz") == (503, "loading weights")
+        assert (await page(server, "/healthz"))[0] == 200
+        async with WorkerClient(f"127.0.0.1:{server.grpc_port}") as client:
+            with pytest.raises(DrainingError, match="loading weights"):
+                await client.hello()
+    finally:
+        await server.close()
+
+
+async def test_a_ready_worker_says_so_under_every_name() -> None:
+    async with serving("decode", "--stages=prefill,decode") as worker:
+        for name in ("", "decode", "prefill"):
+            assert await health(worker.server, name) == health_pb2.HealthCheckResponse.SERVING
+        assert (await page(worker.server, "/readyz"))[0] == 200
+
+
+async def test_a_dead_engine_is_neither_healthy_nor_ready_and_fails_the_process() -> None:
+    async with serving("prefill") as worker:
+        worker.runner.faults.crash_steps = 100
+        for number in range(4):
+            call = PrefillCall(request_of(key=RequestKey(f"r{number}", 1)), f"t{number}", ())
+            with pytest.raises(Exception, match="crash"):
+                _ = [reply async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+        async with asyncio.timeout(TIMEOUT):
+            await worker.server.failed()
+        assert await health(worker.server, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await page(worker.server, "/healthz"))[0] == 503
+        assert (await page(worker.server, "/readyz"))[0] == 503
+
+
+async def test_metrics_have_the_names_of_the_contract() -> None:
+    async with serving("decode") as worker:
+        status, text = await page(worker.server, "/metrics")
+        assert status == 200
+        for name in (metrics.ACCEPTING, metrics.KV_TOKENS, metrics.LEASES, metrics.REQUESTS_TOTAL,
+                     metrics.KV_TRANSFER_SECONDS, metrics.WORK_QUEUED_SECONDS):  # fmt: skip
+            assert f"\n{name}" in text
+        assert "vlm_accepting 1.0" in text
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+async def test_the_same_attempt_twice_is_a_duplicate() -> None:
+    async with serving("prefill") as worker:
+        call = PrefillCall(request_of(), "t-1", ())
+        assert [reply async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+        with pytest.raises(DuplicateError):
+            _ = [reply async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+
+
+async def test_a_cancel_that_overtakes_its_call_still_counts() -> None:
+    async with serving("prefill") as worker:
+        assert await worker.client.cancel(KEY) is CancelOutcome.NOT_FOUND
+        call = PrefillCall(request_of(), "t-1", ())
+        with pytest.raises(CancelledError):
+            _ = [reply async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+
+
+async def test_a_stage_that_is_not_loaded_is_incompatible() -> None:
+    async with serving("decode") as worker:
+        with pytest.raises(IncompatibleError, match="prefill is not loaded"):
+            await prefill_until_accepted(worker, request_of())
+
+
+async def test_a_prompt_that_never_fits_is_answered_with_the_numbers() -> None:
+    async with serving("decode", "--stages=prefill,decode") as worker:
+        with pytest.raises(ContextTooLongError, match="512"):
+            await prefill_until_accepted(worker, request_of(600))
+        with pytest.raises(ContextTooLongError):
+            await worker.client.reserve(ReserveCall(KEY, 5000))
+        await worker.until_idle()
+
+
+async def test_a_reservation_beyond_the_room_says_when_to_come_back() -> None:
+    async with serving("decode") as worker:
+        await worker.client.reserve(ReserveCall(RequestKey("a", 1), 480))
+        with pytest.raises(OverloadedError) as refused:
+            await worker.client.reserve(ReserveCall(RequestKey("b", 1), 480))
+        assert refused.value.retry_after_seconds > 0
+
+
+async def test_handles_of_another_life_or_nobody_are_gone() -> None:
+    async with serving("decode", "--stages=prefill,decode") as worker:
+        hello = await worker.client.hello()
+        other = b"x" * 16
+        for boot_id in (other, hello.boot_id):
+            call = FetchCall("t-9", boot_id, hello.layout_fingerprint, KEY)
+            with pytest.raises(GoneError):
+                _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+        assert await worker.client.renew(other, ["t-1"]) == {"t-1"}
+        source = Source("127.0.0.1:1", other, "t-1", hello.layout_fingerprint)
+        decode = DecodeCall(request_of(), "nothing", source, hello.boot_id)
+        with pytest.raises(GoneError):
+            _ = [r async for r in worker.client.decode(decode, timeout=TIMEOUT)]
+
+
+async def test_an_unlike_layout_is_refused_before_a_byte_moves() -> None:
+    async with serving("prefill") as worker:
+        accepted = await prefill_until_accepted(worker, request_of())
+        call = FetchCall("t-1", accepted.boot_id, b"other layout 16b", KEY)
+        with pytest.raises(IncompatibleError):
+            _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+
+
+async def test_another_request_cannot_fetch_what_is_not_its_own() -> None:
+    async with serving("prefill") as worker:
+        accepted = await prefill_until_accepted(worker, request_of())
+        thief = RequestKey("r-2", 1)
+        call = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, thief)
+        with pytest.raises(GoneError):
+            _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+
+
+def picture_call(data: bytes, *, num_bytes: int | None = None) -> EncodeCall:
+    item = EncodeItem("e-1", num_bytes or len(data), 56, 56, FAMILY.geometry(56, 56).num_tokens,
+                      0, "PNG")  # fmt: skip
+    return EncodeCall(KEY, (item,), bytes(32))
+
+
+async def test_bytes_that_are_no_picture_are_an_error_of_that_item() -> None:
+    async with serving("encoder") as worker:
+        call = picture_call(b"not a picture at all")
+        replies = worker.client.encode(call, [b"not a picture at all"], timeout=TIMEOUT)
+        (reply,) = [reply async for reply in replies]
+        assert isinstance(reply.event, Decoded)
+        assert isinstance(reply.event.items[0].error, InvalidImageError)
+        await worker.until_idle()
+
+
+@pytest.mark.parametrize("num_bytes", [5, 500])
+async def test_an_upload_of_another_size_than_announced_is_refused(num_bytes: int) -> None:
+    async with serving("encoder") as worker:
+        call = picture_call(b"z" * 50, num_bytes=num_bytes)
+        with pytest.raises(InvalidRequestError, match="item 0"):
+            _ = [r async for r in worker.client.encode(call, [b"z" * 50], timeout=TIMEOUT)]
+        await worker.until_idle()
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+async def test_a_draining_worker_refuses_new_work_unless_there_is_no_other() -> None:
+    async with serving("decode") as worker:
+        held = ReserveCall(RequestKey("held", 1), 8)
+        reservation = await worker.client.reserve(held)
+        draining = asyncio.create_task(worker.server.drain())
+        async with asyncio.timeout(TIMEOUT):
+            while worker.server.state.accepting:  # noqa: ASYNC110  set by the task above
+                await asyncio.sleep(0)
+        with pytest.raises(DrainingError):
+            await worker.client.reserve(ReserveCall(RequestKey("new", 1), 8))
+        last = ReserveCall(RequestKey("last", 1), 8, last_resort=True)
+        other = await worker.client.reserve(last)
+        assert (await page(worker.server, "/readyz"))[0] == 200
+        assert "vlm_accepting 0.0" in (await page(worker.server, "/metrics"))[1]
+        assert not draining.done()
+        for handle in (reservation, other):
+            await worker.client.release(handle.boot_id, handle.reservation_id)
+        async with asyncio.timeout(TIMEOUT):
+            await draining
+
+
+async def test_calls_that_are_abandoned_leave_nothing_running() -> None:
+    async with serving("prefill") as worker:
+        worker.runner.gate.clear()
+        for number in range(30):
+            request = request_of(key=RequestKey(f"dropped-{number}", 1))
+            replies = worker.client.prefill(PrefillCall(request, f"t-{number}", ()), timeout=600)
+            async with aclosing(replies):
+                await anext(replies)
+        worker.runner.gate.set()
+        await worker.until_idle()
+
+
+async def test_a_lease_that_nobody_renews_ends_and_frees_its_blocks() -> None:
+    async with serving("prefill", "--lease-seconds=1") as worker:
+        accepted = await prefill_until_accepted(worker, request_of())
+        assert worker.parts.snapshot().leases.held == 1
+        await worker.until_idle()
+        call = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
+        with pytest.raises(GoneError):
+            _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+
+
+async def test_a_lease_that_is_renewed_outlives_its_seconds() -> None:
+    async with serving("prefill", "--lease-seconds=1") as worker:
+        accepted = await prefill_until_accepted(worker, request_of())
+        for _ in range(8):
+            await asyncio.sleep(0.25)
+            assert await worker.client.renew(accepted.boot_id, ["t-1"]) == frozenset()
+        await worker.client.release(accepted.boot_id, "t-1")
+        await worker.until_idle()
+
+
+async def test_kv_that_arrives_for_another_prompt_is_not_used() -> None:
+    async with serving("prefill") as producer, serving("decode") as consumer:
+        short = request_of(20)
+        accepted = await prefill_until_accepted(producer, short)
+        longer = dataclasses.replace(request_of(24), key=KEY)
+        reservation = await consumer.client.reserve(ReserveCall(KEY, 25))
+        source = Source(producer.client.address, accepted.boot_id, "t-1",
+                        accepted.layout_fingerprint)  # fmt: skip
+        call = DecodeCall(longer, reservation.reservation_id, source, reservation.boot_id)
+        with pytest.raises(CorruptTransferError):
+            _ = [r async for r in consumer.client.decode(call, timeout=TIMEOUT)]
+        await consumer.until_idle()
+        await producer.until_idle()
