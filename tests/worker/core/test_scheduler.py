@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vlm_worker.core.batch import BatchBuilder
 from vlm_worker.core.blocks import BlockPool
+from vlm_worker.core.plan import Plan
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
@@ -272,7 +273,8 @@ def test_who_does_not_fit_lets_others_pass_but_not_for_ever() -> None:
     small = [text(n, 9, max_tokens=20, at=n // 40, token=3 + n % 50) for n in range(1, 150)]
     simulation.run([text(150, 9, max_tokens=20, token=1), big, *small])
     finished = list(simulation.reasons)
-    assert 0 < finished.index("0") < len(finished) - 1  # passed by some, and not by all
+    assert finished.index("150") == 0
+    assert 1 < finished.index("0") < len(finished) - 1  # passed by some, and not by all
 
 
 def test_a_missing_embedding_stalls_one_sequence_and_nobody_else() -> None:
@@ -294,12 +296,70 @@ def test_a_missing_embedding_stalls_one_sequence_and_nobody_else() -> None:
     assert sequence.stalled
     assert sequence.row is not None
     assert simulation.table.num_computed[sequence.row] == 2  # the text before the image ran
+    assert simulation.pool.match(sequence.hashes) == []  # K3: nothing is known before it is written
     assert simulation.answers["1"] == alone(other)
     sequence.embeddings[0] = embed(image)
     sequence.stalled = False
     while simulation.step():
         pass
     assert simulation.answers["stalled"] == alone(Work(request, (image,), 0))
+
+
+def about_picture(name: str, *, num_text_before: int) -> Work:
+    """Text, a picture, and one more token."""
+    image = make_image(1, num_tokens=5)
+    token_ids = (*range(30, 30 + num_text_before), *[IMAGE_TOKEN] * 5, 3)
+    item = ImageItem(image.image_key, num_text_before, 5, image.grid_thw)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    request = Request(RequestKey(name, 0), token_ids, len(token_ids), sampling, (item,))
+    return Work(request, (image,), 0)
+
+
+def test_who_waits_for_an_embedding_takes_no_blocks_and_blocks_nobody() -> None:
+    simulation = Simulation(num_blocks=65, max_num_seqs=1, budget=64)
+    waiting = simulation.add(about_picture("stalled", num_text_before=0))
+    waiting.embeddings[0] = None
+    simulation.step()
+    assert waiting.stalled
+    other = text(1, 5)
+    simulation.add(other)
+    while simulation.step():
+        pass
+    assert waiting.status is Status.WAITING
+    assert simulation.answers["1"] == alone(other)
+
+
+def test_kv_that_a_peer_may_be_reading_is_not_preempted() -> None:
+    simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
+    old = simulation.add(text(0, 8, max_tokens=50))
+    simulation.step()
+    held = simulation.add(about_picture("held", num_text_before=34), hold=True)
+    held.embeddings[0] = None  # it runs, and waits in the middle of its prompt
+    simulation.step()
+    blocks = list(held.blocks)
+    assert len(blocks) == 10
+    for _ in range(60):
+        simulation.step()
+    assert simulation.scheduler.num_preemptions > 0
+    assert old.status is Status.WAITING  # the older one gave way
+    assert held.status is Status.RUNNING
+    assert held.blocks == blocks
+    simulation.scheduler.remove(held)
+    while simulation.step():
+        pass
+    assert simulation.answers["0"] == alone(text(0, 8, max_tokens=50))
+
+
+def test_the_halves_of_a_plan_are_the_plan() -> None:
+    rows = np.array([4, 0, 2, 1, 3])
+    counts = np.array([1, 1, 1, 5, 6])
+    plan = Plan(rows, counts, np.array([True, True, True, False, True]), 3)
+    first, second = plan.halves()
+    assert first.rows.tolist() + second.rows.tolist() == rows.tolist()
+    assert first.counts.tolist() + second.counts.tolist() == counts.tolist()
+    assert (first.num_decodes, second.num_decodes) == (2, 1)
+    assert second.sampled_rows.tolist() == [2, 3]
+    assert plan.without({0, 1}).rows.tolist() == [4, 2, 3]
 
 
 def test_a_held_sequence_keeps_its_blocks_and_goes_on_where_it_stopped() -> None:
