@@ -147,8 +147,11 @@ class KubeCluster:
         options: Manifest = {"propagationPolicy": "Background"}
         if uid is not None:
             options["preconditions"] = {"uid": uid}
-        with contextlib.suppress(_NotFoundError):
+        try:
             await self._request("delete", self._path(kind, namespace, name), body=options)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
 
     def _path(
         self, kind: Kind, namespace: str | None, name: str | None = None, subresource: str = ""
@@ -178,10 +181,6 @@ class KubeCluster:
             return cast("Manifest", json.loads(await response.read()))
 
 
-class _NotFoundError(ClusterError):
-    """404, which most callers read as None."""
-
-
 @contextlib.asynccontextmanager
 async def _typed_errors() -> AsyncIterator[None]:
     """Turn whatever the client raises into our tree."""
@@ -204,10 +203,9 @@ def _refusal(error: Any) -> ClusterError:
         reason = status.get("reason") or reason
         message = status.get("message") or message
     code = int(error.status or 0)
-    if code == 404:
-        return _NotFoundError(code, reason, message)
-    if code == 409:
-        return ConflictError(code, reason, message)
+    # a uid in an applied manifest is a precondition that this API server calls invalid
+    if code == 409 or (code == 422 and "metadata.uid: Invalid value" in message):
+        return ConflictError(409, reason, message)
     if code in (0, 429) or code >= 500:
         return UnavailableError(code, reason, message)
     return ClusterError(code, reason, message)

@@ -80,7 +80,7 @@ class HttpScraper:
             return _drop("too long")
         try:
             sample = parse_stats(json.loads(text))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return _drop("malformed")
         return sample if sample.pod_uid == pod.uid else _drop("another pod")
 
@@ -95,7 +95,7 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
     """Check one answer and read it (docs/stats.schema.json).
 
     Raises:
-        ValueError, KeyError, TypeError: it is not what the schema says.
+        ValueError, KeyError, TypeError, AttributeError: it is not what the schema says.
     """
     if value["version"] != VERSION:
         raise ValueError(f"version {value['version']!r} is not {VERSION}")

@@ -1,0 +1,179 @@
+"""The daemon: one turn at a time, woken by events, never ended by an error."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+import pytest
+
+from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
+from vlm_operator.handlers import App, Backoffs, child_changed, configure, tend
+
+REASONS = kopf.DaemonStoppingReason
+
+
+class Stopped:
+    """kopf's flag, set by hand."""
+
+    def __init__(self) -> None:
+        self.reason: Any = REASONS(0)
+        self._event = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def set(self, reason: Any) -> None:
+        self.reason |= reason
+        self._event.set()
+
+
+class FakeLoop:
+    """Counts turns; `outcomes` are what they return or raise, the last one for ever."""
+
+    def __init__(self, *outcomes: Any, drains: list[float | None] | None = None) -> None:
+        self.outcomes = list(outcomes)
+        self.drains = drains or [None]
+        self.turns: list[bool] = []
+        self.drained = 0
+        self.running = 0
+        self.most = 0
+
+    async def turn(self, *, woken: bool) -> float:
+        self.turns.append(woken)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return float(outcome)
+
+    async def drain(self) -> float | None:
+        self.drained += 1
+        return self.drains.pop(0) if len(self.drains) > 1 else self.drains[0]
+
+
+class Memo:
+    """What kopf hands to handlers."""
+
+    def __init__(self, loop: FakeLoop) -> None:
+        self.app = App(make_loop=lambda *_: loop, connect=lambda: None, clock=lambda: 0.0)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def start(loop: FakeLoop):
+    memo, stopped = Memo(loop), Stopped()
+    task = asyncio.create_task(tend(memo=memo, namespace="ns", name="demo", stopped=stopped))
+    await until(lambda: loop.turns)
+    return memo, stopped, task
+
+
+async def test_an_event_of_a_child_wakes_the_loop_of_its_service():
+    loop = FakeLoop(60.0)
+    memo, stopped, task = await start(loop)
+    labels = {"triptych.dev/service": "demo"}
+    await child_changed(memo=memo, namespace="ns", labels=labels)
+    await until(lambda: len(loop.turns) == 2)
+    await child_changed(memo=memo, namespace="ns", labels={"triptych.dev/service": "other"})
+    await asyncio.sleep(0.1)
+    assert loop.turns == [True, True]
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await task
+
+
+async def test_without_an_event_the_next_turn_comes_when_it_is_due():
+    loop = FakeLoop(0.01, 60.0)
+    _, stopped, task = await start(loop)
+    await until(lambda: len(loop.turns) == 2)
+    assert loop.turns == [True, False]
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await task
+
+
+async def test_a_burst_of_events_is_one_turn_and_turns_never_overlap():
+    loop = FakeLoop(60.0)
+    memo, stopped, task = await start(loop)
+    for _ in range(50):
+        memo.app.wake("ns", "demo")
+    await until(lambda: len(loop.turns) == 2)
+    await asyncio.sleep(0.15)
+    assert len(loop.turns) == 2
+    assert loop.most == 1
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await task
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnavailableError(503, "ServiceUnavailable", "later"),
+        ConflictError(409, "Conflict", "changed"),
+        RuntimeError("a defect"),
+    ],
+    ids=["unavailable", "conflict", "defect"],
+)
+async def test_an_error_is_followed_by_another_full_turn(error: Exception):
+    loop = FakeLoop(error, 60.0)
+    memo, stopped, task = await start(loop)
+    await until(lambda: len(loop.turns) == 2)
+    assert loop.turns == [True, True]
+    assert not memo.app.lost.is_set()
+    await until(lambda: memo.app.turning == {})
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await task
+
+
+async def test_a_lost_lease_is_told_to_the_process():
+    loop = FakeLoop(LeaseLostError("gone"))
+    memo, stopped, task = await start(loop)
+    await asyncio.wait_for(memo.app.lost.wait(), 5)
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await task
+
+
+async def test_a_deleted_service_is_drained_before_the_daemon_returns():
+    loop = FakeLoop(60.0, drains=[0.01, 0.01, None])
+    _, stopped, task = await start(loop)
+    stopped.set(REASONS.RESOURCE_DELETED)
+    await asyncio.wait_for(task, 5)
+    assert loop.drained == 3
+
+
+async def test_an_ending_operator_drains_nothing():
+    loop = FakeLoop(60.0)
+    _, stopped, task = await start(loop)
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await asyncio.wait_for(task, 5)
+    assert loop.drained == 0
+
+
+async def test_an_operator_that_ends_in_a_drain_leaves_it_to_the_next():
+    loop = FakeLoop(60.0, drains=[0.01])
+    _, stopped, task = await start(loop)
+    stopped.set(REASONS.RESOURCE_DELETED)
+    await until(lambda: loop.drained >= 2)
+    stopped.set(REASONS.OPERATOR_EXITING)
+    await asyncio.wait_for(task, 5)
+
+
+async def test_kopf_is_set_up_as_the_design_asks():
+    settings = kopf.OperatorSettings()
+    await configure(settings=settings)
+    assert settings.persistence.finalizer == "triptych.dev/drain"
+    assert settings.posting.enabled is False
+    assert settings.scanning.disabled is True
+    assert settings.peering.standalone is True
+    assert settings.background.cancellation_polling == 1
+    pauses = [pause for pause, _ in zip(Backoffs(), range(50), strict=False)]
+    assert len(pauses) == 50
+    assert max(pauses) < 20

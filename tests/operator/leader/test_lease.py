@@ -1,0 +1,155 @@
+"""One leader at a time, by clocks that are never compared."""
+
+import asyncio
+
+import pytest
+
+from vlm_operator import names
+from vlm_operator.cluster import LEASE, SERVICE
+from vlm_operator.errors import LeaseLostError, UnavailableError
+from vlm_operator.leader import Fenced, Lease, Timing
+from vlm_operator.settings import Settings
+from vlm_operator.testing import FakeCluster
+
+FAST = Timing(duration=15.0, renew_deadline=10.0, retry=0.001)
+
+
+class Watch:
+    """A monotonic clock of one process, moved by hand."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lease(cluster: FakeCluster, identity: str, clock: Watch) -> Lease:
+    return Lease(cluster, namespace="ns", name="lock", identity=identity, clock=clock, timing=FAST)
+
+
+def holder(cluster: FakeCluster) -> str:
+    return str(cluster.all(LEASE)[0]["spec"]["holderIdentity"])
+
+
+async def test_the_first_process_leads_and_the_second_waits():
+    cluster, clock = FakeCluster(), Watch()
+    one, two = lease(cluster, "one", clock), lease(cluster, "two", clock)
+    await one.acquire()
+    assert (one.time_left, one.epoch) == (15.0, 0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two.acquire(), 0.1)
+    assert two.time_left == 0
+    with pytest.raises(LeaseLostError):
+        two.check()
+
+
+async def test_a_dead_leader_is_followed_after_its_whole_duration_and_the_epoch_grows():
+    cluster, ours, theirs = FakeCluster(), Watch(), Watch(5000.0)
+    one, two = lease(cluster, "one", ours), lease(cluster, "two", theirs)
+    await one.acquire()
+    waiting = asyncio.create_task(two.acquire())
+    await asyncio.sleep(0.02)
+    theirs.now += 14.9
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    theirs.now += 0.2
+    await asyncio.wait_for(waiting, 1)
+    assert (holder(cluster), two.epoch) == ("two", 1)
+
+
+async def test_a_leader_that_renews_is_never_followed():
+    cluster, ours, theirs = FakeCluster(), Watch(), Watch()
+    one, two = lease(cluster, "one", ours), lease(cluster, "two", theirs)
+    await one.acquire()
+    waiting = asyncio.create_task(two.acquire())
+    keeping = asyncio.create_task(one.keep())
+    for _ in range(10):
+        theirs.now += 9
+        ours.now += 9
+        await asyncio.sleep(0.02)
+    assert not waiting.done()
+    assert not keeping.done()
+    for task in (waiting, keeping):
+        task.cancel()
+
+
+async def test_a_write_starts_only_with_more_time_left_than_it_may_take():
+    cluster, clock = FakeCluster(), Watch()
+    one = lease(cluster, "one", clock)
+    fenced = Fenced(cluster, one)
+    manifest = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "namespace": "ns"}}
+    with pytest.raises(LeaseLostError):
+        await fenced.apply(manifest, manager="m")
+    await one.acquire()
+    await fenced.apply(manifest, manager="m")
+    clock.now = 9.9
+    await fenced.apply(manifest, manager="m")
+    clock.now = 10.1
+    before = list(cluster.writes)
+    for write in (
+        fenced.apply(manifest, manager="m"),
+        fenced.merge(manifest, manager="m"),
+        fenced.create(manifest),
+        fenced.replace(manifest),
+        fenced.delete(SERVICE, "ns", "s", uid=None),
+    ):
+        with pytest.raises(LeaseLostError):
+            await write
+    assert cluster.writes == before
+    assert len(await fenced.list(SERVICE)) == 1  # reading is free
+
+
+class Cut(FakeCluster):
+    """A cluster that cannot be reached for a while."""
+
+    down = False
+
+    async def get(self, *arguments):
+        if self.down:
+            raise UnavailableError(0, "Unreachable", "no route")
+        return await super().get(*arguments)
+
+
+async def test_a_leader_that_cannot_renew_gives_up_at_the_deadline():
+    cluster, clock = Cut(), Watch()
+    one = lease(cluster, "one", clock)
+    await one.acquire()
+    keeping = asyncio.create_task(one.keep())
+    cluster.down = True
+    clock.now = 9.0
+    await asyncio.sleep(0.02)
+    assert not keeping.done()
+    clock.now = 10.1
+    with pytest.raises(LeaseLostError, match="not renewed"):
+        await asyncio.wait_for(keeping, 1)
+
+
+async def test_a_lease_that_was_taken_is_given_up_at_once():
+    cluster, clock = FakeCluster(), Watch()
+    one = lease(cluster, "one", clock)
+    await one.acquire()
+    cluster.edit(LEASE, "ns", "lock", lambda item: item["spec"].update(holderIdentity="two"))
+    with pytest.raises(LeaseLostError, match="two holds"):
+        await asyncio.wait_for(one.keep(), 1)
+    assert one.time_left == 0
+
+
+async def test_a_released_lease_is_taken_at_once():
+    cluster, clock = FakeCluster(), Watch()
+    one, two = lease(cluster, "one", clock), lease(cluster, "two", clock)
+    await one.acquire()
+    await one.release()
+    await asyncio.wait_for(two.acquire(), 1)
+    assert holder(cluster) == "two"
+
+
+def test_settings_default_to_the_names_of_the_chart():
+    found = Settings()
+    assert found.lease_namespace == names.OPERATOR_NAMESPACE
+    assert found.lease_name == names.OPERATOR_LEASE
+
+
+@pytest.mark.parametrize(("ip", "bind"), [("127.0.3.1", "$(POD_IP)"), ("10.0.0.4", "::")])
+def test_workers_bind_their_own_address_on_a_local_cluster(ip: str, bind: str):
+    assert Settings.read([], {"POD_IP": ip}).worker_bind == bind

@@ -1,0 +1,146 @@
+"""Reading pods: only what is well-formed, of the right pod, and in time."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jsonschema
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_support import World
+
+from vlm_operator.metrics import REGISTRY
+from vlm_operator.scrape import MAX_BYTES, HttpScraper, parse_stats
+
+ROOT = pathlib.Path(__file__).parents[3]
+SCHEMA = json.loads((ROOT / "docs" / "stats.schema.json").read_text())
+TEXT = (ROOT / "docs" / "contract.md").read_text()
+EXAMPLE: dict[str, Any] = json.loads(
+    TEXT.partition("## /stats")[2].partition("```json")[2].partition("```")[0]
+) | {"boot_id": "0" * 32, "phase": "ready", "pod_uid": "uid-1"}
+
+
+def test_the_contracts_example_is_read():
+    jsonschema.validate(EXAMPLE, SCHEMA)
+    found = parse_stats(EXAMPLE)
+    assert (found.role.value, found.pod_uid) == ("decode", "uid-1")
+    assert found.kv is not None
+    assert list(found.ttft["text"].buckets) == [0.1, float("inf")]
+
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.just([]),
+    st.just({}),
+)
+
+
+@given(st.sampled_from(sorted(EXAMPLE)), junk)
+def test_what_the_schema_refuses_is_refused_and_nothing_else_breaks(key: str, value: Any):
+    changed = {**EXAMPLE, key: value}
+    try:
+        jsonschema.validate(changed, SCHEMA)
+        valid = not isinstance(value, float) or value == value
+    except jsonschema.ValidationError:
+        valid = False
+    try:
+        found = parse_stats(changed)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        assert not valid
+        return
+    assert found.inflight >= 0
+    assert found.queued_work_seconds >= 0
+
+
+@given(st.sampled_from(["work_seconds", "admitted_work_seconds_total"]), st.floats())
+def test_seconds_are_finite_and_not_negative(key: str, value: float):
+    queue = {**EXAMPLE["queue"], key: value}
+    if 0 <= value < float("inf"):
+        parse_stats({**EXAMPLE, "queue": queue})
+    else:
+        with pytest.raises((ValueError, TypeError)):
+            parse_stats({**EXAMPLE, "queue": queue})
+
+
+def some_pod():
+    world = World()
+    world.converge()
+    pod = world.loop._seen.pods[0]
+    return dataclasses.replace(pod, uid="uid-1", ip="127.0.0.1")
+
+
+def bad(reason: str) -> float:
+    labels = {"reason": reason}
+    return REGISTRY.get_sample_value("vlm_operator_bad_samples_total", labels) or 0.0
+
+
+@pytest.fixture(scope="module")
+def pod():
+    return some_pod()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param(json.dumps(EXAMPLE), None, id="well-formed"),
+        pytest.param(json.dumps({**EXAMPLE, "pod_uid": "uid-2"}), "another pod", id="another pod"),
+        pytest.param(json.dumps({**EXAMPLE, "version": 2}), "malformed", id="another version"),
+        pytest.param("{", "malformed", id="cut short"),
+        pytest.param("[]", "malformed", id="no object"),
+        pytest.param(json.dumps({**EXAMPLE, "ttft": "x"}), "malformed", id="text for a map"),
+        pytest.param("x" * (MAX_BYTES + 1), "too long", id="too long"),
+        pytest.param(json.dumps(EXAMPLE).replace("12.5", "NaN"), None, id="NaN where unread"),
+    ],
+)
+async def test_an_answer_is_taken_or_counted(pod, body: str, reason: str | None):
+    async def stats(_: web.Request) -> web.Response:
+        return web.Response(text=body)
+
+    async with serving(stats) as port:
+        scraper = HttpScraper(port=port)
+        before = bad(reason or "")
+        found = await scraper.scrape([pod])
+        await scraper.close()
+    assert set(found) == (set() if reason else {"uid-1"})
+    assert bad(reason or "") == before + (1 if reason else 0)
+
+
+async def test_an_error_and_a_closed_port_yield_nothing(pod):
+    async def stats(_: web.Request) -> web.Response:
+        return web.Response(status=500)
+
+    async with serving(stats) as port:
+        scraper = HttpScraper(port=port)
+        assert await scraper.scrape([pod]) == {}
+    before = bad("unreachable")
+    assert await scraper.scrape([pod]) == {}
+    assert bad("unreachable") == before + 1
+    assert await scraper.scrape([dataclasses.replace(pod, containers_ready=False)]) == {}
+    assert bad("unreachable") == before + 1  # one that is starting is no bad sample
+    assert await scraper.scrape([dataclasses.replace(pod, ip=None)]) == {}
+    await scraper.close()
+
+
+class serving:  # noqa: N801
+    """A pod's HTTP server on a free port."""
+
+    def __init__(self, stats: Any) -> None:
+        self._app = web.Application()
+        self._app.router.add_get("/stats", stats)
+        self._runner = web.AppRunner(self._app)
+
+    async def __aenter__(self) -> int:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()

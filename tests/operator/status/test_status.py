@@ -1,0 +1,240 @@
+"""What a user reads: conditions that name the one thing, rounded figures, few events."""
+
+import dataclasses
+import math
+import pathlib
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_support import World, body, pool
+
+from vlm_operator.api.status import CONDITIONS, VLMServiceStatus
+from vlm_operator.names import Role
+from vlm_operator.observe import pod_states, unschedulable
+from vlm_operator.state import StageSeconds, Ttft
+from vlm_operator.status import REASONS, SloWindow, events
+from vlm_operator.status.slo import quantile
+from vlm_operator.testing import sample_of
+
+ROOT = pathlib.Path(__file__).parents[3]
+NOW = 1_800_000_000.0
+
+
+def test_the_status_is_what_the_crd_describes():
+    world = World()
+    world.turn()
+    world.converge()
+    VLMServiceStatus.model_validate(world.status)
+    assert {item["type"] for item in world.status["conditions"]} <= set(CONDITIONS)
+
+
+def test_a_condition_keeps_its_time_until_its_status_turns():
+    world = World()
+    world.converge()
+    before = world.condition("Ready")
+    world.apply(body(encoder=pool(2), prefill=pool(), decode=pool()))
+    world.turn(seconds=50)
+    turned = world.condition("Ready")
+    assert turned["status"] == "False"
+    assert turned["lastTransitionTime"] > before["lastTransitionTime"]
+    world.turn(seconds=50)
+    assert world.condition("Ready")["lastTransitionTime"] == turned["lastTransitionTime"]
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        pytest.param(
+            "0/3 nodes are available: 1 node(s) had untolerated taint {a: b}, "
+            "2 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available.",
+            "no node with 2 free nvidia.com/gpu (3 checked)",
+            id="a device",
+        ),
+        pytest.param(
+            "0/1 nodes are available: 1 Insufficient cpu.",
+            "no node with 500m free cpu (1 checked)",
+            id="cpu",
+        ),
+        pytest.param(
+            "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector.",
+            "no node fits (2 checked): 2 node(s) didn't match Pod's node affinity/selector.",
+            id="no such node type",
+        ),
+        pytest.param("no nodes available", "no nodes available", id="none"),
+        pytest.param("", "no node was found", id="silence"),
+    ],
+)  # fmt: skip
+def test_the_schedulers_words_become_one_sentence(message: str, sentence: str):
+    resources = {"requests": {"cpu": "500m"}, "limits": {"nvidia.com/gpu": "2"}}
+    assert unschedulable(message, {"containers": [{"resources": resources}]}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("status", "blocked"),
+    [
+        (
+            {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}},
+            "ImagePullBackOff: no such image",
+        ),
+        (
+            {
+                "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+                "lastState": {
+                    "terminated": {"reason": "Error", "exitCode": 2, "message": "a\n--model: no"}
+                },
+            },
+            "CrashLoopBackOff: Error, exit code 2: --model: no",
+        ),
+        (
+            {
+                "restartCount": 3,
+                "state": {"running": {}},
+                "lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137}},
+            },
+            "restarted 3 times: OOMKilled, exit code 137",
+        ),
+        ({"state": {"waiting": {"reason": "ContainerCreating"}}}, ""),
+        ({"state": {"running": {}}, "ready": True}, ""),
+    ],
+    ids=["image", "crash", "memory", "creating", "running"],
+)
+def test_a_container_that_cannot_run_says_why(status: dict, blocked: str):
+    manifest = {
+        "metadata": {
+            "name": "p",
+            "uid": "u",
+            "labels": {"triptych.dev/role": "decode"},
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": {},
+        "status": {"containerStatuses": [{"name": "worker", **status}]},
+    }
+    (found,) = pod_states([manifest])
+    assert found.blocked == blocked
+
+
+def ttft(count: int, *, slow: int = 0) -> Ttft:
+    fast = count - slow
+    return Ttft(
+        count=count,
+        missed=slow,
+        sum_seconds=0.2 * fast + 3.0 * slow,
+        buckets={0.25: fast, 1.0: fast, 4.0: count, math.inf: count},
+        stages={
+            "prefill": StageSeconds(met=0.1 * fast, missed=1.0 * slow),
+            "encode": StageSeconds(met=0.1 * fast, missed=2.0 * slow),
+        },
+    )
+
+
+def gateway(index: int, **found: Ttft):
+    world = World()
+    world.converge()
+    pods = [pod for pod in world.loop._seen.pods if pod.role is Role.GATEWAY]
+    return dataclasses.replace(sample_of(pods[0]), boot_id=f"{index:032x}", ttft=found)
+
+
+def test_ttft_is_that_of_the_window_and_shares_are_those_of_missed_requests():
+    one = gateway(1)
+    window = SloWindow().advance(
+        [dataclasses.replace(one, ttft={"image": ttft(100)})], now=NOW, window=300
+    )
+    assert window.found == ()
+    window = window.advance(
+        [dataclasses.replace(one, ttft={"image": ttft(200, slow=50)})], now=NOW + 5, window=300
+    )
+    (found,) = window.found
+    assert found.count == 100
+    assert 1.0 < found.p95_seconds <= 4.0
+    assert found.stages == {"encode": 67, "prefill": 33}
+    assert found.dominant_stage == "encode"
+
+
+def test_an_idle_window_is_not_computed_again():
+    one = gateway(1, text=ttft(10))
+    window = SloWindow().advance([one], now=NOW, window=300)
+    window = window.advance(
+        [dataclasses.replace(one, ttft={"text": ttft(20)})], now=NOW + 5, window=300
+    )
+    again = window.advance(
+        [dataclasses.replace(one, ttft={"text": ttft(20)})], now=NOW + 9999, window=300
+    )
+    assert again is window
+
+
+def test_a_gateway_that_restarts_counts_from_zero():
+    one = gateway(1, text=ttft(1000))
+    window = SloWindow().advance([one], now=NOW, window=300)
+    reborn = dataclasses.replace(gateway(2), ttft={"text": ttft(7)})
+    (found,) = window.advance([reborn], now=NOW + 5, window=300).found
+    assert found.count == 7
+
+
+@given(st.lists(st.floats(0.01, 20), min_size=1, max_size=200))
+def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]):
+    bounds = [0.05, 0.1, 0.5, 1, 5, 10, math.inf]
+    buckets = {bound: float(sum(v <= bound for v in values)) for bound in bounds}
+    true = sorted(values)[math.ceil(0.95 * len(values)) - 1]
+    upper = next(bound for bound in bounds if true <= bound)
+    lower = max([0.0, *(b for b in bounds if b < upper)])
+    assert lower <= quantile(buckets, 0.95) <= (upper if upper < math.inf else 10)
+
+
+def test_small_changes_of_load_write_nothing():
+    world = World()
+    world.converge()
+
+    async def scrape(pods, level=[0]):  # noqa: B006
+        level[0] += 3
+        found = {}
+        for item in pods:
+            if not item.containers_ready:
+                continue
+            plain = sample_of(item)
+            kv = plain.kv and dataclasses.replace(plain.kv, running=200 + level[0] % 10)
+            found[item.uid] = dataclasses.replace(
+                plain, kv=kv, queued_work_seconds=level[0] % 4 / 10
+            )
+        return found
+
+    world.scraper.scrape = scrape
+    world.turn()
+    before = world.written()
+    for _ in range(10):
+        world.turn(seconds=5)
+    assert world.written() == before
+    assert world.status["summary"]["kvOccupancyPercent"] == "20"
+
+
+def test_what_workers_measured_stays_while_none_answers():
+    world = World()
+    world.converge()
+    assert world.status["model"]["weightsBytes"] == {
+        "encoder": 4096,
+        "prefill": 4096,
+        "decode": 4096,
+    }
+    world.scraper.silent = {pod.name for pod in world.loop._seen.pods}
+    world.turn()
+    assert world.status["model"]["kvBytesPerToken"] == 64
+    assert world.condition("MetricsAvailable")["reason"] == "PodsSilent"
+
+
+def test_every_reason_that_is_posted_is_in_the_table():
+    source = (ROOT / "operator/vlm_operator/status/events.py").read_text()
+    used = set(re.findall(r'Event\(\s*"(\w+)"', source)) | set(re.findall(r'"(\w+)" if \w', source))
+    assert used <= set(REASONS)
+    documented = dict(
+        re.findall(
+            r"^\| `(\w+)` \| \w+ \| (.*) \|$", (ROOT / "docs/events.md").read_text(), re.MULTILINE
+        )
+    )
+    assert documented == REASONS
+
+
+def test_the_same_status_twice_is_no_news():
+    world = World()
+    world.converge()
+    assert events(world.status, world.status) == ()
