@@ -102,8 +102,9 @@ class Embeddings:
             if source.boot_id == self._host.life.boot_id
             else await self._remote(item, source)
         )
-        await self._host.engine.put_embedding(self._call.request.key, item, rows)
+        # The engine answers after its present step, which belongs to prefill.
         self._times[item] = (begun, time.monotonic())
+        await self._host.engine.put_embedding(self._call.request.key, item, rows)
 
     async def _local(self, item: int, source: Source) -> memoryview:
         """From the encoder in this process, without frames."""

@@ -142,8 +142,8 @@ class PrefillRole:
                 match event:
                     case NeedItems(items):
                         embeddings.need(items)
-                    case ScheduledEvent():
-                        progress.scheduled = progress.scheduled or time.monotonic()
+                    case ScheduledEvent(at):
+                        progress.scheduled = progress.scheduled or at
                     case BlocksReady(num_blocks):
                         outgoing.advance(num_blocks)
                     case TokenEvent():
