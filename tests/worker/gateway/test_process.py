@@ -1,0 +1,82 @@
+"""The gateway as a process: what it imports, what its flags do, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+from worker.gateway.stack import COLOCATED, MODEL, NOBODY, stack
+
+COMMAND = (
+    "gateway",
+    f"--model={MODEL}",
+    "--served-name=shapes",
+    "--bind=127.0.0.1",
+    "--block-size=4",
+    "--http-port=0",
+    "--admin-port=0",
+)
+
+
+async def start(*args: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "vlm_worker", *COMMAND, *args, stderr=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[3] / "worker",
+    )  # fmt: skip
+
+
+async def until_logged(process: asyncio.subprocess.Process, message: str) -> dict[str, str]:
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        async for line in process.stderr:
+            entry: dict[str, str] = json.loads(line)
+            if entry["message"] == message:
+                return entry
+    raise AssertionError(f"it ended before it logged {message!r}")
+
+
+async def test_it_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, vlm_worker.gateway.serve; print(*sys.modules)"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[3] / "worker",
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    loaded = out.decode().split()
+    assert "starlette" in loaded
+    assert not {"torch", "transformers", "vlm_worker.engine", "vlm_worker.model"} & set(loaded)
+
+
+async def test_a_request_is_served_and_sigterm_ends_it_with_0() -> None:
+    async with stack(*COLOCATED) as served:
+        (worker,) = served.workers
+        process = await start(f"--worker={worker.address}", "--drain-timeout-seconds=5")
+        try:
+            url = (await until_logged(process, "gateway serves"))["url"]
+            await until_logged(process, "worker found")
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                answer = await client.post(
+                    "/v1/completions", json={"model": "shapes", "prompt": "red", "max_tokens": 3}
+                )
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            line = await until_logged(process, "request")
+            assert line["request_id"] == answer.headers["x-request-id"]
+            assert line["outcome"] == "ok"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            _, rest = await process.communicate()
+        assert process.returncode == 0, rest.decode()
+
+
+async def test_a_port_that_is_taken_is_said_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await start(f"--worker={NOBODY}", f"--http-port={port}")
+        _, said = await process.communicate()
+    assert process.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in said.decode().splitlines()[-1]
