@@ -21,6 +21,7 @@ import numpy as np
 from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import next_chunk
 from vlm_worker.core.plan import Outcome, Plan, Schedule
+from vlm_worker.core.publish import publish_written
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.types import FinishReason
@@ -120,16 +121,15 @@ class Scheduler:
             plan = plan.without({row for _, row in failed})
             sampled = sampled[sampled >= 0]
         table.num_computed[plan.rows] += plan.counts
-        prefilled = self._publish(plan)
+        prefilled = publish_written(plan, table, self.pool)
         rows = plan.sampled_rows
-        sequences = [table.sequences[row] for row in rows.tolist()]
         num_tokens = table.num_tokens[rows]
         table.token_ids[rows, num_tokens] = sampled
         table.num_tokens[rows] = num_tokens + 1
         stopped = (table.stop_ids[rows] == sampled[:, None]).any(axis=1)
         full = num_tokens + 1 >= table.limit[rows]
         outcome = Outcome(
-            sequences=[s for s in sequences if s is not None],
+            sequences=table.members(rows),
             token_ids=sampled.tolist(),
             indices=(num_tokens - table.num_prompt[rows]).tolist(),
             finished=[],
@@ -146,16 +146,18 @@ class Scheduler:
         """Give every decoding sequence the block that its token needs; returns their rows."""
         table, pool = self.table, self.pool
         rows = table.decode_rows
-        at_end = table.num_computed[rows] == table.num_blocks[rows] * pool.block_size
-        if not at_end.any():
+        full = rows[table.num_computed[rows] == table.num_blocks[rows] * pool.block_size].tolist()
+        blocks = pool.take(len(full))
+        if blocks is not None:
+            table.append_blocks(full, blocks)
             return rows
-        for row in rows[at_end].tolist():
+        for row in full:
             sequence = table.sequences[row]
             if sequence is None:  # preempted by an older one in this pass
                 continue
-            blocks = self._take_one(sequence, preempted)
-            if blocks is not None:
-                table.append_block(row, blocks[0])
+            block = self._take_one(sequence, preempted)
+            if block is not None:
+                table.append_blocks([row], block)
         return table.decode_rows
 
     def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
@@ -270,40 +272,6 @@ class Scheduler:
             self.remove(sequence)
             failed.append((sequence, row))
         return failed
-
-    def _publish(self, plan: Plan) -> list[tuple[Sequence, int, int]]:
-        """Publish blocks that this step filled; returns the prompts that advanced."""
-        table, block_size = self.table, self.pool.block_size
-        decodes = plan.rows[: plan.num_decodes]
-        for row in decodes[table.num_computed[decodes] % block_size == 0].tolist():
-            self._publish_row(row, int(table.num_computed[row]), 1)
-        prefilled = []
-        for row, count in zip(
-            plan.rows[plan.num_decodes :].tolist(),
-            plan.counts[plan.num_decodes :].tolist(),
-            strict=True,
-        ):
-            computed = int(table.num_computed[row])
-            self._publish_row(row, computed, count)
-            sequence = table.sequences[row]
-            assert sequence is not None
-            complete = computed == table.num_tokens[row]
-            written = self.pool.blocks_for(computed) if complete else computed // block_size
-            prefilled.append((sequence, computed, written))
-            if complete:
-                table.end_prefill(row)
-        return prefilled
-
-    def _publish_row(self, row: int, num_computed: int, count: int) -> None:
-        """Publish the blocks of a row that its last `count` tokens completed."""
-        sequence, block_size = self.table.sequences[row], self.pool.block_size
-        assert sequence is not None
-        sequence.extend_hashes(
-            self.table.token_ids[row], num_tokens=num_computed, block_size=block_size
-        )
-        first = (num_computed - count) // block_size
-        for index in range(first, num_computed // block_size):
-            self.pool.publish(sequence.blocks[index], sequence.hashes[index])
 
     def _settle(self, outcome: Outcome, done: np.ndarray, stopped: np.ndarray) -> None:
         """Let finished sequences go, and hold those whose prefill is over."""

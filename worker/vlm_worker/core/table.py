@@ -62,6 +62,8 @@ class SequenceTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._decode_rows: np.ndarray | None = None
         self._prefill_rows: list[int] | None = None
+        self._member_rows: np.ndarray | None = None
+        self._members: list[Sequence] = []
 
     def __len__(self) -> int:
         """Running sequences."""
@@ -92,6 +94,15 @@ class SequenceTable:
             rows = [s.row for s in self.running if self.prefilling[s.row]]
             self._prefill_rows = [row for row in rows if row is not None]
         return self._prefill_rows
+
+    def members(self, rows: np.ndarray) -> list[Sequence]:
+        """The sequences of some rows; remembered for `decode_rows`, which come every step."""
+        if rows is self._member_rows:
+            return self._members
+        members = [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
+        if rows is self._decode_rows:
+            self._member_rows, self._members = rows, members
+        return members
 
     def enter(self, sequence: Sequence) -> int:
         """Give a sequence a row, from its own fields; it is RUNNING then."""
@@ -130,13 +141,16 @@ class SequenceTable:
         self._free_rows.append(row)
         self._members_changed()
 
-    def append_block(self, row: int, block: int) -> None:
-        """One more KV block for a running sequence."""
-        sequence = self.sequences[row]
-        assert sequence is not None
-        self.block_table[row, len(sequence.blocks)] = block
-        sequence.blocks.append(block)
-        self.num_blocks[row] += 1
+    def append_blocks(self, rows: list[int], blocks: list[int]) -> None:
+        """One more KV block for each of some running sequences."""
+        if not rows:
+            return
+        self.block_table[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
+        for row, block in zip(rows, blocks, strict=True):
+            sequence = self.sequences[row]
+            assert sequence is not None
+            sequence.blocks.append(block)
 
     def end_prefill(self, row: int) -> None:
         """All known tokens of the row are computed: it decodes from now on."""
@@ -151,7 +165,7 @@ class SequenceTable:
         self.stop_ids[row, : len(ids)] = ids
 
     def _members_changed(self) -> None:
-        self._decode_rows = self._prefill_rows = None
+        self._decode_rows = self._prefill_rows = self._member_rows = None
 
 
 def answer_limit(sequence: Sequence, *, max_model_len: int) -> int:
