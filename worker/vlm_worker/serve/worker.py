@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from vlm_worker.core.families import Family
+from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaPool
@@ -89,18 +90,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
     """Engine, host and roles of the stages that are loaded; the engine runs already."""
     settings = server.settings
     max_model_len = min(settings.max_model_len, loaded.max_positions)
-    engine = Engine(
-        loaded.runner,
-        settings=EngineSettings(
-            max_model_len=max_model_len,
-            eos_token_ids=loaded.eos_token_ids,
-            max_num_seqs=settings.max_requests,
-            max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
-            watermark_percent=settings.kv_reserve_percent,
-            whole_images=loaded.family.spec.bidirectional_spans,
-        ),
-        positions=loaded.positions,
-    )
+    engine = _engine(settings, loaded, max_model_len=max_model_len)
     server.state.model = loaded.facts
     host = Host(
         engine,
@@ -126,6 +116,23 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
             prefill=PrefillRole(host) if Stage.PREFILL in settings.stages else None,
             decode=DecodeRole(host) if Stage.DECODE in settings.stages else None,
         )
+
+
+def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> Engine:
+    bounds = EngineSettings(
+        max_model_len=max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        max_num_seqs=settings.max_requests,
+        max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
+        watermark_percent=settings.kv_reserve_percent,
+        whole_images=loaded.family.spec.bidirectional_spans,
+    )
+    try:
+        return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
+    except ValueError as error:
+        raise ModelConfigError(
+            f"{error} (--max-model-len, --kv-memory-bytes, --kv-memory-percent)"
+        ) from error
 
 
 @contextlib.asynccontextmanager

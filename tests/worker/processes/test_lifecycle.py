@@ -1,0 +1,113 @@
+"""A process from its first signal to its last: start, stop, and what a wrong start says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from worker.processes.driver import Attempt, Driver, Prompt
+from worker.processes.workers import read_until, spawn, started
+
+from vlm_worker.client import WorkerClient
+
+PROMISE_SECONDS = 2.0
+SLACK = 3
+
+
+async def test_sigterm_while_the_model_loads_ends_the_process_soon() -> None:
+    process = await spawn("decode", runner="model")
+    log: list[dict[str, Any]] = []
+    await read_until(process, log, "listening")
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(SLACK * PROMISE_SECONDS):
+        assert await process.wait() == 0
+    print(f"exited after {time.monotonic() - begun:.2f} s (promised {PROMISE_SECONDS:g})")
+    process._transport.close()  # type: ignore[attr-defined]
+    assert not any(fields["message"] == "ready" for fields in log), "the signal came too late"
+
+
+async def test_an_idle_worker_stops_at_once_with_0() -> None:
+    async with started("decode") as worker:
+        worker.signal(signal.SIGTERM)
+        async with asyncio.timeout(SLACK * PROMISE_SECONDS):
+            assert await worker.process.wait() == 0
+
+
+async def test_a_second_sigterm_does_not_wait_for_the_answer(driver: Driver) -> None:
+    long = "--max-model-len=16000"
+    async with (
+        started("prefill", long) as p,
+        started("decode", long) as d,
+        WorkerClient(p.address) as prefill,
+        WorkerClient(d.address) as decode,
+    ):
+        attempt = Attempt(driver, Prompt([101, 102], max_tokens=12_000), driver.key())
+        task = asyncio.create_task(attempt.run(None, prefill, decode))
+        await attempt.second_token.wait()
+        d.signal(signal.SIGTERM)
+        await d.until(lambda stats: stats["phase"] == "draining", seconds=PROMISE_SECONDS)
+        d.signal(signal.SIGTERM)
+        async with asyncio.timeout(SLACK * PROMISE_SECONDS):
+            assert await d.process.wait() == 128 + signal.SIGTERM
+        (ending,) = await asyncio.gather(task, return_exceptions=True)
+        assert isinstance(ending, BaseExceptionGroup), "the second signal came too late"
+
+
+async def test_no_decode_child_outlives_its_worker(driver: Driver) -> None:
+    async with started("encoder") as worker:
+        children = _children_of(worker.process.pid)
+        assert children, "the media pool has processes of its own"
+        worker.signal(signal.SIGKILL)
+        await worker.process.wait()
+        async with asyncio.timeout(SLACK * PROMISE_SECONDS):
+            while any(_lives(pid) for pid in children):  # noqa: ASYNC110  they are not ours to wait for
+                await asyncio.sleep(0.02)
+
+
+async def _fails(*flags: str, runner: str = "checksum") -> str:
+    """The last line of a process that cannot start."""
+    process = await spawn("decode", *flags, runner=runner)
+    assert process.stderr is not None
+    err = await process.stderr.read()
+    assert await process.wait() == 1
+    return err.decode().strip().splitlines()[-1]
+
+
+async def test_a_taken_port_is_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for flag in ("--http-port", "--grpc-port"):
+            line = await _fails(f"{flag}={port}")
+            assert line.startswith("vlm-worker: ")
+            assert str(port) in line
+
+
+async def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+    assert "is no directory" in await _fails(f"--model={tmp_path}/gone")
+    assert "config.json" in await _fails(f"--model={tmp_path}")
+
+
+async def test_more_tokens_than_kv_is_said_with_the_numbers() -> None:
+    line = await _fails("--max-model-len=100000")
+    assert "100000" in line
+    assert "--max-model-len" in line
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
