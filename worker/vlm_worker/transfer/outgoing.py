@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
-from vlm_worker.errors import CorruptTransferError, InvalidRequestError
+from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Commit, FrameWriter, TransferId
 
@@ -96,7 +96,12 @@ class Outgoing:
                     raise self._error
                 while sent < self._num_units:
                     count = min(batch, self._num_units - sent)
-                    data = await self._export(sent, count)
+                    try:
+                        data = await self._export(sent, count)
+                    except GoneError:
+                        if (await self.settled()).finish_reason is None:
+                            raise
+                        break  # the first token was the last: the engine keeps nothing to read
                     if data.nbytes != count * self._unit_bytes:
                         raise CorruptTransferError("the export has another size than the layout")
                     for frame in writer.write(data):
