@@ -10,6 +10,7 @@ after which kopf would never start the daemon again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -29,6 +30,7 @@ from vlm_operator.reconcile import Loop
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.05  # events come in bursts: one turn for all of them
+_DRAINED = -1.0
 _DELETED = kopf.DaemonStoppingReason.RESOURCE_DELETED
 _EXITING = kopf.DaemonStoppingReason.OPERATOR_EXITING
 
@@ -77,14 +79,10 @@ def register(registry: kopf.OperatorRegistry) -> None:
     place = (names.GROUP, names.VERSION, names.PLURAL_SERVICE)
     kopf.daemon(*place, registry=registry, id="loop", cancellation_polling=1.0)(tend)
     kopf.on.event(*place, registry=registry, id="changed")(changed)
+    ours = {names.LABEL_SERVICE: kopf.PRESENT}
     for kind in (*CHILD_KINDS, POD):
         name = f"child-{kind.plural}"
-        kopf.on.event(
-            *_selector(kind),
-            registry=registry,
-            id=name,
-            labels={names.LABEL_SERVICE: kopf.PRESENT},
-        )(child_changed)
+        kopf.on.event(*_selector(kind), registry=registry, id=name, labels=ours)(child_changed)
 
 
 async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -169,23 +167,18 @@ async def _let_go(app: App, loop: Loop, stopped: Any, key: tuple[str, str]) -> N
     """Drain until nothing is left; an operator that ends meanwhile leaves it to the next."""
     bell = app.bell(*key)
     while _EXITING not in stopped.reason:
-        drained: list[None] = []
-
-        async def turn(drained: list[None] = drained) -> float:
-            pause = await loop.drain()
-            if pause is None:
-                drained.append(None)
-            return pause or 0.0
-
-        outcome = await _attempt(app, turn(), key)
-        if drained:
+        pause = await _attempt(app, _drain(loop), key)
+        if pause == _DRAINED:
             return
         bell.clear()
-        try:
-            async with asyncio.timeout(1.0 if outcome is None else outcome):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0 if pause is None else pause):
                 await bell.wait()
-        except TimeoutError:
-            continue
+
+
+async def _drain(loop: Loop) -> float:
+    pause = await loop.drain()
+    return _DRAINED if pause is None else pause
 
 
 async def _attempt(app: App, turn: Any, key: tuple[str, str]) -> float | None:

@@ -10,29 +10,20 @@ what is there and goes on. What the loop remembers only spares work; losing it c
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
-from vlm_operator.apply import (
-    MEMORY_KEY,
-    Accepted,
-    apply_pool_status,
-    apply_status,
-    post_events,
-    save_memory,
-)
-from vlm_operator.autoscale import History, dump_history, load_history, record
-from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
+from vlm_operator.apply import Accepted
+from vlm_operator.autoscale import History
+from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import SpecError
-from vlm_operator.metrics import DESIRED_REPLICAS, READY_REPLICAS, SCALE_DECISIONS, forget
+from vlm_operator.metrics import forget
 from vlm_operator.names import Role
 from vlm_operator.observe import observe
-from vlm_operator.plan import owner_reference, pool_claim
-from vlm_operator.pods import object_labels
 from vlm_operator.reconcile.decisions import Intent, Options, intend
 from vlm_operator.reconcile.deletion import Deletion
+from vlm_operator.reconcile.report import Reporter, stored_histories
 from vlm_operator.reconcile.writing import carry_out
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
@@ -43,15 +34,11 @@ from vlm_operator.status import (
     View,
     build_status,
     events,
-    pool_status_of_kind,
     refused_status,
 )
 
-logger = logging.getLogger(__name__)
-
 DRAIN_TICK_SECONDS = 1.0
 PERSON_SECONDS = 60.0  # between tries at what only a person can change
-MEMORY_SECONDS = 30.0  # between two writes of the autoscaler's memory
 
 
 class Loop:
@@ -90,10 +77,9 @@ class Loop:
         self._epoch = epoch
         self._seen: Observed | None = None
         self._histories: dict[Role, History] | None = None
-        self._memory_at = float("-inf")
         self._slo = SloWindow()
         self._accepted = Accepted()
-        self._posted: dict[Event, float] = {}
+        self._report = Reporter(cluster, namespace=namespace, name=name)
 
     async def turn(self, *, woken: bool = True) -> float:
         """Take one turn; returns the seconds after which the next one is due.
@@ -117,11 +103,10 @@ class Loop:
             status = refused_status(
                 failure, previous, generation=body["metadata"]["generation"], now=observed.now
             )
-            await self._report(body, previous, status, ())
+            await self._tell(body, status, events(previous, status))
             return self._resync
-        self._remember(observed, written)
-        assert self._histories is not None
-        intent = intend(written, observed, self._histories, options=self._options)
+        histories = self._remember(observed, written)
+        intent = intend(written, observed, histories, options=self._options)
         failure_found, wrote = await carry_out(
             self._cluster, intent, observed, accepted=self._accepted
         )
@@ -130,11 +115,12 @@ class Loop:
         view = self._view(written, intent, observed, failure_found)
         status = build_status(view, previous, now=observed.now)
         news = events(previous, status, intent.decisions.items())
-        await self._report(body, previous, status, news)
-        await self._report_pools(view, observed)
-        await self._save(intent, observed)
-        self._count(view, intent)
-        self._histories = dict(intent.histories)
+        await self._tell(body, status, news)
+        self._note(await self._report.pools(view))
+        if await self._report.memory(intent, observed):
+            self._seen = None
+        self._report.count(view, intent, histories)
+        self._histories = {**histories, **intent.histories}
         return self._next(intent, failure_found)
 
     async def drain(self) -> float | None:
@@ -152,7 +138,7 @@ class Loop:
         previous: Manifest = observed.service.get("status", {})
         status = deletion.status(previous)
         news = events(previous, status)
-        await self._report(observed.service, previous, status, news)
+        await self._tell(observed.service, status, news)
         if deletion.finished:
             forget(self._namespace, self._name)
             return None
@@ -167,17 +153,23 @@ class Loop:
         samples = await self._scraper.scrape(seen.pods)
         return dataclasses.replace(seen, samples=samples, now=now)
 
-    def _remember(self, observed: Observed, written: VLMService) -> None:
-        """Advance what is kept from turn to turn; read the autoscaler's memory at first."""
-        if self._histories is None:
-            stored = observed.child(CONFIG_MAP.kind, names.child(self._name, "autoscaler"))
-            data = {} if stored is None else stored.get("data", {})
-            self._histories = {
-                role: load_history(data.get(f"{role}.{MEMORY_KEY}"), now=observed.now)
-                for role in names.POOL_ROLES
-            }
+    def _remember(self, observed: Observed, written: VLMService) -> dict[Role, History]:
+        """Advance the window of TTFT; the autoscaler's memory is read once, then carried along."""
         window = float(written.spec.slo.window_seconds)
         self._slo = self._slo.advance(observed.samples.values(), now=observed.now, window=window)
+        return self._histories or stored_histories(observed, self._name)
+
+    async def _tell(self, body: Manifest, status: Manifest, news: tuple[Event, ...]) -> None:
+        await self._report.status(body, status, news, now=self._clock())
+        if self._seen is not None and status != body.get("status"):
+            service = {**body, "status": status}
+            self._seen = dataclasses.replace(self._seen, service=service)
+
+    def _note(self, written: dict[tuple[str, str], Manifest]) -> None:
+        """Keep the view up to date with what was just written."""
+        if self._seen is not None and written:
+            children = {**self._seen.children, **written}
+            self._seen = dataclasses.replace(self._seen, children=children)
 
     def _view(
         self, written: VLMService, intent: Intent, observed: Observed, failure: Failure | None
@@ -199,91 +191,6 @@ class Loop:
             epoch=self._epoch(),
             failure=failure,
         )
-
-    async def _report(
-        self, body: Manifest, previous: Manifest, status: Manifest, news: tuple[Event, ...]
-    ) -> None:
-        """Write the status where it differs, then say what changed."""
-        uid = body["metadata"]["uid"]
-        if status != previous:
-            await apply_status(
-                self._cluster,
-                namespace=self._namespace,
-                name=self._name,
-                uid=uid,
-                status=status,
-            )
-            if self._seen is not None and self._seen.service is not None:
-                seen = {**self._seen.service, "status": status}
-                self._seen = dataclasses.replace(self._seen, service=seen)
-        now = self._clock()
-        fresh = [item for item in news if now - self._posted.get(item, float("-inf")) > 60.0]
-        self._posted |= dict.fromkeys(fresh, now)
-        await post_events(
-            self._cluster,
-            fresh,
-            namespace=self._namespace,
-            name=self._name,
-            uid=uid,
-            now=now,
-        )
-
-    async def _report_pools(self, view: View, observed: Observed) -> None:
-        """Keep each VLMPool's status; HPA reads it."""
-        for role in view.service.spec.pools.present:
-            name = names.child(self._name, role)
-            pool = observed.child(names.KIND_POOL, name)
-            wanted = pool_status_of_kind(view, role)
-            if pool is not None and pool.get("status") != wanted:
-                claim = pool_claim(view.service, role, 0)
-                await apply_pool_status(self._cluster, claim, status=wanted)
-                if self._seen is not None:
-                    kept = {(names.KIND_POOL, name): {**pool, "status": wanted}}
-                    children = {**self._seen.children, **kept}
-                    self._seen = dataclasses.replace(self._seen, children=children)
-
-    async def _save(self, intent: Intent, observed: Observed) -> None:
-        """Write the autoscaler's memory: only when it changed, and not too often."""
-        pools = intent.service.spec.pools.present
-        data = {
-            f"{role}.{MEMORY_KEY}": dump_history(intent.histories[role])
-            for role in pools
-            if intent.histories[role].decisions
-        }
-        stored = observed.child(CONFIG_MAP.kind, names.child(self._name, "autoscaler"))
-        known = {} if stored is None else stored.get("data", {})
-        if not data or data == known or observed.now - self._memory_at < MEMORY_SECONDS:
-            return
-        self._memory_at = observed.now
-        await save_memory(
-            self._cluster,
-            namespace=self._namespace,
-            service=self._name,
-            owner=owner_reference(intent.service),
-            labels=object_labels(self._name, "autoscaler"),
-            data=data,
-        )
-        self._seen = None
-
-    def _count(self, view: View, intent: Intent) -> None:
-        """Metrics and the log's decision records."""
-        for role in view.service.spec.pools.present:
-            labels = {"namespace": self._namespace, "service": self._name, "role": role.value}
-            DESIRED_REPLICAS.labels(**labels).set(view.desired[role])
-            READY_REPLICAS.labels(**labels).set(len(view.serving(role)))
-            decision = intent.decisions[role]
-            known = () if self._histories is None else self._histories[role].decisions
-            if intent.histories[role].decisions == known:
-                continue
-            SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
-            samples = view.observed.samples
-            inputs = {
-                pod.name: dataclasses.asdict(samples[pod.uid])
-                for pod in view.observed.of(role)
-                if pod.uid in samples
-            }
-            fields = {**record(decision, epoch=view.epoch), "role": role.value, "inputs": inputs}
-            logger.info("decision", extra={"service": self._name, "decision": fields})
 
     def _next(self, intent: Intent, failure: Failure | None) -> float:
         if failure is not None:

@@ -76,11 +76,9 @@ def scaling(view: View) -> Verdict:
             limited = f"{role}: {decision.message}"
     if limited:
         return Verdict("ScalingActive", True, "Limited", limited)
-    modes = {
-        role: pool.scaling.mode.value for role, pool in view.service.spec.pools.present.items()
-    }
-    listed = ", ".join(f"{role} {mode}" for role, mode in modes.items())
-    automatic = any(mode != ScalingMode.MANUAL.value for mode in modes.values())
+    modes = {role: pool.scaling.mode for role, pool in view.service.spec.pools.present.items()}
+    listed = ", ".join(f"{role} {mode.value}" for role, mode in modes.items())
+    automatic = any(mode is not ScalingMode.MANUAL for mode in modes.values())
     return Verdict("ScalingActive", True, "Scaling" if automatic else "Manual", listed)
 
 
