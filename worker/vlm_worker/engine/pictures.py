@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -22,18 +21,16 @@ from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemR
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EncoderCacheStats, EngineSettings
+from vlm_worker.engine.step import encode_guarded
 from vlm_worker.errors import (
     CancelledError,
     DrainingError,
     DuplicateError,
-    EngineError,
     GoneError,
     OverloadedError,
     WorkerError,
 )
 from vlm_worker.types import ImageItem, PreparedImage, RequestKey
-
-logger = logging.getLogger(__name__)
 
 Settled = Callable[[Exception | None], None]
 """Called once when an entry is filled (None) or has failed."""
@@ -185,7 +182,7 @@ class Pictures:
         num_tokens = sum(fill.image.num_tokens for fill in batch)
         self.admitted_seconds += self.predict(num_tokens)
         self._batch_started = self._clock()
-        results = self._encode([fill.image for fill in batch])
+        results = encode_guarded(self._runner, [fill.image for fill in batch])
         self.work.observe(num_tokens, self._clock() - self._batch_started)
         for fill, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
@@ -282,20 +279,6 @@ class Pictures:
             batch.append(self._queue.popleft())
             budget -= batch[-1].image.num_tokens
         return batch
-
-    def _encode(self, images: list[PreparedImage]) -> list[Any]:
-        """One result or exception per image; a call that fails as a whole is retried one by one."""
-        try:
-            results = self._runner.encode(images)
-            if len(results) != len(images):
-                raise EngineError(f"{len(results)} embeddings for {len(images)} pictures")
-        except Exception as error:  # a model may raise anything; each item gets its own verdict
-            logger.exception("encode failed", extra={"num_images": len(images)})
-            if len(images) == 1:
-                return [EngineError(f"the encoder failed: {error!r}")]
-            return [result for image in images for result in self._encode([image])]
-        missing = EngineError("the encoder returned nothing for this picture")
-        return [missing if result is None else result for result in results]
 
     def _complete(self, fill: Fill, embedding: Any) -> None:
         num_bytes = self._runner.embedding_bytes(embedding)

@@ -1,4 +1,4 @@
-"""One guarded step: a defect fails the sequences that it touches, not the engine.
+"""Guarded calls of the model: a defect fails what it touches, not the engine.
 
 execute(plan) --ok--> tokens
               --error--> halves, each once more --ok--> tokens
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from vlm_worker.core.batch import BatchBuilder
 from vlm_worker.core.plan import Plan
 from vlm_worker.engine.runner import Runner
 from vlm_worker.errors import EngineError
+from vlm_worker.types import PreparedImage
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +68,18 @@ class StepGuard:
                 plan, EngineError(f"the runner returned {got} for {wanted} sampled rows")
             )
         return StepResult(plan, sampled.astype(np.int64, copy=False))
+
+
+def encode_guarded(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]:
+    """One embedding or exception per image; a call that fails as a whole is retried one by one."""
+    try:
+        results = runner.encode(images)
+        if len(results) != len(images):
+            raise EngineError(f"{len(results)} embeddings for {len(images)} pictures")
+    except Exception as error:  # a model may raise anything; each picture gets its own verdict
+        logger.exception("encode failed", extra={"num_images": len(images)})
+        if len(images) == 1:
+            return [EngineError(f"the encoder failed: {error!r}")]
+        return [result for image in images for result in encode_guarded(runner, [image])]
+    missing = EngineError("the encoder returned nothing for this picture")
+    return [missing if result is None else result for result in results]

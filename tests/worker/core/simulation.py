@@ -1,0 +1,194 @@
+"""Scheduler, batch builder and ChecksumRunner in one loop, without a thread; and work for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from hypothesis import strategies as st
+
+from vlm_worker.core.batch import BatchBuilder
+from vlm_worker.core.blocks import BlockPool
+from vlm_worker.core.scheduler import Scheduler
+from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.table import SequenceTable
+from vlm_worker.testing import (
+    IMAGE_TOKEN,
+    ChecksumRunner,
+    answer_alone,
+    embed,
+    folded_positions,
+    make_image,
+)
+from vlm_worker.types import (
+    FinishReason,
+    ImageItem,
+    PreparedImage,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+EOS = 11
+MAX_STEPS = 2_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A request, its pictures, and the step at which it comes in."""
+
+    request: Request
+    images: tuple[PreparedImage, ...]
+    at: int
+
+
+@st.composite
+def works(draw: st.DrawFn) -> list[Work]:
+    """Requests with common prefixes, repeated pictures, and sampling of all kinds."""
+    out = []
+    for number in range(draw(st.integers(1, 9))):
+        token_ids: list[int] = []
+        items, images = [], []
+        for _ in range(draw(st.integers(1, 4))):
+            if draw(st.booleans()):
+                token_ids += draw(st.sampled_from([[1, 2, 3], [5], [4] * 9]))
+            elif len(token_ids) < 30:
+                image = make_image(draw(st.integers(0, 2)), num_tokens=draw(st.integers(1, 7)))
+                items.append(
+                    ImageItem(image.image_key, len(token_ids), image.num_tokens, image.grid_thw)
+                )
+                images.append(image)
+                token_ids += [IMAGE_TOKEN] * image.num_tokens
+        token_ids = token_ids or [9]
+        delivered = draw(st.integers(0, 2))
+        sampling = SamplingParams(
+            max_tokens=delivered + draw(st.integers(1, 20)),
+            temperature=draw(st.sampled_from([0.0, 0.7])),
+            seed=draw(st.integers(0, 3)),
+            ignore_eos=draw(st.booleans()),
+        )
+        request = Request(
+            RequestKey(str(number), 0),
+            (*token_ids, *[3] * delivered),
+            len(token_ids),
+            sampling,
+            tuple(items),
+            cache_salt=draw(st.sampled_from([b"", b"tenant"])),
+        )
+        out.append(Work(request, tuple(images), draw(st.integers(0, 10))))
+    return out
+
+
+class Simulation:
+    """Scheduler, builder and runner in one loop; checks the books after every step."""
+
+    def __init__(
+        self, *, num_blocks: int, max_num_seqs: int, budget: int, whole_images: bool = False
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE)
+        self.table = SequenceTable(
+            max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            eos_token_ids=(EOS,),
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            self.table,
+            max_num_batched_tokens=budget,
+            watermark_blocks=1,
+            whole_images=whole_images,
+        )
+        self.builder = BatchBuilder(
+            self.table, max_num_batched_tokens=budget, whole_images=whole_images
+        )
+        self.runner = ChecksumRunner(num_blocks, block_size=BLOCK_SIZE)
+        self.budget = budget
+        self.max_num_seqs = max_num_seqs
+        self.answers: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+        self.held: list[Sequence] = []
+        self.max_chunk = 0
+
+    def add(self, work: Work, *, hold: bool = False) -> Sequence:
+        request = work.request
+        positions, delta = folded_positions(request.token_ids, request.items)
+        sequence = Sequence(
+            request=request,
+            arrival=len(self.answers),
+            token_ids=np.array(request.token_ids, np.int32),
+            positions=positions,
+            position_delta=delta,
+            hold=hold,
+            embeddings=[embed(image) for image in work.images],
+        )
+        self.answers[request.key.request_id] = list(request.token_ids[request.num_prompt_tokens :])
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> bool:
+        schedule = self.scheduler.schedule()
+        for sequence in schedule.admitted:
+            self.cached[sequence.request.key.request_id] = sequence.num_cached_tokens
+        plan = schedule.plan
+        if plan is None:
+            return bool(schedule.preempted)
+        assert plan.num_tokens <= self.budget
+        assert len(set(plan.rows.tolist())) == len(plan) <= self.max_num_seqs
+        self.max_chunk = max(self.max_chunk, int(plan.counts.max()))
+        sampled = self.runner.execute(self.builder.build(plan))
+        outcome = self.scheduler.update(plan, sampled)
+        for sequence, token_id, index in zip(
+            outcome.sequences, outcome.token_ids, outcome.indices, strict=True
+        ):
+            answer = self.answers[sequence.request.key.request_id]
+            assert index == len(answer)
+            answer.append(token_id)
+        for sequence, reason in outcome.finished:
+            self.reasons[sequence.request.key.request_id] = reason
+        self.held += outcome.held
+        self.check_books()
+        return True
+
+    def check_books(self) -> None:
+        self.pool.check()
+        holding = self.table.running + self.held
+        owned = {block for sequence in holding for block in sequence.blocks}
+        assert len(owned) == self.pool.num_used
+        for sequence in self.table.running:
+            row = sequence.row
+            assert row is not None
+            assert sequence.status is Status.RUNNING
+            num_blocks = len(sequence.blocks)
+            assert self.table.num_blocks[row] == num_blocks
+            assert self.table.block_table[row, :num_blocks].tolist() == sequence.blocks
+            assert self.table.num_computed[row] <= num_blocks * BLOCK_SIZE
+            assert not self.table.block_table[row, num_blocks:].any()
+
+    def run(self, todo: list[Work]) -> None:
+        pending = sorted(todo, key=lambda work: work.at)
+        for number in range(MAX_STEPS):
+            while pending and pending[0].at <= number:
+                self.add(pending.pop(0))
+            if not self.step() and not pending:
+                break
+        assert not self.scheduler.waiting, "somebody was never served"
+        assert self.pool.num_used == 0, "a block did not come back"
+        assert len(self.table) == 0
+
+
+def alone(work: Work) -> list[int]:
+    return answer_alone(
+        work.request,
+        work.images,
+        positions=folded_positions,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(EOS,),
+    )
+
+
+def expected(todo: list[Work]) -> dict[str, list[int]]:
+    return {work.request.key.request_id: alone(work) for work in todo}
