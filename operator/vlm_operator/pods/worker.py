@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from vlm_operator import names
 from vlm_operator.api import KvCache, Pool, Variant, VLMService, quantity, stages
 from vlm_operator.pods.parts import (
@@ -30,7 +32,7 @@ def worker_template(
         "name": "worker",
         "image": pool.image,
         "command": ["vlm-worker"],
-        "args": [*arguments(service, pool, revision, images), *pool.engine.args],
+        "args": [*arguments(service, pool, variant, revision, images), *pool.engine.args],
         "env": [
             *environment(service, revision),
             *model.env,
@@ -79,7 +81,9 @@ def worker_template(
     return {"metadata": meta, "spec": spec}
 
 
-def arguments(service: VLMService, pool: Pool, revision: Revision, images: Images) -> list[str]:
+def arguments(
+    service: VLMService, pool: Pool, variant: Variant, revision: Revision, images: Images
+) -> list[str]:
     """The operator's part of the command line (docs/contract.md)."""
     model, settled = service.spec.model, revision.resolved
     loaded = ",".join(stage.value for stage in stages(service.spec.pools, revision.role))
@@ -95,12 +99,19 @@ def arguments(service: VLMService, pool: Pool, revision: Revision, images: Image
         f"--dtype={model.dtype.value.lower()}",
         f"--kv-dtype={model.kv_dtype.value.lower()}",
         *_kv_arguments(pool.kv),
+        *_thread_arguments(variant),
         f"--drain-timeout-seconds={settled.drain_seconds}",
         f"--compat={settled.compat}",
     ]
     if model.max_model_len_tokens is not None:
         found.append(f"--max-model-len={model.max_model_len_tokens}")
     return found
+
+
+def _thread_arguments(variant: Variant) -> list[str]:
+    """As many threads as CPUs: more would wait for each other while the container is throttled."""
+    limit = variant.resources.limits.get("cpu")
+    return [] if limit is None else [f"--threads={math.ceil(quantity.parse(limit))}"]
 
 
 def _kv_arguments(kv: KvCache | None) -> list[str]:

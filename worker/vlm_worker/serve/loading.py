@@ -105,6 +105,7 @@ def _model(settings: WorkerSettings, model_dir: Path) -> tuple[Runner, int]:
             kv_memory_bytes=settings.kv_memory_bytes,
             kv_memory_percent=settings.kv_memory_percent,
             device=_device(settings.device),
+            num_threads=settings.num_threads,
         )
     )
     return runner, runner.weights_bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -83,15 +84,19 @@ async def run_split(settings: ServeSettings) -> int:
         finally:
             running.cancel()
             # the gateway first, so that its streams end while their workers live
-            for child in reversed(children):
+            for child in children[len(WORKERS) :]:
                 await child.stop()
+            await asyncio.gather(*(child.stop() for child in children[: len(WORKERS)]))
             say("stopped")
 
 
 async def _start(settings: ServeSettings, children: list[Child]) -> None:
     parent = os.getpid()
+    # More threads than CPUs wait for each other at every barrier.
+    share = max(1, len(os.sched_getaffinity(0)) // len(WORKERS))
+    worker = dataclasses.replace(settings.worker, num_threads=settings.worker.num_threads or share)
     for role in WORKERS:
-        argv = worker_argv(settings.worker, role, bind=LOOPBACK, parent=parent)
+        argv = worker_argv(worker, role, bind=LOOPBACK, parent=parent)
         children.append(await _spawn(role.value, argv))
     say(f"starting {', '.join(role.value for role in WORKERS)}")
     addresses = []

@@ -109,6 +109,7 @@ def _worker(
         kv_reserve_percent=args.kv_reserve_percent,
         max_requests=args.max_requests,
         max_batched_tokens=args.max_batched_tokens,
+        num_threads=args.threads,
         runner=args.runner,
         lease_seconds=args.lease_seconds,
     )

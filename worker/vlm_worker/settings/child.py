@@ -26,6 +26,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         f"--kv-reserve-percent={settings.kv_reserve_percent}",
         f"--max-requests={settings.max_requests}",
         f"--max-batched-tokens={settings.max_batched_tokens}",
+        f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
         *(f"{flag}={value}" for flag, value in optional.items() if value is not None),
     ]

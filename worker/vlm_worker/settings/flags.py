@@ -97,6 +97,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-reserve-percent", type=_percent, default=5)
     parser.add_argument("--max-requests", type=_at_least(1), default=256, help="running at once")
     parser.add_argument("--max-batched-tokens", type=_at_least(16), default=2048, help="of a step")
+    parser.add_argument(
+        "--threads", type=_at_least(0), default=0, help="of the CPU; 0 is all of them"
+    )
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
     parser.add_argument("--lease-seconds", type=_seconds, default=10.0, help=argparse.SUPPRESS)
 

@@ -72,6 +72,7 @@ class WorkerSettings:
     max_model_len: int = 4096
     max_requests: int = 256
     max_batched_tokens: int = 2048
+    num_threads: int = 0
     drain_timeout_seconds: float = 600.0
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
