@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import openai
@@ -50,3 +51,16 @@ async def test_a_picture_is_answered_whole_and_streamed_alike(served: Stack) -> 
     timing = whole.model_extra["timing"]
     assert timing["ttft_ms"] == pytest.approx(sum(timing["stages"].values()), abs=0.01)
     await served.until_idle()
+
+
+async def test_the_synchronous_client_works_as_well(served: Stack) -> None:
+    def ask_and_stream() -> tuple[str | None, str]:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as api:
+            body = {"model": "shapes", "messages": [ask(png(), "What?")], "max_tokens": 8}
+            whole = api.chat.completions.create(**body)
+            stream = api.chat.completions.create(**body, stream=True)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            return whole.choices[0].message.content, text
+
+    whole, streamed = await asyncio.to_thread(ask_and_stream)
+    assert whole == streamed

@@ -188,14 +188,36 @@ async def fill(worker: Worker) -> list[RequestKey]:
     return keys
 
 
-async def test_a_picture_that_only_the_decoder_finds_broken_is_named(served: Stack) -> None:
-    broken = bytearray(png())
+def broken_inside(data: bytes) -> bytes:
+    """A picture whose header is well-formed and whose pixels are not."""
+    broken = bytearray(data)
     at = broken.index(b"IDAT") + 8
     broken[at : at + 8] = b"\xff" * 8
+    return bytes(broken)
+
+
+async def test_a_picture_that_only_the_decoder_finds_broken_is_named(served: Stack) -> None:
     async with client(served) as api:
         with pytest.raises(openai.BadRequestError) as refused:
             await api.chat.completions.create(
-                **body(messages=[ask("look:", png(), bytes(broken))], stream=False)
+                **body(messages=[ask("look:", png(), broken_inside(png()))], stream=False)
             )
     assert refused.value.param == "messages[0].content[2].image_url"
     await served.until_idle()
+
+
+async def test_a_broken_picture_is_left_out_where_the_service_says_so(tmp_path: Any) -> None:
+    config = tmp_path / "gateway.json"
+    config.write_text('{"limits": {"on_corrupt": "Skip"}}')
+    async with stack((Role.DECODE, (E, P, D)), config=config) as served, client(served) as api:
+        answers = [
+            await api.chat.completions.create(**body(messages=[ask(*parts)], stream=False))
+            for parts in (
+                ("look:", png(), broken_inside(png())),
+                ("look:", png(), png()[:30]),
+                ("look:", png()),
+            )
+        ]
+        await served.until_idle()
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert {answer.usage.prompt_tokens_details.image_tokens for answer in answers} == {12}

@@ -88,6 +88,17 @@ async def test_it_is_not_ready_before_there_is_an_encoder() -> None:
         assert "encoder" in await until_ready(served.url, ready=False)
 
 
+async def test_a_worker_of_another_model_is_not_used_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with started(Role.DECODE) as decode:
+        settings = gateway_settings([decode], served_name="other")
+        async with running(settings) as gateway:
+            registry = gateway.service.registry
+            assert not await registry.wait_until(lambda: bool(registry.candidates()), timeout=1)
+    assert any("it serves 'shapes', not 'other'" in str(vars(r)) for r in caplog.records)
+
+
 async def test_stats_keep_to_their_schema_and_add_up(tmp_path: Path) -> None:
     config = tmp_path / "gateway.json"
     config.write_text('{"slo": {"ttft_ms": 30000, "overrides": {"image": 0.01}}}')

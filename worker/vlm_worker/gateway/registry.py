@@ -39,6 +39,7 @@ class Peer:
         self.unused = asyncio.Event()
         self.unused.set()
         self.refuses = False
+        self.complaint = ""
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -164,7 +165,7 @@ class Registry:
             try:
                 hello = await peer.client.hello(timeout=HELLO_TIMEOUT_SECONDS)
                 self._check(hello)
-                peer.hello, peer.load, peer.refuses = hello, None, False
+                peer.hello, peer.load, peer.refuses, peer.complaint = hello, None, False, ""
                 logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
                 delay = RETRY_SECONDS
                 await self._follow_load(peer)
@@ -187,8 +188,10 @@ class Registry:
                 self._notify()
 
     def _lost(self, peer: Peer, error: Exception) -> None:
-        if peer.hello is not None:
-            logger.warning("worker lost", extra={"pod": peer.pod.name, "reason": str(error)})
+        if str(error) != peer.complaint:
+            message = "worker not reached" if peer.hello is None else "worker lost"
+            logger.warning(message, extra={"pod": peer.pod.name, "reason": str(error)})
+        peer.complaint = str(error)
         peer.hello = peer.load = None
         self._notify()
 

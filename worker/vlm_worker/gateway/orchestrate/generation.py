@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from vlm_worker.errors import (
+    CancelledError,
     ContextTooLongError,
     CorruptTransferError,
     DrainingError,
@@ -34,8 +35,9 @@ MAX_RETRIES = 3
 # After a loss, another pod may be about to be found.
 ROUTE_PATIENCE_SECONDS = 1.0
 
-# Another pod may well do it.
+# Another pod may well do it. What a worker cancelled without our asking, its end cancelled.
 _RETRYABLE = (
+    CancelledError,
     PeerLostError,
     DrainingError,
     GoneError,
