@@ -63,7 +63,7 @@ class Outgoing:
         while self._commit is None:
             if self._error is not None:
                 raise self._error
-            await self._wait_for_change()
+            await _is_set(self._changed)
         return self._commit
 
     async def whole(self, num_units: int) -> memoryview:
@@ -92,6 +92,9 @@ class Outgoing:
         self.num_readers += 1
         try:
             while True:
+                changed = (
+                    self._changed
+                )  # taken before we look: what changes meanwhile is not missed
                 if self._error is not None:
                     raise self._error
                 while sent < self._num_units:
@@ -114,7 +117,7 @@ class Outgoing:
                         )
                     yield writer.commit(self._commit)
                     return
-                if not await self._wait_for_change():
+                if not await _is_set(changed):
                     yield writer.wait()
         finally:
             self.num_readers -= 1
@@ -123,11 +126,12 @@ class Outgoing:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _wait_for_change(self) -> bool:
-        """False where nothing changed for so long that the consumer wants to know we live."""
-        try:
-            async with asyncio.timeout(WAIT_FRAME_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+
+async def _is_set(changed: asyncio.Event) -> bool:
+    """False where nothing changed for so long that the consumer wants to know we live."""
+    try:
+        async with asyncio.timeout(WAIT_FRAME_SECONDS):
+            await changed.wait()
+    except TimeoutError:
+        return False
+    return True

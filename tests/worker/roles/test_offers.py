@@ -1,0 +1,147 @@
+"""What is held for consumers ends by release, by claim, by cancel, or by its lease; never twice."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from vlm_worker.core.leases import Lease, LeaseTable
+from vlm_worker.errors import CancelledError, GoneError, IncompatibleError, InvalidRequestError
+from vlm_worker.roles.offers import Life, Offers
+from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.types import RequestKey
+from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.frames import Commit
+
+LIFE = Life(b"b" * 16, "pod")
+KEY = RequestKey("r-1", 1)
+LAYOUT = b"f" * 16
+
+
+class Table:
+    """Offers under a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.freed: list[str] = []
+        self.offers = Offers(
+            life=LIFE, free=self._free, clock=lambda: self.now, leases=LeaseTable()
+        )
+
+    def _free(self, lease: Lease) -> None:
+        self.freed.append(lease.id)
+
+    def offer(self, name: str = "t", key: RequestKey = KEY) -> Outgoing:
+        async def export(first: int, count: int) -> memoryview:
+            return memoryview(bytes(8 * count))
+
+        outgoing = Outgoing(LIFE.transfer_id(key, LAYOUT), unit_bytes=8, export=export)
+        self.offers.offer(name, key, outgoing)
+        return outgoing
+
+    def find(self, name: str = "t", key: RequestKey = KEY, layout: bytes = LAYOUT) -> Outgoing:
+        return self.offers.find(FetchCall(name, LIFE.boot_id, layout, key), fingerprint=LAYOUT)
+
+
+def test_it_is_found_by_its_request_alone() -> None:
+    table = Table()
+    assert table.offer() is table.find()
+    with pytest.raises(GoneError):
+        table.find(key=RequestKey("r-2", 1))
+    with pytest.raises(IncompatibleError):
+        table.find(layout=b"g" * 16)
+    with pytest.raises(GoneError, match="another life"):
+        table.offers.find(FetchCall("t", b"x" * 16, LAYOUT, KEY), fingerprint=LAYOUT)
+
+
+def test_the_name_of_somebody_elses_transfer_is_refused() -> None:
+    table = Table()
+    table.offer()
+    with pytest.raises(InvalidRequestError):
+        table.offer(key=RequestKey("r-2", 1))
+
+
+def test_a_release_frees_once() -> None:
+    table = Table()
+    table.offer()
+    table.offers.release(b"x" * 16, "t")
+    assert table.freed == []
+    for _ in range(3):
+        table.offers.release(LIFE.boot_id, "t")
+    assert table.freed == ["t"]
+    with pytest.raises(GoneError):
+        table.find()
+
+
+def test_a_lease_that_is_not_renewed_is_freed_by_the_sweep() -> None:
+    table = Table()
+    table.offer("kept")
+    table.offer("left")
+    for table.now in range(0, 30, 2):
+        table.offers.renew(LIFE.boot_id, ["kept"])
+        table.offers.sweep()
+    assert table.freed == ["left"]
+    assert table.offers.renew(LIFE.boot_id, ["kept", "left"]) == ["left"]
+    assert table.offers.renew(b"x" * 16, ["kept"]) == ["kept"]
+
+
+def test_what_its_maker_keeps_does_not_expire_and_then_has_a_whole_lease() -> None:
+    table = Table()
+    table.offer()
+    with table.offers.keep(["t"]):
+        for table.now in range(0, 100, 5):
+            table.offers.sweep()
+    assert table.freed == []
+    table.now += 9
+    table.offers.sweep()
+    assert table.freed == []
+    table.now += 2
+    table.offers.sweep()
+    assert table.freed == ["t"]
+
+
+def test_what_is_claimed_is_not_freed_and_not_claimed_again() -> None:
+    table = Table()
+    table.offers.reserve("room", KEY)
+    assert not table.offers.claim("room", RequestKey("r-2", 1))
+    assert table.offers.claim("room", KEY)
+    assert not table.offers.claim("room", KEY)
+    table.now = 100.0
+    table.offers.sweep()
+    assert table.freed == []
+
+
+def test_an_expired_reservation_cannot_be_claimed() -> None:
+    table = Table()
+    table.offers.reserve("room", KEY)
+    table.now = 11.0
+    assert not table.offers.claim("room", KEY)
+
+
+async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> None:
+    table = Table()
+    outgoing = table.offer()
+    outgoing.advance(1)
+    async with aclosing(outgoing.frames(KEY, first_unit=0)) as frames:
+        await anext(frames)
+        assert table.offers.cancel(KEY, CancelledError("stop"))
+        table.offers.sweep()
+        assert len(table.offers.leases) == 1
+        with pytest.raises(CancelledError):
+            await anext(frames)
+    table.offers.sweep()
+    assert len(table.offers.leases) == 0
+    assert table.freed == [], "the engine has freed it with the request"
+
+
+async def test_a_cancel_that_nobody_sees_needs_no_quarantine() -> None:
+    table = Table()
+    outgoing = table.offer()
+    assert not table.offers.cancel(KEY, CancelledError("stop"))
+    assert len(table.offers.leases) == 0
+    outgoing.finish(Commit(0, 0))
+    with pytest.raises(CancelledError):
+        async with asyncio.timeout(5):
+            _ = [frame async for frame in outgoing.frames(KEY, first_unit=0)]
