@@ -101,3 +101,20 @@ class Live:
                 continue
             found.append((entry["verb"], about.get("resource", ""), about.get("name", "")))
         return found
+
+
+def plain_children(plane: ControlPlane, namespace: str, service: str) -> str:
+    """A service's children as text: without identities and times, its name replaced."""
+    kinds = "deploy,svc,cm,sa,netpol,rolebinding,pdb,vlmp"
+    text = plane.kubectl(
+        "-n", namespace, "get", kinds, "-l", f"triptych.dev/service={service}", "-o", "json"
+    ).stdout
+    found = []
+    for item in json.loads(text)["items"]:
+        meta = {key: item["metadata"].get(key) for key in ("name", "labels")}
+        spec = item.get("spec", {})
+        for volatile in ("clusterIP", "clusterIPs", "serviceRef"):
+            spec.pop(volatile, None)
+        rest = {key: item.get(key) for key in ("kind", "data", "roleRef")}
+        found.append({**rest, "metadata": meta, "spec": spec})
+    return json.dumps(found, sort_keys=True).replace(service, "NAME")
