@@ -159,8 +159,14 @@ class WorkerClient:
             self._stubs[name] = stub
         return stub
 
+    def _call(self, name: str, request: Any, timeout: float | None) -> Any:
+        try:
+            return self._stub(name)(request, timeout=timeout)
+        except grpc.aio.UsageError as error:
+            raise PeerLostError(f"{self.address}: {error}") from None
+
     async def _unary(self, name: str, request: Any, *, timeout: float) -> Any:
-        call = self._stub(name)(request, timeout=timeout)
+        call = self._call(name, request, timeout)
         try:
             return await call
         except grpc.aio.AioRpcError as error:
@@ -172,7 +178,7 @@ class WorkerClient:
             call.cancel()
 
     async def _stream(self, name: str, request: Any, timeout: float | None) -> AsyncGenerator[Any]:
-        call = self._stub(name)(request, timeout=timeout)
+        call = self._call(name, request, timeout)
         try:
             async for message in call:
                 yield message

@@ -25,6 +25,7 @@ from vlm_worker.errors import (
     InvalidImageError,
     InvalidRequestError,
     OverloadedError,
+    PeerLostError,
 )
 from vlm_worker.server.worker import WorkerServer
 from vlm_worker.types import Request, RequestKey, SamplingParams, Source, Stage
@@ -133,6 +134,18 @@ async def test_metrics_have_the_names_of_the_contract() -> None:
                      metrics.KV_TRANSFER_SECONDS, metrics.WORK_QUEUED_SECONDS):  # fmt: skip
             assert f"\n{name}" in text
         assert "vlm_accepting 1.0" in text
+
+
+async def test_a_client_that_is_closed_says_that_the_peer_is_lost() -> None:
+    async with serving("decode") as worker:
+        client = WorkerClient(worker.client.address)
+        loads = client.watch_load()
+        await anext(loads)
+        await client.close()
+        with pytest.raises(PeerLostError):
+            _ = [load async for load in loads]
+        with pytest.raises(PeerLostError):
+            await client.hello()
 
 
 # ---- what is refused ----------------------------------------------------------------------------

@@ -100,7 +100,11 @@ class EncoderRole:
 
     async def _prepare_all(self, call: EncodeCall, chunks: AsyncIterator[Chunk]) -> list[_Prepared]:
         num_bytes = sum(item.num_bytes for item in call.items)
-        if self._upload_bytes and self._upload_bytes + num_bytes > MAX_UPLOAD_BYTES:
+        if num_bytes > MAX_UPLOAD_BYTES:
+            raise InvalidRequestError(
+                f"the pictures have {num_bytes} bytes, {MAX_UPLOAD_BYTES} may come in one request"
+            )
+        if self._upload_bytes + num_bytes > MAX_UPLOAD_BYTES:
             raise OverloadedError(
                 f"{self._upload_bytes} bytes of pictures are being received",
                 retry_after_seconds=RETRY_AFTER_SECONDS,

@@ -83,6 +83,7 @@ def micros(seconds: float) -> int:
 def sampling_of(message: pb.Sampling) -> SamplingParams:
     """Sampling, with what stands for unset turned into what means it."""
     checks.between(message.max_tokens, "sampling.max_tokens", 1, checks.MAX_TOKENS)
+    checks.between(len(message.stop_token_ids), "sampling.stop_token_ids", 0, MAX_STOP_TOKENS)
     if not 0.0 <= message.temperature <= 100.0:
         raise InvalidRequestError("sampling.temperature must be 0 to 100")
     if not 0.0 <= message.top_p <= 1.0:
@@ -93,7 +94,7 @@ def sampling_of(message: pb.Sampling) -> SamplingParams:
         top_p=message.top_p or 1.0,
         top_k=message.top_k,
         seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids[:MAX_STOP_TOKENS]),
+        stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )
 
