@@ -41,7 +41,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     args = command_line().parse_args(argv)
     fail: Callable[[str], NoReturn] = args.parser.error
     model = _model(args, fail)
-    served_name = args.served_name or Path(args.model.rstrip("/")).name
+    served_name = args.served_name or _name_of(args.model)
     delays: dict[str, float] = dict(args.inject_delay_ms)
     common: dict[str, Any] = {
         "model": model,
@@ -84,6 +84,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     if Stage(args.command) not in stages:
         fail(f"--stages: must name {args.command} itself, it is this role's own stage")
     return _worker(args, common, role=role, bind=args.bind, stages=stages)
+
+
+def _name_of(model: str) -> str:
+    """The folder that names the model: `shapes` of `examples/shapes/model`, `name` of `hf://org/name`."""
+    path = Path(model) if model.startswith("hf://") else Path(model).absolute()
+    return path.parent.name if path.name == "model" else path.name
 
 
 def _worker(
