@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from worker.processes.driver import Attempt, Driver, Prompt
 from worker.processes.workers import read_until, spawn, started
 
@@ -30,6 +31,19 @@ async def test_sigterm_while_the_model_loads_ends_the_process_soon() -> None:
     print(f"exited after {time.monotonic() - begun:.2f} s (promised {PROMISE_SECONDS:g})")
     process._transport.close()  # type: ignore[attr-defined]
     assert not any(fields["message"] == "ready" for fields in log), "the signal came too late"
+
+
+async def test_threads_that_wait_leave_their_cores_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")  # OpenMP itself says what holds
+    async with started("encoder", runner="model") as worker:
+        lines = [
+            fields["message"] for fields in worker.log if "OMP_WAIT_POLICY" in fields["message"]
+        ]
+    assert lines
+    assert all("'PASSIVE'" in line for line in lines)
 
 
 async def test_an_idle_worker_stops_at_once_with_0() -> None:
