@@ -3,8 +3,10 @@
 event of a VLMService, or of anything with our labels ─▶ App.wake ─▶ the daemon takes a turn
 
 No handler looks at what changed: the loop reads everything. kopf keeps the daemon, and the
-finalizer that it puts on the object until the daemon returns. Nothing here raises PermanentError,
-after which kopf would never start the daemon again.
+finalizer that it puts on the object until the daemon returns. For an object that it first meets
+while it is being deleted kopf starts no daemon and drops the finalizer as soon as the handlers of
+that event have returned: then `changed` itself goes on with the drain that another process left.
+Nothing here raises PermanentError, after which kopf would never start the daemon again.
 """
 
 from __future__ import annotations
@@ -130,9 +132,22 @@ async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
     )
 
 
-async def changed(memo: Any, namespace: str, name: str, **_: Any) -> None:
-    """A VLMService changed."""
-    memo.app.wake(namespace, name)
+async def changed(memo: Any, meta: Any, namespace: str, name: str, **_: Any) -> None:
+    """A VLMService changed.
+
+    kopf hands the same `memo` to all handlers of one object. An object without a daemon is drained
+    here: its other events wait meanwhile, those of other objects do not, and an operator that ends
+    cancels it, which leaves the finalizer in place.
+    """
+    app: App = memo.app
+    if meta.get("deletionTimestamp") is None:
+        memo.has_daemon = True  # kopf starts it with this very event
+    elif not memo.get("has_daemon"):
+        loop = app.make_loop(namespace, name)
+        await _let_go(app, loop, (namespace, name), exiting=lambda: False)
+        app.forget(namespace, name)
+        return
+    app.wake(namespace, name)
 
 
 async def child_changed(memo: Any, namespace: str, labels: Any, **_: Any) -> None:
@@ -157,16 +172,19 @@ async def tend(memo: Any, namespace: str, name: str, stopped: Any, **_: Any) -> 
             woken = outcome is None
             pause = _backoff(failures) if outcome is None else outcome
         if _DELETED in stopped.reason:
-            await _let_go(app, loop, stopped, (namespace, name))
+            key = (namespace, name)
+            await _let_go(app, loop, key, exiting=lambda: _EXITING in stopped.reason)
     finally:
         if _DELETED in stopped.reason:
             app.forget(namespace, name)
 
 
-async def _let_go(app: App, loop: Loop, stopped: Any, key: tuple[str, str]) -> None:
+async def _let_go(
+    app: App, loop: Loop, key: tuple[str, str], *, exiting: Callable[[], bool]
+) -> None:
     """Drain until nothing is left; an operator that ends meanwhile leaves it to the next."""
     bell = app.bell(*key)
-    while _EXITING not in stopped.reason:
+    while not exiting():
         pause = await _attempt(app, _drain(loop), key)
         if pause == _DRAINED:
             return

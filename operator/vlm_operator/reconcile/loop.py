@@ -130,15 +130,17 @@ class Loop:
             ClusterError, LeaseLostError: as `turn`.
         """
         observed = await self._observe(True)
-        if observed.service is None:
+        body = observed.service
+        if body is None or "deletionTimestamp" not in body["metadata"]:
+            # gone; another service may have its name already, with a loop of its own
             forget(self._namespace, self._name)
             return None
         deletion = Deletion(observed)
         await deletion.stop_gateway(self._cluster, namespace=self._namespace)
-        previous: Manifest = observed.service.get("status", {})
+        previous: Manifest = body.get("status", {})
         status = deletion.status(previous)
         news = events(previous, status)
-        await self._tell(observed.service, status, news)
+        await self._tell(body, status, news)
         if deletion.finished:
             forget(self._namespace, self._name)
             return None

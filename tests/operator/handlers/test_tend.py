@@ -8,7 +8,7 @@ import kopf
 import pytest
 
 from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
-from vlm_operator.handlers import App, Backoffs, child_changed, configure, tend
+from vlm_operator.handlers import App, Backoffs, changed, child_changed, configure, tend
 
 REASONS = kopf.DaemonStoppingReason
 
@@ -58,8 +58,8 @@ class FakeLoop:
         return self.drains.pop(0) if len(self.drains) > 1 else self.drains[0]
 
 
-class Memo:
-    """What kopf hands to handlers."""
+class Memo(kopf.Memo):
+    """What kopf hands to all handlers of one object."""
 
     def __init__(self, loop: FakeLoop) -> None:
         self.app = App(make_loop=lambda *_: loop, connect=lambda: None, clock=lambda: 0.0)
@@ -164,6 +164,36 @@ async def test_an_operator_that_ends_in_a_drain_leaves_it_to_the_next():
     await until(lambda: loop.drained >= 2)
     stopped.set(REASONS.OPERATOR_EXITING)
     await asyncio.wait_for(task, 5)
+
+
+DELETED = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+
+
+async def test_a_service_first_seen_while_it_is_deleted_is_drained_before_the_handler_returns():
+    loop = FakeLoop(60.0, drains=[0.01, 0.01, None])
+    event = changed(memo=Memo(loop), meta=DELETED, namespace="ns", name="demo")
+    await asyncio.wait_for(event, 5)
+    assert loop.drained == 3
+    assert loop.turns == []
+
+
+async def test_an_operator_that_ends_cuts_such_a_drain_off():
+    loop = FakeLoop(60.0, drains=[0.01])
+    event = changed(memo=Memo(loop), meta=DELETED, namespace="ns", name="demo")
+    task = asyncio.create_task(event)
+    await until(lambda: loop.drained >= 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_service_with_a_daemon_is_drained_by_that_alone():
+    loop = FakeLoop(60.0)
+    memo = Memo(loop)
+    await changed(memo=memo, meta={}, namespace="ns", name="demo")
+    await changed(memo=memo, meta=DELETED, namespace="ns", name="demo")
+    assert loop.drained == 0
+    assert memo.app.bell("ns", "demo").is_set()
 
 
 async def test_kopf_is_set_up_as_the_design_asks():

@@ -137,6 +137,13 @@ def test_a_deleted_service_waits_for_its_gateways_and_not_for_ever():
     assert asyncio.run(loop.drain()) is None
 
 
+def test_a_drain_never_touches_another_service_that_took_the_name():
+    world = reference()
+    before = world.written()
+    assert asyncio.run(world.new_loop().drain()) is None
+    assert world.written() == before
+
+
 def test_a_turn_of_a_deleted_service_writes_nothing():
     world = reference()
     world.cluster.remove(VLM_SERVICE, "ns", "demo")
