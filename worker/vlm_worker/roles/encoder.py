@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Final, Protocol
@@ -48,10 +49,9 @@ class Media(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What became of one picture, and when its bytes were complete."""
+    """What became of one picture, and when."""
 
     result: PreparedImage | InvalidImageError
-    complete: float
     done: float
 
 
@@ -121,7 +121,6 @@ class EncoderRole:
                 task.cancel()
 
     async def _prepare(self, call: EncodeCall, item: int, data: bytearray) -> _Prepared:
-        clock = CallClock()
         said = call.items[item]
         spec = ImageSpec(
             item=item,
@@ -138,7 +137,7 @@ class EncoderRole:
             result = await self._media.prepare(memoryview(data), spec)
         except InvalidImageError as error:
             result = error
-        return _Prepared(result, complete=clock.arrived, done=clock.arrived + clock.now())
+        return _Prepared(result, done=time.monotonic())
 
     # ---- from patches to embeddings ------------------------------------------------------------
 
@@ -217,7 +216,8 @@ def _decoded(prepared: Sequence[_Prepared], clock: CallClock) -> Reply[EncodeEve
     items = []
     spans = []
     for index, one in enumerate(prepared):
-        spans.append(clock.span("media", one.complete, one.done, item=index + 1))
+        # its way here belongs to it
+        spans.append(clock.span("media", clock.arrived, one.done, item=index + 1))
         if isinstance(one.result, PreparedImage):
             picture = one.result
             items.append(DecodedItem(picture.num_tokens, picture.grid_thw, picture.image_key))

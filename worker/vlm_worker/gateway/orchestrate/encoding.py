@@ -56,7 +56,7 @@ class Encoding:
             InvalidImageError: a picture cannot be used, and none may be left out.
             WorkerError: the encoder refused or was lost.
         """
-        call = self._trace.call()
+        call = self._trace.call(outbound="media")
         pictures = [picture.data for picture in self._job.pictures]
         replies = client.encode(self._call(), pictures, timeout=ENCODE_TIMEOUT_SECONDS)
         num_left: int | None = None

@@ -12,11 +12,12 @@ from vlm_worker.wire.calls import Reply
 
 
 class OpenCall:
-    """A call under way; collects what its replies report."""
+    """A call under way; collects what its replies report. `outbound` owns its way to the worker."""
 
-    def __init__(self, started: float, clock: Callable[[], float]) -> None:
+    def __init__(self, started: float, clock: Callable[[], float], *, outbound: str | None) -> None:
         self._started = started
         self._clock = clock
+        self._outbound = outbound
         self._reports: list[timeline.Report] = []
 
     def report(self, reply: Reply[Any]) -> None:
@@ -28,7 +29,10 @@ class OpenCall:
         """Its spans on the gateway's clock; nothing where no reply came."""
         if not self._reports:
             return ()
-        return timeline.Call(self._started, tuple(self._reports)).spans
+        call = timeline.Call(self._started, tuple(self._reports))
+        if self._outbound is None:
+            return call.spans
+        return (StageSpan(self._outbound, self._started, call.arrived), *call.spans)
 
 
 class Trace:
@@ -45,9 +49,9 @@ class Trace:
         self._calls: list[OpenCall] = []
         self._gateway_since: float | None = received
 
-    def call(self) -> OpenCall:
-        """A call to a worker starts now."""
-        call = OpenCall(self.clock(), self.clock)
+    def call(self, *, outbound: str | None = None) -> OpenCall:
+        """A call to a worker starts now; `outbound` is the stage that its way there belongs to."""
+        call = OpenCall(self.clock(), self.clock, outbound=outbound)
         self._calls.append(call)
         return call
 
