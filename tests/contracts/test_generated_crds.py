@@ -72,7 +72,7 @@ def test_every_value_in_spec_has_an_example(kind: Kind) -> None:
         if "properties" not in child
         and "properties" not in child.get("items", {})
         and path.rpartition(".")[2] not in OPEN
-        and "Example: " not in child["description"]
+        and "E.g. " not in child["description"]
     ]
     assert not bare
 

@@ -86,7 +86,7 @@ class Gateway(Model):
     image: ImageName | None = field(
         None,
         "Image of the gateway.",
-        example="ghcr.io/example/triptych-worker:0.1.0",
+        example="ghcr.io/me/vlm-worker:1.0",
         unset="spec.image",
         restarts=Restarts.GATEWAY,
     )

@@ -85,7 +85,7 @@ class Variant(Model):
     )
     preference: int = field(
         0,
-        "Which variant is taken first at equal cost; the higher one.",
+        "At equal cost the higher one is taken first.",
         example=10,
         restarts=Restarts.NONE,
         ge=0,

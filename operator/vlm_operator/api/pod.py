@@ -43,7 +43,7 @@ def _cel_list(values: tuple[str, ...]) -> str:
 OWNED_ARG_RULE = Rule(
     name="owned-args",
     # An abbreviation of an owned argument means that argument.
-    holds=f"!{_cel_list(OWNED_ARGS)}.exists(o, o.startsWith(self.split('=')[0]))",
+    holds=f"!' {' '.join(OWNED_ARGS)}'.contains(' ' + self.split('=')[0])",
     message="an argument that the operator sets itself: remove it",
     says="self.split('=')[0] + ' is set by the operator: remove it; "
     "what may be chosen has a field of its own'",
@@ -104,13 +104,11 @@ class Engine(Model):
 
     args: list[Argument] = field(
         [],
-        "Arguments after the operator's own, as `vlm-worker ROLE --help` lists them.",
+        "More arguments of `vlm-worker ROLE --help`.",
         example=["--max-num-seqs=64"],
         max_length=64,
     )
-    env: list[EnvVar] = field(
-        [], "Environment variables beside the operator's own.", keys="name", max_length=64
-    )
+    env: list[EnvVar] = field([], "More environment variables.", keys="name", max_length=64)
 
 
 class TopologySpread(Model):
@@ -132,7 +130,7 @@ class ClaimVolume(Model):
     """A PersistentVolumeClaim."""
 
     claim_name: ObjectName = field(..., "Name of the claim.", example="scratch")
-    read_only: bool = field(False, "Whether it is mounted read-only.", example=True)
+    read_only: bool = field(False, "Mounted read-only.", example=True)
 
 
 class EmptyDirVolume(Model):
@@ -161,7 +159,7 @@ class Volume(Model):
 
     name: DnsLabel = field(..., "Name of the volume.", example="scratch")
     persistent_volume_claim: ClaimVolume | None = field(None, "A claim.")
-    empty_dir: EmptyDirVolume | None = field(None, "A directory as short-lived as the pod.")
+    empty_dir: EmptyDirVolume | None = field(None, "It lives as long as the pod.")
     secret: SecretVolume | None = field(None, "The keys of a Secret.")
     config_map: ConfigMapVolume | None = field(None, "The keys of a ConfigMap.")
 
@@ -190,7 +188,7 @@ class VolumeMount(Model):
     sub_path: str | None = field(
         None, "Path inside the volume.", example="run-1", unset="its root", max_length=512
     )
-    read_only: bool = field(False, "Whether it is read-only.", example=True)
+    read_only: bool = field(False, "Read-only.", example=True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -210,14 +208,14 @@ class PodOverlay(Model):
         {}, "Annotations of the pods.", example={"example.com/note": "x"}
     )
     priority_class_name: ObjectName | None = field(
-        None, "PriorityClass of the pods.", example="inference", unset="the cluster's default"
+        None, "PriorityClass of the pods.", example="inference", unset="the cluster's"
     )
     topology_spread_constraints: list[TopologySpread] = field(
         [], "How the pods spread over nodes.", max_length=8
     )
     volumes: list[Volume] = field([], "Volumes of the pods.", keys="name", max_length=16)
     volume_mounts: list[VolumeMount] = field(
-        [], "Where volumes appear in the worker container.", keys="mountPath", max_length=16
+        [], "Where volumes appear in the worker.", keys="mountPath", max_length=16
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

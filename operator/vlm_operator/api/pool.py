@@ -42,7 +42,7 @@ class KvCache(Model):
 
     memory_fraction_percent: int | None = field(
         None,
-        "Share of the memory of the device (CPU: of the limit) in percent.",
+        "Share of the device's memory (CPU: of the limit), in percent.",
         example=80,
         unset="the worker's own measure",
         ge=1,
@@ -51,7 +51,7 @@ class KvCache(Model):
     memory: Quantity | None = field(None, "Bytes of KV cache, instead of a share.", example="8Gi")
     reserve_percent: int | None = field(
         None,
-        "Share of the blocks that new requests leave free, in percent.",
+        "Blocks that new requests leave free, in percent.",
         example=5,
         unset="the worker's own",
         ge=0,
@@ -73,18 +73,16 @@ class Drain(Model):
 
     timeout_seconds: int = field(
         600,
-        "Seconds a pod may take to finish what it has.",
+        "Seconds a pod has to finish.",
         example=120,
         ge=1,
         le=86400,
     )
-    max_concurrent: int = field(
-        1, "Pods of this pool that drain at the same time.", example=2, ge=1, le=100
-    )
+    max_concurrent: int = field(1, "Pods that drain at once.", example=2, ge=1, le=100)
 
 
 class Disruption(Model):
-    """How many pods a node drain may take at once."""
+    """What a node drain may take."""
 
     policy: DisruptionPolicy = field(
         DisruptionPolicy.AUTO,
@@ -93,7 +91,7 @@ class Disruption(Model):
     )
     max_unavailable: CountOrPercent | None = field(
         None,
-        "Pods that may be gone at once, a count or a percentage.",
+        "Pods gone at once, a count or a percentage.",
         example="20%",
         unset="a fifth of the ready pods, at least 1",
     )
@@ -114,11 +112,11 @@ class PoolRollout(Model):
 
 
 class Lending(Model):
-    """Which work of another role this pool takes over."""
+    """Work of another role that it takes over."""
 
     mode: LendingMode = field(
         LendingMode.NONE,
-        "InlineEncode loads the vision tower here too: pictures need no encoder.",
+        "InlineEncode: this pool encodes pictures too.",
         example="InlineEncode",
     )
 
@@ -146,12 +144,12 @@ class Pool(Model):
     image: ImageName | None = field(
         None,
         "Worker image of this pool.",
-        example="ghcr.io/example/triptych-worker:0.1.0",
+        example="ghcr.io/me/vlm-worker:1.0",
         unset="spec.image",
         restarts=Restarts.PODS,
     )
     parallelism: Parallelism = field(
-        Parallelism(), "How one replica is spread over devices.", restarts=Restarts.PODS
+        Parallelism(), "Devices of one replica.", restarts=Restarts.PODS
     )
     variants: list[Variant] = field(
         [],
@@ -162,27 +160,24 @@ class Pool(Model):
         max_length=4,
         validate_default=False,
     )
-    scaling: Scaling = field(..., "The number of replicas and its owner.", restarts=Restarts.NONE)
+    scaling: Scaling = field(..., "How many replicas, and who decides.", restarts=Restarts.NONE)
     kv: KvCache | None = field(
         None,
-        "How much memory the KV cache takes; prefill and decode only.",
-        unset="the worker's own measure",
+        "Memory of the KV cache; prefill and decode only.",
         restarts=Restarts.PODS,
     )
     drain: Drain = field(Drain(), "How pods are let go.", restarts=Restarts.NONE)
     disruption: Disruption = field(
-        Disruption(), "How many pods a node drain may take at once.", restarts=Restarts.NONE
+        Disruption(), "What a node drain may take.", restarts=Restarts.NONE
     )
-    rollout: PoolRollout = field(
-        PoolRollout(), "How the pods of this pool are replaced.", restarts=Restarts.NONE
-    )
+    rollout: PoolRollout = field(PoolRollout(), "How pods are replaced.", restarts=Restarts.NONE)
     lending: Lending = field(
-        Lending(), "Which work of another role this pool takes over.", restarts=Restarts.PODS
+        Lending(), "Work of another role that it takes over.", restarts=Restarts.PODS
     )
     engine: Engine = field(
-        Engine(), "Added to the worker's command line and environment.", restarts=Restarts.PODS
+        Engine(), "Added to its command line and environment.", restarts=Restarts.PODS
     )
-    pod: PodOverlay = field(PodOverlay(), "Added to the pods of this pool.", restarts=Restarts.PODS)
+    pod: PodOverlay = field(PodOverlay(), "Added to its pods.", restarts=Restarts.PODS)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -12,11 +12,11 @@ class ScaleToZero(Model):
     """When a pool without work goes away, and what happens to work that comes then."""
 
     idle_seconds: int = field(
-        600, "Seconds without a picture before the pool goes to zero.", example=900, ge=60, le=86400
+        600, "Seconds without pictures before it goes to zero.", example=900, ge=60, le=86400
     )
     on_demand: OnDemand = field(
         OnDemand.INLINE_AT_PREFILL,
-        "What becomes of a picture meanwhile: encoded by the next role, queued, or refused.",
+        "Pictures meanwhile are encoded by the next role, queued or refused.",
         example="Queue",
     )
 
@@ -31,13 +31,13 @@ class ScaleUp(Model):
     max_pods_per_minute: int = field(4, "Growth per minute in pods.", example=8, ge=1, le=1000)
     panic_percent: int = field(
         200,
-        "Need in percent of the pool from which it grows at once.",
+        "Need, in percent of the pool, that makes it grow at once.",
         example=300,
         ge=100,
         le=1000,
     )
     panic_hold_seconds: int = field(
-        60, "Seconds without any shrinking after such growth.", example=120, ge=0, le=3600
+        60, "Seconds without shrinking after it.", example=120, ge=0, le=3600
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -78,11 +78,9 @@ class Targets(Model):
     """How busy one replica should be."""
 
     utilization_percent: int = field(
-        75, "Busy share of an encoder or prefill replica, in percent.", example=60, ge=10, le=95
+        75, "Busy time of an encoder or prefill pod, in percent.", example=60, ge=10, le=95
     )
-    kv_occupancy_percent: int = field(
-        80, "Share of a replica's KV blocks in use, in percent.", example=70, ge=10, le=95
-    )
+    kv_occupancy_percent: int = field(80, "KV blocks in use, in percent.", example=70, ge=10, le=95)
 
 
 class Scaling(Model):
@@ -96,24 +94,22 @@ class Scaling(Model):
     )
     replicas: int | None = field(
         None,
-        "Number of replicas; with mode Manual only.",
+        "With Manual only.",
         example=2,
         ge=1,
         le=1000,
     )
     min_replicas: int | None = field(
         None,
-        "Fewest replicas; with Auto and External. Only an encoder pool may go to 0.",
+        "Fewest replicas, with Auto and External; 0 for an encoder only.",
         example=1,
         ge=0,
         le=1000,
     )
     max_replicas: int | None = field(
-        None, "Most replicas; with Auto and External.", example=8, ge=1, le=1000
+        None, "Most replicas, with Auto and External.", example=8, ge=1, le=1000
     )
-    scale_to_zero: ScaleToZero | None = field(
-        None, "When to go to zero; exactly if minReplicas is 0.", unset="never"
-    )
+    scale_to_zero: ScaleToZero | None = field(None, "Exactly if minReplicas is 0.", unset="never")
     behavior: Behavior | None = field(None, "How fast the pool may change, with Auto.")
     targets: Targets | None = field(None, "How busy one replica should be, with Auto.")
 

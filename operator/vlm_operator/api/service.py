@@ -43,7 +43,7 @@ class VLMServiceSpec(Model):
     image: ImageName | None = field(
         None,
         "Worker image of all roles.",
-        example="ghcr.io/example/triptych-worker:0.1.0",
+        example="ghcr.io/me/vlm-worker:1.0",
         unset="the operator's --worker-image",
         restarts=Restarts.PODS,
     )

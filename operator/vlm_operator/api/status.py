@@ -84,9 +84,7 @@ class VariantStatus(Model):
     replicas: int = field(0, "Pods that exist.")
     ready_replicas: int = field(0, "Pods that are ready.")
     cost_per_hour: Quantity | None = field(None, "Cost of its pods per hour.")
-    startup_p90_seconds: int | None = field(
-        None, "Seconds from creation to ready, at the 90th percentile."
-    )
+    startup_p90_seconds: int | None = field(None, "Seconds until ready, 90th percentile.")
 
 
 class PoolStatus(Model):
@@ -97,7 +95,7 @@ class PoolStatus(Model):
     ready_replicas: int = field(0, "Pods that take requests.")
     starting_replicas: int = field(0, "Pods that load.")
     pending_replicas: int = field(0, "Pods without a node.")
-    draining_replicas: int = field(0, "Pods that finish what they have.")
+    draining_replicas: int = field(0, "Pods that finish.")
     updated_replicas: int = field(0, "Pods of the newest revision.")
     variants: list[VariantStatus] | None = field(
         None, "The same per node type.", keys="name", max_length=4
@@ -105,7 +103,7 @@ class PoolStatus(Model):
     load: Open | None = field(None, "What the pods report, rounded.")
     last_decision: Decision | None = field(None, "The last scaling decision.")
     history: list[PastDecision] | None = field(None, "The decisions before it.", max_length=8)
-    recommendation: int | None = field(None, "Replicas that the autoscaler would choose.")
+    recommendation: int | None = field(None, "Replicas that it would choose.")
 
 
 class PoolStatuses(Model):

@@ -35,10 +35,12 @@ def structural(model: type[BaseModel]) -> dict[str, Any]:
 def sentences(node: dict[str, Any]) -> str:
     """Say in words what a field is: its description, default, example and what it restarts."""
     default = node.get(KEY_UNSET) or _in_words(node.get("default"))
+    if isinstance(node.get("default"), dict):
+        default = ""  # the fields of an object say their own
     parts = [
         node.get("description", ""),
         f"Default: {default}." if default else "",
-        f"Example: {_in_words(node['example'])}." if "example" in node else "",
+        f"E.g. {_in_words(node['example'])}." if "example" in node else "",
         _RESTARTS.get(node.get(KEY_RESTARTS, "none"), ""),
     ]
     return " ".join(part for part in parts if part)
@@ -77,16 +79,7 @@ def _convert(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
 
 
 def _in_words(value: Any) -> str:
-    """Write a default or an example as YAML's flow style would; objects speak for themselves."""
+    """Write a default or an example as YAML's flow style would."""
     if value is None or value in ([], {}):
         return ""
-    if isinstance(value, dict | list):
-        return json.dumps(value) if not _is_object_default(value) else ""
-    return json.dumps(value) if not isinstance(value, str) else value
-
-
-def _is_object_default(value: Any) -> bool:
-    """Whether the value holds objects whose fields document themselves."""
-    return isinstance(value, dict) and any(
-        isinstance(item, dict | list | bool) for item in value.values()
-    )
+    return value if isinstance(value, str) else json.dumps(value)

@@ -60,8 +60,8 @@ def test_a_misspelt_field_is_refused_with_its_path(words: ControlPlane) -> None:
 
 def test_explain_says_default_and_example(api_server: ControlPlane) -> None:
     text = api_server.kubectl("explain", "vlm.spec.pools.decode.drain.timeoutSeconds").stdout
-    assert "Seconds a pod may take to finish what it has." in text
-    assert "Default: 600. Example: 120." in text
+    assert "Seconds a pod has to finish." in text
+    assert "Default: 600. E.g. 120." in text
 
 
 async def test_get_prints_the_columns_of_the_summary(maximal: ControlPlane) -> None:
