@@ -14,18 +14,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import kopf
 
 from vlm_operator import names
-from vlm_operator.cluster import CHILD_KINDS, POD, Kind
+from vlm_operator.cluster import CHILD_KINDS, POD
 from vlm_operator.errors import ClusterError, LeaseLostError
-from vlm_operator.kube import Connection
+from vlm_operator.framework import configure, login, selector
 from vlm_operator.metrics import TURNS
 from vlm_operator.reconcile import Loop
 
@@ -84,52 +83,7 @@ def register(registry: kopf.OperatorRegistry) -> None:
     ours = {names.LABEL_SERVICE: kopf.PRESENT}
     for kind in (*CHILD_KINDS, POD):
         name = f"child-{kind.plural}"
-        kopf.on.event(*_selector(kind), registry=registry, id=name, labels=ours)(child_changed)
-
-
-async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-    """Settle how kopf itself behaves; each line answers a known trap."""
-    settings.persistence.finalizer = names.FINALIZER
-    prefix = names.GROUP
-    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=prefix)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=prefix)
-    settings.persistence.consistency_timeout = 15
-    settings.posting.enabled = False  # our own Events are counted, kopf's are not
-    settings.peering.standalone = True  # the Lease elects
-    settings.scanning.disabled = True  # no rights on namespaces and CRDs are needed
-    settings.networking.error_backoffs = Backoffs()
-    settings.networking.connect_timeout = 5
-    settings.networking.request_timeout = 30
-    settings.watching.server_timeout = 300
-    settings.watching.client_timeout = 330
-    settings.watching.inactivity_timeout = 70
-    settings.background.cancellation_polling = 1
-    for kind in (*CHILD_KINDS, POD):
-        settings.watching.label_selectors[_selector(kind)] = (
-            f"{names.LABEL_APP_MANAGED_BY}={names.MANAGER}"
-        )
-
-
-class Backoffs:
-    """Growing pauses without an end, jittered: an API server may be away for long."""
-
-    def __iter__(self) -> Iterator[float]:
-        """Yield seconds: 1, 2, 4, 8, then about 15 for ever."""
-        for attempt in itertools.count():
-            yield min(15.0, 2.0**attempt) * random.uniform(0.7, 1.3)  # noqa: S311
-
-
-async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
-    """Tell kopf how to connect, anew whenever its token is refused."""
-    found: Connection = await memo.app.connect()
-    return kopf.ConnectionInfo(
-        server=found.server,
-        ca_path=found.ca_path,
-        insecure=found.insecure,
-        token=found.token,
-        certificate_path=found.certificate_path,
-        private_key_path=found.private_key_path,
-    )
+        kopf.on.event(*selector(kind), registry=registry, id=name, labels=ours)(child_changed)
 
 
 async def changed(memo: Any, meta: Any, namespace: str, name: str, **_: Any) -> None:
@@ -240,8 +194,3 @@ async def _sleep(bell: asyncio.Event, stopped: Any, seconds: float) -> bool:
 
 def _backoff(failures: int) -> float:
     return float(min(30.0, 0.5 * 2 ** min(failures, 7)) * random.uniform(0.7, 1.3))  # noqa: S311
-
-
-def _selector(kind: Kind) -> tuple[str, str, str]:
-    group, _, version = kind.api_version.rpartition("/")
-    return (group, version, kind.plural)

@@ -8,7 +8,8 @@ import kopf
 import pytest
 
 from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
-from vlm_operator.handlers import App, Backoffs, changed, child_changed, configure, tend
+from vlm_operator.framework import Backoffs, configure
+from vlm_operator.handlers import App, changed, child_changed, tend
 
 REASONS = kopf.DaemonStoppingReason
 
