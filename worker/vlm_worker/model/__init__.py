@@ -7,6 +7,6 @@ vision       pictures to embeddings
 sampler      logits to tokens
 container    memory and CPUs that are left to this process
 memory       how much KV fits
-warmup       the first picture and the first step
+warmup       the first pictures and the first steps
 runner       all of it behind `engine.runner.Runner`
 """

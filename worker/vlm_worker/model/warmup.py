@@ -1,11 +1,15 @@
-"""The first picture and the first step, before anybody waits for them.
+"""The first pictures and the first steps, before anybody waits for them.
 
-First calls cost what later ones do not; and weights that compute nothing but NaN are found here,
-where the message names the model, and not by every request.
+First calls cost what later ones do not, and sizes have costs of their own: memory that is reused
+later, kernels that are chosen now. So sizes grow here to those of a request, as far as a second of
+start-up allows. And weights that compute nothing but NaN are found here, where the message names
+the model, and not by every request.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,48 +19,88 @@ from vlm_worker.core.inputs import SampleParams, StepInputs
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.types import PreparedImage
 
+GROWTH_SECONDS = 0.25
+"""A size that is expected to take longer is left to the first request that has it."""
+
+PICTURE_SIDES = (1, 4, 16)
+"""Of square pictures, in visual tokens."""
+
 
 def try_encoder(
     encode: Callable[[Sequence[PreparedImage]], Sequence[object]], family: Family
 ) -> None:
-    """Encode the smallest picture. Raises ModelConfigError where that fails."""
-    side = family.processor.merge_size
-    patches = np.zeros(side * side * family.processor.patch_dim, np.float32)
-    (embedding,) = encode([PreparedImage(bytes(32), (1, side, side), 1, patches.data)])
-    if isinstance(embedding, Exception):
-        raise ModelConfigError(f"the vision tower fails on a plain picture: {embedding}")
+    """Encode plain pictures of 1 to 256 tokens. Raises ModelConfigError where that fails."""
+    merge_size, patch_dim = family.processor.merge_size, family.processor.patch_dim
+
+    def encode_square(num_tokens: int) -> None:
+        side = round(num_tokens**0.5) * merge_size
+        patches = np.zeros(side * side * patch_dim, np.float32)
+        (embedding,) = encode([PreparedImage(bytes(32), (1, side, side), num_tokens, patches.data)])
+        if isinstance(embedding, Exception):
+            raise ModelConfigError(f"the vision tower fails on a plain picture: {embedding}")
+
+    grow(encode_square, [side**2 for side in PICTURE_SIDES])
 
 
 def try_language_model(
     execute: Callable[[StepInputs], np.ndarray], family: Family, *, block_size: int
 ) -> None:
-    """Compute one token, with its KV in block 1, which nobody owns yet.
+    """Compute one token, then a block of them, in block 1, which nobody owns yet.
 
     Raises:
-        ModelConfigError: its logits are not finite.
+        ModelConfigError: the logits are not finite.
     """
-    zero = np.zeros(1, np.int64)
-    inputs = StepInputs(
-        token_ids=zero,
-        positions=np.zeros((family.num_position_rows, 1), np.int64),
-        slot_mapping=zero + block_size,
-        query_start=np.array([0, 1], np.int32),
+
+    def compute(num_tokens: int) -> None:
+        inputs = _prompt(num_tokens, family.num_position_rows, first_slot=block_size)
+        if execute(inputs)[0] < 0:
+            raise ModelConfigError(
+                "the language model's logits are not finite: its weights are damaged, or --dtype "
+                "has too small a range for them"
+            )
+
+    grow(compute, [1, block_size])
+
+
+def grow(
+    run: Callable[[int], None],
+    sizes: Sequence[int],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Run ever larger sizes, up to the first that is expected to take too long.
+
+    Each is timed on its second run: the first also makes what is made only once.
+    """
+    run(sizes[0])
+    for size, larger in itertools.pairwise(sizes):
+        started = clock()
+        run(size)
+        if (clock() - started) * larger / size > GROWTH_SECONDS:
+            return
+        run(larger)
+
+
+def _prompt(num_tokens: int, num_position_rows: int, *, first_slot: int) -> StepInputs:
+    """One sequence of token 0, whose last token is sampled greedily."""
+    one = np.ones(1, np.int64)
+    numbers = np.arange(num_tokens, dtype=np.int64)
+    return StepInputs(
+        token_ids=np.zeros(num_tokens, np.int64),
+        positions=np.tile(numbers, (num_position_rows, 1)),
+        slot_mapping=first_slot + numbers,
+        query_start=np.array([0, num_tokens], np.int32),
         context_lens=np.zeros(1, np.int32),
         block_table=np.ones((1, 1), np.int32),
         spans=((),),
         image_rows=(),
-        sample_rows=zero,
+        sample_rows=one * (num_tokens - 1),
         sampling=SampleParams(
             greedy=True,
             temperature=np.zeros(1, np.float32),
             top_p=np.ones(1, np.float32),
             top_k=np.zeros(1, np.int32),
             seed=np.zeros(1, np.uint64),
-            index=zero,
+            index=one - 1,
         ),
     )
-    if execute(inputs)[0] < 0:
-        raise ModelConfigError(
-            "the language model's logits are not finite: its weights are damaged, or --dtype has "
-            "too small a range for them"
-        )
