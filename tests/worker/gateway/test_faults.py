@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -11,9 +12,12 @@ import httpx
 import openai
 import pytest
 from worker.gateway.pictures import ask, png
-from worker.gateway.stack import D, E, P, Stack, Worker, stack
+from worker.gateway.stack import NOBODY, D, E, P, Stack, Worker, stack
 
+from vlm_worker.client import WorkerClient
 from vlm_worker.errors import OverloadedError
+from vlm_worker.gateway.pods import KnownPod
+from vlm_worker.gateway.registry import Registry
 from vlm_worker.types import RequestKey, Role
 
 TWO_EACH = (
@@ -106,6 +110,38 @@ async def test_an_answer_goes_on_identically_when_its_decode_pod_drains(served: 
 
     assert await answer(served, after=5, act=drain) == expected
     await served.until_idle()
+
+
+async def test_requests_of_one_moment_spread_over_the_decode_pods(served: Stack) -> None:
+    slow(served)
+    pods = served.of(Role.DECODE)
+    asking = [asyncio.create_task(answer(served)) for _ in range(8)]
+    async with asyncio.timeout(10):
+        while sum(pod.parts.engine.stats().inflight for pod in pods) < 8:
+            assert not any(task.done() for task in asking)
+            await asyncio.sleep(0.005)
+    assert [pod.parts.engine.stats().inflight for pod in pods] == [4, 4]
+    assert len(set(await asyncio.gather(*asking))) == 1
+    await served.until_idle()
+
+
+async def test_a_pod_that_becomes_ready_is_asked_at_once(
+    served: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlm_worker.gateway.registry.RETRY_SECONDS", 60.0)
+    monkeypatch.setattr("vlm_worker.gateway.registry.MAX_RETRY_SECONDS", 60.0)
+    registry = Registry(served_name="shapes")
+    [address] = [worker.address for worker in served.of(Role.DECODE)[:1]]
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(registry.close)
+        registry.apply([KnownPod(name="late", address=NOBODY, ready=False)])
+        peer = registry.by_name["late"]
+        async with asyncio.timeout(10):
+            while not peer.complaint:  # noqa: ASYNC110  it has no event
+                await asyncio.sleep(0.005)
+        peer.client = WorkerClient(address)  # the same pod, at last listening
+        registry.apply([KnownPod(name="late", address=NOBODY, ready=True)])
+        assert await registry.wait_until(lambda: bool(registry.candidates()), timeout=10)
 
 
 @pytest.mark.parametrize("role", [Role.ENCODER, Role.PREFILL])

@@ -235,7 +235,7 @@ async def _last_word(response: Response, error: ApiError) -> None:
 def _answer_to(error: WorkerError, job: Job, request_id: str) -> ApiError:
     """What the client is told of a worker's last word."""
     if isinstance(error, NoRouteError):
-        return errors.unavailable(f"No worker is ready for the stage {error.stage!r}.")
+        return errors.unavailable(f"No worker is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
     if isinstance(error, InvalidImageError) and error.item < len(job.pictures):
         answer.param = job.pictures[error.item].path

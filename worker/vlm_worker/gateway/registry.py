@@ -38,6 +38,7 @@ class Peer:
         self.num_inflight = 0
         self.unused = asyncio.Event()
         self.unused.set()
+        self.news = asyncio.Event()
         self.refuses = False
         self.complaint = ""
         self.task: asyncio.Task[None] | None = None
@@ -86,6 +87,7 @@ class Registry:
                 self._let_go(self._peers.pop(name))
             elif pod != peer.pod:
                 peer.pod = pod
+                peer.news.set()
                 self._notify()
         for name, pod in wanted.items():
             if name not in self._peers:
@@ -174,8 +176,10 @@ class Registry:
                 delay = MAX_RETRY_SECONDS
             except (WorkerError, TimeoutError) as error:
                 self._lost(peer, error)
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, MAX_RETRY_SECONDS)
+            if await _comes_within(peer.news, delay):
+                delay = RETRY_SECONDS  # it became ready: it is not left waiting for a back-off
+            else:
+                delay = min(delay * 2, MAX_RETRY_SECONDS)
 
     async def _follow_load(self, peer: Peer) -> None:
         async with aclosing(peer.client.watch_load()) as loads:
@@ -201,6 +205,17 @@ class Registry:
             raise IncompatibleError(f"it serves {hello.model!r}, not {self._served_name!r}")
         if self._compat and hello.compat and hello.compat != self._compat:
             raise IncompatibleError(f"its compat is {hello.compat}, not {self._compat}")
+
+
+async def _comes_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, which is used up; False where it does not come in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    event.clear()
+    return True
 
 
 def static_pods(addresses: Sequence[str]) -> list[KnownPod]:

@@ -80,6 +80,9 @@ class Attempt:
             WorkerError: of the call that failed first.
         """
         try:
+            if self._route.decode is not None:
+                # counted before anybody else chooses, so that requests of one moment spread
+                self._client(self._route.decode.pod)
             self._start(self._serve())
             return await self._ended
         finally:
