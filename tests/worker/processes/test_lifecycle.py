@@ -33,6 +33,25 @@ async def test_sigterm_while_the_model_loads_ends_the_process_soon() -> None:
     assert not any(fields["message"] == "ready" for fields in log), "the signal came too late"
 
 
+async def test_sigterm_is_heard_before_anything_is_imported() -> None:
+    """The first process of a container gets only signals that it listens for."""
+    process = await spawn("decode", runner="model")
+    async with asyncio.timeout(SLACK * PROMISE_SECONDS):
+        while not _listens_for(process.pid, signal.SIGTERM):  # noqa: ASYNC110  no event for it
+            await asyncio.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    assert process.stderr is not None
+    assert await process.stderr.read() == b"", "the signal came too late"
+    process._transport.close()  # type: ignore[attr-defined]
+
+
+def _listens_for(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 async def test_threads_that_wait_leave_their_cores_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
