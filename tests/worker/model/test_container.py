@@ -60,6 +60,34 @@ def test_without_a_cgroup_the_machine_counts(root: Path) -> None:
     assert num_cpus(root) == ALL
 
 
+@pytest.mark.parametrize("namespaced", [False, True])
+def test_limits_of_cgroup_version_1_count_too(root: Path, namespaced: bool) -> None:
+    (root / "proc/self/cgroup").write_text("5:memory:/pods/b\n4:cpu,cpuacct:/pods/b\n0::/\n")
+    for controller, values in {
+        "memory": {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "77"},
+        "cpu": {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"},
+    }.items():
+        # inside a container, its own group is often mounted as the root
+        folder = root / "sys/fs/cgroup" / controller / ("" if namespaced else "pods/b")
+        folder.mkdir(parents=True)
+        for name, value in values.items():
+            (folder / name).write_text(value + "\n")
+    assert available_memory_bytes(root) == 923
+    assert num_cpus(root) == 1
+
+
+def test_no_limit_of_cgroup_version_1_is_the_machine(root: Path) -> None:
+    for controller, name, value in (
+        ("memory", "memory.limit_in_bytes", "9223372036854771712"),
+        ("cpu", "cpu.cfs_quota_us", "-1"),
+    ):
+        folder = root / "sys/fs/cgroup" / controller
+        folder.mkdir()
+        (folder / name).write_text(value + "\n")
+    assert available_memory_bytes(root) == MACHINE
+    assert num_cpus(root) == ALL
+
+
 def test_this_machine_can_be_read() -> None:
     assert num_cpus() >= 1
     assert available_memory_bytes() > 0
