@@ -28,6 +28,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         f"--max-batched-tokens={settings.max_batched_tokens}",
         f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
+        f"--lease-seconds={settings.lease_seconds}",
         *(f"{flag}={value}" for flag, value in optional.items() if value is not None),
     ]
 

@@ -20,7 +20,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vlm-worker", description="One process of a VLM service.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for role in (Role.ENCODER, Role.PREFILL, Role.DECODE):
-        worker = commands.add_parser(role.value, help=f"a {role.value} worker")
+        worker = commands.add_parser(role.value, help=f"a {role.value} worker", allow_abbrev=False)
         _add_model(worker)
         _add_server(worker, http_port=None)
         worker.add_argument("--http-port", dest="worker_http_port", type=_port, default=9001)
@@ -29,7 +29,9 @@ def command_line() -> argparse.ArgumentParser:
             "--stages", type=_stages, help="what is loaded: encoder,prefill,decode (own stage)"
         )
         worker.set_defaults(parser=worker)
-    gateway = commands.add_parser("gateway", help="the OpenAI API in front of the workers")
+    gateway = commands.add_parser(
+        "gateway", help="the OpenAI API in front of the workers", allow_abbrev=False
+    )
     _add_model(gateway)
     _add_server(gateway, http_port=8000)
     gateway.add_argument("--admin-port", type=_port, default=9001, help="/stats and /metrics")
@@ -41,7 +43,7 @@ def command_line() -> argparse.ArgumentParser:
     gateway.add_argument("--config", type=Path, help="gateway.json, re-read every second")
     gateway.add_argument("--api-keys-dir", type=Path, help="one bearer key per file")
     gateway.set_defaults(parser=gateway)
-    serve = commands.add_parser("serve", help="all roles on this machine")
+    serve = commands.add_parser("serve", help="all roles on this machine", allow_abbrev=False)
     _add_model(serve, positional=True)
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=_port, default=8000)
