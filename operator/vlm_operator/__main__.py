@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import sys
@@ -20,7 +21,8 @@ import kopf
 from aiohttp import web
 
 from vlm_operator import kube, metrics
-from vlm_operator.errors import OperatorError
+from vlm_operator.cluster import VLM_SERVICE, Cluster
+from vlm_operator.errors import ClusterError, OperatorError
 from vlm_operator.handlers import App, register
 from vlm_operator.leader import Fenced, Lease, Timing
 from vlm_operator.plan import Options as PlanOptions
@@ -28,11 +30,12 @@ from vlm_operator.pods import Images
 from vlm_operator.reconcile import Loop, Options
 from vlm_operator.scrape import HttpScraper
 from vlm_operator.settings import Settings
+from vlm_operator.sight import Sight
 
 logger = logging.getLogger("vlm_operator")
 
 EXIT_SECONDS = 1.5  # for a turn to reach its end; a cut one does no harm
-STUCK_SECONDS = 120.0  # a turn that takes longer is stuck: every call in it has a timeout
+LOOK_SECONDS = 30.0  # between lists that are held against what kopf told
 
 
 def main() -> None:
@@ -72,12 +75,13 @@ async def serve(settings: Settings) -> int:
         ),
         connect=lambda: kube.connection(loaded),
         clock=time.monotonic,
+        sight=Sight(time.monotonic),
     )
     stop = asyncio.Event()
     _on_signal(stop)
     try:
         async with _admin(settings, app, lease):
-            return await _lead(settings, app, lease, stop)
+            return await _lead(settings, app, cluster, lease, stop)
     except OSError as error:
         logger.error("cannot listen", extra={"error": str(error)})
         return 1
@@ -86,7 +90,9 @@ async def serve(settings: Settings) -> int:
         await cluster.close()
 
 
-async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event) -> int:
+async def _lead(
+    settings: Settings, app: App, cluster: Cluster, lease: Lease, stop: asyncio.Event
+) -> int:
     """Wait for the lease, then run kopf until something ends it."""
     stopping = asyncio.create_task(stop.wait())
     acquiring = asyncio.create_task(lease.acquire())
@@ -102,6 +108,7 @@ async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event)
         "lease": asyncio.create_task(lease.keep()),
         "lost": asyncio.create_task(app.lost.wait()),
         "kopf": asyncio.create_task(_operate(settings, app, kopf_stop, stop)),
+        "look": asyncio.create_task(_look(settings, app, cluster)),
     }
     await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
     metrics.LEADER.set(0)
@@ -112,7 +119,13 @@ async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event)
     if not lost:
         # watches and loops end first, so that nothing is written after the lease is given up
         await asyncio.wait([tasks["kopf"]], timeout=EXIT_SECONDS)
-    broken = tasks["kopf"].done() and tasks["kopf"].exception() is not None
+    broken = [
+        error
+        for task in (tasks["kopf"], tasks["look"])
+        if task.done() and (error := task.exception()) is not None
+    ]
+    for error in broken:
+        logger.error("ended by an error", exc_info=error)
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -120,6 +133,19 @@ async def _lead(settings: Settings, app: App, lease: Lease, stop: asyncio.Event)
         return 1
     await lease.release()
     return 1 if broken else 0
+
+
+async def _look(settings: Settings, app: App, cluster: Cluster) -> None:
+    """Hold what is there against what kopf told, for the health check."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        # without an API server nobody sees anything, and a restart would not help
+        with contextlib.suppress(ClusterError):
+            found = [
+                await cluster.list(VLM_SERVICE, namespace)
+                for namespace in settings.namespaces or (None,)
+            ]
+            app.sight.compare(itertools.chain.from_iterable(found))
 
 
 async def _operate(
@@ -158,9 +184,9 @@ async def _admin(settings: Settings, app: App, lease: Lease) -> AsyncIterator[No
         )
 
     async def healthz(_: web.Request) -> web.Response:
-        slow = app.slowest_turn()
-        if slow > STUCK_SECONDS:
-            return web.Response(status=503, text=f"a turn has taken {slow:.0f} s\n")
+        problem = app.problem()
+        if problem:
+            return web.Response(status=503, text=f"{problem}\n")
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:

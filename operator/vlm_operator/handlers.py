@@ -27,10 +27,13 @@ from vlm_operator.errors import ClusterError, LeaseLostError
 from vlm_operator.framework import configure, login, selector
 from vlm_operator.metrics import TURNS
 from vlm_operator.reconcile import Loop
+from vlm_operator.sight import Sight
 
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.05  # events come in bursts: one turn for all of them
+STUCK_SECONDS = 120.0  # a turn that takes longer is stuck: every call in it has a timeout
+BLIND_SECONDS = 120.0  # watches reconnect after 70 s of silence: longer is dead
 _DRAINED = -1.0
 _DELETED = kopf.DaemonStoppingReason.RESOURCE_DELETED
 _EXITING = kopf.DaemonStoppingReason.OPERATOR_EXITING
@@ -45,11 +48,13 @@ class App:
         connect: how kopf reaches the API server.
         lost: set when this process no longer leads; `__main__` then ends it.
         turning: services whose turn began, and when; the health check reads it.
+        sight: which events came; the health check reads it too.
     """
 
     make_loop: Callable[[str, str], Loop]
     connect: Callable[[], Any]
     clock: Callable[[], float]
+    sight: Sight
     lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     turning: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     _wakes: dict[tuple[str, str], asyncio.Event] = dataclasses.field(default_factory=dict)
@@ -67,10 +72,14 @@ class App:
         self._wakes.pop((namespace, name), None)
         self.turning.pop((namespace, name), None)
 
-    def slowest_turn(self) -> float:
-        """Seconds that the longest unfinished turn has taken so far."""
+    def problem(self) -> str:
+        """Say why this process should be restarted; "" where all is well."""
         now = self.clock()
-        return max((now - began for began in self.turning.values()), default=0.0)
+        slow = max((now - began for began in self.turning.values()), default=0.0)
+        if slow > STUCK_SECONDS:
+            return f"a turn has taken {slow:.0f} s"
+        blind = self.sight.blind_seconds
+        return f"no event came for {blind:.0f} s" if blind > BLIND_SECONDS else ""
 
 
 def register(registry: kopf.OperatorRegistry) -> None:
@@ -94,6 +103,7 @@ async def changed(memo: Any, meta: Any, namespace: str, name: str, **_: Any) -> 
     cancels it, which leaves the finalizer in place.
     """
     app: App = memo.app
+    app.sight.told(meta["uid"], meta["generation"])
     if meta.get("deletionTimestamp") is None:
         memo.has_daemon = True  # kopf starts it with this very event
     elif not memo.get("has_daemon"):

@@ -10,6 +10,7 @@ import pytest
 from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
 from vlm_operator.framework import Backoffs, configure
 from vlm_operator.handlers import App, changed, child_changed, tend
+from vlm_operator.sight import Sight
 
 REASONS = kopf.DaemonStoppingReason
 
@@ -63,7 +64,12 @@ class Memo(kopf.Memo):
     """What kopf hands to all handlers of one object."""
 
     def __init__(self, loop: FakeLoop) -> None:
-        self.app = App(make_loop=lambda *_: loop, connect=lambda: None, clock=lambda: 0.0)
+        self.app = App(
+            make_loop=lambda *_: loop,
+            connect=lambda: None,
+            clock=lambda: 0.0,
+            sight=Sight(lambda: 0.0),
+        )
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -167,7 +173,8 @@ async def test_an_operator_that_ends_in_a_drain_leaves_it_to_the_next():
     await asyncio.wait_for(task, 5)
 
 
-DELETED = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+META = {"uid": "u", "generation": 1}
+DELETED = {**META, "deletionTimestamp": "2026-01-01T00:00:00Z"}
 
 
 async def test_a_service_first_seen_while_it_is_deleted_is_drained_before_the_handler_returns():
@@ -191,7 +198,7 @@ async def test_an_operator_that_ends_cuts_such_a_drain_off():
 async def test_a_service_with_a_daemon_is_drained_by_that_alone():
     loop = FakeLoop(60.0)
     memo = Memo(loop)
-    await changed(memo=memo, meta={}, namespace="ns", name="demo")
+    await changed(memo=memo, meta=META, namespace="ns", name="demo")
     await changed(memo=memo, meta=DELETED, namespace="ns", name="demo")
     assert loop.drained == 0
     assert memo.app.bell("ns", "demo").is_set()
