@@ -39,8 +39,10 @@ class Connection:
     private_key_path: str | None
 
 
-async def configuration(kubeconfig: str | None) -> Any:
+async def configuration(kubeconfig: str | None, context: str | None = None) -> Any:
     """Load credentials: a kubeconfig where named, else the pod's ServiceAccount.
+
+    `context` names one of the kubeconfig's; without it, the current one is taken.
 
     Raises:
         ClusterError: neither can be read; the message says which was tried.
@@ -48,7 +50,9 @@ async def configuration(kubeconfig: str | None) -> Any:
     loaded = kube_client.Configuration()
     try:
         if kubeconfig is not None:
-            await kube_config.load_kube_config(kubeconfig, client_configuration=loaded)
+            await kube_config.load_kube_config(
+                kubeconfig, context=context, client_configuration=loaded
+            )
         else:
             kube_config.load_incluster_config(client_configuration=loaded)
     except (kube_config.ConfigException, OSError) as error:

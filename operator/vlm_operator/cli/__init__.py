@@ -2,6 +2,7 @@
 
 status   what runs, what blocks                 chat     ask about a picture, see where time went
 bench    open-loop load, exact accounting       demo     the whole line on this machine
+release-finalizers   what is left to do when the operator is gone
 """
 
 from __future__ import annotations

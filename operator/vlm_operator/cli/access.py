@@ -41,7 +41,9 @@ class Access:
 
 
 @contextlib.asynccontextmanager
-async def open_cluster(kubeconfig: str | None, namespace: str | None) -> AsyncIterator[Access]:
+async def open_cluster(
+    kubeconfig: str | None, namespace: str | None, context: str | None = None
+) -> AsyncIterator[Access]:
     """Connect as kubectl would: --kubeconfig, else $KUBECONFIG, else ~/.kube/config.
 
     Raises:
@@ -49,7 +51,7 @@ async def open_cluster(kubeconfig: str | None, namespace: str | None) -> AsyncIt
     """
     path = _find(kubeconfig)
     try:
-        loaded = await kube.configuration(path)
+        loaded = await kube.configuration(path, context)
         connection = await kube.connection(loaded)
     except ClusterError as error:
         raise CliError(
@@ -57,7 +59,7 @@ async def open_cluster(kubeconfig: str | None, namespace: str | None) -> AsyncIt
         ) from error
     cluster = kube.KubeCluster(loaded)
     try:
-        yield Access(cluster, namespace or _namespace(path), connection)
+        yield Access(cluster, namespace or _namespace(path, context), connection)
     except UnavailableError as error:
         raise CliError(
             f"the cluster at {connection.server} does not answer: {error.message}",
@@ -123,13 +125,14 @@ def _find(kubeconfig: str | None) -> str:
     return ":".join(str(Path(p).expanduser()) for p in found)
 
 
-def _namespace(kubeconfig: str) -> str:
-    """The namespace of the current context, `default` where it names none."""
-    for path in kubeconfig.split(":"):
-        config = yaml.safe_load(Path(path).read_text()) or {}
-        current = config.get("current-context")
+def _namespace(kubeconfig: str, context: str | None) -> str:
+    """The namespace of a context, or of the current one; `default` where it names none."""
+    configs = [yaml.safe_load(Path(path).read_text()) or {} for path in kubeconfig.split(":")]
+    current = (config["current-context"] for config in configs if config.get("current-context"))
+    wanted = context or next(current, None)
+    for config in configs:
         for entry in config.get("contexts") or []:
-            if entry.get("name") == current:
+            if entry.get("name") == wanted:
                 return str(entry.get("context", {}).get("namespace") or "default")
     return "default"
 

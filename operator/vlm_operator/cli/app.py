@@ -27,6 +27,9 @@ Kubeconfig = Annotated[
     str | None,
     typer.Option(envvar="KUBECONFIG", metavar="FILE", help="Default: ~/.kube/config."),
 ]
+Context = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Default: the kubeconfig's current one.")
+]
 Namespace = Annotated[
     str | None,
     typer.Option("-n", "--namespace", metavar="NS", help="Default: the kubeconfig's."),
@@ -54,6 +57,7 @@ def status(
     ] = False,
     output: Output = Format.TABLE,
     kubeconfig: Kubeconfig = None,
+    context: Context = None,
 ) -> None:
     """Show what runs, what blocks and where the time goes."""
     from vlm_operator.cli.status import show_status
@@ -64,6 +68,7 @@ def status(
             namespace=namespace,
             everywhere=everywhere,
             kubeconfig=kubeconfig,
+            context=context,
             form=output,
             now=datetime.datetime.now(datetime.UTC),
         )
@@ -85,6 +90,7 @@ def chat(
     api_key: ApiKey = None,
     output: Output = Format.TABLE,
     kubeconfig: Kubeconfig = None,
+    context: Context = None,
 ) -> None:
     """Ask one question, about pictures or not, and see where the time went."""
     from vlm_operator.cli.chat import Question, chat
@@ -94,7 +100,7 @@ def chat(
         if url is None:
             raise typer.BadParameter('write: vlm chat NAME "question"', param_hint="QUESTION")
         service, question = None, name
-    options = Options(service, url, namespace, kubeconfig, api_key, model)
+    options = Options(service, url, namespace, kubeconfig, api_key, model, context)
     asked = Question(question, image or [], detail, max_tokens, temperature)
     _run(chat(options, asked, form=output, timeout=timeout))
 
@@ -121,6 +127,7 @@ def bench(
     api_key: ApiKey = None,
     output: Output = Format.TABLE,
     kubeconfig: Kubeconfig = None,
+    context: Context = None,
 ) -> None:
     """Send open-loop load (Poisson) and report percentiles, stages and errors."""
     from vlm_operator.cli.bench.command import Load, bench
@@ -140,7 +147,33 @@ def bench(
         timeout=timeout,
         drain=drain,
     )
-    _run(bench(Options(name, url, namespace, kubeconfig, api_key, model), load, form=output))
+    _run(
+        bench(Options(name, url, namespace, kubeconfig, api_key, model, context), load, form=output)
+    )
+
+
+@app.command()
+def release_finalizers(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    namespace: Namespace = None,
+    everywhere: Annotated[
+        bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
+    ] = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Let deleted services go when the operator is gone: without it nobody ends their drain."""
+    from vlm_operator.cli.release import release
+
+    _run(
+        release(
+            name,
+            namespace=namespace,
+            everywhere=everywhere,
+            kubeconfig=kubeconfig,
+            context=context,
+        )
+    )
 
 
 @app.command()

@@ -28,9 +28,10 @@ async def show_status(
     kubeconfig: str | None,
     form: Format,
     now: datetime.datetime,
+    context: str | None = None,
 ) -> None:
     """Print one service in full, or all as a table."""
-    async with open_cluster(kubeconfig, namespace) as access:
+    async with open_cluster(kubeconfig, namespace, context) as access:
         if name is not None:
             view = service_view(await find_service(access, name), now)
             if form is Format.TABLE:

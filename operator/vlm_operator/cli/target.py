@@ -31,6 +31,7 @@ class Options:
     kubeconfig: str | None
     api_key: str | None
     model: str | None
+    context: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ async def open_target(options: Options) -> AsyncIterator[Target]:
         return
     if options.name is None:
         raise CliError("no service is named", "give its name, or an address with --url")
-    async with open_cluster(options.kubeconfig, options.namespace) as access:
+    async with open_cluster(options.kubeconfig, options.namespace, options.context) as access:
         service = await find_service(access, options.name)
         pods = await gateway_pods(access, options.name)
         if not pods:

@@ -198,7 +198,8 @@ def kubeconfig(api: ApiServer, tmp_path: Path) -> str:
         "clusters": [{"name": "c", "cluster": {"server": api.url}}],
         "users": [{"name": "u", "user": {"token": api.token}}],
         "contexts": [
-            {"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "vision"}}
+            {"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "vision"}},
+            {"name": "there", "context": {"cluster": "c", "user": "u", "namespace": "speech"}},
         ],
     }
     path.write_text(yaml.safe_dump(config))

@@ -51,6 +51,17 @@ async def test_status_prints_a_table(kubeconfig: str, add_service: Any) -> None:
     assert out.startswith("NAME  READY  MODEL")
 
 
+async def test_another_context_brings_its_own_namespace(kubeconfig: str, add_service: Any) -> None:
+    add_service("here")
+    add_service("other", namespace="speech")
+    code, out, err = await vlm("status", "--context", "there", "--kubeconfig", kubeconfig)
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == ["NAME", "other"]
+    code, out, err = await vlm("status", "--context", "nowhere", "--kubeconfig", kubeconfig)
+    assert (code, out) == (1, "")
+    assert "nowhere" in err
+
+
 async def test_bench_reports_on_ctrl_c(openai: Any) -> None:
     openai.pause = 60
     code, out, _ = await vlm(
