@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,6 +48,46 @@ async def test_an_item_is_ready_with_its_times_and_its_rows(start: Any) -> None:
     engine.release_embedding(key("a"), 0)
     with pytest.raises(GoneError):
         await engine.export_embedding(key("a"), 0)
+
+
+async def test_a_known_picture_needs_no_patches(start: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    image = picture(1)
+    assert not await engine.hold_known(key("b"), image.image_key, image.num_tokens)
+    await events(engine.encode(key("a"), [image]))
+    engine.release_embedding(key("a"), 0)
+    assert not await engine.hold_known(key("b"), image.image_key, image.num_tokens + 1)
+    assert await engine.hold_known(key("b"), image.image_key, image.num_tokens)
+    bare = dataclasses.replace(image, patches=memoryview(b""))
+    (event,) = await events(engine.encode(key("b"), [bare]))
+    assert isinstance(event, ItemReady)
+    assert event.cache_hit
+    assert bytes(await engine.export_embedding(key("b"), 0)) == embed(image).tobytes()
+    assert runner.batch_sizes == [1]
+    await engine.cancel(key("b"))
+
+
+@pytest.mark.parametrize("end", ["cancel", "release_known"])
+async def test_a_known_picture_stays_until_it_is_let_go(start: Any, end: str) -> None:
+    engine: Engine = start(embedding_cache_bytes=embed(picture(1)).nbytes)
+    await events(engine.encode(key("a"), [picture(1)]))
+    await engine.cancel(key("a"))
+    known = (picture(1).image_key, picture(1).num_tokens)
+    assert await engine.hold_known(key("b"), *known)
+    for name in ("c", "d"):  # one at a time is all that the cache has room for
+        await events(engine.encode(key(name), [picture(2)]))
+        await engine.cancel(key(name))
+    assert engine.stats().num_pinned_embeddings == 1
+    assert await engine.hold_known(key("b"), *known)
+    if end == "cancel":
+        await engine.cancel(key("b"))
+    else:
+        engine.release_known(key("b"))
+    await events(engine.encode(key("e"), [picture(3)]))
+    await engine.cancel(key("e"))
+    assert not await engine.hold_known(key("b"), *known)
+    assert engine.stats().num_pinned_embeddings == 0
 
 
 async def test_a_second_request_for_a_picture_hits_the_cache(start: Any) -> None:

@@ -89,6 +89,10 @@ class EmbeddingCache:
         """The buffer of a READY entry that the caller pins."""
         return self.tier.get(entry.id)
 
+    def touch(self, entry: Entry, *, now: float) -> None:
+        """A READY entry is used now."""
+        self.index.touch(entry, now=now)
+
     def pin(self, entry: Entry, owner: Hashable) -> None:
         """Keep an entry for `owner`."""
         self.index.pin(entry, owner)

@@ -82,7 +82,7 @@ class EncoderCache:
         if entry is not None:
             self.num_hits += 1
             if entry.ready:
-                self._touch(entry, now=now)
+                self.touch(entry, now=now)
             return (Lookup.HIT if entry.ready else Lookup.JOIN), entry
         self.num_misses += 1
         return Lookup.MINE, self.begin(image_key, num_tokens=num_tokens)
@@ -103,7 +103,7 @@ class EncoderCache:
         entry.num_bytes = num_bytes
         self.num_bytes += num_bytes
         if self._is_listed(entry):
-            self._touch(entry, now=now)
+            self.touch(entry, now=now)
         elif not entry.pins:
             self._drop(entry)
         self._make_room()
@@ -112,6 +112,13 @@ class EncoderCache:
         """The entry will never be filled; the next lookup begins anew."""
         assert not entry.ready
         self._discard(entry)
+
+    def touch(self, entry: Entry, *, now: float) -> None:
+        """A READY entry is used now."""
+        entry.expires = now + self._ttl_seconds
+        if not entry.pins:
+            self._idle[entry.id] = entry
+            self._idle.move_to_end(entry.id)
 
     def pin(self, entry: Entry, owner: Hashable) -> None:
         """Keep the entry for `owner`; pinning twice is pinning once."""
@@ -156,12 +163,6 @@ class EncoderCache:
         idle_bytes = sum(entry.num_bytes for entry in self._idle.values())
         assert not self._idle or self.num_bytes <= self.max_bytes, "idle entries exceed the budget"
         assert idle_bytes <= self.num_bytes
-
-    def _touch(self, entry: Entry, *, now: float) -> None:
-        entry.expires = now + self._ttl_seconds
-        if not entry.pins:
-            self._idle[entry.id] = entry
-            self._idle.move_to_end(entry.id)
 
     def _make_room(self) -> None:
         while self.num_bytes > self.max_bytes and self._idle:

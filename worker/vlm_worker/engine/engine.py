@@ -100,6 +100,17 @@ class Engine:
         )
         return stream
 
+    async def hold_known(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
+        """Keep an embedding that is in the cache for `encode` of the same key; False: it is not.
+
+        `encode` needs no patches of such a picture. Ends with it, `release_known` or `cancel`.
+        """
+        return await self._ask(lambda state: state.pictures.hold_known(key, image_key, num_tokens))
+
+    def release_known(self, key: RequestKey) -> None:
+        """Let go what `hold_known` kept for this key; idempotent."""
+        self._thread.tell(lambda state: state.pictures.release_known(key), refuse=lambda _: None)
+
     async def export_embedding(self, key: RequestKey, item: int) -> memoryview:
         """The rows of a ready item, `[num_tokens, row_bytes]`.
 

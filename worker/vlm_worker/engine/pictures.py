@@ -20,7 +20,7 @@ from vlm_worker.core.work import WorkModel
 from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
-from vlm_worker.engine.settings import EncoderCacheStats, EngineSettings
+from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.engine.step import encode_guarded
 from vlm_worker.errors import (
     CancelledError,
@@ -83,10 +83,26 @@ class Pictures:
         self._queue: collections.deque[Fill] = collections.deque()
         self._waiters: dict[int, list[Settled]] = {}
         self._pinned: dict[RequestKey, dict[int, Entry]] = {}
+        self._known: dict[RequestKey, set[Entry]] = {}
         self._jobs: dict[RequestKey, Job] = {}
         self._batch_started = 0.0
 
     # ---- commands --------------------------------------------------------------------------------
+    def hold_known(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
+        """See `Engine.hold_known`."""
+        entry = self.cache.find(image_key, num_tokens=num_tokens, now=self._clock())
+        if entry is None or not entry.ready:
+            return False
+        self.cache.touch(entry, now=self._clock())
+        self.cache.pin(entry, key)
+        self._known.setdefault(key, set()).add(entry)
+        return True
+
+    def release_known(self, key: RequestKey) -> None:
+        """See `Engine.release_known`."""
+        for entry in self._known.pop(key, ()):
+            self.unpin(entry, key)
+
     def encode(
         self, key: RequestKey, images: tuple[PreparedImage, ...], stream: EventStream[EncodeEvent]
     ) -> None:
@@ -104,6 +120,7 @@ class Pictures:
         self._pinned[key] = {}
         for item, image in enumerate(images):
             self._begin(job, item, image)
+        self.release_known(key)  # each is pinned as an item now
 
     def export(self, key: RequestKey, item: int) -> memoryview:
         """See `Engine.export_embedding`."""
@@ -123,6 +140,7 @@ class Pictures:
 
     def cancel(self, key: RequestKey) -> bool:
         """End an `encode`, queued or done; False where there was none."""
+        self.release_known(key)
         job = self._jobs.pop(key, None)
         if job is not None:
             self._outbox.end(job.stream)
@@ -199,7 +217,7 @@ class Pictures:
     @property
     def num_pinned(self) -> int:
         """Embeddings that wait for a peer to fetch or release them."""
-        return sum(len(pinned) for pinned in self._pinned.values())
+        return sum(len(held) for held in (*self._pinned.values(), *self._known.values()))
 
     @property
     def queued_seconds(self) -> float:
@@ -210,25 +228,12 @@ class Pictures:
         """Predicted encoder time of so many visual tokens."""
         return self.work.predict(num_tokens, units_per_step=self._settings.max_encode_tokens)
 
-    def stats(self) -> EncoderCacheStats:
-        """The cache's counters."""
-        index = self.cache.index
-        return EncoderCacheStats(
-            entries=len(index),
-            bytes=index.num_bytes,
-            hits=index.num_hits,
-            misses=index.num_misses,
-            evictions=index.num_evictions,
-        )
-
     # ---- parts -----------------------------------------------------------------------------------
     def _refusal(self, key: RequestKey, images: tuple[PreparedImage, ...]) -> WorkerError | None:
         if self.draining:
             return DrainingError("this worker is draining")
         if key in self._pinned:
-            return DuplicateError(
-                f"{key.request_id} attempt {key.attempt} is being encoded already"
-            )
+            return DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
         if len(self._queue) + len(images) > self._settings.max_waiting_images:
             return OverloadedError(
                 f"{len(self._queue)} pictures wait for the encoder, "
@@ -261,8 +266,7 @@ class Pictures:
             self._settle(job, ItemFailed(item, error))
         else:
             started, now = self._batch_started, self._clock()
-            ready = ItemReady(item, False, entry.num_bytes, queued_at, started, now)
-            self._settle(job, ready)
+            self._settle(job, ItemReady(item, False, entry.num_bytes, queued_at, started, now))
 
     def _settle(self, job: Job, event: EncodeEvent) -> None:
         self._outbox.emit(job.stream, event)

@@ -11,7 +11,7 @@ from vlm_worker.engine.pictures import Pictures
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
-from vlm_worker.engine.settings import EngineSettings, EngineStats, KVStats
+from vlm_worker.engine.settings import EncoderCacheStats, EngineSettings, EngineStats, KVStats
 from vlm_worker.engine.stepping import Stepping
 from vlm_worker.errors import DrainingError, WorkerError
 from vlm_worker.types import RequestKey
@@ -127,7 +127,7 @@ class State:
             work_queued_seconds=queued_seconds,
             work_admitted_seconds_total=stepping.admitted_seconds + pictures.admitted_seconds,
             kv=self._kv_stats(queued_tokens),
-            encoder_cache=pictures.stats(),
+            encoder_cache=self._encoder_cache_stats(),
             requests=sequences.num_requests,
             images=pictures.num_images,
             visual_tokens=pictures.num_visual_tokens,
@@ -138,6 +138,16 @@ class State:
             steps=stepping.num_steps,
             step_failures=stepping.guard.num_failures,
             invariant_violations=self.num_violations,
+        )
+
+    def _encoder_cache_stats(self) -> EncoderCacheStats:
+        index = self.pictures.cache.index
+        return EncoderCacheStats(
+            entries=len(index),
+            bytes=index.num_bytes,
+            hits=index.num_hits,
+            misses=index.num_misses,
+            evictions=index.num_evictions,
         )
 
     def _kv_stats(self, queued_tokens: int) -> KVStats | None:

@@ -1,8 +1,9 @@
 """Stage encoder: picture bytes come in, embeddings are held for whoever prefills.
 
 chunks ─▶ media pool ─▶ Decoded ─▶ engine.encode ─▶ Ready, Ready, ...
-                          │ each item may be fetched from here on; a fetch waits until it is ready
-                          └ with an error in it, and nothing to skip: the last word
+              │           │ each item may be fetched from here on; a fetch waits until it is ready
+              │           └ with an error in it, and nothing to skip: the last word
+              └ not for a file that was seen before, while its embedding is in the cache
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final, Protocol
 
 from vlm_worker.engine.events import ItemReady as EngineItemReady
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, OverloadedError
-from vlm_worker.media.pool import ImageSpec
+from vlm_worker.media.pool import ImageSpec, KnownImage
 from vlm_worker.roles.host import Host
 from vlm_worker.roles.times import CallClock
 from vlm_worker.transfer.outgoing import Outgoing
@@ -42,6 +43,9 @@ Chunk = tuple[int, bytes]
 
 class Media(Protocol):
     """What decodes pictures: `media.pool.MediaPool`."""
+
+    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
+        """What this very file became before; no decoding."""
 
     async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
         """Decode and preprocess one picture, or raise InvalidImageError."""
@@ -74,14 +78,17 @@ class EncoderRole:
             DrainingError, DuplicateError, CancelledError: see `Host.scope`.
         """
         with self._host.scope("Encode", call.key, last_resort=call.last_resort):
-            prepared = await self._prepare_all(call, chunks)
-            yield _decoded(prepared, clock)
-            good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
-            if len(good) < len(prepared) and not call.skip_corrupt:
-                return
-            async with aclosing(self._encode(call, prepared, good, clock)) as replies:
-                async for reply in replies:
-                    yield reply
+            try:
+                prepared = await self._prepare_all(call, chunks)
+                yield _decoded(prepared, clock)
+                good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
+                if len(good) < len(prepared) and not call.skip_corrupt:
+                    return
+                async with aclosing(self._encode(call, prepared, good, clock)) as replies:
+                    async for reply in replies:
+                        yield reply
+            finally:
+                self._host.engine.release_known(call.key)
 
     async def fetch(self, call: FetchCall) -> AsyncGenerator[bytes]:
         """The frames of one embedding, as soon as it is ready.
@@ -132,12 +139,25 @@ class EncoderRole:
             salt=call.cache_salt,
         )
         await self._host.delay("media")
-        result: PreparedImage | InvalidImageError
+        result: PreparedImage | InvalidImageError | None
         try:
-            result = await self._media.prepare(memoryview(data), spec)
+            result = await self._known(call.key, data, spec)
+            if result is None:
+                result = await self._media.prepare(memoryview(data), spec)
         except InvalidImageError as error:
             result = error
         return _Prepared(result, done=time.monotonic())
+
+    async def _known(
+        self, key: RequestKey, data: bytearray, spec: ImageSpec
+    ) -> PreparedImage | None:
+        """The picture without patches, where its embedding is still in the cache."""
+        known = await self._media.known_key(memoryview(data), spec)
+        if known is None:
+            return None
+        if not await self._host.engine.hold_known(key, known.image_key, known.num_tokens):
+            return None
+        return PreparedImage(known.image_key, known.grid_thw, known.num_tokens, memoryview(b""))
 
     # ---- from patches to embeddings ------------------------------------------------------------
 
