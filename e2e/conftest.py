@@ -1,0 +1,48 @@
+"""Fixtures of services with real pods.
+
+operator    the operator from install.yaml, as a pod of the session's cluster
+endless     the shapes model, made to answer for as long as it may
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vlm_operator import names
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.demo.line import INSTALL, MODEL
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: ControlPlane) -> Iterator[ControlPlane]:
+    """The cluster, with the operator of install.yaml at work in it."""
+    cluster.kubectl("apply", "-f", str(INSTALL))
+    crds = [f"crd/{plural}.{names.GROUP}" for plural in (names.PLURAL_SERVICE, names.PLURAL_POOL)]
+    cluster.kubectl("wait", "--for=condition=Established", *crds, "--timeout=30s")
+    available = ("wait", "--for=condition=Available", "deployment/triptych-operator")
+    cluster.kubectl("-n", names.OPERATOR_NAMESPACE, *available, "--timeout=60s")
+    yield cluster
+    cluster.kubectl("delete", "namespace", names.OPERATOR_NAMESPACE, "--timeout=60s")
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No token ends an answer of this model, so that a fault can fall into one.
+
+    It computes in float32: in bfloat16, long nonsense has choices so close that the sizes of the
+    batches decide them, and answers could not be compared.
+    """
+    folder = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(MODEL, folder)
+    for name in ("generation_config.json", "config.json"):
+        fields = json.loads((folder / name).read_text())
+        assert "eos_token_id" in json.dumps(fields)
+        fields["eos_token_id"] = []
+        if name == "config.json":
+            assert fields["dtype"] == "bfloat16"
+            fields["dtype"] = "float32"
+        (folder / name).write_text(json.dumps(fields))
+    return folder

@@ -1,0 +1,135 @@
+"""Each topology answers the same, and however deleted ends clean, its last answer whole."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+from served import ANSWER, Served, elapsed, example, place
+
+from vlm_operator import names
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
+from vlm_operator.names import Role
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+LONG = 800  # tokens: seconds of decoding, which a deletion has to wait for
+CHILDREN = (
+    "deployments.apps,replicasets.apps,pods,services,configmaps,serviceaccounts,"
+    "networkpolicies.networking.k8s.io,poddisruptionbudgets.policy,"
+    "rolebindings.rbac.authorization.k8s.io,vlmpools.triptych.dev"
+)
+TOPOLOGIES = {
+    "colocated": ("Decode", {Role.DECODE}),
+    "prefill-decode": ("PrefillDecode", {Role.PREFILL, Role.DECODE}),
+    "encoder-decode": ("EncoderDecode", {Role.ENCODER, Role.DECODE}),
+}
+
+
+@pytest.mark.parametrize(
+    ("topology", "deletion"),
+    [
+        ("colocated", "namespace"),
+        ("prefill-decode", "foreground"),
+        pytest.param("encoder-decode", "background", marks=pytest.mark.full),
+    ],
+)
+async def test_a_topology_answers_and_ends_clean_with_an_answer_in_flight(
+    operator: ControlPlane,
+    endless: Path,
+    processes_of: Callable[[Path], list[str]],
+    topology: str,
+    deletion: str,
+):
+    with place(operator, topology, endless):
+        async with operator.client() as api:
+            served = Served(operator, api, topology, topology)
+            began = time.monotonic()
+            await served.apply(example(topology))
+            service = await served.ready()
+            print(f"{topology} Ready after {elapsed(began)}")
+            shape, roles = TOPOLOGIES[topology]
+            assert service["status"]["topology"] == shape
+            pods = await served.pods()
+            assert {pod["metadata"]["labels"][names.LABEL_ROLE] for pod in pods} == {
+                *roles,
+                Role.GATEWAY,
+            }
+            expected = await served.stream(max_tokens=LONG)
+            assert expected.startswith(ANSWER)
+            await _delete_with_an_answer_in_flight(served, deletion, expected)
+            await _nothing_is_left(served)
+    uids = [pod["metadata"]["uid"] for pod in pods]
+    lines = processes_of(operator.folder / "pods")
+    assert [line for line in lines if any(uid in line for uid in uids)] == []
+
+
+async def _delete_with_an_answer_in_flight(served: Served, deletion: str, expected: str) -> None:
+    """Two clients ask again and again until the gateway is told to end: one is being answered."""
+    command = {
+        "namespace": ("namespace", served.namespace, "--wait=false"),
+        "foreground": ("vlm", served.name, "--cascade=foreground"),
+        "background": ("vlm", served.name, "--cascade=background"),
+    }[deletion]
+    began = time.monotonic()
+    deleting = asyncio.create_task(served.kubectl("delete", *command, "--timeout=90s"))
+    leaving = asyncio.create_task(
+        until(lambda: _is_leaving(served), seconds=30, awaited="the gateway to be told to end")
+    )
+    num_after = await asyncio.gather(*(_ask_until(leaving, served, expected) for _ in range(2)))
+    print(f"{deletion}: answered after {elapsed(began)}, ", end="")
+    await deleting
+    print(
+        f"kubectl returned after {elapsed(began)}; pieces after the gateway was told to end: {num_after}"
+    )
+    assert max(num_after) > 1
+
+
+async def _ask_until(leaving: asyncio.Task[bool], served: Served, expected: str) -> int:
+    """Number of pieces after `leaving`; each answer that begins is whole."""
+    num_after = num_pieces = 0
+
+    async def told(count: int) -> None:
+        nonlocal num_after, num_pieces
+        num_pieces = count
+        num_after += leaving.done()
+
+    while not leaving.done():
+        num_pieces = 0
+        try:
+            assert await served.stream(max_tokens=LONG, told=told) == expected
+        except openai.APIError:
+            await leaving  # nobody is refused before
+            assert num_pieces == 0, "a gateway that ends refuses; it cuts nobody off"
+    return num_after
+
+
+async def _is_leaving(served: Served) -> bool:
+    """Whether the gateway of the service has been told to end."""
+    gateways = await served.pods(Role.GATEWAY, leaving=True)
+    return all("deletionTimestamp" in pod["metadata"] for pod in gateways)  # or is gone
+
+
+async def _nothing_is_left(served: Served) -> None:
+    labels = f"--selector={names.LABEL_SERVICE}={served.name}"
+
+    async def left() -> list[str]:
+        listed = await served.kubectl("get", CHILDREN, labels, "-o", "json")
+        return [
+            f"{thing['kind']} {thing['metadata']['name']}" for thing in json.loads(listed)["items"]
+        ]
+
+    async def none() -> bool:
+        return not await left()
+
+    began = time.monotonic()
+    try:
+        await until(none, seconds=30, awaited="the children to go")
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {await left()}") from error
+    print(f"no child left {elapsed(began)} later")
+    found = await served.kubectl("get", "vlm", served.name, "--ignore-not-found")
+    assert found == ""
