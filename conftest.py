@@ -1,4 +1,4 @@
-"""Fixtures that need a cluster, for tests/ and e2e/ alike.
+"""Fixtures that need a cluster, for tests/ and e2e/ alike; and the profile of property tests.
 
 control_plane   a real API server with its controllers and scheduler; no nodes
 cluster         the same with nodes of the demo's three types, which run pods as processes
@@ -11,12 +11,17 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from vlm_operator.local.agent.container import Backoff
 from vlm_operator.local.cluster import NodeAgent
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
+
+# how long an example takes says more about the machine than about the code
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.load_profile("here")
 
 
 @pytest.fixture(scope="session")

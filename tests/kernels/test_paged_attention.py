@@ -141,7 +141,7 @@ lengths = st.lists(
 
 
 @given(lengths, st.sampled_from([1, 3, 4, 16]), st.sampled_from([None, 1, 6]), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_batch_equals_the_definition_and_together_is_alone(
     lens: list[tuple[int, int]], block_size: int, window: int | None, seed: int
 ) -> None:

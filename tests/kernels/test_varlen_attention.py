@@ -45,7 +45,7 @@ def test_segments_attend_to_themselves_alone(lengths: list[int], dtype: torch.dt
     st.integers(1, 3),
     st.sampled_from([1, 5, 16]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_segments_equal_the_definition(
     lengths: list[int], num_heads: int, head_dim: int
 ) -> None:

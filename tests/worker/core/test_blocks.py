@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_promised == sum(self.promises)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 

@@ -84,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_bytes <= max(MAX_BYTES, sum(held.values())), "E6: idle over budget"
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestCache = CacheMachine.TestCase
 
 

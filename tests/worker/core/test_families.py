@@ -40,7 +40,7 @@ sides = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(height=sides, width=sides, max_pixels=st.sampled_from([0, 3136, 50176, 150000]))
 def test_geometry_is_that_of_transformers(height: int, width: int, max_pixels: int) -> None:
     family = load_family(MODEL)
@@ -93,7 +93,7 @@ def rope_index() -> Qwen2_5_VLModel:
     return model
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=prompts())
 def test_positions_are_those_of_transformers(
     prompt: tuple[list[int], list[ImageItem]],
@@ -113,7 +113,7 @@ def test_positions_are_those_of_transformers(
     assert delta == wanted_delta.item()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(prompt=prompts(), answer=st.lists(st.integers(7, 700), max_size=8))
 def test_an_answer_stands_where_delta_says(
     prompt: tuple[list[int], list[ImageItem]], answer: list[int]

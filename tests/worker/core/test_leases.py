@@ -71,7 +71,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.table) == sum(self.table.count(kind) for kind in LeaseKind)
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=100, deadline=None)
+LeaseMachine.TestCase.settings = settings(max_examples=100)
 TestLeases = LeaseMachine.TestCase
 
 

@@ -28,7 +28,7 @@ from vlm_worker.types import (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(works(), st.integers(17, 40), st.integers(1, 6), st.integers(6, 64))
 def test_together_is_alone(
     todo: list[Work], num_blocks: int, max_num_seqs: int, budget: int
@@ -38,7 +38,7 @@ def test_together_is_alone(
     assert simulation.answers == expected(todo)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(works(), st.integers(1, 6))
 def test_an_image_that_may_not_be_cut_runs_in_one_chunk(
     todo: list[Work], max_num_seqs: int

@@ -95,7 +95,7 @@ NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES, JSON, max_size=6), st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 async def test_no_body_is_ever_our_fault(
     api: httpx.AsyncClient, changes: dict[str, object], keep: bool
 ) -> None:
@@ -109,7 +109,7 @@ async def test_no_body_is_ever_our_fault(
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 async def test_no_bytes_are_ever_our_fault(api: httpx.AsyncClient, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = await api.post("/v1/chat/completions", content=body, headers=headers)

@@ -85,7 +85,7 @@ def ours(turns: list[tuple[str, Any]]) -> list[int]:
 
 
 @given(TURNS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_tokens_are_those_of_the_processor(turns: list[tuple[str, Any]]) -> None:
     assert ours(turns) == theirs(turns)
 

@@ -236,7 +236,7 @@ def test_damaged_headers_are_refused_in_plain_words(data: bytes, problem: str) -
     assert problem in str(error)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_any_bytes_give_a_header_or_the_one_error(data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(FORMATS))

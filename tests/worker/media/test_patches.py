@@ -46,7 +46,7 @@ def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     width=st.integers(5, 700),
     height=st.integers(5, 700),

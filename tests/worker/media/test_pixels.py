@@ -146,7 +146,7 @@ def test_16_bit_colour_with_a_transparent_colour_is_refused_in_words() -> None:
         decode(data)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     width=st.integers(1, 120),
     height=st.integers(1, 120),

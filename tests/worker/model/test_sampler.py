@@ -54,7 +54,7 @@ rows = st.lists(
 
 
 @given(rows, st.integers(0, 999))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_together_is_alone(batch: list[Row], seed: int) -> None:
     scores = logits(len(batch), seed=seed)
     together = sample(scores, params(batch)).tolist()
