@@ -198,7 +198,7 @@ def _operators_writes(cluster: ControlPlane, *, since: int) -> list[str]:
     return [
         f"{entry['verb']} {entry['requestURI']}"
         for entry in entries
-        if entry["user"]["username"] == OPERATOR
+        if entry["user"].get("username", "") == OPERATOR
         and entry["verb"] in WRITES
         and entry["objectRef"]["resource"] != "leases"
     ]

@@ -95,7 +95,7 @@ class Live:
         for line in self.plane.audit_log.read_text().splitlines():
             entry = json.loads(line)
             about = entry.get("objectRef", {})
-            if entry["user"]["username"] != USER or entry["verb"] not in WRITES:
+            if entry["user"].get("username", "") != USER or entry["verb"] not in WRITES:
                 continue
             if about.get("resource") == "leases" or "dryRun" in entry["requestURI"]:
                 continue

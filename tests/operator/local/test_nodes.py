@@ -122,7 +122,7 @@ async def test_the_agent_uses_no_right_that_a_node_does_not_have(cluster: Contro
     refused = [
         (entry["verb"], entry["requestURI"])
         for entry in map(json.loads, lines.splitlines())
-        if entry["user"]["username"].startswith("system:node:")
+        if entry["user"].get("username", "").startswith("system:node:")
         and entry["annotations"].get("authorization.k8s.io/decision") == "forbid"
         # the authorizer learns of a pod moments after the node does
         and entry["objectRef"]["resource"] not in ("secrets", "configmaps", "serviceaccounts")
