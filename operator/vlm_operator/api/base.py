@@ -14,6 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic import WithJsonSchema as Schema
 from pydantic.alias_generators import to_camel
 
+from vlm_operator import names
+
 # Keys of the JSON schema that only `vlm_operator.crd` reads; none reaches the API server.
 KEY_RESTARTS = "x-triptych-restarts"
 KEY_UNSET = "x-triptych-unset"
@@ -170,7 +172,7 @@ Open = Annotated[dict[str, Any], Schema(OPEN_OBJECT)]
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 _DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 DnsLabel = Annotated[str, Field(max_length=63, pattern=_DNS_LABEL)]
-VariantName = Annotated[str, Field(max_length=20, pattern=_DNS_LABEL)]
+VariantName = Annotated[str, Field(max_length=names.MAX_VARIANT_NAME, pattern=_DNS_LABEL)]
 ObjectName = Annotated[str, Field(max_length=253, pattern=_DNS_SUBDOMAIN)]
 ImageName = Annotated[str, Field(min_length=1, max_length=512)]
 LabelKey = Annotated[str, Field(max_length=317)]

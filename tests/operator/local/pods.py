@@ -1,6 +1,7 @@
 """Pods for tests: what they look like, and how to wait for them."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vlm_operator.local.client import ApiError, Client, Object
@@ -120,3 +121,7 @@ def first(one: Object) -> Mapping[str, Any]:
     """The status of the first container, empty if there is none."""
     statuses = one["status"].get("containerStatuses") or [{}]
     return dict(statuses[0])
+
+
+def exists(path: str) -> bool:
+    return Path(path).exists()

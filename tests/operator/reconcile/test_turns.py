@@ -4,13 +4,12 @@ import asyncio
 import copy
 
 import pytest
-from operator_support import World, body, external, pool
+from operator_support import World, body, pool
 
 from vlm_operator import names
 from vlm_operator.cluster import (
     CONFIG_MAP,
     DEPLOYMENT,
-    EVENT,
     PDB,
     POD,
     SERVICE,
@@ -140,124 +139,6 @@ def test_an_object_of_somebody_else_is_never_adopted():
     world.cluster.remove(SERVICE, "ns", "demo-gateway")
     world.converge()
     assert world.condition("Stalled")["status"] == "False"
-
-
-def test_a_pool_of_external_mode_follows_kubectl_scale_within_its_bounds():
-    world = World(body(decode=external(1, 4)))
-    world.converge()
-    world.scale("decode", 3)
-    world.converge()
-    assert world.deployments()["demo-decode"] == 3
-    world.scale("decode", 9)
-    world.converge()
-    assert world.deployments()["demo-decode"] == 4
-    assert world.cluster.all(VLM_POOL)[0]["spec"]["replicas"] == 9
-    assert "maxReplicas is 4" in world.condition("ScalingActive")["message"]
-
-
-def test_a_pool_of_manual_mode_is_put_back_and_the_event_names_external():
-    world = World(body(decode=pool(2)))
-    world.converge()
-    world.scale("decode", 5)
-    world.turn()
-    assert world.cluster.all(VLM_POOL)[0]["spec"]["replicas"] == 2
-    assert world.deployments()["demo-decode"] == 2
-    said = [item for item in world.cluster.all(EVENT) if item["reason"] == "ScalePutBack"]
-    assert len(said) == 1
-    assert "kubectl" in said[0]["message"]
-    assert "External" in said[0]["message"]
-    before = world.written()
-    world.turn()
-    assert world.written() == before
-
-
-def test_a_pool_that_is_deleted_comes_back_with_the_live_count():
-    world = World(body(decode=external(1, 4)))
-    world.converge()
-    world.scale("decode", 3)
-    world.converge()
-    world.cluster.remove(VLM_POOL, "ns", "demo-decode")
-    world.turn()
-    assert world.cluster.all(VLM_POOL)[0]["spec"]["replicas"] == 3
-    assert world.deployments()["demo-decode"] == 3
-
-
-def test_scaling_in_closes_the_gate_and_waits_for_requests_to_end():
-    world = World(body(decode=external(1, 4)))
-    world.converge()
-    world.scale("decode", 2)
-    world.converge()
-    busy = [
-        item["metadata"]["name"]
-        for item in world.cluster.all(POD)
-        if item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
-    ]
-    world.scraper.busy = dict.fromkeys(busy, 1)
-    world.scale("decode", 1)
-    for _ in range(5):
-        assert world.turn(seconds=3) <= 1.0
-        settle(world.cluster)
-    assert world.deployments()["demo-decode"] == 2  # nobody is cut off
-    gates = {
-        item["metadata"]["name"]: gate["status"]
-        for item in world.cluster.all(POD)
-        for gate in item["status"]["conditions"]
-        if gate["type"] == names.GATE_ACCEPTING
-        and item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
-    }
-    victim = next(name for name, status in gates.items() if status == "False")
-    assert sorted(gates.values()) == ["False", "True"]
-    world.scraper.busy[victim] = 0
-    world.converge()
-    left = [item["metadata"]["name"] for item in world.cluster.all(POD)]
-    assert world.deployments()["demo-decode"] == 1
-    assert victim not in left
-    assert set(busy) - {victim} <= set(left)
-
-
-def test_a_drain_that_outlasts_its_deadline_ends():
-    drain = {"drain": {"timeoutSeconds": 60}}
-    world = World(body(decode=external(1, 4, **drain)))
-    world.converge()
-    world.scale("decode", 2)
-    world.converge()
-    names_of = [item["metadata"]["name"] for item in world.cluster.all(POD)]
-    world.scraper.busy = dict.fromkeys(names_of, 1)
-    world.scale("decode", 1)
-    world.turn()
-    world.turn(seconds=30)
-    assert world.deployments()["demo-decode"] == 2
-    world.turn(seconds=31)
-    assert world.deployments()["demo-decode"] == 1
-
-
-def test_a_scale_up_in_the_middle_of_a_drain_opens_the_gate_again():
-    world = World(body(decode=external(1, 4)))
-    world.converge()
-    world.scale("decode", 2)
-    world.converge()
-    pods = [item["metadata"]["name"] for item in world.cluster.all(POD)]
-    world.scraper.busy = dict.fromkeys(pods, 1)
-    world.scale("decode", 1)
-    world.turn()
-    assert world.status["pools"]["decode"]["desiredReplicas"] == 1
-    world.scale("decode", 2)
-    world.converge()
-    assert world.status["pools"]["decode"]["readyReplicas"] == 2
-    assert {item["metadata"]["name"] for item in world.cluster.all(POD)} == set(pods)
-
-
-def test_suspend_drains_everything_and_keeps_the_status():
-    world = World()
-    world.converge()
-    world.apply(body({"suspend": True}))
-    world.converge()
-    assert set(world.deployments().values()) == {0}
-    assert world.condition("Ready")["reason"] == "Suspended"
-    assert [item["spec"]["replicas"] for item in world.cluster.all(VLM_POOL)] == [1, 1, 1]
-    world.apply(body())
-    world.converge()
-    assert world.condition("Ready")["status"] == "True"
 
 
 def test_paused_writes_nothing_but_the_status_and_gates():

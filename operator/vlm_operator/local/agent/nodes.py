@@ -1,6 +1,7 @@
 """What a simulated node offers: its type, and the Node object that says so."""
 
 import dataclasses
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def node_object(node_type: NodeType, name: str, version: str) -> dict[str, Any]:
     labels = {
         "kubernetes.io/hostname": name,
         "kubernetes.io/os": "linux",
-        "kubernetes.io/arch": "amd64",
+        "kubernetes.io/arch": _architecture(),
         names.LABEL_NODE_TYPE: node_type.name,
         names.LABEL_SIMULATED: STATUS_ONLY if node_type.status_only else SIMULATED,
         **node_type.labels,
@@ -115,9 +116,15 @@ def _condition(kind: str, status: str, reason: str, now: str, transition: str) -
     }
 
 
+def _architecture() -> str:
+    """This machine's, by the name that Go and Kubernetes have for it."""
+    machine = platform.machine()
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
+
+
 def _node_info(version: str) -> dict[str, str]:
     return {
-        "architecture": "amd64",
+        "architecture": _architecture(),
         "operatingSystem": "linux",
         "osImage": "simulated",
         "kernelVersion": "simulated",

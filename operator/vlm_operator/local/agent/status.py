@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-OOM_EXIT_CODE = 137
-
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
