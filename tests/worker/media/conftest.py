@@ -1,0 +1,36 @@
+"""Pools of one child."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from worker.media.pooling import FAMILY, UNLIMITED
+
+from vlm_worker.media.pool import MediaPool, MediaSettings, MediaTimes
+
+
+@pytest.fixture
+async def times() -> list[MediaTimes]:
+    return []
+
+
+@pytest.fixture
+async def pool(times: list[MediaTimes]) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(
+        FAMILY.processor,
+        model_revision="r1",
+        settings=MediaSettings(num_children=1),
+        observe=times.append,
+    )
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+async def unguarded() -> AsyncIterator[MediaPool]:
+    """A pool whose header check lets every size through, so that the child meets the bombs."""
+    settings = MediaSettings(num_children=1, limits=UNLIMITED)
+    pool = MediaPool(FAMILY.processor, model_revision="r1", settings=settings)
+    await pool.start()
+    yield pool
+    await pool.close()

@@ -1,0 +1,57 @@
+"""What tests of the media pool share: pictures, what a gateway says of them, other processes."""
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vlm_worker.core.families import load_family
+from vlm_worker.media.header import ImageLimits, read_header
+from vlm_worker.media.pool import ImageSpec, MediaPool
+
+MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
+FAMILY = load_family(MODEL)
+UNLIMITED = ImageLimits(max_bytes=1 << 30, max_pixels=1 << 40, max_side=1 << 20)
+
+
+def encode(image: Image.Image, fmt: str = "PNG", **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, fmt, **options)
+    return out.getvalue()
+
+
+def noise(width: int = 60, height: int = 40, seed: int = 0) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def spec_of(data: bytes, *, max_pixels: int = 0, salt: bytes = b"") -> ImageSpec:
+    """What a gateway would say of the file; hostile sizes included."""
+    header = read_header(data, item=2, limits=UNLIMITED)
+    geometry = FAMILY.geometry(header.height, header.width, max_pixels=max_pixels)
+    return ImageSpec(
+        2, header.format, header.width, header.height, geometry.num_tokens, max_pixels, salt
+    )
+
+
+def proc(pid: int, name: str) -> bytes | None:
+    """A file of a process, None where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)  # another process's state announces itself to nobody
+
+
+async def works(pool: MediaPool) -> None:
+    data = encode(noise(seed=99))
+    prepared = await pool.prepare(data, spec_of(data))
+    assert prepared.num_tokens > 0
