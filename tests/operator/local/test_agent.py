@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.client import ApiError, Client
+from vlm_operator.local.client import ApiError
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 
@@ -16,17 +15,6 @@ from .pods import POD_IP, Pods, condition, exists, first, pod, server
 pytestmark = pytest.mark.cluster
 EVERY_SECOND = {"periodSeconds": 1, "failureThreshold": 1}
 SLEEP = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); signal.pause()"
-
-
-@pytest.fixture
-async def api(cluster: ControlPlane) -> AsyncIterator[Client]:
-    async with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def pods(api: Client, namespace: str) -> Pods:
-    return Pods(api, namespace)
 
 
 async def test_a_pod_runs_prints_and_ends_with_its_exit_code(pods: Pods):

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.client import Client
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 
@@ -16,17 +14,6 @@ from .pods import Pods, exists, first, pod
 pytestmark = pytest.mark.cluster
 EVERY_SECOND = {"periodSeconds": 1, "failureThreshold": 1}
 SLEEP = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); signal.pause()"
-
-
-@pytest.fixture
-async def api(cluster: ControlPlane) -> AsyncIterator[Client]:
-    async with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def pods(api: Client, namespace: str) -> Pods:
-    return Pods(api, namespace)
 
 
 def _text(path: Path) -> str:

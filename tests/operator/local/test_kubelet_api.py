@@ -26,17 +26,6 @@ socketserver.ThreadingTCPServer((os.environ['POD_IP'], 8080), Echo).serve_foreve
 """
 
 
-@pytest.fixture
-async def api(cluster: ControlPlane) -> AsyncIterator[Client]:
-    async with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def pods(api: Client, namespace: str) -> Pods:
-    return Pods(api, namespace)
-
-
 async def kubectl(cluster: ControlPlane, pods: Pods, *words: str, stdin: str | None = None):
     space = pods.path.split("/")[4]
     return await asyncio.to_thread(cluster.kubectl, "-n", space, *words, stdin=stdin, check=False)

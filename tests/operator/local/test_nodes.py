@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,6 @@ pytestmark = pytest.mark.cluster
 FOREVER = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); signal.pause()"
 TAINT = {"key": "dedicated", "value": "test", "effect": "NoSchedule"}
 TOLERATION = {"key": "dedicated", "operator": "Exists"}
-
-
-@pytest.fixture
-async def api(cluster: ControlPlane) -> AsyncIterator[Client]:
-    async with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def pods(api: Client, namespace: str) -> Pods:
-    return Pods(api, namespace)
 
 
 async def test_a_node_offers_simulated_gpus_and_says_so(api: Client):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from vlm_operator.local.agent.atomic import write_atomically
 from vlm_operator.local.agent.command import Facts
 from vlm_operator.local.agent.volumes import Volumes
-from vlm_operator.local.client import Client
-from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 
 from .pods import Pods, condition, pod
@@ -22,17 +19,6 @@ NAMES = st.sampled_from(["a", "b", "c", "d/e", "d/f"])
 CONTENTS = st.lists(st.dictionaries(NAMES, st.binary(max_size=8)), min_size=1, max_size=4)
 FOREVER = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); signal.pause()"
 ONCE = {"restartPolicy": "Never"}
-
-
-@pytest.fixture
-async def api(cluster: ControlPlane) -> AsyncIterator[Client]:
-    async with cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def pods(api: Client, namespace: str) -> Pods:
-    return Pods(api, namespace)
 
 
 @given(CONTENTS)
