@@ -30,8 +30,9 @@ from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NAMESPACE = "faults"
-LONG = 800  # tokens: seconds of decoding, in which a fault falls
+LONG = 1800  # tokens: seconds of decoding, in which a fault falls
 STREAMS = 4
+BEGUN = 20  # tokens a stream, on average, before a fault
 HELD_MILLISECONDS = 400  # how long encoder and prefill keep a request, so that a fault meets it
 
 
@@ -56,6 +57,7 @@ async def served(cluster_with_model: ControlPlane) -> AsyncIterator[Served]:
 
 def _manifest() -> Object:
     manifest = example("quickstart")
+    manifest["spec"]["model"]["maxModelLenTokens"] = 2048
     pools = manifest["spec"]["pools"]
     pools["decode"]["scaling"] = {"mode": "External", "minReplicas": 1, "maxReplicas": 2}
     pools["encoder"]["engine"] = {"args": [f"--inject-delay-ms=encode={HELD_MILLISECONDS}"]}
@@ -165,26 +167,28 @@ async def test_a_pod_killed_with_a_request_costs_one_answer_at_most_and_comes_ba
 
 
 class _streams:  # noqa: N801 - used as a function
-    """So many long answers at once, each begun inside the block."""
+    """So many long answers at once; inside the block the decode pods are in the midst of all."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self._tasks: list[asyncio.Task[str]] = []
 
     async def __aenter__(self) -> list[asyncio.Task[str]]:
-        begun = [asyncio.Event() for _ in range(STREAMS)]
+        before = await self._num_tokens()
 
-        async def started(event: asyncio.Event) -> str:
-            async def told(count: int) -> None:
-                if count == 5:
-                    event.set()
+        async def begun() -> bool:
+            return await self._num_tokens() - before >= STREAMS * BEGUN
 
-            return await self._served.stream(max_tokens=LONG, told=told)
-
-        self._tasks = [asyncio.create_task(started(event)) for event in begun]
-        async with asyncio.timeout(30):
-            await asyncio.gather(*(event.wait() for event in begun))
+        self._tasks = [
+            asyncio.create_task(self._served.stream(max_tokens=LONG)) for _ in range(STREAMS)
+        ]
+        await until(begun, seconds=30, awaited="the streams to begin", every=0.01)
         return self._tasks
+
+    async def _num_tokens(self) -> int:
+        """What the decode pods have generated: our own client may lag behind them."""
+        stats = [await stats_of(pod) for pod in await self._served.pods(Role.DECODE)]
+        return sum(one["counters"]["output_tokens"] for one in stats)
 
     async def __aexit__(self, *exc: object) -> None:
         for task in self._tasks:
