@@ -16,6 +16,7 @@ async def vlm(*args: str, interrupt_when: Any = None) -> tuple[int | None, str, 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", START, *args,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        preexec_fn=_as_background_job,
     )  # fmt: skip
     if interrupt_when is not None:
         async with asyncio.timeout(30):
@@ -25,6 +26,11 @@ async def vlm(*args: str, interrupt_when: Any = None) -> tuple[int | None, str, 
     async with asyncio.timeout(60):
         out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
+
+
+def _as_background_job() -> None:
+    """A script's background job starts with SIGINT ignored, and can be interrupted all the same."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 async def test_chat_takes_a_url_in_place_of_a_name(openai: Any) -> None:

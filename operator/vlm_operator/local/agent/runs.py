@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import command, quantity
+from . import command, quantity, sight
 from .cgroups import Cgroups
 from .container import CannotStartError, Prepared
 from .logs import ContainerLog
@@ -68,7 +68,7 @@ class RunMaker:
             env=env,
             cwd=container.get("workingDir") or "/",
             stage=self._folder / "roots" / f"{container['name']}-{number}",
-            mounts=mounts,
+            mounts=sight.keep(mounts, sight.code()),
             read_only=container.get("securityContext", {}).get("readOnlyRootFilesystem", False),
             cgroups=cgroup.procs,
         )
