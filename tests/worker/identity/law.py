@@ -1,4 +1,4 @@
-"""The law of identity (DESIGN §11): greedy tokens are transformers', ties apart.
+"""The law of identity: greedy tokens are transformers', ties apart.
 
     law = Law(pairs)
     while law.pending:

@@ -53,7 +53,7 @@ def _tables(processor: Processor) -> np.ndarray:
 
 
 def image_key(rgb: np.ndarray, processor: Processor, *, model_revision: str, salt: bytes) -> bytes:
-    """The 32-byte content key of DESIGN §12: equal for equal pixels, whatever file they came in.
+    """The 32-byte content key: equal for equal pixels, whatever file they came in.
 
     Args:
         rgb: uint8 `[height, width, 3]`, oriented, before resizing.
