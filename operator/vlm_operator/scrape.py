@@ -134,6 +134,9 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int:
+    """A whole number; JSON does not tell 2.0 from 2."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
