@@ -51,6 +51,17 @@ async def test_sigterm_gives_the_grace_and_sigkill_ends_it(pods: Pods):
     assert loop.time() - before >= 1
 
 
+async def test_sigterm_is_not_lost_on_a_program_that_only_begins(pods: Pods):
+    slow = "import time; time.sleep(1)\n" + SLEEP  # no handler in its first second
+    await pods.create(pod("p", slow, spec={"terminationGracePeriodSeconds": 60}))
+    await pods.until_phase("p", "Running")
+    loop = asyncio.get_running_loop()
+    before = loop.time()
+    await pods.delete("p")
+    await pods.until_gone("p")
+    assert loop.time() - before < 30
+
+
 async def test_a_pre_stop_hook_runs_before_sigterm(pods: Pods):
     program = (
         "import os, signal, time\n"

@@ -13,6 +13,7 @@ from .process import Process
 
 logger = logging.getLogger(__name__)
 Record = Callable[..., Coroutine[Any, Any, None]]
+HEARING_SECONDS = 5.0  # what a program that has just begun may take to listen to SIGTERM
 AFTER_HOOK_SECONDS = 2.0  # a hook that took the whole grace leaves this for SIGTERM
 
 
@@ -38,6 +39,7 @@ async def end(
         problem = await _pre_stop(process, hook, grace_seconds, prober)
         if problem:
             await record("FailedPreStopHook", f"PreStopHook failed: {problem}", warning=True)
+    await _hears(process, seconds=min(HEARING_SECONDS, deadline - time.monotonic()))
     process.signal(signal.SIGTERM)
     left = max(deadline - time.monotonic(), AFTER_HOOK_SECONDS if hook else 0.0)
     with contextlib.suppress(TimeoutError):
@@ -46,6 +48,19 @@ async def end(
             return
     process.signal(signal.SIGKILL)
     await process.wait()
+
+
+async def _hears(process: Process, *, seconds: float) -> None:
+    """Wait until a handler for SIGTERM is there, or for so long.
+
+    The kernel drops what the first process of a pid namespace does not handle: a signal sent while
+    its interpreter starts would be lost, and the pod would live for its whole grace.
+    """
+    deadline = time.monotonic() + seconds
+    while process.running and not process.handles(signal.SIGTERM):
+        if time.monotonic() >= deadline:
+            return
+        await asyncio.sleep(0.02)
 
 
 async def _pre_stop(

@@ -113,6 +113,14 @@ class Process:
         """Whether it has not ended."""
         return self._launcher.returncode is None
 
+    def handles(self, number: int) -> bool:
+        """Whether its program has a handler for a signal."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+        return False
+
     def signal(self, number: int) -> None:
         """Send it a signal; one that has ended does not mind."""
         if self._handle is not None:
