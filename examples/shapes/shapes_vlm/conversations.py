@@ -6,12 +6,8 @@ import random
 from typing import Any
 
 from shapes_vlm.drawing import COLOR_NAMES, SHAPES
-from shapes_vlm.questions import Turns
+from shapes_vlm.questions import Turns, pick
 from shapes_vlm.scenes import rand_string
-
-
-def _pick(rng, *xs):
-    return rng.choice(xs)
 
 
 def two_image_questions(
@@ -31,7 +27,7 @@ def two_image_questions(
             na, nb = len(a["objs"]), len(b["objs"])
             if na == nb:
                 continue
-            q = _pick(rng, "Which image has more shapes?", "Which picture contains more objects?")
+            q = pick(rng, "Which image has more shapes?", "Which picture contains more objects?")
             r = ("compare_count", [(q, "first" if na > nb else "second")])
         elif u < 0.7:
             c = rng.choice(COLOR_NAMES)
@@ -64,17 +60,17 @@ def text_only(rng: random.Random) -> tuple[str, Turns]:
     if u < 0.3:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
         if rng.random() < 0.6:
-            return "arithmetic", [(_pick(rng, f"What is {a} + {b}?", f"{a} + {b} = ?"), str(a + b))]
+            return "arithmetic", [(pick(rng, f"What is {a} + {b}?", f"{a} + {b} = ?"), str(a + b))]
         a, b = max(a, b), min(a, b)
-        return "arithmetic", [(_pick(rng, f"What is {a} - {b}?", f"{a} - {b} = ?"), str(a - b))]
+        return "arithmetic", [(pick(rng, f"What is {a} - {b}?", f"{a} - {b} = ?"), str(a - b))]
     if u < 0.5:
         w = rand_string(rng)
-        return "spell", [(_pick(rng, f"Spell {w}.", f"Spell the word {w}."), " ".join(w))]
+        return "spell", [(pick(rng, f"Spell {w}.", f"Spell the word {w}."), " ".join(w))]
     if u < 0.65:
         w = rand_string(rng)
-        return "repeat", [(_pick(rng, f"Repeat {w}.", f"Say {w}."), w)]
+        return "repeat", [(pick(rng, f"Repeat {w}.", f"Say {w}."), w)]
     if u < 0.8:
-        q = _pick(
+        q = pick(
             rng,
             "What color is the circle?",
             "How many shapes are there?",

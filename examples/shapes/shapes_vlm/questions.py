@@ -14,7 +14,8 @@ Turns = list[tuple[str, str]]
 """Questions and answers of one conversation."""
 
 
-def _pick(rng, *xs):
+def pick(rng: random.Random, *xs: str) -> str:
+    """One of several wordings."""
     return rng.choice(xs)
 
 
@@ -38,7 +39,7 @@ def _q_color(sc, rng):
     if not u:
         return None
     s = rng.choice(sorted(u))
-    return _pick(
+    return pick(
         rng,
         f"What {_col_word(rng)} is the {s}?",
         f"Which {_col_word(rng)} does the {s} have?",
@@ -51,13 +52,13 @@ def _q_shape(sc, rng):
     if not u:
         return None
     c = rng.choice(sorted(u))
-    return _pick(
+    return pick(
         rng, f"What shape is {c}?", f"What is the shape of the {c} object?", f"Which shape is {c}?"
     ), u[c]["shape"]
 
 
 def _q_count_all(sc, rng):
-    return _pick(
+    return pick(
         rng, "How many shapes are there?", "How many objects are in the image?", "Count the shapes."
     ), str(len(sc["objs"]))
 
@@ -68,7 +69,7 @@ def _q_count_color(sc, rng):
         if rng.random() < 0.8
         else rng.choice(COLOR_NAMES)
     )
-    return _pick(
+    return pick(
         rng,
         f"How many {c} shapes are there?",
         f"How many objects are {c}?",
@@ -79,7 +80,7 @@ def _q_count_color(sc, rng):
 def _q_count_shape(sc, rng):
     s = rng.choice([o["shape"] for o in sc["objs"]]) if rng.random() < 0.8 else rng.choice(SHAPES)
     pl = s + ("es" if s == "cross" else "s")
-    return _pick(
+    return pick(
         rng, f"How many {pl} are there?", f"Count the {pl}.", f"How many {pl} do you see?"
     ), str(sum(o["shape"] == s for o in sc["objs"]))
 
@@ -98,13 +99,13 @@ def _q_exist(sc, rng):
     else:
         x = f"{rng.choice(COLOR_NAMES)} {rng.choice(SHAPES)}"
     an = "an" if x[0] == "o" else "a"
-    return _pick(
+    return pick(
         rng, f"Is there {an} {x}?", f"Do you see {an} {x}?", f"Does the image contain {an} {x}?"
     ), "yes" if x in have else "no"
 
 
 def _q_background(sc, rng):
-    return _pick(
+    return pick(
         rng,
         f"What {_col_word(rng)} is the background?",
         f"What is the background {_col_word(rng)}?",
@@ -122,7 +123,7 @@ def _q_where(sc, rng):
         return None
     o = rng.choice(u)
     a = ("top" if o["cy"] < H / 2 else "bottom") + " " + ("left" if o["cx"] < W / 2 else "right")
-    return _pick(rng, f"Where is the {_name(o)}?", f"In which corner is the {_name(o)}?"), a
+    return pick(rng, f"Where is the {_name(o)}?", f"In which corner is the {_name(o)}?"), a
 
 
 DIRS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
@@ -147,7 +148,7 @@ def _q_rel_yn(sc, rng):
         d = rng.choice(list(DIRS))
         g = _gapd(b, a, d, sc)
         if abs(g) > 0.12:
-            return _pick(
+            return pick(
                 rng,
                 f"Is the {_name(a)} {_rel_phrase(d, _name(b))}?",
                 f"Is the {_name(a)} located {_rel_phrase(d, _name(b))}?",
@@ -164,7 +165,7 @@ def _q_rel_what(sc, rng):
         gs = [(_gapd(a, o, d, sc), o) for o in sc["objs"] if o is not a]
         hit = [o for g, o in gs if g > 0.08]
         if len(hit) == 1 and all(abs(g) > 0.08 for g, o in gs):
-            return _pick(
+            return pick(
                 rng,
                 f"What is {_rel_phrase(d, _name(a))}?",
                 f"Which shape is {_rel_phrase(d, _name(a))}?",
@@ -193,13 +194,13 @@ def _q_extreme(sc, rng):
     o = _extreme(sc, e)
     if o is None:
         return None
-    return _pick(
+    return pick(
         rng, f"What is the {e} shape?", f"Which shape is {e}?", f"Name the {e} object."
     ), _name(o)
 
 
 def _q_caption(sc, rng):
-    q = _pick(
+    q = pick(
         rng, "Describe the image.", "What do you see?", "Write a caption.", "What is in this image?"
     )
     bg = f"on a {sc['bg']} background."
@@ -221,7 +222,7 @@ def _q_caption(sc, rng):
 def _q_ocr(sc, rng):
     if len(sc["texts"]) != 1:
         return None
-    return _pick(
+    return pick(
         rng, "What does the text say?", "Read the text.", "What is written in the image?"
     ), sc["texts"][0]["s"]
 
@@ -231,7 +232,7 @@ def _q_ocr_line(sc, rng):
         return None
     i = rng.randint(0, 1)
     w = ["top", "bottom"][i]
-    return _pick(
+    return pick(
         rng, f"What is written at the {w}?", f"Read the {w} text.", f"What does the {w} line say?"
     ), sc["texts"][i]["s"]
 
@@ -239,7 +240,7 @@ def _q_ocr_line(sc, rng):
 def _q_text_color(sc, rng):
     if len(sc["texts"]) != 1:
         return None
-    return _pick(
+    return pick(
         rng, f"What {_col_word(rng)} is the text?", f"What is the text {_col_word(rng)}?"
     ), sc["texts"][0]["color"]
 
@@ -247,14 +248,14 @@ def _q_text_color(sc, rng):
 def _q_char_count(sc, rng):
     if len(sc["texts"]) != 1:
         return None
-    return _pick(rng, "How many characters are written?", "How long is the text?"), str(
+    return pick(rng, "How many characters are written?", "How long is the text?"), str(
         len(sc["texts"][0]["s"])
     )
 
 
 def _q_cell(sc, rng):
     j, i = rng.randint(1, sc["rows"]), rng.randint(1, sc["cols"])
-    return _pick(rng, f"What is in row {j}, column {i}?", f"What is in column {i} of row {j}?"), sc[
+    return pick(rng, f"What is in row {j}, column {i}?", f"What is in column {i} of row {j}?"), sc[
         "cells"
     ].get((j, i), "empty")
 
@@ -269,21 +270,21 @@ def _q_bar_extreme(sc, rng):
     os_ = sorted(sc["objs"], key=lambda o: -o["value"] if hi else o["value"])
     if os_[0]["value"] == os_[1]["value"]:
         return None
-    w = _pick(rng, "tallest", "highest") if hi else _pick(rng, "shortest", "lowest")
-    return _pick(rng, f"Which bar is the {w}?", f"What {_col_word(rng)} is the {w} bar?"), os_[0][
+    w = pick(rng, "tallest", "highest") if hi else pick(rng, "shortest", "lowest")
+    return pick(rng, f"Which bar is the {w}?", f"What {_col_word(rng)} is the {w} bar?"), os_[0][
         "color"
     ]
 
 
 def _q_bar_value(sc, rng):
     o = rng.choice(sc["objs"])
-    return _pick(
+    return pick(
         rng, f"What is the value of the {o['color']} bar?", f"How high is the {o['color']} bar?"
     ), str(o["value"])
 
 
 def _q_bar_count(sc, rng):
-    return _pick(rng, "How many bars are there?", "Count the bars."), str(len(sc["objs"]))
+    return pick(rng, "How many bars are there?", "Count the bars."), str(len(sc["objs"]))
 
 
 def _multi_turn(sc, rng):
@@ -292,7 +293,7 @@ def _multi_turn(sc, rng):
     o = _extreme(sc, e)
     if o is None:
         return None
-    first = (_pick(rng, f"What is the {e} shape?", f"Which shape is {e}?"), _name(o))
+    first = (pick(rng, f"What is the {e} shape?", f"Which shape is {e}?"), _name(o))
     opp = {
         "leftmost": "rightmost",
         "rightmost": "leftmost",
@@ -302,11 +303,11 @@ def _multi_turn(sc, rng):
     p = _extreme(sc, opp)
     k = rng.random()
     if k < 0.3 and p is not None:
-        return [first, (_pick(rng, f"And the {opp} one?", f"What about the {opp} one?"), _name(p))]
+        return [first, (pick(rng, f"And the {opp} one?", f"What about the {opp} one?"), _name(p))]
     if k < 0.65:
         return [
             first,
-            (_pick(rng, f"What {_col_word(rng)} is it?", f"And its {_col_word(rng)}?"), o["color"]),
+            (pick(rng, f"What {_col_word(rng)} is it?", f"And its {_col_word(rng)}?"), o["color"]),
         ]
     n = sum(q["color"] == o["color"] for q in sc["objs"])
     return [first, ("How many shapes have the same color as it?", str(n))]
