@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 
 import pytest
 from worker.media.pooling import FAMILY, encode, noise, proc, spec_of, until, works
@@ -150,23 +149,3 @@ async def test_children_end_with_their_worker() -> None:
     child._channel.close()
     await until(lambda: not child.alive)
     child.close()
-
-
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_the_pool_works_on_both_event_loops(loop: str) -> None:
-    import uvloop
-
-    async def once() -> None:
-        pool = MediaPool(
-            FAMILY.processor, model_revision="r", settings=MediaSettings(num_children=2)
-        )
-        await pool.start()
-        await works(pool)
-        await pool.close()
-
-    factory: Callable[[], asyncio.AbstractEventLoop] | None = (
-        uvloop.new_event_loop if loop == "uvloop" else None
-    )
-    with asyncio.Runner(loop_factory=factory) as runner:
-        work: Awaitable[None] = once()
-        runner.run(work)
