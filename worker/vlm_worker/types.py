@@ -55,6 +55,11 @@ class SamplingParams:
     `temperature` 0 is greedy. Randomness is a function of (seed, index of the token in the answer),
     so that an answer continued on another worker is the same answer. `top_p` 1 and `top_k` 0 mean
     unset. `max_tokens` bounds the whole answer, tokens delivered by earlier attempts included.
+    `min_p` 0 means unset: tokens below `min_p` times the best one's probability are left out.
+    `frequency_penalty` and `presence_penalty` lower the logits of tokens that the answer holds
+    already, as OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
+    (token id, bias) pairs. `num_logprobs` None asks for no log-probabilities, n for the chosen
+    token's and the n best ones'.
     """
 
     max_tokens: int
@@ -64,6 +69,12 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +103,8 @@ class Request:
 
     `token_ids` is the prompt with image placeholders expanded, followed by the tokens of the answer
     that earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
-    bytes) separates tenants in the prefix cache.
+    bytes) separates tenants in the prefix cache, `adapter` (a digest, empty for the base model) the
+    weights that the KV was made with. A larger `priority` goes first.
     """
 
     key: RequestKey
@@ -101,6 +113,8 @@ class Request:
     sampling: SamplingParams
     items: tuple[ImageItem, ...] = ()
     cache_salt: bytes = b""
+    adapter: bytes = b""
+    priority: int = 0
 
     @property
     def num_delivered_tokens(self) -> int:
@@ -221,12 +235,25 @@ class BlocksReady:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position of the answer: the chosen token's, and the best.
+
+    Of the model's own distribution, before temperature and truncation, biases and penalties
+    included. `top` holds (token id, log-probability), the best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """The answer's token number `index`."""
+    """The answer's token number `index`; `logprobs` where the request asked for them."""
 
     index: int
     token_id: int
     num_cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -183,20 +183,22 @@ class EncodeRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[EncodeBegin, _Mapping]] = ..., chunk: _Optional[_Union[EncodeChunk, _Mapping]] = ...) -> None: ...
 
 class EncodeBegin(_message.Message):
-    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt")
+    __slots__ = ("request_id", "attempt", "items", "cache_salt", "last_resort", "on_corrupt", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
     ON_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
     cache_salt: bytes
     last_resort: bool
     on_corrupt: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., on_corrupt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
     __slots__ = ("transfer_id", "num_bytes", "width", "height", "num_tokens", "max_pixels", "format")
@@ -297,7 +299,14 @@ class ImageItem(_message.Message):
     def __init__(self, image_key: _Optional[bytes] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., grid_thw: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "num_logprobs")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +314,12 @@ class Sampling(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -312,10 +327,26 @@ class Sampling(_message.Message):
     max_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    num_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_token_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "hand_over")
+    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "hand_over", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +357,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
@@ -336,7 +368,8 @@ class PrefillRequest(_message.Message):
     cache_salt: bytes
     last_resort: bool
     hand_over: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., hand_over: _Optional[bool] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., hand_over: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "spans", "clock_us")
@@ -365,16 +398,18 @@ class PrefillAccepted(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("index", "token_id", "num_cached_tokens", "finish_reason")
+    __slots__ = ("index", "token_id", "num_cached_tokens", "finish_reason", "logprobs")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_id: int
     num_cached_tokens: int
     finish_reason: str
-    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    logprobs: TokenLogprobs
+    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ()
@@ -403,7 +438,7 @@ class ReserveReply(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., lease_milliseconds: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id")
+    __slots__ = ("request_id", "attempt", "reservation_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "kv", "boot_id", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +449,7 @@ class DecodeRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     reservation_id: str
@@ -424,7 +460,8 @@ class DecodeRequest(_message.Message):
     cache_salt: bytes
     kv: Source
     boot_id: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reservation_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[Source, _Mapping]] = ..., boot_id: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class DecodeReply(_message.Message):
     __slots__ = ("tokens", "finished", "spans", "clock_us")
@@ -439,12 +476,14 @@ class DecodeReply(_message.Message):
     def __init__(self, tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[StageSpan, _Mapping]]] = ..., clock_us: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first_index", "token_ids")
+    __slots__ = ("first_index", "token_ids", "logprobs")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "num_tokens")
