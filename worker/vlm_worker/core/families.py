@@ -56,21 +56,28 @@ class FamilySpec:
     image_processors: tuple[str, ...]
 
 
+_QWEN = FamilySpec(
+    module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    model_class="Qwen2_5_VLForConditionalGeneration",
+    encoder_children=("visual",),
+    lm_children=("language_model",),
+    head="lm_head",
+    positions="mrope",
+    bidirectional_spans=False,
+    embed_levels=0,
+    image_processors=(
+        "Qwen2VLImageProcessor",
+        "Qwen2VLImageProcessorFast",
+        "Qwen2VLImageProcessorPil",
+    ),
+)
+
 FAMILIES: Mapping[str, FamilySpec] = {
-    "qwen2_5_vl": FamilySpec(
-        module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-        model_class="Qwen2_5_VLForConditionalGeneration",
-        encoder_children=("visual",),
-        lm_children=("language_model",),
-        head="lm_head",
-        positions="mrope",
-        bidirectional_spans=False,
-        embed_levels=0,
-        image_processors=(
-            "Qwen2VLImageProcessor",
-            "Qwen2VLImageProcessorFast",
-            "Qwen2VLImageProcessorPil",
-        ),
+    "qwen2_5_vl": _QWEN,
+    "qwen2_vl": dataclasses.replace(
+        _QWEN,
+        module="transformers.models.qwen2_vl.modeling_qwen2_vl",
+        model_class="Qwen2VLForConditionalGeneration",
     ),
 }
 
