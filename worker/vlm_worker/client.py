@@ -20,6 +20,7 @@ import grpc
 
 from vlm_worker.errors import PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey
 from vlm_worker.wire import calls, decode, encode, identity, prefill
 from vlm_worker.wire.credentials import open_channel
@@ -27,15 +28,17 @@ from vlm_worker.wire.errors import error_of_call
 from vlm_worker.wire.methods import METHODS
 from vlm_worker.wire.options import CHUNK_BYTES
 
-CONTROL_TIMEOUT_SECONDS = 5.0
-
 
 class WorkerClient:
-    """One worker at `address` (host:port); connects when first used, and again after a loss."""
+    """One worker at `address` (host:port); connects when first used, and again after a loss.
 
-    def __init__(self, address: str) -> None:
+    A control call without a `timeout` of its own has `timers.control`.
+    """
+
+    def __init__(self, address: str, *, timers: Timers = PRODUCTION) -> None:
         self.address = address
-        self._channel = open_channel(address)
+        self.timers = timers
+        self._channel = open_channel(address, timers)
         self._stubs: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
@@ -52,7 +55,7 @@ class WorkerClient:
 
     # ---- who is there --------------------------------------------------------------------------
 
-    async def hello(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> calls.Hello:
+    async def hello(self, *, timeout: float | None = None) -> calls.Hello:
         """Who this is; IncompatibleError where it speaks another protocol."""
         request = pb.HelloRequest(protocol_version=calls.PROTOCOL_VERSION)
         return identity.hello_of(await self._unary("Hello", request, timeout=timeout))
@@ -75,7 +78,7 @@ class WorkerClient:
                 yield encode.encode_reply_of(message)
 
     async def reserve(
-        self, call: calls.ReserveCall, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+        self, call: calls.ReserveCall, *, timeout: float | None = None
     ) -> calls.Reservation:
         """Hold KV room; renew it with `renew` until `decode`, or give it back with `release`."""
         reply = await self._unary("Reserve", decode.reserve_call_to(call), timeout=timeout)
@@ -103,9 +106,7 @@ class WorkerClient:
             async for message in replies:
                 yield decode.decode_reply_of(message)
 
-    async def cancel(
-        self, key: RequestKey, *, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> calls.CancelOutcome:
+    async def cancel(self, key: RequestKey, *, timeout: float | None = None) -> calls.CancelOutcome:
         """End all of an attempt there (attempt 0: of every attempt) and free it; idempotent."""
         request = pb.CancelRequest(request_id=key.request_id, attempt=key.attempt)
         reply = await self._unary("Cancel", request, timeout=timeout)
@@ -118,7 +119,7 @@ class WorkerClient:
         boot_id: bytes,
         transfer_ids: Iterable[str],
         *,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> frozenset[str]:
         """Renew leases and reservations; returns those that are gone."""
         request = pb.RenewLeasesRequest(transfer_ids=list(transfer_ids), boot_id=boot_id)
@@ -126,7 +127,7 @@ class WorkerClient:
         return frozenset(reply.gone)
 
     async def release(
-        self, boot_id: bytes, transfer_id: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
+        self, boot_id: bytes, transfer_id: str, *, timeout: float | None = None
     ) -> None:
         """Give up a lease or a reservation; idempotent."""
         request = pb.ReleaseLeaseRequest(transfer_id=transfer_id, boot_id=boot_id)
@@ -165,8 +166,8 @@ class WorkerClient:
         except grpc.aio.UsageError as error:
             raise PeerLostError(f"{self.address}: {error}") from None
 
-    async def _unary(self, name: str, request: Any, *, timeout: float) -> Any:
-        call = self._call(name, request, timeout)
+    async def _unary(self, name: str, request: Any, *, timeout: float | None) -> Any:
+        call = self._call(name, request, self.timers.control if timeout is None else timeout)
         try:
             return await call
         except grpc.aio.AioRpcError as error:

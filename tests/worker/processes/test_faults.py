@@ -24,12 +24,13 @@ from worker.processes.workers import Worker, is_idle, started
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import CancelledError, GoneError, PeerLostError, WorkerError
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.types import FinishReason, RequestKey
 
 PROMISE_SECONDS = 5.0
 # a fifth of the usual: what a vanished consumer holds is back after the lease
 LEASE_SECONDS = 2.0
-FROZEN_SECONDS = 15.0
+FROZEN_SECONDS = LEASE_SECONDS / PRODUCTION.lease * PRODUCTION.frozen
 SLACK = 3
 
 # Where each stage runs in E -> P -> D.
@@ -82,7 +83,7 @@ async def pools(
     async with AsyncExitStack() as stack:
         workers, clients = {}, {}
         for role in ("encoder", "prefill", "decode"):
-            flags = ["--max-model-len=16000", f"--lease-seconds={LEASE_SECONDS:g}"]
+            flags = ["--max-model-len=16000", f"--timer-scale={LEASE_SECONDS / PRODUCTION.lease:g}"]
             if STAGES.get(stage) == role:
                 flags.append(f"--inject-delay-ms={stage}={milliseconds}")
             workers[role] = await stack.enter_async_context(started(role, *flags))

@@ -284,7 +284,7 @@ async def test_calls_that_are_abandoned_leave_nothing_running() -> None:
 
 
 async def test_a_lease_that_nobody_renews_ends_and_frees_its_blocks() -> None:
-    async with serving("prefill", "--lease-seconds=1") as worker:
+    async with serving("prefill", "--timer-scale=0.1") as worker:
         accepted = await prefill_until_accepted(worker, request_of())
         assert worker.parts.snapshot().leases.held == 1
         await worker.until_idle()
@@ -294,7 +294,7 @@ async def test_a_lease_that_nobody_renews_ends_and_frees_its_blocks() -> None:
 
 
 async def test_a_lease_that_is_renewed_outlives_its_seconds() -> None:
-    async with serving("prefill", "--lease-seconds=1") as worker:
+    async with serving("prefill", "--timer-scale=0.1") as worker:
         accepted = await prefill_until_accepted(worker, request_of())
         for _ in range(8):
             await asyncio.sleep(0.25)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError, PeerLostError
-from vlm_worker.transfer import outgoing as outgoing_module
+from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.incoming import Pull
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.types import FinishReason, RequestKey
@@ -25,9 +25,9 @@ UNIT = 8
 class Producer:
     """Units that are all of one byte, their number."""
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, *, timers: Timers = PRODUCTION) -> None:
         self.num_units = num_units
-        self.outgoing = Outgoing(IDENTITY, unit_bytes=UNIT, export=self._export)
+        self.outgoing = Outgoing(IDENTITY, unit_bytes=UNIT, export=self._export, timers=timers)
 
     async def _export(self, first: int, count: int) -> memoryview:
         return memoryview(
@@ -117,9 +117,8 @@ async def test_an_answer_that_ended_at_once_needs_no_units() -> None:
     assert pull.commit.finish_reason is FinishReason.STOP
 
 
-async def test_a_producer_that_waits_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing_module, "WAIT_FRAME_SECONDS", 0.02)
-    producer = Producer(5)
+async def test_a_producer_that_waits_shows_that_it_lives() -> None:
+    producer = Producer(5, timers=PRODUCTION.scaled(0.01))
     task = asyncio.create_task(received(producer.pull(seconds=0.5)))
     await asyncio.sleep(1.0)
     assert not task.done(), "longer than the no-progress time, yet the producer lives"
@@ -145,7 +144,7 @@ async def test_a_stream_that_ends_without_its_commit_is_corrupt() -> None:
 
     reader = FrameReader(IDENTITY, unit_bytes=UNIT, first_unit=0, end_unit=5)
     with pytest.raises(CorruptTransferError, match="without its commit"):
-        await received(Pull(cut(), reader, peer="peer"))
+        await received(Pull(cut(), reader, peer="peer", no_progress_seconds=5.0))
 
 
 async def test_a_consumer_in_the_same_process_takes_the_whole_without_frames() -> None:

@@ -12,12 +12,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable
-from typing import Final
 
+from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey
-
-LEASE_SECONDS: Final = 10.0
-QUARANTINE_SECONDS: Final = 60.0
 
 
 class LeaseKind(enum.Enum):
@@ -44,16 +41,19 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases of one worker. Every lease has an owner and a deadline."""
+    """All leases of one worker. Every lease has an owner and a deadline.
 
-    def __init__(
-        self,
-        *,
-        lease_seconds: float = LEASE_SECONDS,
-        quarantine_seconds: float = QUARANTINE_SECONDS,
-    ) -> None:
-        self._lease_seconds = lease_seconds
-        self._quarantine_seconds = quarantine_seconds
+    Attributes:
+        num_expired: leases that ended by their deadline, by what they were.
+    """
+
+    def __init__(self, timers: Timers = PRODUCTION) -> None:
+        self.num_expired = dict.fromkeys(LeaseKind, 0)
+        self._seconds = {
+            LeaseKind.HELD: timers.lease,
+            LeaseKind.RESERVED: timers.reservation,
+            LeaseKind.QUARANTINED: timers.quarantine,
+        }
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class LeaseTable:
         known = self._leases.get(lease_id)
         if known is not None and known.owner != owner:
             raise ValueError(f"lease {lease_id!r} belongs to another request")
-        lease = Lease(lease_id, owner, kind, now + self._lease_seconds, item)
+        lease = Lease(lease_id, owner, kind, now + self._seconds[kind], item)
         self._leases[lease_id] = lease
         return lease
 
@@ -108,7 +108,7 @@ class LeaseTable:
             if lease is None or lease.kind is LeaseKind.QUARANTINED or lease.deadline <= now:
                 gone.append(lease_id)
             else:
-                deadline = max(lease.deadline, now + self._lease_seconds)
+                deadline = max(lease.deadline, now + self._seconds[lease.kind])
                 self._leases[lease_id] = dataclasses.replace(lease, deadline=deadline)
         return gone
 
@@ -118,8 +118,9 @@ class LeaseTable:
         if lease is None:
             return False
         if lease.kind is not LeaseKind.QUARANTINED:
+            deadline = now + self._seconds[LeaseKind.QUARANTINED]
             self._leases[lease_id] = dataclasses.replace(
-                lease, kind=LeaseKind.QUARANTINED, deadline=now + self._quarantine_seconds
+                lease, kind=LeaseKind.QUARANTINED, deadline=deadline
             )
         return True
 
@@ -128,8 +129,9 @@ class LeaseTable:
         return self._leases.pop(lease_id, None)
 
     def sweep(self, *, now: float) -> list[Lease]:
-        """Take out and return all leases whose deadline has passed."""
+        """Take out, count and return all leases whose deadline has passed."""
         expired = [lease for lease in self._leases.values() if lease.deadline <= now]
         for lease in expired:
             del self._leases[lease.id]
+            self.num_expired[lease.kind] += 1
         return expired

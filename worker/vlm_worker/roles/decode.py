@@ -32,8 +32,6 @@ from vlm_worker.wire.calls import (
 )
 from vlm_worker.wire.frames import Commit, FrameReader, TransferId
 
-FETCH_TIMEOUT_SECONDS = 600.0
-
 
 class DecodeRole:
     """Reserve and Decode."""
@@ -57,7 +55,9 @@ class DecodeRole:
             reserved = False
             try:
                 await host.engine.reserve(call.key, call.num_tokens)
-                reservation = Reservation(uuid.uuid4().hex, host.life.boot_id, host.lease_seconds)
+                reservation = Reservation(
+                    uuid.uuid4().hex, host.life.boot_id, host.timers.reservation
+                )
                 host.offers.reserve(reservation.reservation_id, call.key)
                 reserved = True
             finally:
@@ -146,8 +146,10 @@ class DecodeRole:
             fetch = FetchCall(
                 source.transfer_id, source.boot_id, self._layout.fingerprint, request.key, first
             )
-            frames = client.fetch_kv(fetch, timeout=FETCH_TIMEOUT_SECONDS)
-            pull = Pull(frames, reader, peer=source.address)
+            frames = client.fetch_kv(fetch, timeout=host.timers.fetch)
+            pull = Pull(
+                frames, reader, peer=source.address, no_progress_seconds=host.timers.no_progress
+            )
             begun: float | None = None
             async with aclosing(pull.units()) as received:
                 async for units in received:

@@ -23,7 +23,6 @@ from vlm_worker.types import Source, StageSpan
 from vlm_worker.wire.calls import FetchCall, PrefillCall
 from vlm_worker.wire.frames import FrameReader, TransferId
 
-FETCH_TIMEOUT_SECONDS = 300.0
 _ATTEMPTS = 2
 
 
@@ -134,10 +133,11 @@ class Embeddings:
             first_unit=0,
             end_unit=num_rows,
         )
+        timers = self._host.timers
         async with self._host.peers.hold(source) as client:
             call = FetchCall(source.transfer_id, source.boot_id, layout.fingerprint, key)
-            frames = client.fetch_embedding(call, timeout=FETCH_TIMEOUT_SECONDS)
-            pull = Pull(frames, reader, peer=source.address)
+            frames = client.fetch_embedding(call, timeout=timers.fetch)
+            pull = Pull(frames, reader, peer=source.address, no_progress_seconds=timers.no_progress)
             async with aclosing(pull.units()) as received:
                 async for units in received:
                     start = units.first_unit * layout.row_bytes

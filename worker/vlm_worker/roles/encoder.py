@@ -208,7 +208,9 @@ class EncoderRole:
             return rows.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
 
         identity = self._host.life.transfer_id(key, layout.fingerprint)
-        outgoing = Outgoing(identity, unit_bytes=layout.row_bytes, export=export)
+        outgoing = Outgoing(
+            identity, unit_bytes=layout.row_bytes, export=export, timers=self._host.timers
+        )
         self._host.offers.offer(transfer_id, key, outgoing, item=index)
         return outgoing
 

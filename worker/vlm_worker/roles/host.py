@@ -12,9 +12,9 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-from vlm_worker.core.leases import LEASE_SECONDS, Lease, LeaseTable
+from vlm_worker.core.leases import Lease, LeaseTable
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import (
     CancelledError,
@@ -25,14 +25,12 @@ from vlm_worker.errors import (
 )
 from vlm_worker.roles.history import History
 from vlm_worker.roles.offers import Life, Offers
+from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.peers import Peers
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey
 from vlm_worker.wire.calls import CancelOutcome
 
 logger = logging.getLogger(__name__)
-
-SWEEP_SECONDS: Final = 0.5
-RENEWALS_PER_LEASE: Final = 5
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -70,16 +68,16 @@ class Host:
         kv_layout: KVLayout | None,
         delays: Mapping[str, float] | None = None,
         on_transfer: Callable[[Transfer], None] = lambda _: None,
-        lease_seconds: float = LEASE_SECONDS,
+        timers: Timers = PRODUCTION,
     ) -> None:
         self.engine = engine
         self.life = life
         self.embed_layout = embed_layout
         self.kv_layout = kv_layout
-        leases = LeaseTable(lease_seconds=lease_seconds)
+        self.timers = timers
+        leases = LeaseTable(timers)
         self.offers = Offers(life=life, free=self._free, clock=time.monotonic, leases=leases)
-        self.peers = Peers(renew_seconds=lease_seconds / RENEWALS_PER_LEASE)
-        self.lease_seconds = lease_seconds
+        self.peers = Peers(timers)
         self.accepting = True
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})
@@ -191,5 +189,5 @@ class Host:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(self.timers.sweep)
             self.offers.sweep()

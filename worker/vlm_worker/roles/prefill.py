@@ -113,7 +113,12 @@ class PrefillRole:
             return await self._host.engine.export_blocks(key, first, count)
 
         identity = self._host.life.transfer_id(key, self._layout.fingerprint)
-        outgoing = Outgoing(identity, unit_bytes=self._layout.block_bytes, export=export)
+        outgoing = Outgoing(
+            identity,
+            unit_bytes=self._layout.block_bytes,
+            export=export,
+            timers=self._host.timers,
+        )
         if call.hand_over:
             self._host.offers.offer(call.transfer_id, key, outgoing)
         return outgoing
@@ -123,7 +128,7 @@ class PrefillRole:
             transfer_id=call.transfer_id,
             boot_id=self._host.life.boot_id,
             layout_fingerprint=self._layout.fingerprint,
-            lease_seconds=self._host.lease_seconds,
+            lease_seconds=self._host.timers.lease,
         )
 
     async def _compute(

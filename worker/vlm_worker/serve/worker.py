@@ -99,7 +99,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         kv_layout=loaded.runner.kv_layout,
         delays=settings.delays,
         on_transfer=server.meters.observe,
-        lease_seconds=settings.lease_seconds,
+        timers=settings.timers,
     )
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 MONITOR_SECONDS: Final = 0.5
 EMPTY_POLL_SECONDS: Final = 0.05
-LAST_WORDS_SECONDS: Final = 2.0
 
 
 class WorkerServer:
@@ -68,7 +67,7 @@ class WorkerServer:
             logger.warning("delays are injected, for tests", extra={"delays": settings.delays})
         self.http_port = await self._http.start(settings.bind, settings.http_port)
         self._grpc = grpc.aio.server(
-            options=server_options(), maximum_concurrent_rpcs=2 * MAX_STREAMS
+            options=server_options(settings.timers), maximum_concurrent_rpcs=2 * MAX_STREAMS
         )
         self._grpc.add_generic_rpc_handlers(self._service.handlers())
         add_HealthServicer_to_server(self._health, self._grpc)
@@ -102,7 +101,7 @@ class WorkerServer:
             return
         num_ended = await parts.engine.drain()
         logger.warning("drain deadline", extra={"ended": num_ended})
-        await self._empty_within(parts, LAST_WORDS_SECONDS)
+        await self._empty_within(parts, self.settings.timers.last_words)
 
     async def close(self) -> None:
         """Close both ports and stop what runs behind them."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vlm_worker.settings.flags import command_line
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.settings.values import (
     GatewaySettings,
     Identity,
@@ -51,6 +52,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         "drain_timeout_seconds": args.drain_timeout_seconds,
         "compat": args.compat,
         "delays": delays,
+        "timers": PRODUCTION.scaled(args.timer_scale),
         "identity": _identity(environ),
         "parent": args.exit_with,
     }
@@ -117,7 +119,6 @@ def _worker(
         max_batched_tokens=args.max_batched_tokens,
         num_threads=args.threads,
         runner=args.runner,
-        lease_seconds=args.lease_seconds,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.settings.values import GatewaySettings, WorkerSettings
 from vlm_worker.types import Role
 
@@ -28,7 +29,6 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         f"--max-batched-tokens={settings.max_batched_tokens}",
         f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
-        f"--lease-seconds={settings.lease_seconds}",
         *(f"{flag}={value}" for flag, value in optional.items() if value is not None),
     ]
 
@@ -58,6 +58,7 @@ def _common(settings: WorkerSettings | GatewaySettings, *, parent: int) -> list[
         f"--drain-timeout-seconds={settings.drain_timeout_seconds}",
         f"--compat={settings.compat}",
         f"--exit-with={parent}",
+        f"--timer-scale={settings.timers.lease / PRODUCTION.lease:g}",
         *(
             f"--inject-delay-ms={stage}={round(1000 * seconds)}"
             for stage, seconds in settings.delays.items()

@@ -71,6 +71,7 @@ def _add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> 
     parser.add_argument("--drain-timeout-seconds", type=_seconds, default=600.0)
     parser.add_argument("--compat", default="", help="hash of what workers must agree on")
     parser.add_argument("--exit-with", type=_at_least(2), help=argparse.SUPPRESS)
+    parser.add_argument("--timer-scale", type=_scale, default=1.0, help=argparse.SUPPRESS)
     parser.add_argument(
         "--inject-delay-ms",
         type=_delay,
@@ -103,7 +104,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--threads", type=_at_least(0), default=0, help="of the CPU; 0 is all of them"
     )
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
-    parser.add_argument("--lease-seconds", type=_seconds, default=10.0, help=argparse.SUPPRESS)
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -138,6 +138,16 @@ def _seconds(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r} must be seconds, 0 to 86400")
+    return value
+
+
+def _scale(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.01 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a factor from 0.01 to 1")
     return value
 
 

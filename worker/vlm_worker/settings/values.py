@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import Role, Stage
 
 HF_PREFIX = "hf://"
@@ -51,7 +52,7 @@ class WorkerSettings:
 
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
     `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
-    `lease_seconds` is of what it holds for peers, and 5 times as long as they wait to renew.
+    `timers` are all waits on peers, `drain_timeout_seconds` apart.
     `parent` is the process that this one ends with, where it was started by `serve --split`.
     """
 
@@ -77,7 +78,7 @@ class WorkerSettings:
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     runner: str = "model"
-    lease_seconds: float = 10.0
+    timers: Timers = PRODUCTION
     identity: Identity = dataclasses.field(default_factory=Identity)
     parent: int | None = None
 
@@ -108,6 +109,7 @@ class GatewaySettings:
     drain_timeout_seconds: float = 600.0
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    timers: Timers = PRODUCTION
     identity: Identity = dataclasses.field(default_factory=Identity)
     parent: int | None = None
 

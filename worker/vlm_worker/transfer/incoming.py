@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Final
 
 from vlm_worker.errors import CorruptTransferError, PeerLostError
 from vlm_worker.wire.frames import Commit, FrameReader, Units
-
-NO_PROGRESS_SECONDS: Final = 8.0
 
 
 class Pull:
@@ -26,7 +23,7 @@ class Pull:
         reader: FrameReader,
         *,
         peer: str,
-        no_progress_seconds: float = NO_PROGRESS_SECONDS,
+        no_progress_seconds: float,
     ) -> None:
         self._frames = frames
         self._reader = reader

@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError
+from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Commit, FrameWriter, TransferId
 
-WAIT_FRAME_SECONDS: Final = 2.0
 EXPORT_BYTES: Final = 4 << 20
 
 Export = Callable[[int, int], Awaitable[memoryview]]
@@ -26,8 +26,16 @@ Export = Callable[[int, int], Awaitable[memoryview]]
 class Outgoing:
     """One transfer at its producer. The role that makes its units is the only writer."""
 
-    def __init__(self, identity: TransferId, *, unit_bytes: int, export: Export) -> None:
+    def __init__(
+        self,
+        identity: TransferId,
+        *,
+        unit_bytes: int,
+        export: Export,
+        timers: Timers = PRODUCTION,
+    ) -> None:
         self._identity = identity
+        self._timers = timers
         self.num_readers = 0
         self._unit_bytes = unit_bytes
         self._export = export
@@ -63,7 +71,7 @@ class Outgoing:
         while self._commit is None:
             if self._error is not None:
                 raise self._error
-            await _is_set(self._changed)
+            await self._changed.wait()
         return self._commit
 
     async def whole(self, num_units: int) -> memoryview:
@@ -117,7 +125,7 @@ class Outgoing:
                         )
                     yield writer.commit(self._commit)
                     return
-                if not await _is_set(changed):
+                if not await _is_set(changed, seconds=self._timers.wait_frame):
                     yield writer.wait()
         finally:
             self.num_readers -= 1
@@ -127,10 +135,10 @@ class Outgoing:
         changed.set()
 
 
-async def _is_set(changed: asyncio.Event) -> bool:
+async def _is_set(changed: asyncio.Event, *, seconds: float) -> bool:
     """False where nothing changed for so long that the consumer wants to know we live."""
     try:
-        async with asyncio.timeout(WAIT_FRAME_SECONDS):
+        async with asyncio.timeout(seconds):
             await changed.wait()
     except TimeoutError:
         return False

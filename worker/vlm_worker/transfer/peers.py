@@ -1,6 +1,6 @@
 """Clients of the workers that this one pulls from, and the leases that it holds there.
 
-    async with peers.hold(source) as client:    renewed every 2 s from here on, released at the end
+    async with peers.hold(source) as client:    renewed from here on, released at the end
 
 One renewal a peer carries all leases held there. Whoever pulls learns from the producer itself that
 a lease is gone: its stream ends with GoneError.
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import WorkerError
+from vlm_worker.settings.timers import Timers
 from vlm_worker.types import Source
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ MAX_IDLE_PEERS: Final = 32
 class _Peer:
     """One producer: the client, what is held there (boot id, transfer id), and who renews it."""
 
-    def __init__(self, address: str) -> None:
-        self.client = WorkerClient(address)
+    def __init__(self, address: str, timers: Timers) -> None:
+        self.client = WorkerClient(address, timers=timers)
         self.held: Counter[tuple[bytes, str]] = Counter()
         self.renewing: asyncio.Task[None] | None = None
 
@@ -36,8 +37,8 @@ class _Peer:
 class Peers:
     """All producers that this worker knows. Owned by one event loop; `close` it."""
 
-    def __init__(self, *, renew_seconds: float) -> None:
-        self._renew_seconds = renew_seconds
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
         self._peers: dict[str, _Peer] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -73,7 +74,7 @@ class Peers:
                 self._run(_release(peer.client, *handle))
 
     def _peer(self, address: str) -> _Peer:
-        peer = self._peers.pop(address, None) or _Peer(address)
+        peer = self._peers.pop(address, None) or _Peer(address, self._timers)
         self._peers[address] = peer  # the most recently used is last
         idle = [
             known for known, other in self._peers.items() if not other.held and other is not peer
@@ -86,7 +87,7 @@ class Peers:
         """Renew all that is held at a peer, until nothing is."""
         try:
             while peer.held:
-                await asyncio.sleep(self._renew_seconds)
+                await asyncio.sleep(self._timers.renew)
                 for boot_id in {boot_id for boot_id, _ in peer.held}:
                     held = [transfer for boot, transfer in peer.held if boot == boot_id]
                     await self._renew_life(peer.client, boot_id, held)
@@ -95,7 +96,7 @@ class Peers:
 
     async def _renew_life(self, client: WorkerClient, boot_id: bytes, held: list[str]) -> None:
         try:
-            gone = await client.renew(boot_id, held, timeout=self._renew_seconds)
+            gone = await client.renew(boot_id, held, timeout=self._timers.renew)
         except WorkerError as error:
             # the pull itself notices a dead producer; a lost renewal alone is no reason to give up
             logger.info("leases not renewed", extra={"peer": client.address, "error": str(error)})

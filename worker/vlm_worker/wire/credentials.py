@@ -10,14 +10,15 @@ from typing import Any
 
 import grpc
 
+from vlm_worker.settings.timers import Timers
 from vlm_worker.wire.options import channel_options
 
 WARNING = "gRPC between pods is plaintext and unauthenticated: keep it inside a NetworkPolicy"
 
 
-def open_channel(address: str) -> Any:
+def open_channel(address: str, timers: Timers) -> Any:
     """A `grpc.aio.Channel` to a worker."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    return grpc.aio.insecure_channel(address, options=channel_options(timers))
 
 
 def add_port(server: Any, address: str) -> int:

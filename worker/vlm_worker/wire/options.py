@@ -6,24 +6,20 @@ Without `http2.ping_timeout_ms`, keepalive notices a frozen peer after more than
 
 from __future__ import annotations
 
+from vlm_worker.settings.timers import Timers
+
 MAX_MESSAGE_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20
-PING_SECONDS = 10
-PING_TIMEOUT_SECONDS = 5
 MAX_STREAMS = 1024
 
 Options = list[tuple[str, int]]
 
 
-def channel_options() -> Options:
-    """Of a client: a frozen peer is noticed within 15 s; no retry behind our back."""
+def channel_options(timers: Timers) -> Options:
+    """Of a client: a frozen peer is noticed (`Timers.frozen`); no retry behind our back."""
     return [
         *_sizes(),
-        ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
+        *_pings(timers),
         ("grpc.enable_retries", 0),
         # a pod that comes back is tried again within a second, not within two minutes
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -32,20 +28,31 @@ def channel_options() -> Options:
     ]
 
 
-def server_options() -> Options:
+def server_options(timers: Timers) -> Options:
     """Of a server: it pings too, so that a vanished client's streams end."""
     return [
         *_sizes(),
-        ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_TIMEOUT_SECONDS * 1000),
+        *_pings(timers),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(timers.ping_timeout)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # a port in use is an error to report, not one to share
         ("grpc.so_reuseport", 0),
     ]
+
+
+def _pings(timers: Timers) -> Options:
+    timeout = _milliseconds(timers.ping_timeout)
+    return [
+        ("grpc.keepalive_time_ms", _milliseconds(timers.ping)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.http2.ping_timeout_ms", timeout),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
 
 
 def _sizes() -> Options:

@@ -1,0 +1,70 @@
+"""How long anybody waits for anybody: every timer of the data plane, as one value.
+
+    renew < lease          a lost renewal or three do not end a lease
+    wait_frame < no_progress    a producer that has nothing yet is told from one that is gone
+    ping + ping_timeout    a frozen or vanished peer is noticed, whether or not bytes move
+
+`scaled` shortens all of them alike, so that a fault test of a tenth is the same test. Gateway and
+workers of one service run at the same scale: each takes the other's pings for what they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, Self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timers:
+    """Seconds, all of them.
+
+    Attributes:
+        lease: a producer holds KV or an embedding so long after the last renewal.
+        reservation: likewise, a decode worker its room.
+        renew: between two renewals, from the moment the consumer queues the request.
+        sweep: between two looks at what has expired.
+        no_progress: without a frame for so long, a consumer takes its producer for lost; a reader
+            that takes no frame for so long no longer keeps its lease alive.
+        wait_frame: a producer without units says so often that it lives.
+        quarantine: what a peer may still read is kept so long after its request ended.
+        ping: between two pings of an idle connection.
+        ping_timeout: without an answer for so long, the connection is dead.
+        control: deadline of a call that is answered at once: Hello, Reserve, Cancel, renewals.
+        cancel: deadline of a Cancel on behalf of a client that has left.
+        fetch: deadline of one transfer.
+        encode: deadline of an Encode.
+        prefill: deadline of a Prefill.
+        decode: deadline of a Decode.
+        last_words: what is left at the drain deadline is told so, and has so long to end.
+    """
+
+    lease: float = 10.0
+    reservation: float = 10.0
+    renew: float = 2.0
+    sweep: float = 0.5
+    no_progress: float = 8.0
+    wait_frame: float = 2.0
+    quarantine: float = 60.0
+    ping: float = 10.0
+    ping_timeout: float = 5.0
+    control: float = 5.0
+    cancel: float = 1.0
+    fetch: float = 600.0
+    encode: float = 180.0
+    prefill: float = 600.0
+    decode: float = 3600.0
+    last_words: float = 2.0
+
+    @property
+    def frozen(self) -> float:
+        """A peer that stands still is noticed within so long."""
+        return self.ping + self.ping_timeout
+
+    def scaled(self, scale: float) -> Self:
+        """All timers times `scale`."""
+        fields = {f.name: getattr(self, f.name) * scale for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **fields)
+
+
+PRODUCTION: Final = Timers()
+"""As they are wherever `--timer-scale` is not given."""
