@@ -58,8 +58,8 @@ class SamplingParams:
     `min_p` 0 means unset: tokens below `min_p` times the best one's probability are left out.
     `frequency_penalty` and `presence_penalty` lower the logits of tokens that the answer holds
     already, as OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
-    (token id, bias) pairs. `num_logprobs` None asks for no log-probabilities, n for the chosen
-    token's and the n best ones'.
+    (token id, bias) pairs in the order of their ids. `num_logprobs` None asks for no
+    log-probabilities, n for the chosen token's and the n best ones'.
     """
 
     max_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vlm_worker.types import (
     Source,
     Stage,
     StageSpan,
+    TokenLogprobs,
 )
 from vlm_worker.wire import calls, decode, encode, identity, prefill
 
@@ -35,7 +37,16 @@ samplings = st.builds(
     seed=st.integers(0, 2**64 - 1),
     stop_token_ids=st.lists(st.integers(0, 2**31), max_size=5).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=st.sampled_from([0.0, 0.125, 1.0]),
+    frequency_penalty=st.sampled_from([-2.0, 0.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.25, 2.0]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.25, 10.0]),
+    logit_bias=st.dictionaries(
+        st.integers(0, 2**31), st.sampled_from([-100.0, 0.5, 100.0]), max_size=4
+    ).map(lambda biases: tuple(sorted(biases.items()))),
+    num_logprobs=st.none() | st.integers(0, 20),
 )
+LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (9, -2.25)))
 
 
 @st.composite
@@ -54,6 +65,7 @@ def requests(draw: st.DrawFn) -> Request:
         sampling=draw(samplings),
         items=tuple(items),
         cache_salt=draw(st.sampled_from([b"", b"s" * 32])),
+        priority=draw(st.integers(-1000, 1000)),
     )
 
 
@@ -74,7 +86,9 @@ def test_a_decode_call_survives(request: Request) -> None:
 
 def test_an_encode_call_survives() -> None:
     item = calls.EncodeItem("t", 100, 640, 480, 12, 5000, "JPEG")
-    call = calls.EncodeCall(KEY, (item, item), b"s" * 32, last_resort=True, skip_corrupt=True)
+    call = calls.EncodeCall(
+        KEY, (item, item), b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3
+    )
     message = pb.EncodeRequest.FromString(encode.encode_call_to(call).SerializeToString())
     assert encode.encode_call_of(message.begin) == call
 
@@ -96,8 +110,10 @@ DECODE = (decode.decode_reply_to, decode.decode_reply_of)
         (calls.Accepted("t", b"b" * 16, b"f" * 16, 10.0), PREFILL),
         (calls.FirstToken(0, 7, 64, None), PREFILL),
         (calls.FirstToken(3, 7, 0, FinishReason.STOP), PREFILL),
+        (calls.FirstToken(0, 7, 64, None, LOGPROBS), PREFILL),
         (calls.PrefillDone(), PREFILL),
         (calls.Tokens(4, (1, 2, 3)), DECODE),
+        (calls.Tokens(4, (7, 8), (LOGPROBS, TokenLogprobs(-3.0))), DECODE),
         (calls.Finished(FinishReason.DRAINED, 9), DECODE),
     ],
 )
@@ -159,6 +175,7 @@ BAD = {
     "token_ids": {"token_ids": [], "num_prompt_tokens": 0},
     "num_prompt_tokens": {"num_prompt_tokens": 5},
     "cache_salt": {"cache_salt": b"short"},
+    "priority": {"priority": 1001},
 }
 
 
@@ -173,6 +190,10 @@ def test_a_field_out_of_bounds_is_named(case: str) -> None:
     with pytest.raises(InvalidRequestError, match=case.split()[0]):
         prefill.prefill_call_of(message)
 
+
+FLOATS = (
+    "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
 
 ITEM_CASES = {
     "image_key": lambda item: setattr(item, "image_key", b"k"),
@@ -197,3 +218,47 @@ def test_items_that_overlap_are_refused() -> None:
     message.items.append(message.items[0])
     with pytest.raises(InvalidRequestError, match="overlap"):
         prefill.prefill_call_of(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("num_logprobs", 22),
+        *((name, value) for name in FLOATS for value in (-1e30, 1e30, math.nan, math.inf)),
+    ],
+)
+def test_a_sampling_parameter_out_of_bounds_is_named(field: str, value: float) -> None:
+    message = _valid()
+    setattr(message.sampling, field, value)
+    with pytest.raises(InvalidRequestError, match=rf"sampling\.{field} must be"):
+        prefill.prefill_call_of(message)
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [{7: 101.0}, {7: math.nan}, dict.fromkeys(range(1025), 1.0)],
+    ids=["too large", "no number", "too many"],
+)
+def test_biases_out_of_bounds_are_refused(biases: dict[int, float]) -> None:
+    message = _valid()
+    for token_id, bias in biases.items():
+        message.sampling.logit_bias[token_id] = bias
+    with pytest.raises(InvalidRequestError, match=r"sampling\.logit_bias must be"):
+        prefill.prefill_call_of(message)
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [pb.TokenLogprobs(logprob=-1.0)],
+        [pb.TokenLogprobs(logprob=math.nan)] * 2,
+        [pb.TokenLogprobs(logprob=-1.0, top_token_ids=[1])] * 2,
+        [pb.TokenLogprobs(logprob=-1.0, top_token_ids=[1] * 21, top_logprobs=[-1.0] * 21)] * 2,
+    ],
+    ids=["fewer than tokens", "no number", "ids without values", "too many"],
+)
+def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[Any]) -> None:
+    tokens = pb.Tokens(first_index=0, token_ids=[1, 2], logprobs=logprobs)
+    with pytest.raises(InvalidRequestError, match="logprobs"):
+        decode.decode_reply_of(pb.DecodeReply(tokens=tokens))

@@ -15,6 +15,7 @@ from vlm_worker.gateway.api.answers import DONE, PING, Envelope, Usage, encode, 
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.detokenize import Detokenizer, StopScanner
 from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.types import TokenLogprobs
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -104,8 +105,9 @@ class Writer:
         self._text: list[str] = []
         self._begun = False
 
-    async def emit(self, token_id: int) -> bool:
+    async def emit(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Deliver a token; False when a stop string is complete."""
+        del logprobs  # no parameter asks for them yet
         await self._put(self._scanner.feed(self._detokenizer.feed(token_id)))
         self._on_token()
         return not self._scanner.stopped

@@ -178,8 +178,8 @@ async def _answer(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens | 
     """The engine's events as the wire has them, to the last word."""
     async for event in stream:
         match event:
-            case TokenEvent(index, token_id):
-                yield Tokens(index, (token_id,))
+            case TokenEvent(index, token_id, logprobs=logprobs):
+                yield Tokens(index, (token_id,), () if logprobs is None else (logprobs,))
             case FinishedEvent(reason, num_tokens):
                 yield Finished(reason, num_tokens)
                 return

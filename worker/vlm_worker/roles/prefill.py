@@ -177,7 +177,9 @@ class PrefillRole:
 def _first_token(progress: _Progress) -> FirstToken:
     token = progress.token
     assert token is not None
-    return FirstToken(token.index, token.token_id, token.num_cached_tokens, progress.finish)
+    return FirstToken(
+        token.index, token.token_id, token.num_cached_tokens, progress.finish, token.logprobs
+    )
 
 
 def _spans(progress: _Progress, clock: CallClock) -> tuple[StageSpan, ...]:

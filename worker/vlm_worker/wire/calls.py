@@ -11,7 +11,16 @@ import enum
 from typing import Generic, TypeVar
 
 from vlm_worker.errors import InvalidImageError
-from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source, Stage, StageSpan
+from vlm_worker.types import (
+    FinishReason,
+    Request,
+    RequestKey,
+    Role,
+    Source,
+    Stage,
+    StageSpan,
+    TokenLogprobs,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -107,6 +116,7 @@ class EncodeCall:
     cache_salt: bytes = b""
     last_resort: bool = False
     skip_corrupt: bool = False
+    priority: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,6 +197,7 @@ class FirstToken:
     token_id: int
     num_cached_tokens: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,10 +241,11 @@ class DecodeCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of the answer, from index `first_index` on."""
+    """Tokens of the answer, from index `first_index` on; one of `logprobs` for each, or none."""
 
     first_index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

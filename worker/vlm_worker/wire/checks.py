@@ -12,6 +12,14 @@ MAX_TOKENS = 1 << 21
 MAX_PICTURE_BYTES = 256 << 20
 MAX_IDS = 1024
 
+# Of sampling; the gateway's own door holds to them too.
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_PRIORITY = 1000
+
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/")
 _MAX_ID = 128
 

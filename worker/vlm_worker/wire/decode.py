@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vlm_worker.errors import InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.wire import calls, checks, values
+from vlm_worker.wire import calls, checks, sampling, values
 
 
 def reserve_call_of(message: pb.ReserveRequest) -> calls.ReserveCall:
@@ -45,10 +46,11 @@ def decode_call_to(call: calls.DecodeCall) -> pb.DecodeRequest:
         token_ids=request.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         items=values.items_to(request),
-        sampling=values.sampling_to(request.sampling),
+        sampling=sampling.sampling_to(request.sampling),
         cache_salt=request.cache_salt,
         kv=values.source_to(call.kv),
         boot_id=call.boot_id,
+        priority=request.priority,
     )
 
 
@@ -59,7 +61,11 @@ def decode_reply_to(reply: calls.Reply[calls.DecodeEvent]) -> pb.DecodeReply:
     )
     event = reply.event
     if isinstance(event, calls.Tokens):
-        tokens = pb.Tokens(first_index=event.first_index, token_ids=event.token_ids)
+        tokens = pb.Tokens(
+            first_index=event.first_index,
+            token_ids=event.token_ids,
+            logprobs=map(sampling.logprobs_to, event.logprobs),
+        )
         message.tokens.CopyFrom(tokens)
     else:
         finished = pb.Finished(finish_reason=event.reason.value, num_tokens=event.num_tokens)
@@ -71,8 +77,15 @@ def decode_reply_of(message: pb.DecodeReply) -> calls.Reply[calls.DecodeEvent]:
     """A decode worker's reply."""
     event: calls.DecodeEvent
     if message.WhichOneof("kind") == "tokens":
-        event = calls.Tokens(message.tokens.first_index, tuple(message.tokens.token_ids))
+        event = _tokens_of(message.tokens)
     else:
         finished = message.finished
         event = calls.Finished(values.finish_of(finished.finish_reason), finished.num_tokens)
     return calls.Reply(event, values.spans_of(message.spans), message.clock_us / values.MICRO)
+
+
+def _tokens_of(message: pb.Tokens) -> calls.Tokens:
+    logprobs = tuple(map(sampling.logprobs_of, message.logprobs))
+    if logprobs and len(logprobs) != len(message.token_ids):
+        raise InvalidRequestError("tokens.logprobs must be one per token, or none")
+    return calls.Tokens(message.first_index, tuple(message.token_ids), logprobs)

@@ -29,6 +29,7 @@ def encode_call_of(message: pb.EncodeBegin) -> calls.EncodeCall:
         cache_salt=checks.octets(message.cache_salt, "cache_salt", values.SALTS),
         last_resort=message.last_resort,
         skip_corrupt=message.on_corrupt == "Skip",
+        priority=values.priority_of(message),
     )
 
 
@@ -53,6 +54,7 @@ def encode_call_to(call: calls.EncodeCall) -> pb.EncodeRequest:
             cache_salt=call.cache_salt,
             last_resort=call.last_resort,
             on_corrupt="Skip" if call.skip_corrupt else "Reject",
+            priority=call.priority,
         )
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.wire import calls, checks, values
+from vlm_worker.wire import calls, checks, sampling, values
 
 
 def prefill_call_of(message: pb.PrefillRequest) -> calls.PrefillCall:
@@ -27,10 +27,11 @@ def prefill_call_to(call: calls.PrefillCall) -> pb.PrefillRequest:
         token_ids=request.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         items=values.items_to(request, call.sources),
-        sampling=values.sampling_to(request.sampling),
+        sampling=sampling.sampling_to(request.sampling),
         cache_salt=request.cache_salt,
         last_resort=call.last_resort,
         hand_over=call.hand_over,
+        priority=request.priority,
     )
 
 
@@ -54,6 +55,7 @@ def prefill_reply_to(reply: calls.Reply[calls.PrefillEvent]) -> pb.PrefillReply:
             token_id=event.token_id,
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=event.finish_reason.value if event.finish_reason else "",
+            logprobs=sampling.logprobs_to(event.logprobs) if event.logprobs else None,
         )
         message.first_token.CopyFrom(first)
     else:
@@ -80,6 +82,7 @@ def prefill_reply_of(message: pb.PrefillReply) -> calls.Reply[calls.PrefillEvent
             token_id=first.token_id,
             num_cached_tokens=first.num_cached_tokens,
             finish_reason=values.finish_of(first.finish_reason) if first.finish_reason else None,
+            logprobs=(sampling.logprobs_of(first.logprobs) if first.HasField("logprobs") else None),
         )
     else:
         event = calls.PrefillDone()

@@ -1,4 +1,4 @@
-"""pb <-> values that several calls share: keys, sources, spans, sampling, requests.
+"""pb <-> values that several calls share: keys, sources, spans, requests.
 
 Towards us everything is checked: lengths, bounds, ids. What is wrong raises InvalidRequestError
 and names the field.
@@ -16,14 +16,13 @@ from vlm_worker.types import (
     ImageItem,
     Request,
     RequestKey,
-    SamplingParams,
     Source,
     StageSpan,
 )
 from vlm_worker.wire import checks
+from vlm_worker.wire.sampling import sampling_of
 
 MICRO = 1_000_000
-MAX_STOP_TOKENS = 256
 SALTS = (0, 32)
 _FINGERPRINTS = (0, 16)
 
@@ -80,38 +79,6 @@ def micros(seconds: float) -> int:
     return max(0, round(seconds * MICRO))
 
 
-def sampling_of(message: pb.Sampling) -> SamplingParams:
-    """Sampling, with what stands for unset turned into what means it."""
-    checks.between(message.max_tokens, "sampling.max_tokens", 1, checks.MAX_TOKENS)
-    checks.between(len(message.stop_token_ids), "sampling.stop_token_ids", 0, MAX_STOP_TOKENS)
-    if not 0.0 <= message.temperature <= 100.0:
-        raise InvalidRequestError("sampling.temperature must be 0 to 100")
-    if not 0.0 <= message.top_p <= 1.0:
-        raise InvalidRequestError("sampling.top_p must be 0 to 1")
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_p=message.top_p or 1.0,
-        top_k=message.top_k,
-        seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-    )
-
-
-def sampling_to(sampling: SamplingParams) -> pb.Sampling:
-    """The message of sampling parameters."""
-    return pb.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )
-
-
 def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
     """The request of a Prefill or Decode call."""
     num_tokens = checks.between(len(message.token_ids), "token_ids", 1, checks.MAX_TOKENS)
@@ -122,15 +89,20 @@ def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
     for one, following in itertools.pairwise(items):
         if following.offset < one.end:
             raise InvalidRequestError("items must be in order and must not overlap")
-    sampling = sampling_of(message.sampling)
     return Request(
         key=key_of(message),
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
-        sampling=sampling,
+        sampling=sampling_of(message.sampling),
         items=items,
         cache_salt=checks.octets(message.cache_salt, "cache_salt", SALTS),
+        priority=priority_of(message),
     )
+
+
+def priority_of(message: pb.EncodeBegin | pb.PrefillRequest | pb.DecodeRequest) -> int:
+    """A priority within bounds."""
+    return checks.between(message.priority, "priority", -checks.MAX_PRIORITY, checks.MAX_PRIORITY)
 
 
 def _item_of(message: pb.ImageItem, num_tokens: int) -> ImageItem:

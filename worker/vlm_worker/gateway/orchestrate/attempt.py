@@ -173,7 +173,7 @@ class Attempt:
         self._trace.gateway_works()
         if first.index == 0:
             self._answer.num_cached_tokens = first.num_cached_tokens
-        await self._answer.take(first.index, (first.token_id,))
+        await self._answer.take(first.index, (first.token_id,), (first.logprobs,))
         if self._answer.complete:
             self._end(FinishReason.STOP)
         elif first.finish_reason is not None:
@@ -204,7 +204,9 @@ class Attempt:
                     match reply.event:
                         case Tokens() as tokens:
                             self._decoding = True
-                            await self._answer.take(tokens.first_index, tokens.token_ids)
+                            await self._answer.take(
+                                tokens.first_index, tokens.token_ids, tokens.logprobs
+                            )
                             if self._answer.complete:
                                 self._end(FinishReason.STOP)
                                 return

@@ -102,6 +102,7 @@ class Encoding:
             cache_salt=self._job.cache_salt,
             last_resort=self._choice.last_resort,
             skip_corrupt=self._job.skip_corrupt,
+            priority=self._job.priority,
         )
 
     def _take(self, decoded: Decoded) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from vlm_worker.errors import (
     CancelledError,
@@ -21,7 +20,7 @@ from vlm_worker.errors import (
 )
 from vlm_worker.gateway.orchestrate.attempt import Attempt
 from vlm_worker.gateway.orchestrate.background import Background
-from vlm_worker.gateway.orchestrate.job import Answer, Job
+from vlm_worker.gateway.orchestrate.job import Answer, Emit, Job
 from vlm_worker.gateway.orchestrate.reserving import wait_seconds
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
@@ -62,7 +61,7 @@ class Generation:
     def __init__(
         self,
         job: Job,
-        emit: Callable[[int], Awaitable[bool]],
+        emit: Emit,
         *,
         trace: Trace,
         registry: Registry,

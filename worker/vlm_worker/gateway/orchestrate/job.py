@@ -11,8 +11,11 @@ import xxhash
 from vlm_worker.gateway.pictures import Picture
 from vlm_worker.gateway.prompt import Prompt
 from vlm_worker.route import Demand
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, TokenLogprobs
 from vlm_worker.wire.calls import DecodedItem
+
+Emit = Callable[[int, TokenLogprobs | None], Awaitable[bool]]
+"""`(token_id, logprobs) -> whether more is wanted`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Job:
         skip_corrupt: leave out pictures that cannot be decoded, instead of failing.
         max_wait_seconds: how long to wait for room before the client is told to come back.
         block_size: tokens of a KV block.
+        priority: a larger one goes first.
     """
 
     request_id: str
@@ -35,6 +39,7 @@ class Job:
     skip_corrupt: bool
     max_wait_seconds: float
     block_size: int
+    priority: int = 0
 
     def demand(self, num_delivered: int) -> Demand:
         """What the route must provide for, after so many tokens of the answer."""
@@ -56,13 +61,14 @@ class Job:
 class Answer:
     """The tokens delivered so far, each once and in order, whoever sends them.
 
-    `emit` gets each token; it returns False when the client needs no more (a stop string).
+    `emit` gets each token, with its log-probabilities where they were asked for; it returns False
+    when the client needs no more (a stop string).
     `prompt` is the one that was computed: pictures may have been left out.
     """
 
-    def __init__(self, emit: Callable[[int], Awaitable[bool]]) -> None:
+    def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._early: dict[int, int] = {}
+        self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._turn = asyncio.Lock()
         self._grown = asyncio.Event()
         self.token_ids: list[int] = []
@@ -70,16 +76,22 @@ class Answer:
         self.num_cached_tokens = 0
         self.complete = False
 
-    async def take(self, first_index: int, token_ids: Sequence[int]) -> None:
+    async def take(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None] = (),
+    ) -> None:
         """Deliver tokens from `first_index` on; what is known is dropped, what is early waits."""
         async with self._turn:
-            for index, token_id in enumerate(token_ids, first_index):
+            tokens = zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
+            for index, token in enumerate(tokens, first_index):
                 if index >= len(self.token_ids):
-                    self._early.setdefault(index, token_id)
+                    self._early.setdefault(index, token)
             while not self.complete and len(self.token_ids) in self._early:
-                token_id = self._early.pop(len(self.token_ids))
+                token_id, its_logprobs = self._early.pop(len(self.token_ids))
                 self.token_ids.append(token_id)
-                self.complete = not await self._emit(token_id)
+                self.complete = not await self._emit(token_id, its_logprobs)
             self._grown.set()
 
     def forget_early(self) -> None:
@@ -114,5 +126,6 @@ def build_request(
             for i, offset in zip(kept, prompt.offsets, strict=True)
         ),
         cache_salt=job.cache_salt,
+        priority=job.priority,
     )
     return request, kept
