@@ -126,7 +126,7 @@ def test_a_missing_embedding_stalls_one_sequence_and_nobody_else() -> None:
     assert simulation.pool.match(sequence.hashes) == []  # K3: nothing is known before it is written
     assert simulation.answers["1"] == alone(other)
     sequence.embeddings[0] = embed(image)
-    sequence.stalled = False
+    sequence.wake()
     while simulation.step():
         pass
     assert simulation.answers["stalled"] == alone(Work(request, (image,), 0))

@@ -69,7 +69,7 @@ class Schedule:
         admitted: sequences that left the queue.
         preempted: sequences that lost their blocks and wait again.
         stalled: sequences that found an embedding missing, and the tokens computed before it; they
-            wait until `Sequence.stalled` is cleared.
+            wait until `Sequence.wake`.
     """
 
     plan: Plan | None

@@ -179,7 +179,8 @@ class Scheduler:
         """Free the blocks; the sequence is computed again from its first token."""
         self.table.leave(sequence)
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed_tokens, sequence.stalled = [], 0, False
+        sequence.blocks, sequence.num_computed_tokens = [], 0
+        sequence.wake()
         sequence.move(Status.WAITING)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
@@ -200,7 +201,7 @@ class Scheduler:
             whole_images=self._whole_images,
         )
         if not chunk.size and chunk.missing is not None:
-            sequence.stalled = True
+            sequence.stall()
             stalled.append((sequence, start))
         return chunk.size
 

@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from vlm_worker.core.prefix import extend_chain
 from vlm_worker.types import ImageItem, Request
+
+
+class Lane(enum.StrEnum):
+    """Which of two queues a sequence waits in, if it waits."""
+
+    TEXT = "text"
+    VISION = "vision"
 
 
 class Status(enum.Enum):
@@ -49,7 +56,9 @@ class Sequence:
 
     Attributes:
         request: what came in.
-        arrival: smaller is older; the youngest is preempted first.
+        arrival: smaller is older; at equal priority, the youngest is preempted first.
+        arrived_at: when that was, in seconds on the engine's clock.
+        lane: VISION if a picture was neither on hand nor covered by a prefix hit at its arrival.
         token_ids: int32, all known tokens, prompt and answer.
         positions: `[P, T]` of the prompt; a later token i stands at i + `position_delta`.
         hold: keep the KV for a peer after the first token. Such a sequence is not preempted.
@@ -57,8 +66,8 @@ class Sequence:
         hashes: the hash chain of its full blocks.
         promised: blocks that a reservation set aside for it.
         embeddings: per item, the encoder output that is on hand for it.
-        stalled: it waits for an embedding; whoever brings one clears this.
-        overtaken: how often a younger one was admitted before it for want of blocks.
+        overtaken: how often another was admitted before it for want of blocks or budget.
+        on_wake: told when it is stalled no more; the queue's own.
         sink: the engine's own; opaque here.
     """
 
@@ -67,6 +76,8 @@ class Sequence:
     token_ids: np.ndarray
     positions: np.ndarray
     position_delta: int
+    arrived_at: float = 0.0
+    lane: Lane = Lane.TEXT
     hold: bool = False
     status: Status = Status.WAITING
     row: int | None = None
@@ -76,14 +87,25 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     promised: int = 0
     embeddings: list[Any] = dataclasses.field(default_factory=list)
-    stalled: bool = False
     overtaken: int = 0
+    on_wake: Callable[[Sequence], None] | None = None
     sink: Any = None
+    _stalled: bool = dataclasses.field(default=False, init=False)
 
     @property
     def items(self) -> tuple[ImageItem, ...]:
         """Its pictures."""
         return self.request.items
+
+    @property
+    def priority(self) -> int:
+        """A larger one goes first."""
+        return self.request.priority
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it waits for an embedding: nobody looks at it until `wake`."""
+        return self._stalled
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +118,17 @@ class Sequence:
             f"{self.request.key}: no way from {self.status.value} to {status.value}"
         )
         self.status = status
+
+    def stall(self) -> None:
+        """Let it wait for an embedding."""
+        self._stalled = True
+
+    def wake(self) -> None:
+        """Let it be looked at again, if it is stalled: an embedding came, or will not come."""
+        if self._stalled:
+            self._stalled = False
+            if self.on_wake is not None:
+                self.on_wake(self)
 
     def extend_hashes(self, token_ids: np.ndarray, *, num_tokens: int, block_size: int) -> None:
         """Let `hashes` cover every full block of the first `num_tokens`."""

@@ -45,7 +45,7 @@ class PromptImages:
                 self._askers.setdefault(sequence.items[number].image_key, []).append(asker)
             self._outbox.emit(sequence.sink.stream, NeedItems(new))
         if needed and sequence.embeddings[needed[0]] is not None:
-            sequence.stalled = False
+            sequence.wake()
         return True
 
     def put(self, sequence: Sequence, number: int, rows: memoryview) -> None:
@@ -58,7 +58,7 @@ class PromptImages:
         embedding = self._runner.import_embedding(rows, item.num_tokens)
         self._asked_no_more(sequence, number)
         sequence.embeddings[number] = embedding
-        sequence.stalled = False
+        sequence.wake()
         if self._pictures.find(item) is None:
             owner = (sequence.request.key, "prompt", number)
             sequence.sink.pins[number] = self._pictures.insert(item, embedding, owner)
@@ -100,7 +100,7 @@ class PromptImages:
                 sequence.embeddings[number] = self._pictures.cache.get(entry)
             else:
                 self._drop(sequence, number)
-            sequence.stalled = False  # the next step asks again for what is missing
+            sequence.wake()  # the next step asks again for what is missing
 
         return settled
 
@@ -109,7 +109,7 @@ class PromptImages:
         for sequence, number in list(self._askers.get(image_key, ())):
             if self._supply(sequence, number):
                 self._asked_no_more(sequence, number)
-                sequence.stalled = False
+                sequence.wake()
 
     def _asked_no_more(self, sequence: Sequence, number: int) -> None:
         if number not in sequence.sink.asked:
