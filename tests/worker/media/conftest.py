@@ -3,23 +3,23 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from worker.media.pooling import FAMILY, UNLIMITED
+from worker.media.pooling import FAMILY, UNLIMITED, Heard
 
-from vlm_worker.media.pool import MediaPool, MediaSettings, MediaTimes
-
-
-@pytest.fixture
-async def times() -> list[MediaTimes]:
-    return []
+from vlm_worker.media.pool import MediaPool, MediaSettings
 
 
 @pytest.fixture
-async def pool(times: list[MediaTimes]) -> AsyncIterator[MediaPool]:
+async def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+async def pool(heard: Heard) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         FAMILY.processor,
         model_revision="r1",
         settings=MediaSettings(num_children=1),
-        observe=times.append,
+        observer=heard,
     )
     await pool.start()
     yield pool

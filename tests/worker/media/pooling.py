@@ -10,11 +10,25 @@ from PIL import Image
 
 from vlm_worker.core.families import load_family
 from vlm_worker.media.header import ImageLimits, read_header
-from vlm_worker.media.pool import ImageSpec, MediaPool
+from vlm_worker.media.pool import ImageSpec, MediaPool, MediaTimes
 
 MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
 FAMILY = load_family(MODEL)
 UNLIMITED = ImageLimits(max_bytes=1 << 30, max_pixels=1 << 40, max_side=1 << 20)
+
+
+class Heard:
+    """What a pool tells of its pictures."""
+
+    def __init__(self) -> None:
+        self.times: list[MediaTimes] = []
+        self.refused: list[str] = []
+
+    def picture_prepared(self, times: MediaTimes) -> None:
+        self.times.append(times)
+
+    def picture_refused(self, code: str) -> None:
+        self.refused.append(code)
 
 
 def encode(image: Image.Image, fmt: str = "PNG", **options: object) -> bytes:

@@ -20,7 +20,7 @@ GEOMETRY = FAMILY.geometry(40, 60)
 JOB = Job(ImageHeader("PNG", 60, 40, 1, 8), 0, b"salt", 4)
 PATCH_BYTES = 4 * FAMILY.processor.patch_dim
 GOOD = Done(
-    True, bytes(32), bytes(32), GEOMETRY.grid_thw, GEOMETRY.num_tokens, 1, 1,
+    True, bytes(32), bytes(32), GEOMETRY.grid_thw, GEOMETRY.num_tokens, 1, 1, 1,
     GEOMETRY.num_tokens * 4 * PATCH_BYTES,
 )  # fmt: skip
 

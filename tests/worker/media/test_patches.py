@@ -12,7 +12,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vlm_worker.core.families import load_family
-from vlm_worker.core.geometry import Processor, picture_geometry
+from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.media.header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
@@ -28,7 +28,7 @@ CLIP = dataclasses.replace(
 )
 
 
-def reference(image: Image.Image, processor: Processor) -> tuple[np.ndarray, list[int]]:
+def reference(image: Image.Image, processor: DynamicProcessor) -> tuple[np.ndarray, list[int]]:
     made = Qwen2VLImageProcessorPil(
         size={"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels},
         patch_size=processor.patch_size,
@@ -52,9 +52,9 @@ def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
     height=st.integers(5, 700),
     processor=st.sampled_from([SHAPES, CLIP, SHAPES.capped(50176)]),
 )
-def test_patches_are_those_of_transformers(width: int, height: int, processor: Processor) -> None:
+def test_patches_are_those_of_transformers(width: int, height: int, processor: DynamicProcessor) -> None:
     rgb = noise(width, height)
-    geometry = picture_geometry(height, width, processor)
+    geometry = processor.geometry(height, width)
     wanted, grid = reference(Image.fromarray(rgb), processor)
     patches = make_patches(rgb, processor, geometry)
     assert patches.dtype == np.float32
@@ -71,7 +71,7 @@ def test_from_a_file_the_patches_are_those_of_transformers(mode: str) -> None:
     colour.convert(mode).save(out, "PNG")
     header = read_header(out.getvalue(), item=0)
     rgb = decode_rgb(out.getvalue(), header)
-    patches = make_patches(rgb, SHAPES, picture_geometry(header.height, header.width, SHAPES))
+    patches = make_patches(rgb, SHAPES, SHAPES.geometry(header.height, header.width))
     with Image.open(out) as image:
         wanted, _ = reference(image, SHAPES)
     np.testing.assert_array_equal(patches, wanted)
@@ -80,11 +80,11 @@ def test_from_a_file_the_patches_are_those_of_transformers(mode: str) -> None:
 def test_patches_are_finite_for_extreme_pictures() -> None:
     for value in (0, 255):
         rgb = np.full((28, 28, 3), value, np.uint8)
-        assert np.isfinite(make_patches(rgb, CLIP, picture_geometry(28, 28, CLIP))).all()
+        assert np.isfinite(make_patches(rgb, CLIP, CLIP.geometry(28, 28))).all()
 
 
 def key(
-    rgb: np.ndarray, processor: Processor = SHAPES, revision: str = "r", salt: bytes = b""
+    rgb: np.ndarray, processor: DynamicProcessor = SHAPES, revision: str = "r", salt: bytes = b""
 ) -> bytes:
     return image_key(rgb, processor, model_revision=revision, salt=salt)
 

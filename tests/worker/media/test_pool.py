@@ -8,19 +8,18 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
-from worker.media.pooling import FAMILY, encode, noise, spec_of, works
+from worker.media.pooling import FAMILY, Heard, encode, noise, spec_of, works
 
-from vlm_worker.core.geometry import picture_geometry
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.media.header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
-from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings, MediaTimes
+from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF"])
 async def test_a_child_makes_what_decoding_here_makes(
-    pool: MediaPool, times: list[MediaTimes], fmt: str
+    pool: MediaPool, heard: Heard, fmt: str
 ) -> None:
     data = encode(noise(), fmt)
     prepared = await pool.prepare(data, spec_of(data, salt=b"tenant"))
@@ -32,9 +31,9 @@ async def test_a_child_makes_what_decoding_here_makes(
         rgb, FAMILY.processor, model_revision="r1", salt=b"tenant"
     )
     assert (prepared.grid_thw, prepared.num_tokens) == (geometry.grid_thw, geometry.num_tokens)
-    assert times[0].decode > 0
-    assert times[0].prepare > 0
-    assert times[0].queued >= 0
+    (times,) = heard.times
+    assert min(times.decode, times.prepare, times.key) > 0
+    assert times.queue >= 0
 
 
 async def test_a_request_may_ask_for_fewer_pixels(pool: MediaPool) -> None:
@@ -45,7 +44,7 @@ async def test_a_request_may_ask_for_fewer_pixels(pool: MediaPool) -> None:
     assert full.image_key != low.image_key
     processor = FAMILY.processor.capped(50176)
     wanted = make_patches(
-        np.asarray(noise(500, 500)), processor, picture_geometry(500, 500, processor)
+        np.asarray(noise(500, 500)), processor, processor.geometry(500, 500)
     )
     assert bytes(low.patches) == wanted.tobytes()
 
@@ -95,7 +94,9 @@ async def test_a_promise_that_the_file_does_not_keep_is_refused(pool: MediaPool)
         await pool.prepare(data, ImageSpec(2, "PNG", 60, 40, good.num_tokens, 0, bytes(65)))
 
 
-async def test_a_damaged_file_is_the_pictures_error_and_the_child_lives(pool: MediaPool) -> None:
+async def test_a_damaged_file_is_the_pictures_error_and_the_child_lives(
+    pool: MediaPool, heard: Heard
+) -> None:
     before = pool.pids
     whole = encode(noise(), "PNG")
     at = whole.index(b"IDAT") + 30
@@ -103,6 +104,7 @@ async def test_a_damaged_file_is_the_pictures_error_and_the_child_lives(pool: Me
     with pytest.raises(InvalidImageError, match="damaged") as caught:
         await pool.prepare(data, spec_of(data))
     assert (caught.value.code, caught.value.item) == ("invalid_image", 2)
+    assert heard.refused == ["invalid_image"]
     assert pool.pids == before
     await works(pool)
 

@@ -26,6 +26,7 @@ from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.engine.sink import Sink
+from vlm_worker.engine.usage import KVUsage
 from vlm_worker.errors import (
     CancelledError,
     DrainingError,
@@ -74,6 +75,7 @@ class Sequences:
         self.live: dict[RequestKey, Sequence] = {}
         self.reservations: dict[RequestKey, int] = {}
         self.num_requests = 0
+        self.usage = KVUsage(runner.kv_layout)
         self.retry_after_seconds = 1.0
         self._positions = positions
         self._images = images
@@ -162,6 +164,8 @@ class Sequences:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence with its answer's last word."""
         self._end(sequence)
+        if reason is not FinishReason.DRAINED:
+            self.usage.add(sequence)
         num_tokens = sequence.num_tokens - sequence.request.num_prompt_tokens
         for stream in (sequence.sink.stream, sequence.sink.adopter):
             self._outbox.emit(stream, FinishedEvent(reason, num_tokens))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from vlm_worker.core.histogram import Buckets
+from vlm_worker.types import Modality
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -80,6 +83,7 @@ class EngineStats:
 
     `inflight` counts everything that still owes somebody something: sequences in any state,
     reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.
+    `kv_request_bytes` tells how much KV the answers that ended here had taken, by modality.
     """
 
     inflight: int = 0
@@ -95,11 +99,14 @@ class EngineStats:
     encoder_cache: EncoderCacheStats = EncoderCacheStats()
     requests: int = 0
     images: int = 0
+    patches: int = 0
     visual_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    out_of_memory: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    kv_request_bytes: tuple[tuple[Modality, Buckets], ...] = ()
     steps: int = 0
     step_failures: int = 0
     invariant_violations: int = 0

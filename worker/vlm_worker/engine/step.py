@@ -36,6 +36,7 @@ class StepGuard:
 
     def __init__(self, runner: Runner, builder: BatchBuilder) -> None:
         self.num_failures = 0
+        self.num_out_of_memory = 0
         self.failures_in_a_row = 0
         self._runner = runner
         self._builder = builder
@@ -58,6 +59,7 @@ class StepGuard:
             sampled = self._runner.execute(inputs)
         except Exception as error:  # a model may raise anything; its requests get it as last word
             logger.exception("step failed", extra={"num_sequences": len(plan)})
+            self.num_out_of_memory += is_out_of_memory(error)
             failure = EngineError(f"the step failed: {error!r}")
             failure.__cause__ = error
             return StepResult(plan, failure)
@@ -79,7 +81,18 @@ def encode_guarded(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]
     except Exception as error:  # a model may raise anything; each picture gets its own verdict
         logger.exception("encode failed", extra={"num_images": len(images)})
         if len(images) == 1:
-            return [EngineError(f"the encoder failed: {error!r}")]
+            failure = EngineError(f"the encoder failed: {error!r}")
+            failure.__cause__ = error
+            return [failure]
         return [result for image in images for result in encode_guarded(runner, [image])]
     missing = EngineError("the encoder returned nothing for this picture")
     return [missing if result is None else result for result in results]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a model's call ended for want of memory, by what Python, CUDA and the CPU say."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )

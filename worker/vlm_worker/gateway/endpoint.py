@@ -138,7 +138,6 @@ class Endpoint:
         def on_token() -> None:
             nonlocal previous
             now = service.clock()
-            meters.num_output_tokens += 1
             if previous is None:
                 target = service.live.now.config.slo.ttft_seconds(modality)
                 meters.first_token(trace.ttft, trace.stages(), modality, target)
@@ -150,8 +149,7 @@ class Endpoint:
 
     def _generation(self, job: Job, writer: Writer, trace: Trace) -> Generation:
         service = self._service
-        service.meters.num_images += len(job.pictures)
-        service.meters.num_visual_tokens += sum(p.num_tokens for p in job.pictures)
+        service.meters.pictures(len(job.pictures), sum(p.num_tokens for p in job.pictures))
         waits = bool(job.pictures) and service.live.now.config.on_demand == "Queue"
         return Generation(
             job,

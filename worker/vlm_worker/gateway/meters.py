@@ -5,78 +5,40 @@ Written by the event loop alone.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from vlm_worker import metrics
+from vlm_worker.core.rates import Rates
+from vlm_worker.gateway.ttft import TtftSummary
 from vlm_worker.metrics import SECONDS_BUCKETS
-from vlm_worker.types import STAGES, Modality
+from vlm_worker.types import Modality
 
-
-class TtftSummary:
-    """TTFT of one modality since the start, as docs/stats.schema.json has it.
-
-    The bucket edges hold the target itself, so that the share that missed it is exact. A new target
-    adds an edge; what was counted before stays in the next higher bucket.
-    """
-
-    def __init__(self) -> None:
-        self._edges = list(SECONDS_BUCKETS)
-        self._counts = [0] * (len(self._edges) + 1)
-        self._count = 0
-        self._missed = 0
-        self._sum_seconds = 0.0
-        self._stages = {stage: {"met": 0.0, "missed": 0.0} for stage in STAGES}
-
-    def add(self, seconds: float, stages: Mapping[str, float], target: float | None) -> bool:
-        """Count one request; whether it met the target."""
-        if target is not None and target not in self._edges:
-            at = bisect.bisect_left(self._edges, target)
-            self._edges.insert(at, target)
-            self._counts.insert(at, 0)
-        met = target is None or seconds <= target
-        self._counts[bisect.bisect_left(self._edges, seconds)] += 1
-        self._count += 1
-        self._missed += not met
-        self._sum_seconds += seconds
-        for stage, share in stages.items():
-            self._stages[stage]["met" if met else "missed"] += share
-        return met
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """As in `/stats`."""
-        edges = [f"{edge:g}" for edge in self._edges] + ["+Inf"]
-        return {
-            "count": self._count,
-            "missed": self._missed,
-            "sum_seconds": self._sum_seconds,
-            "buckets": dict(zip(edges, itertools.accumulate(self._counts), strict=True)),
-            "stages": {stage: dict(sums) for stage, sums in self._stages.items()},
-        }
+VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Meters:
-    """Every collector of the gateway; label values come from closed sets alone."""
+    """Every collector of the gateway; label values come from closed sets alone.
 
-    def __init__(self) -> None:
+    `now` is the time on the gateway's clock, as in all that is told it.
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
         registry = self._registry = CollectorRegistry()
         self.ttft = {modality: TtftSummary() for modality in Modality}
         self.num_output_tokens = 0
         self.num_requests = 0
         self.num_images = 0
         self.num_visual_tokens = 0
-        self._ttft_seconds = Histogram(
-            metrics.TTFT_SECONDS,
-            "Time to first token, from the last byte of the request.",
-            ["modality"],
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
+        self._num_image_requests = 0
+        self._rates = Rates(now)
+        registry.register(_TtftSeconds(self.ttft))
         self._stage_seconds = Histogram(
             metrics.STAGE_SECONDS,
             "Time that each stage owned of the time to first token.",
@@ -84,17 +46,18 @@ class Meters:
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
-        self._stage_total = Counter(
+        self._stage_total = self._counter(
             metrics.TTFT_STAGE_SECONDS_TOTAL,
             "Seconds of time to first token by the stage that owned them.",
-            ["stage", "slo", "modality"],
-            registry=registry,
+            "stage",
+            "slo",
+            "modality",
         )
-        self._ttft_total = Counter(
+        self._ttft_total = self._counter(
             metrics.TTFT_TOTAL,
             "Requests by whether they met the target for the time to first token.",
-            ["slo", "modality"],
-            registry=registry,
+            "slo",
+            "modality",
         )
         self._itl_seconds = Histogram(
             metrics.ITL_SECONDS,
@@ -102,13 +65,34 @@ class Meters:
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
-        self._requests = Counter(
-            metrics.REQUESTS_TOTAL, "Requests by outcome.", ["outcome"], registry=registry
+        self._requests = self._counter(metrics.REQUESTS_TOTAL, "Requests by outcome.", "outcome")
+        self._output_tokens = self._counter(metrics.OUTPUT_TOKENS_TOTAL, "Tokens delivered.")
+        self._images = self._counter(metrics.IMAGES_TOTAL, "Pictures in requests.")
+        self._visual_tokens = self._counter(
+            metrics.VISUAL_TOKENS_TOTAL, "Tokens that pictures of requests became."
         )
-        self._inflight = Gauge(metrics.INFLIGHT, "Requests being served.", registry=registry)
-        self._accepting = Gauge(
-            metrics.ACCEPTING, "1 while new requests are taken.", registry=registry
+        self._visual_tokens_per_request = Histogram(
+            metrics.VISUAL_TOKENS_PER_REQUEST,
+            "Visual tokens of the requests with pictures.",
+            buckets=VISUAL_TOKENS_BUCKETS,
+            registry=registry,
         )
+        self._inflight = self._gauge(metrics.INFLIGHT, "Requests being served.")
+        self._accepting = self._gauge(metrics.ACCEPTING, "1 while new requests are taken.")
+        self._heartbeat = self._gauge(
+            metrics.HEARTBEAT_TIMESTAMP_SECONDS, "When the event loop last answered."
+        )
+
+    def pictures(self, num_images: int, num_visual_tokens: int) -> None:
+        """A request goes to the workers with so many pictures."""
+        if num_images == 0:
+            return
+        self._num_image_requests += 1
+        self.num_images += num_images
+        self.num_visual_tokens += num_visual_tokens
+        self._images.inc(num_images)
+        self._visual_tokens.inc(num_visual_tokens)
+        self._visual_tokens_per_request.observe(num_visual_tokens)
 
     def first_token(
         self,
@@ -120,7 +104,7 @@ class Meters:
         """A first token left."""
         met = self.ttft[modality].add(seconds, stages, target)
         slo = "met" if met else "missed"
-        self._ttft_seconds.labels(modality).observe(seconds)
+        self._count_token()
         self._ttft_total.labels(slo, modality).inc()
         for stage, share in stages.items():
             self._stage_seconds.labels(stage, modality).observe(share)
@@ -128,6 +112,7 @@ class Meters:
 
     def next_token(self, seconds: float) -> None:
         """Another token left, so long after the one before."""
+        self._count_token()
         self._itl_seconds.observe(seconds)
 
     def request(self, outcome: str) -> None:
@@ -135,9 +120,66 @@ class Meters:
         self.num_requests += 1
         self._requests.labels(outcome).inc()
 
+    def tick(self, now: float) -> None:
+        """Note where the counters stand; called at least once a second while they grow."""
+        self._rates.note(now, self._totals)
+
+    def rates(self, now: float) -> dict[str, float]:
+        """As in `/stats`."""
+        found = self._rates.per_second(now, self._totals)
+        image_requests = found.pop("image_requests")
+        mean = found["visual_tokens_per_second"] / image_requests if image_requests else 0.0
+        return {
+            "window_seconds": self._rates.window_seconds,
+            **found,
+            "visual_tokens_per_image_request": mean,
+        }
+
     def exposition(self, *, num_inflight: int, accepting: bool) -> bytes:
         """`/metrics`, in Prometheus' text format."""
         self._inflight.set(num_inflight)
         self._accepting.set(accepting)
+        self._heartbeat.set(time.time())
         text: bytes = generate_latest(self._registry)
         return text
+
+    @property
+    def _totals(self) -> dict[str, float]:
+        return {
+            "requests_per_second": self.num_requests,
+            "output_tokens_per_second": self.num_output_tokens,
+            "visual_tokens_per_second": self.num_visual_tokens,
+            "image_requests": self._num_image_requests,
+        }
+
+    def _count_token(self) -> None:
+        self.num_output_tokens += 1
+        self._output_tokens.inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self._registry)
+
+
+class _TtftSeconds(Collector):
+    """The histogram of TTFT; its edges change with the target, which prometheus_client's cannot."""
+
+    def __init__(self, ttft: Mapping[Modality, TtftSummary]) -> None:
+        self._ttft = ttft
+
+    def collect(self) -> Iterable[Metric]:
+        """One family, a series for each modality that came."""
+        family = HistogramMetricFamily(
+            metrics.TTFT_SECONDS,
+            "Time to first token, from the last byte of the request.",
+            labels=["modality"],
+        )
+        for modality, summary in self._ttft.items():
+            buckets = summary.buckets
+            if any(buckets.counts):
+                family.add_metric(
+                    [modality], buckets=list(buckets.cumulative), sum_value=buckets.total
+                )
+        yield family

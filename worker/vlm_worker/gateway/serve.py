@@ -107,7 +107,10 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
         contextlib.closing(listen(settings.bind, settings.http_port)) as public,
         contextlib.closing(listen(settings.bind, settings.admin_port)) as admin,
     ):
-        tasks = [asyncio.create_task(service.live.watch(), name="settings")]
+        tasks = [
+            asyncio.create_task(service.live.watch(), name="settings"),
+            asyncio.create_task(service.tick(), name="rates"),
+        ]
         if watch is not None:
             tasks.append(asyncio.create_task(watch.run(), name="pods"))
         service.registry.apply(static_pods(settings.workers))

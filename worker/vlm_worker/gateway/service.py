@@ -18,6 +18,8 @@ from vlm_worker.route import missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.types import Role, Stage
 
+TICK_SECONDS = 1.0
+
 _ALWAYS_NEEDED = frozenset({Stage.PREFILL, Stage.DECODE})
 
 
@@ -36,7 +38,7 @@ class Service:
         self.clock = clock
         self.live = Live(settings.config, settings.api_keys_dir)
         self.registry = Registry(served_name=settings.served_name, compat=settings.compat)
-        self.meters = Meters()
+        self.meters = Meters(clock())
         self.background = Background()
         self.preparer = Preparer(
             language=language,
@@ -66,6 +68,12 @@ class Service:
         self.num_inflight -= 1
         if self.num_inflight == 0:
             self.idle.set()
+
+    async def tick(self) -> None:
+        """Let the meters follow the rates, until cancelled."""
+        while True:
+            self.meters.tick(self.clock())
+            await asyncio.sleep(TICK_SECONDS)
 
     def not_ready_because(self) -> str | None:
         """Why this gateway should get no traffic; None when it should.
@@ -117,6 +125,7 @@ class Service:
                 "output_tokens": meters.num_output_tokens,
                 "preemptions": 0,
             },
+            "rates": meters.rates(self.clock()),
             "model": None,
             "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
             "config_hash": self.live.now.config_hash,

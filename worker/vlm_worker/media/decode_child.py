@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vlm_worker.core.geometry import picture_geometry
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.media.frames import READY, ChildConfig, Done, Job, receive
 from vlm_worker.media.patches import image_key, make_patches
@@ -59,17 +58,20 @@ def _prepare(job: Job, data: bytearray, config: ChildConfig) -> tuple[Done, memo
     rgb = decode_rgb(data, job.header)
     decoded = time.perf_counter_ns()
     processor = config.processor.capped(job.max_pixels)
-    geometry = picture_geometry(job.header.height, job.header.width, processor)
+    geometry = processor.geometry(job.header.height, job.header.width)
     patches = make_patches(rgb, processor, geometry)
+    prepared = time.perf_counter_ns()
+    key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt)
     body = patches.data.cast("B")
     done = Done(
         ok=True,
-        image_key=image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt),
+        image_key=key,
         file_digest=hashlib.sha256(data).digest(),
         grid_thw=geometry.grid_thw,
         num_tokens=geometry.num_tokens,
         decode_us=(decoded - start) // 1000,
-        prepare_us=(time.perf_counter_ns() - decoded) // 1000,
+        prepare_us=(prepared - decoded) // 1000,
+        key_us=(time.perf_counter_ns() - prepared) // 1000,
         num_bytes=len(body),
     )
     return done, body

@@ -15,7 +15,7 @@ import socket
 import struct
 from typing import ClassVar
 
-from vlm_worker.core.geometry import Processor
+from vlm_worker.core.geometry import PROCESSORS, Processor
 from vlm_worker.media.header import FORMATS, ImageHeader
 
 READY = b"decode/1"
@@ -36,16 +36,16 @@ class ChildConfig:
 
     def to_json(self) -> str:
         """One argument."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({"kind": self.processor.kind, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> ChildConfig:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        processor = fields.pop("processor")
+        kind, processor = fields.pop("kind"), fields.pop("processor")
         for name in ("image_mean", "image_std"):
             processor[name] = tuple(processor[name])
-        return cls(processor=Processor(**processor), **fields)
+        return cls(processor=PROCESSORS[kind](**processor), **fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Job:
 class Done:
     """A job's end: key, digest of the file and grid, then patches; or an error, then its text.
 
-    `decode_us` and `prepare_us` are the child's own times, in microseconds.
+    `decode_us`, `prepare_us` and `key_us` are the child's own times, in microseconds.
     """
 
     ok: bool
@@ -100,9 +100,10 @@ class Done:
     num_tokens: int
     decode_us: int
     prepare_us: int
+    key_us: int
     num_bytes: int
 
-    _LAYOUT: ClassVar = struct.Struct("<B32s32sIIIIQQQ")
+    _LAYOUT: ClassVar = struct.Struct("<B32s32sIIIIQQQQ")
     SIZE: ClassVar[int] = _LAYOUT.size
 
     def pack(self) -> bytes:
@@ -115,21 +116,20 @@ class Done:
             self.num_tokens,
             self.decode_us,
             self.prepare_us,
+            self.key_us,
             self.num_bytes,
         )
 
     @classmethod
     def unpack(cls, head: bytes) -> Done:
         """The inverse of `pack`."""
-        ok, key, digest, t, h, w, num_tokens, decode_us, prepare_us, num_bytes = cls._LAYOUT.unpack(
-            head
-        )
-        return cls(bool(ok), key, digest, (t, h, w), num_tokens, decode_us, prepare_us, num_bytes)
+        ok, key, digest, t, h, w, *rest = cls._LAYOUT.unpack(head)
+        return cls(bool(ok), key, digest, (t, h, w), *rest)
 
     @classmethod
     def failure(cls, num_bytes: int) -> Done:
         """The head of an error whose text has `num_bytes`."""
-        return cls(False, bytes(32), bytes(32), (0, 0, 0), 0, 0, 0, num_bytes)
+        return cls(False, bytes(32), bytes(32), (0, 0, 0), 0, 0, 0, 0, num_bytes)
 
 
 def receive(channel: socket.socket, num_bytes: int) -> bytearray:

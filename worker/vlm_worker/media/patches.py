@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 
 import numpy as np
 from PIL import Image
 
-from vlm_worker.core.geometry import Geometry, Processor
+from vlm_worker.core.geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
 
 
 def make_patches(rgb: np.ndarray, processor: Processor, geometry: Geometry) -> np.ndarray:
-    """Resize, normalise and cut a picture.
+    """Resize, normalise and, where the tower reads patches, cut a picture.
 
     Args:
         rgb: uint8 `[height, width, 3]`.
@@ -25,23 +26,46 @@ def make_patches(rgb: np.ndarray, processor: Processor, geometry: Geometry) -> n
         geometry: of this picture under these parameters.
 
     Returns:
-        float32 `[t*h*w, patch_dim]`, C-contiguous; rows are grouped by merged token, columns are
-        (channel, time, y, x).
+        float32 `[t*h*w, patch_dim]`, C-contiguous. Of a DynamicProcessor, rows are grouped by
+        merged token and columns are (channel, time, y, x); of a FixedProcessor it is
+        `[3, height, width]` by another shape.
     """
-    size = (geometry.width, geometry.height)
-    resized = Image.fromarray(rgb).resize(size, resample=Image.Resampling(processor.resample))
+    if isinstance(processor, FixedProcessor):
+        planes = _planes(rgb, processor)
+        return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
+    assert isinstance(processor, DynamicProcessor)
+    return _patches(rgb, processor, geometry)
+
+
+def _patches(rgb: np.ndarray, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:
+    resized = _resize(rgb, processor, geometry.height, geometry.width)
     patch, merge, times = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     _, rows, columns = geometry.grid_thw
     # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
-    tiles = np.asarray(resized).reshape(
-        rows // merge, merge, patch, columns // merge, merge, patch, 3
-    )
+    tiles = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     bytes_ = tiles.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
     out = np.empty((rows * columns, 3, times, patch * patch), dtype=np.float32)
     for channel, table in enumerate(_tables(processor)):
         np.take(table, bytes_[:, channel], out=out[:, channel, 0])
     out[:, :, 1:] = out[:, :, :1]
     return out.reshape(rows * columns, processor.patch_dim)
+
+
+def _planes(rgb: np.ndarray, processor: FixedProcessor) -> np.ndarray:
+    """float32 `[3, height, width]`: resized, and the middle cut out."""
+    height, width = processor.resized(*rgb.shape[:2])
+    resized = _resize(rgb, processor, height, width)
+    top, left = (height - processor.height) // 2, (width - processor.width) // 2
+    middle = resized[top : top + processor.height, left : left + processor.width]
+    out = np.empty((3, processor.height, processor.width), dtype=np.float32)
+    for channel, table in enumerate(_tables(processor)):
+        np.take(table, middle[:, :, channel], out=out[channel])
+    return out
+
+
+def _resize(rgb: np.ndarray, processor: Processor, height: int, width: int) -> np.ndarray:
+    resample = Image.Resampling(processor.resample)
+    return np.asarray(Image.fromarray(rgb).resize((width, height), resample=resample))
 
 
 def _tables(processor: Processor) -> np.ndarray:

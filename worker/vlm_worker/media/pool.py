@@ -14,19 +14,18 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
-from vlm_worker.core.geometry import Geometry, Processor, picture_geometry
+from vlm_worker.core.geometry import Geometry, Processor
 from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.aliases import AliasCache, KnownImage
 from vlm_worker.media.child import ChildDiedError, DecodeChild
 from vlm_worker.media.frames import ChildConfig, Done, Job
 from vlm_worker.media.header import ImageHeader, read_header
-from vlm_worker.media.spec import ImageSpec, MediaSettings, MediaTimes
+from vlm_worker.media.spec import REFUSALS, ImageSpec, MediaObserver, MediaSettings, MediaTimes
 from vlm_worker.types import PreparedImage
 
-__all__ = ["ImageSpec", "KnownImage", "MediaPool", "MediaSettings", "MediaTimes"]
+__all__ = ["ImageSpec", "KnownImage", "MediaObserver", "MediaPool", "MediaSettings", "MediaTimes"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +56,17 @@ class MediaPool:
         *,
         model_revision: str,
         settings: MediaSettings | None = None,
-        observe: Callable[[MediaTimes], None] | None = None,
+        observer: MediaObserver | None = None,
     ) -> None:
         self._settings = settings or MediaSettings()
         self._processor = processor
-        # patches, their bytes before the table, and the resized picture come on top of the pixels
-        patch_bytes = processor.max_pixels * 3 * 4 * processor.temporal_patch_size
         self._config = ChildConfig(
             processor=processor,
             model_revision=model_revision,
-            memory_bytes=DECODE_MEMORY_BYTES + 2 * patch_bytes,
+            memory_bytes=DECODE_MEMORY_BYTES + processor.work_bytes,
             cpu_seconds=self._settings.cpu_seconds,
         )
-        self._observe = observe
+        self._observer = observer
         self._idle: asyncio.LifoQueue[DecodeChild | None] = asyncio.LifoQueue()
         self._children: set[DecodeChild] = set()
         self._running: set[asyncio.Task[Any]] = set()
@@ -131,8 +128,13 @@ class MediaPool:
             OverloadedError: too many pictures wait already.
             EngineError: no child can be started.
         """
-        task = await self._admit(self._check(data, spec))
-        prepared, digest = await asyncio.shield(task)
+        try:
+            task = await self._admit(self._check(data, spec))
+            prepared, digest = await asyncio.shield(task)
+        except InvalidImageError as error:
+            if self._observer is not None:
+                self._observer.picture_refused(error.code)
+            raise
         self._aliases.add(digest, prepared, max_pixels=spec.max_pixels, salt=spec.salt)
         return prepared
 
@@ -142,7 +144,7 @@ class MediaPool:
         if len(spec.salt) > Job.MAX_SALT_BYTES:
             raise InvalidRequestError(f"cache_salt has more than {Job.MAX_SALT_BYTES} bytes")
         processor = self._processor.capped(spec.max_pixels)
-        geometry = picture_geometry(header.height, header.width, processor)
+        geometry = processor.geometry(header.height, header.width)
         found = (header.format, header.width, header.height, geometry.num_tokens)
         said = (spec.format, spec.width, spec.height, spec.num_tokens)
         if found != said:
@@ -214,12 +216,12 @@ class MediaPool:
         self, done: Done, body: bytearray, item: int, queued: float
     ) -> tuple[PreparedImage, bytes]:
         if not done.ok:
-            code, _, message = bytes(body).decode(errors="replace").partition("\0")
-            raise InvalidImageError(message, item=item, code=code)
-        times = MediaTimes(queued, done.decode_us / 1e6, done.prepare_us / 1e6)
-        self._seconds_per_image += 0.1 * (times.decode + times.prepare - self._seconds_per_image)
-        if self._observe is not None:
-            self._observe(times)
+            raise _refusal(bytes(body), item)
+        times = MediaTimes(queued, done.decode_us / 1e6, done.prepare_us / 1e6, done.key_us / 1e6)
+        seconds = times.decode + times.prepare + times.key
+        self._seconds_per_image += 0.1 * (seconds - self._seconds_per_image)
+        if self._observer is not None:
+            self._observer.picture_prepared(times)
         prepared = PreparedImage(
             done.image_key, done.grid_thw, done.num_tokens, memoryview(body).toreadonly()
         )
@@ -270,6 +272,14 @@ class MediaPool:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as seen where its caller is gone
+
+
+def _refusal(body: bytes, item: int) -> InvalidImageError:
+    """A child's error. It may be in the hands of the file: only codes that exist are passed on."""
+    code, _, message = body.decode(errors="replace").partition("\0")
+    if code not in REFUSALS:
+        return InvalidImageError("the image cannot be decoded", item=item)
+    return InvalidImageError(message, item=item, code=code)
 
 
 def _describe(file_format: str, width: int, height: int, num_tokens: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final, Protocol
 
 from vlm_worker.media.header import ImageLimits
 
@@ -24,13 +25,40 @@ class ImageSpec:
     salt: bytes = b""
 
 
+REFUSALS: Final = (
+    "invalid_image",
+    "image_too_large",
+    "image_aspect_ratio",
+    "image_type_mismatch",
+    "image_mismatch",
+    "unsupported_image_format",
+    "animated_not_supported",
+)
+"""Every code of an InvalidImageError that the pool raises."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaTimes:
-    """Where one picture's `media` time went, in seconds."""
+    """Where one picture's `media` time went, in seconds.
 
-    queued: float
+    It waited for a child (`queue`), became RGB (`decode`), then patches (`prepare`), and was hashed
+    for its key (`key`).
+    """
+
+    queue: float
     decode: float
     prepare: float
+    key: float
+
+
+class MediaObserver(Protocol):
+    """Hears what became of each picture."""
+
+    def picture_prepared(self, times: MediaTimes) -> None:
+        """It is on its way to the encoder."""
+
+    def picture_refused(self, code: str) -> None:
+        """It was an error, one of `REFUSALS`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.media.pool import MediaPool
+from vlm_worker.media.pool import MediaObserver, MediaPool
 from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encoder import EncoderRole
 from vlm_worker.roles.host import Host
@@ -105,7 +105,8 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
     async with contextlib.AsyncExitStack() as stack:
         encoder = None
         if Stage.ENCODER in settings.stages:
-            media = await stack.enter_async_context(_media(loaded.family, loaded.revision))
+            pool = _media(loaded.family, loaded.revision, observer=server.meters)
+            media = await stack.enter_async_context(pool)
             encoder = EncoderRole(host, media)
         yield Parts(
             engine,
@@ -136,8 +137,10 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
 
 
 @contextlib.asynccontextmanager
-async def _media(family: Family, revision: str) -> AsyncIterator[MediaPool]:
-    pool = MediaPool(family.processor, model_revision=revision)
+async def _media(
+    family: Family, revision: str, *, observer: MediaObserver
+) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(family.processor, model_revision=revision, observer=observer)
     await pool.start()
     try:
         yield pool

@@ -33,6 +33,7 @@ class Parts:
             held=leases.count(LeaseKind.HELD),
             reserved=leases.count(LeaseKind.RESERVED),
             quarantined=leases.count(LeaseKind.QUARANTINED),
+            expired=sum(leases.num_expired.values()),
         )
         return Snapshot(self.engine.stats(), counts, self.host.num_inflight)
 

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 
+from vlm_worker.core.rates import Rates
 from vlm_worker.engine.settings import EngineStats
 from vlm_worker.errors import (
     CancelledError,
@@ -50,7 +51,11 @@ class ModelFacts:
 
 
 class WorkerState:
-    """One process. Written by its lifecycle and by the gRPC handlers, on one event loop."""
+    """One process. Written by its lifecycle and by the gRPC handlers, on one event loop.
+
+    `heartbeat` is when the engine was last seen well, in seconds since 1970; None before it is
+    there.
+    """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -60,7 +65,9 @@ class WorkerState:
         self.message = "starting"
         self.model: ModelFacts | None = None
         self.outcomes: Counter[Outcome] = Counter()
+        self.heartbeat: float | None = None
         self._started = time.monotonic()
+        self.rates = Rates(self._started)
 
     @property
     def uptime_seconds(self) -> float:
@@ -82,9 +89,23 @@ class WorkerState:
         self.phase = phase
         self.message = message
 
+    def beat(self, engine: EngineStats) -> None:
+        """The engine was seen well, now."""
+        self.heartbeat = time.time()
+        self.rates.note(time.monotonic(), growth_of(engine))
+
     def count(self, error: BaseException | None) -> None:
         """Note how a call ended."""
         self.outcomes[outcome_of(error)] += 1
+
+
+def growth_of(engine: EngineStats) -> dict[str, float]:
+    """The counters whose rates `/stats` tells."""
+    return {
+        "requests_per_second": engine.requests,
+        "output_tokens_per_second": engine.output_tokens,
+        "visual_tokens_per_second": engine.visual_tokens,
+    }
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
@@ -106,11 +127,12 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaseCounts:
-    """Leases by state, as in `vlm_leases`."""
+    """Leases by state, as in `vlm_leases`, and how many ended by their deadline so far."""
 
     held: int = 0
     reserved: int = 0
     quarantined: int = 0
+    expired: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from vlm_worker.engine.settings import EngineStats
-from vlm_worker.server.state import Snapshot, WorkerState
+from vlm_worker.server.state import Snapshot, WorkerState, growth_of
 
 VERSION = 1
 
@@ -46,8 +47,19 @@ def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, A
             "visual_tokens": engine.visual_tokens,
             "output_tokens": engine.output_tokens,
             "preemptions": engine.preemptions,
+            "patches": engine.patches,
+            "out_of_memory": engine.out_of_memory,
+            "prefix_cache_queries": engine.prefix_cache_queries,
+            "prefix_cache_hits": engine.prefix_cache_hits,
         },
+        "rates": _rates(state, engine),
         "model": dataclasses.asdict(state.model) if state.model else None,
         "ttft": None,
         "config_hash": None,
     }
+
+
+def _rates(state: WorkerState, engine: EngineStats) -> dict[str, float]:
+    """Growth a second, over the last minute."""
+    found = state.rates.per_second(time.monotonic(), growth_of(engine))
+    return {"window_seconds": state.rates.window_seconds, **found}

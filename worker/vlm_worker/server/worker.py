@@ -130,7 +130,8 @@ class WorkerServer:
 
     async def _watch_engine(self, parts: Parts) -> None:
         """An engine that is stuck or dead makes the process fail, so that it is started anew."""
-        while parts.engine.healthy:  # noqa: ASYNC110  a thread's health has no event
+        while parts.engine.healthy:
+            self.state.beat(parts.engine.stats())
             await asyncio.sleep(MONITOR_SECONDS)
         self.state.enter(Phase.FAILED, "the engine is stuck or has failed")
         logger.error(self.state.message)

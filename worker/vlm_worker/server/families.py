@@ -1,0 +1,127 @@
+"""One snapshot of a worker -> the families of its `/metrics` that are counted elsewhere. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from vlm_worker import metrics
+from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
+from vlm_worker.server.state import LeaseCounts, Outcome, Snapshot
+
+
+def process_families(
+    *, accepting: bool, heartbeat: float | None, outcomes: Mapping[Outcome, int]
+) -> Iterable[Metric]:
+    """What is known before the model is loaded; `heartbeat` is in seconds since 1970."""
+    yield gauge(metrics.ACCEPTING, "1 while new work is taken.", float(accepting))
+    if heartbeat is not None:
+        yield gauge(
+            metrics.HEARTBEAT_TIMESTAMP_SECONDS, "When the engine was last seen well.", heartbeat
+        )
+    ended = CounterMetricFamily(
+        metrics.REQUESTS_TOTAL, "Calls by how they ended.", labels=["outcome"]
+    )
+    for outcome in Outcome:
+        ended.add_metric([outcome.value], outcomes[outcome])
+    yield ended
+
+
+def snapshot_families(snapshot: Snapshot, *, max_requests: int) -> Iterable[Metric]:
+    """What the engine and the leases say; `max_requests` may compute at the same time."""
+    engine = snapshot.engine
+    yield gauge(metrics.INFLIGHT, "Requests in any state.", engine.inflight)
+    yield gauge(
+        metrics.BATCH_OCCUPANCY,
+        "Share of the batch's rows that have a sequence.",
+        engine.num_running / max_requests,
+    )
+    yield from _work(engine)
+    if engine.kv is not None:
+        yield from _kv(engine.kv)
+    yield _kv_request_bytes(engine)
+    yield from _leases(snapshot.leases)
+    yield from _encoder_cache(engine.encoder_cache)
+    yield from _counters(engine)
+
+
+def _work(engine: EngineStats) -> Iterable[Metric]:
+    yield gauge(metrics.WORK_QUEUED_SECONDS, "Service time queued.", engine.work_queued_seconds)
+    yield counter(
+        metrics.WORK_ADMITTED_SECONDS_TOTAL, "Work taken.", engine.work_admitted_seconds_total
+    )
+
+
+def _kv(kv: KVStats) -> Iterable[Metric]:
+    yield gauge(metrics.KV_CAPACITY_TOKENS, "KV tokens there are.", kv.capacity_tokens)
+    yield gauge(metrics.KV_QUEUED_TOKENS, "Tokens of waiting sequences.", kv.queued_tokens)
+    states = {
+        "running": kv.running_tokens,
+        "reserved": kv.reserved_tokens,
+        "cached": kv.cached_tokens,
+        "free": kv.free_tokens,
+    }
+    yield labelled_gauge(metrics.KV_TOKENS, "KV tokens by state.", "state", states)
+
+
+def _kv_request_bytes(engine: EngineStats) -> Metric:
+    family = HistogramMetricFamily(
+        metrics.KV_REQUEST_BYTES, "KV of an answer when it ended here.", labels=["modality"]
+    )
+    for modality, buckets in engine.kv_request_bytes:
+        family.add_metric([modality], buckets=list(buckets.cumulative), sum_value=buckets.total)
+    return family
+
+
+def _leases(leases: LeaseCounts) -> Iterable[Metric]:
+    states = {
+        "held": leases.held,
+        "reserved": leases.reserved,
+        "quarantined": leases.quarantined,
+    }
+    yield labelled_gauge(metrics.LEASES, "Leases by state.", "state", states)
+    yield counter(
+        metrics.LEASES_EXPIRED_TOTAL, "Leases that ended by their deadline.", leases.expired
+    )
+
+
+def _encoder_cache(cache: EncoderCacheStats) -> Iterable[Metric]:
+    yield gauge(metrics.ENCODER_CACHE_BYTES, "Bytes of cached embeddings.", cache.bytes)
+    yield counter(metrics.ENCODER_CACHE_HITS, "Pictures found encoded.", cache.hits)
+    yield counter(metrics.ENCODER_CACHE_MISSES, "Pictures not found encoded.", cache.misses)
+    yield counter(metrics.ENCODER_CACHE_EVICTIONS, "Embeddings evicted.", cache.evictions)
+
+
+def _counters(engine: EngineStats) -> Iterable[Metric]:
+    for name, text, value in (
+        (metrics.IMAGES_TOTAL, "Pictures encoded.", engine.images),
+        (metrics.PATCHES_TOTAL, "Patches encoded.", engine.patches),
+        (metrics.VISUAL_TOKENS_TOTAL, "Visual tokens encoded.", engine.visual_tokens),
+        (metrics.OUTPUT_TOKENS_TOTAL, "Tokens sampled.", engine.output_tokens),
+        (metrics.PREEMPTIONS_TOTAL, "Sequences preempted.", engine.preemptions),
+        (metrics.OUT_OF_MEMORY_TOTAL, "Calls that ran out of memory.", engine.out_of_memory),
+        (metrics.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", engine.prefix_cache_queries),
+        (metrics.PREFIX_CACHE_HITS, "Prompt tokens found.", engine.prefix_cache_hits),
+        (metrics.INVARIANT_VIOLATIONS_TOTAL, "Broken promises.", engine.invariant_violations),
+    ):
+        yield counter(name, text, value)
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """One value that goes up and down."""
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """One value that grows."""
+    return CounterMetricFamily(name, text, value=value)
+
+
+def labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One value for each word of a closed set."""
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for word, value in values.items():
+        family.add_metric([word], value)
+    return family
