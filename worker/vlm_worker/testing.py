@@ -9,11 +9,14 @@ Any mistake in blocks, slots, positions, chunks, images, transfers or preemption
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -249,3 +252,29 @@ def _check_whole_images(inputs: StepInputs) -> None:
         for start, end in spans:
             if start < context + count < end:
                 raise RuntimeError(f"a chunk ends inside the image [{start}, {end})")
+
+
+class Accountable(Protocol):
+    """A worker that can tell what it still owes: `server.worker.WorkerServer`."""
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        """All that has not come back, by what it is."""
+
+    @property
+    def num_violations(self) -> int:
+        """Broken promises of its books so far."""
+
+
+async def assert_idle(worker: Accountable, *, within_seconds: float = 15.0) -> None:
+    """Wait until a worker has everything back: blocks, pins, leases, calls, tasks, segments.
+
+    Raises:
+        AssertionError: something did not come back, with its name and number, or the worker's own
+            books broke a promise.
+    """
+    deadline = time.monotonic() + within_seconds
+    while left := worker.left:
+        assert time.monotonic() < deadline, f"after {within_seconds:g} s there is left: {left}"
+        await asyncio.sleep(0.005)
+    assert not worker.num_violations, f"{worker.num_violations} broken promises"

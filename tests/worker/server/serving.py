@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
@@ -16,7 +15,7 @@ from vlm_worker.server.parts import Parts
 from vlm_worker.server.state import ModelFacts
 from vlm_worker.server.worker import WorkerServer
 from vlm_worker.settings import WorkerSettings, parse
-from vlm_worker.testing import ChecksumRunner, plain_positions
+from vlm_worker.testing import ChecksumRunner, assert_idle, plain_positions
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 FAMILY = load_family(MODEL)
@@ -32,9 +31,7 @@ class Serving:
     client: WorkerClient
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(15):
-            while not self.parts.empty:  # noqa: ASYNC110  the engine's thread has no event for this
-                await asyncio.sleep(0.01)
+        await assert_idle(self.server)
 
 
 def settings_of(role: str, *flags: str) -> WorkerSettings:

@@ -103,6 +103,16 @@ class Host:
         """Calls being worked on and leases that somebody may still use; 0 is empty."""
         return len(self._scopes) + len(self.offers.leases) + len(self._tasks)
 
+    @property
+    def left(self) -> dict[str, int]:
+        """All that is owed to somebody, or was forgotten, by what it is; all 0 at rest."""
+        return {
+            "calls": len(self._scopes),
+            "clean-ups": len(self._tasks),
+            **self.offers.left,
+            "leases held at peers": self.peers.num_held,
+        }
+
     @contextlib.contextmanager
     def scope(
         self, name: str, key: RequestKey, *, last_resort: bool | None = None

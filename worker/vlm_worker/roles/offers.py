@@ -76,6 +76,16 @@ class Offers:
         """Hold KV room under a lease."""
         self._grant(reservation_id, key, kind=LeaseKind.RESERVED, item=None)
 
+    @property
+    def left(self) -> dict[str, int]:
+        """What is here for somebody, by what it is; all 0 where nobody is owed anything."""
+        return {
+            "leases": len(self.leases),
+            "offers": len(self._outgoing),
+            "leases kept by their maker": len(self._kept),
+            "readers": sum(outgoing.num_readers for outgoing in self._outgoing.values()),
+        }
+
     def find(self, call: FetchCall, *, fingerprint: bytes) -> Outgoing:
         """What a consumer asks for.
 

@@ -38,6 +38,19 @@ class Parts:
         return Snapshot(self.engine.stats(), counts, self.host.num_inflight)
 
     @property
+    def left(self) -> dict[str, int]:
+        """All that has not come back, by what it is; empty at rest."""
+        stats = self.engine.stats()
+        kv = stats.kv
+        counts = {
+            **self.host.left,
+            "sequences, reservations and pins": stats.inflight,
+            "KV tokens in use": kv.running_tokens if kv else 0,
+            "KV tokens reserved": kv.reserved_tokens if kv else 0,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    @property
     def empty(self) -> bool:
         """Nothing is owed to anybody."""
         return self.host.num_inflight == 0 and self.engine.stats().inflight == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
@@ -37,11 +38,15 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Service:
-    """All services of one process. `parts` is set when the model is loaded."""
+    """All services of one process. `parts` is set when the model is loaded.
+
+    `live` counts the calls that are being answered, by name.
+    """
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self.parts: Parts | None = None
+        self.live: Counter[str] = Counter()
 
     def handlers(self) -> tuple[Any, ...]:
         """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
@@ -60,6 +65,7 @@ class Service:
 
         async def guarded(request: Any, context: Any) -> Any:
             ending: BaseException | None = None
+            self.live[method.name] += 1
             try:
                 return await handler(request, context)
             except asyncio.CancelledError as error:
@@ -74,6 +80,7 @@ class Service:
                     logger.info("call ended", extra={"call": method.name, "error": message})
                 return await context.abort(code, message, metadata)
             finally:
+                self.live[method.name] -= 1
                 if counted:
                     self._state.count(ending)
 

@@ -118,6 +118,18 @@ class WorkerServer:
                 logger.exception("the engine had failed")
         await self._http.stop()
 
+    @property
+    def left(self) -> dict[str, int]:
+        """All that has not come back, by what it is, calls included; empty at rest."""
+        live = {f"{n} calls": c for n, c in self._service.live.items() if c and n != "WatchLoad"}
+        return {**live, **(self._parts.left if self._parts is not None else {})}
+
+    @property
+    def num_violations(self) -> int:
+        """Broken promises of its books so far; 0, or there is a defect."""
+        snapshot = self._snapshot()
+        return snapshot.engine.invariant_violations if snapshot is not None else 0
+
     def _snapshot(self) -> Snapshot | None:
         return self._parts.snapshot() if self._parts is not None else None
 

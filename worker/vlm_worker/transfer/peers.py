@@ -57,6 +57,11 @@ class Peers:
         """Leases held at all peers."""
         return sum(len(peer.held) for peer in self._peers.values())
 
+    @property
+    def num_tasks(self) -> int:
+        """Renewals and releases that run."""
+        return len(self._tasks) + sum(peer.renewing is not None for peer in self._peers.values())
+
     @contextlib.asynccontextmanager
     async def hold(self, source: Source) -> AsyncIterator[WorkerClient]:
         """Keep the lease of a source while inside; release it at the end, whatever that is."""
