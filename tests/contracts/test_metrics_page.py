@@ -1,17 +1,31 @@
-"""docs/metrics.md lists every metric there is, and none that is not."""
+"""docs/metrics.md lists every metric there is, with type and labels, and none that is not."""
+
+from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Iterable
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
+from vlm_worker.core.histogram import Histogram
+from vlm_worker.engine.settings import EngineStats, KVStats
+from vlm_worker.gateway.meters import Meters as GatewayMeters
+from vlm_worker.media.spec import REFUSALS, MediaTimes
+from vlm_worker.roles.host import Transfer
+from vlm_worker.server.meters import Meters as WorkerMeters
+from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
+from vlm_worker.settings import parse
+from vlm_worker.types import STAGES, Modality
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `(vlm_\w+)` \| (\w+) \| (.*?) \|", re.MULTILINE)
 OPERATOR, WORKER = (ROW.findall(part) for part in PAGE.split("## Gateway and workers"))
 
 
-def test_the_operators_metrics_are_listed_with_type_and_labels():
+def test_the_operators_metrics_are_listed_with_type_and_labels() -> None:
     found = []
     for family in operator_metrics.REGISTRY.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -21,11 +35,49 @@ def test_the_operators_metrics_are_listed_with_type_and_labels():
     assert sorted(OPERATOR) == sorted(found)
 
 
-def test_the_workers_metrics_are_listed():
-    named = [
-        value
-        for name, value in vars(worker_metrics).items()
-        if name.isupper() and isinstance(value, str)
-    ]
-    assert sorted(name for name, _, _ in WORKER) == sorted(named)
-    assert all((name.endswith("_total")) <= (kind == "counter") for name, kind, _ in WORKER)
+def worker_exposition() -> str:
+    """Of a worker to which everything has happened."""
+    settings = parse(["decode", "--model=/m", "--served-name=m"], {})
+    state = WorkerState(settings)  # type: ignore[arg-type]  # the role is a worker's
+    sizes = Histogram([1e6]).buckets
+    engine = EngineStats(kv=KVStats(640), kv_request_bytes=((Modality.IMAGE, sizes),))
+    state.beat(engine)
+    meters = WorkerMeters(state, lambda: Snapshot(engine, LeaseCounts(), num_calls=0))
+    meters.observe(Transfer("kv", 0.1, 10))
+    meters.observe(Transfer("embed", 0.1, 10))
+    meters.picture_prepared(MediaTimes(0.0, 0.1, 0.1, 0.1))
+    meters.picture_refused(REFUSALS[0])
+    return meters.exposition().decode()
+
+
+def gateway_exposition() -> str:
+    """Of a gateway that has answered."""
+    meters = GatewayMeters()
+    meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
+    meters.next_token(0.1)
+    meters.pictures(1, 64)
+    meters.request("ok")
+    return meters.exposition(num_inflight=0, accepting=True).decode()
+
+
+def families(text: str) -> Iterable[tuple[str, str, str]]:
+    """Name, type and labels; a counter's name is the one that is on the wire."""
+    for family in text_string_to_metric_families(text):
+        labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+        name = family.name
+        if family.type == "counter" and f"{name}_total" in WIRE_NAMES:
+            name = f"{name}_total"
+        yield name, family.type, ", ".join(f"`{label}`" for label in sorted(labels)) or "none"
+
+
+WIRE_NAMES = {
+    value for key, value in vars(worker_metrics).items() if key.isupper() and isinstance(value, str)
+}
+
+
+def test_the_workers_metrics_are_listed_with_type_and_labels() -> None:
+    found = {*families(worker_exposition()), *families(gateway_exposition())}
+    listed = {(name, kind, ", ".join(sorted(labels.split(", ")))) for name, kind, labels in WORKER}
+    assert len(listed) == len(WORKER)
+    assert listed == found
+    assert {name for name, _, _ in found} == WIRE_NAMES

@@ -9,7 +9,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,7 +24,7 @@ from prometheus_client.registry import Collector
 from vlm_worker import metrics
 from vlm_worker.core.rates import Rates
 from vlm_worker.gateway.ttft import TtftSummary
-from vlm_worker.metrics import SECONDS_BUCKETS
+from vlm_worker.metrics import SECONDS_BUCKETS, STAGE_BUCKETS
 from vlm_worker.types import Modality
 
 VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -30,6 +37,7 @@ class Meters:
     """
 
     def __init__(self, now: float = 0.0) -> None:
+        disable_created_metrics()  # a second series for each counter, which nobody reads
         registry = self._registry = CollectorRegistry()
         self.ttft = {modality: TtftSummary() for modality in Modality}
         self.num_output_tokens = 0
@@ -43,7 +51,7 @@ class Meters:
             metrics.STAGE_SECONDS,
             "Time that each stage owned of the time to first token.",
             ["stage", "modality"],
-            buckets=SECONDS_BUCKETS,
+            buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self._stage_total = self._counter(

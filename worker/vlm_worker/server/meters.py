@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -22,6 +22,7 @@ class Meters:
     """The registry of one process. Label values come from closed sets alone."""
 
     def __init__(self, state: WorkerState, snapshot: Callable[[], Snapshot | None]) -> None:
+        disable_created_metrics()  # a second series for each counter, which nobody reads
         self._registry = CollectorRegistry()
         self._registry.register(_FromSnapshot(state, snapshot))
         self._seconds = {
