@@ -1,137 +1,294 @@
-"""The encoder cache's laws E1-E7, for every order of operations."""
+"""The encoder cache's laws E1-E7, for every order of operations, against a model that only lists."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlm_worker.core.encoder_cache import EncoderCache, Entry, Lookup
+from vlm_worker.core.encoder_cache import EncoderCache
+from vlm_worker.core.encoder_entries import Entry, Tier
 
-MAX_BYTES = 100
+HOT, COLD = 100, 60
 TTL = 50.0
-keys = st.sampled_from([b"a", b"b", b"c", b"d"])
+keys = st.sampled_from([b"a", b"b", b"c", b"d", b"e"])
+
+
+@dataclasses.dataclass(eq=False)
+class Known:
+    """What the model knows of an entry; `used` orders by last use, later ones are larger."""
+
+    entry: Entry
+    used: int = 0
+    num_bytes: int = 0
+    expires: float = 0.0
+    filled: bool = False
+    cold: bool = False
+    pins: set[int] = dataclasses.field(default_factory=set)
+
+
+class Model:
+    """The same cache as a list that is searched and sorted anew every time."""
+
+    def __init__(self) -> None:
+        self.listed: dict[bytes, Known] = {}
+        self.unlisted: list[Known] = []  # pinned, and found by nobody
+        self.clock = 0
+
+    def all(self) -> list[Known]:
+        return [*self.listed.values(), *self.unlisted]
+
+    def size(self, *, cold: bool) -> int:
+        return sum(k.num_bytes for k in self.all() if k.filled and k.cold is cold)
+
+    def find(self, key: bytes, num_tokens: int, now: float) -> Known | None:
+        known = self.listed.get(key)
+        if known is None or known.entry.num_tokens != num_tokens:
+            return None
+        return None if known.filled and known.expires <= now else known
+
+    def use(self, known: Known, now: float) -> None:
+        self.clock += 1
+        known.used = self.clock
+        if known.filled:
+            known.expires = now + TTL
+
+    def forget(self, known: Known) -> None:
+        del self.listed[known.entry.image_key]
+        if known.pins:
+            self.unlisted.append(known)
+
+    def unpin(self, known: Known, now: float) -> None:
+        if known.pins:
+            return
+        if known in self.unlisted:
+            self.unlisted.remove(known)
+        elif known.filled and known.expires <= now:
+            self.forget(known)
+        elif known.filled:
+            self.use(known, now)
+
+    def make_room(self, now: float) -> None:
+        if self.size(cold=False) <= HOT:
+            return
+        self.expire(now)
+        while self.size(cold=False) > HOT and (known := self.oldest(cold=False)):
+            if known.num_bytes > COLD:
+                self.forget(known)
+                continue
+            while self.size(cold=True) + known.num_bytes > COLD:
+                old = self.oldest(cold=True)
+                assert old is not None
+                self.forget(old)
+            known.cold = True
+
+    def oldest(self, *, cold: bool) -> Known | None:
+        idle = [k for k in self.listed.values() if k.filled and not k.pins and k.cold is cold]
+        return min(idle, key=lambda known: known.used, default=None)
+
+    def expire(self, now: float) -> None:
+        for known in list(self.listed.values()):
+            if known.filled and not known.pins and known.expires <= now:
+                self.forget(known)
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A cache beside the set of entries that somebody still relies on."""
+    """The cache beside its model, and beside the buffers that its moves leave."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = EncoderCache(max_bytes=MAX_BYTES, ttl_seconds=TTL)
+        self.cache = EncoderCache(max_bytes=HOT, cold_bytes=COLD, ttl_seconds=TTL)
+        self.model = Model()
         self.now = 0.0
-        self.filling: list[Entry] = []
-        self.pins: list[tuple[Entry, int]] = []
-        self.buffers: set[int] = set()
+        self.filling: list[Known] = []
+        self.pins: list[tuple[Known, int]] = []
+        self.buffers: dict[int, Tier] = {}
         self.owners = 0
 
     @rule(seconds=st.floats(0, 40))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(key=keys, num_tokens=st.sampled_from([3, 4]), pin=st.booleans())
-    def lookup(self, key: bytes, num_tokens: int, pin: bool) -> None:
-        known = self.cache.find(key, num_tokens=num_tokens, now=self.now)
-        found, entry = self.cache.lookup_or_begin(key, num_tokens=num_tokens, now=self.now)
-        assert entry.image_key == key
-        assert entry.num_tokens == num_tokens, "E5: an entry of another length was served"
-        assert (known is None) == (found is Lookup.MINE)
-        if found is Lookup.HIT:
-            assert entry.id in self.buffers
-        if found is Lookup.MINE:
-            self.filling.append(entry)
-        if pin:
-            self.owners += 1
-            self.cache.pin(entry, self.owners)
-            self.pins.append((entry, self.owners))
+    @rule(key=keys, num_tokens=st.sampled_from([3, 4]))
+    def somebody_needs_it(self, key: bytes, num_tokens: int) -> None:
+        self.owners += 1
+        entry = self.cache.find(key, num_tokens=num_tokens, now=self.now)
+        known = self.model.find(key, num_tokens, self.now)
+        assert (entry is None) == (known is None), "E2, E5: what is found is what may be served"
+        if entry is None:
+            entry = self.cache.begin(key, self.owners, num_tokens=num_tokens)
+            if key in self.model.listed:
+                self.model.forget(self.model.listed[key])
+            known = self.model.listed[key] = Known(entry)
+            self.filling.append(known)
+        else:
+            assert known is not None
+            assert known.entry is entry
+            assert entry.image_key == key
+            assert entry.num_tokens == num_tokens
+            if entry.ready:
+                self.buffers[entry.id] = Tier.HOT  # what the caller brings up
+            self.cache.use(entry, self.owners, now=self.now)
+            known.cold = False
+            self.model.use(known, self.now)
+        known.pins.add(self.owners)
+        self.pins.append((known, self.owners))
+        self.model.make_room(self.now)
 
     @precondition(lambda self: self.filling)
     @rule(num_bytes=st.integers(1, 150))
     def complete(self, num_bytes: int) -> None:
-        entry = self.filling.pop(0)
-        self.buffers.add(entry.id)
-        self.cache.complete(entry, num_bytes=num_bytes, now=self.now)
+        known = self.filling.pop(0)
+        self.buffers[known.entry.id] = Tier.HOT
+        self.cache.complete(known.entry, num_bytes=num_bytes, now=self.now)
+        known.filled, known.num_bytes = True, num_bytes
+        self.model.use(known, self.now)
+        if not known.pins and self.model.listed.get(known.entry.image_key) is not known:
+            known.num_bytes = 0  # nobody waits for it any more
+        self.model.make_room(self.now)
 
     @precondition(lambda self: self.filling)
     @rule()
     def fail(self) -> None:
-        entry = self.filling.pop()
+        known = self.filling.pop()
+        entry = known.entry
         self.cache.fail(entry)
+        if self.model.listed.get(entry.image_key) is known:
+            self.model.forget(known)
         found = self.cache.find(entry.image_key, num_tokens=entry.num_tokens, now=self.now)
         assert found is not entry, "E7: a failed entry is still found"
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        entry, owner = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        self.cache.unpin(entry, owner)
-        self.cache.unpin(entry, owner)  # twice is once
+        known, owner = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        known.pins.discard(owner)
+        self.model.unpin(known, self.now)
+        self.model.make_room(self.now)
+        self.cache.unpin(known.entry, owner, now=self.now)
+        self.cache.unpin(known.entry, owner, now=self.now)  # twice is once
 
     @rule()
     def expire(self) -> None:
         self.cache.expire(now=self.now)
+        self.model.expire(self.now)
 
     @invariant()
-    def the_books_add_up(self) -> None:
+    def the_cache_is_its_model(self) -> None:
+        for move in self.cache.take_moves():
+            if move.to is None:
+                assert not move.entry.pins, "E1: a pinned entry was dropped"
+                self.buffers.pop(move.entry.id, None)
+            else:
+                assert self.buffers[move.entry.id] is Tier.HOT
+                self.buffers[move.entry.id] = move.to
         self.cache.check()
-        dropped = set(self.cache.take_dropped())
-        self.buffers -= dropped
-        for entry, _ in self.pins:
-            assert entry.id not in dropped, "E1: a pinned entry was dropped"
-            assert not entry.ready or entry.id in self.buffers
+        filled = {
+            k.entry.id: Tier.COLD if k.cold else Tier.HOT for k in self.model.all() if k.filled
+        }
+        assert self.buffers == filled, "E1, E3: other entries are kept, or elsewhere"
+        assert self.cache.hot.num_bytes == self.model.size(cold=False)
+        assert self.cache.cold.num_bytes == self.model.size(cold=True)
         assert self.cache.num_pins == len(self.pins)
-        held = {id(entry): entry.num_bytes for entry, _ in self.pins if entry.ready}
-        assert self.cache.num_bytes <= max(MAX_BYTES, sum(held.values())), "E6: idle over budget"
+        pinned = sum(k.num_bytes for k in self.model.all() if k.pins)
+        assert self.cache.hot.num_bytes <= max(HOT, pinned), "E6: idle over budget"
 
 
 CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestCache = CacheMachine.TestCase
 
 
-def fill(cache: EncoderCache, key: bytes, num_bytes: int, *, now: float = 0.0) -> Entry:
-    found, entry = cache.lookup_or_begin(key, num_tokens=4, now=now)
-    assert found is Lookup.MINE
+def filled(cache: EncoderCache, key: bytes, num_bytes: int, *, now: float = 0.0) -> Entry:
+    """An idle entry."""
+    entry = cache.begin(key, "filler", num_tokens=4)
     cache.complete(entry, num_bytes=num_bytes, now=now)
+    cache.unpin(entry, "filler", now=now)
     return entry
+
+
+def found(cache: EncoderCache, keys: str, *, now: float = 0.0) -> str:
+    """Which of some entries can be found."""
+    return "".join(k for k in keys if cache.find(k.encode(), num_tokens=4, now=now) is not None)
+
+
+def use(cache: EncoderCache, key: bytes, *, now: float) -> None:
+    entry = cache.find(key, num_tokens=4, now=now)
+    assert entry is not None
+    cache.use(entry, "user", now=now)
+    cache.unpin(entry, "user", now=now)
 
 
 def test_the_least_recently_used_goes_first() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
     for key in (b"a", b"b", b"c"):
-        fill(cache, key, 10)
-    assert cache.lookup_or_begin(b"a", num_tokens=4, now=1.0)[0] is Lookup.HIT
-    fill(cache, b"d", 10)
-    assert cache.find(b"b", num_tokens=4, now=1.0) is None
-    assert cache.find(b"a", num_tokens=4, now=1.0) is not None
-    assert cache.num_evictions == 1
+        filled(cache, key, 10)
+    use(cache, b"a", now=1.0)
+    filled(cache, b"d", 10)
+    assert found(cache, "abcd", now=1.0) == "acd"
+    assert cache.num_evictions == cache.hot.num_evictions == 1
+
+
+def test_what_expired_goes_before_what_is_merely_older() -> None:
+    cache = EncoderCache(max_bytes=30, cold_bytes=10, ttl_seconds=TTL)
+    for key in (b"a", b"b", b"c"):
+        filled(cache, key, 10)
+    use(cache, b"a", now=TTL - 1)
+    filled(cache, b"d", 20, now=TTL)  # b and c are over: nothing has to move for it
+    assert found(cache, "abcd", now=TTL) == "ad"
+    assert (cache.num_expirations, cache.num_evictions, cache.num_demotions) == (2, 0, 0)
+
+
+def test_what_leaves_the_hot_tier_waits_in_the_cold_one_and_comes_back_when_used() -> None:
+    cache = EncoderCache(max_bytes=20, cold_bytes=20, ttl_seconds=TTL)
+    entries = [filled(cache, bytes([n]), 10) for n in range(4)]
+    assert [entry.tier for entry in entries] == [Tier.COLD, Tier.COLD, Tier.HOT, Tier.HOT]
+    cache.use(entries[0], "me", now=1.0)
+    assert [entry.tier for entry in entries] == [Tier.HOT, Tier.COLD, Tier.COLD, Tier.HOT]
+    assert (cache.num_demotions, cache.num_promotions, cache.num_evictions) == (3, 1, 0)
+    assert (cache.hot.num_hits, cache.cold.num_hits) == (0, 1)
+
+
+def test_the_oldest_of_the_cold_tier_is_the_one_that_goes() -> None:
+    cache = EncoderCache(max_bytes=10, cold_bytes=20, ttl_seconds=TTL)
+    for key in (b"a", b"b", b"c", b"d"):
+        filled(cache, key, 10)
+    assert found(cache, "abcd") == "bcd"
+    assert (cache.num_evictions, cache.cold.num_evictions) == (1, 1)
+
+
+def test_what_is_larger_than_the_cold_tier_makes_no_room_there_for_nothing() -> None:
+    cache = EncoderCache(max_bytes=30, cold_bytes=20, ttl_seconds=TTL)
+    filled(cache, b"a", 10)
+    filled(cache, b"b", 25)  # a is demoted
+    filled(cache, b"c", 25)  # b is dropped
+    assert found(cache, "abc") == "ac"
 
 
 def test_two_who_need_the_same_picture_share_one_filling() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
-    found, entry = cache.lookup_or_begin(b"a", num_tokens=4, now=0.0)
-    joined, same = cache.lookup_or_begin(b"a", num_tokens=4, now=0.0)
-    assert (found, joined) == (Lookup.MINE, Lookup.JOIN)
-    assert entry is same
+    entry = cache.begin(b"a", "one", num_tokens=4)
+    assert cache.find(b"a", num_tokens=4, now=0.0) is entry
+    cache.use(entry, "two", now=0.0)
+    assert (cache.num_misses, cache.num_joins, cache.num_hits) == (1, 1, 0)
 
 
 def test_an_expired_entry_serves_its_pinner_and_nobody_new() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
-    old = fill(cache, b"a", 10)
-    cache.pin(old, "me")
-    found, new = cache.lookup_or_begin(b"a", num_tokens=4, now=TTL)
-    assert found is Lookup.MINE
-    assert new is not old
-    assert cache.take_dropped() == []
-    cache.unpin(old, "me")
-    assert cache.take_dropped() == [old.id]
+    old = filled(cache, b"a", 10)
+    cache.use(old, "me", now=0.0)
+    assert found(cache, "a", now=TTL) == ""
+    cache.begin(b"a", "you", num_tokens=4)
+    assert cache.take_moves() == []
+    cache.unpin(old, "me", now=TTL)
+    assert [(move.entry, move.to) for move in cache.take_moves()] == [(old, None)]
 
 
 def test_an_item_larger_than_the_budget_is_served_while_pinned() -> None:
     cache = EncoderCache(max_bytes=30, ttl_seconds=TTL)
-    found, entry = cache.lookup_or_begin(b"a", num_tokens=4, now=0.0)
-    assert found is Lookup.MINE
-    cache.pin(entry, "me")
+    entry = cache.begin(b"a", "me", num_tokens=4)
     cache.complete(entry, num_bytes=1000, now=0.0)
     assert cache.find(b"a", num_tokens=4, now=0.0) is entry
-    cache.unpin(entry, "me")
+    cache.unpin(entry, "me", now=0.0)
     assert cache.num_bytes == 0

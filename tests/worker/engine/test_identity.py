@@ -194,6 +194,8 @@ async def run(todo: list[Work], *, num_blocks: int, budget: int, max_num_seqs: i
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         embedding_cache_bytes=100,
+        embedding_cold_cache_bytes=60,
+        max_image_tokens=7,
         strict=True,
     )
     runners = [

@@ -70,7 +70,7 @@ async def test_a_known_picture_needs_no_patches(start: Any) -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "release_known"])
 async def test_a_known_picture_stays_until_it_is_let_go(start: Any, end: str) -> None:
-    engine: Engine = start(embedding_cache_bytes=embed(picture(1)).nbytes)
+    engine: Engine = start(embedding_cache_bytes=embed(picture(1)).nbytes, max_image_tokens=5)
     await events(engine.encode(key("a"), [picture(1)]))
     await engine.cancel(key("a"))
     known = (picture(1).image_key, picture(1).num_tokens)
@@ -217,7 +217,7 @@ async def test_no_pictures_end_at_once(start: Any) -> None:
 
 
 async def test_idle_embeddings_leave_when_room_is_needed_and_pinned_ones_stay(start: Any) -> None:
-    engine: Engine = start(embedding_cache_bytes=100)
+    engine: Engine = start(embedding_cache_bytes=100, max_image_tokens=10)
     await events(engine.encode(key("pinned"), [picture(0, num_tokens=10)]))
     for number in range(1, 4):
         await events(engine.encode(key(str(number)), [picture(number, num_tokens=10)]))

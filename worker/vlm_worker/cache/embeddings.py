@@ -1,112 +1,160 @@
 """Encoder outputs by content: the buffers behind `core.encoder_cache`.
 
-    EncoderCache  (who, how long, how much)  --Entry.id-->  Tier  (where the bytes are)
+    EncoderCache  (who, how long, how much)  --moves-->  hot   what the runner made, on its device
+                                                         cold  the same rows as bytes, in host memory
 
-One tier, the runner's own memory, is there; a colder one goes behind the same three methods.
+Copies between the tiers are made on the engine thread, between two steps.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-from vlm_worker.core.encoder_cache import EncoderCache, Entry, Lookup
+from vlm_worker.core.encoder_cache import EncoderCache, Lookup
+from vlm_worker.core.encoder_entries import Entry, Tier
+
+logger = logging.getLogger(__name__)
 
 
-class Tier(Protocol):
-    """Keeps buffers by entry id."""
+class Codec(Protocol):
+    """Turns embeddings to bytes and back: the part of a runner that is needed here."""
 
-    def put(self, entry_id: int, buffer: Any) -> None:
-        """Keep a buffer."""
+    def export_embedding(self, embedding: Any) -> memoryview:
+        """The rows as bytes, as many as `embedding_bytes` says."""
 
-    def get(self, entry_id: int) -> Any:
-        """The buffer; KeyError if it is not here."""
+    def import_embedding(self, rows: memoryview, num_tokens: int) -> Any:
+        """Rows from bytes."""
 
-    def drop(self, entry_id: int) -> None:
-        """Forget a buffer, if it is here."""
-
-
-class MemoryTier:
-    """References to what the runner made, wherever that lies."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, Any] = {}
-
-    def put(self, entry_id: int, buffer: Any) -> None:
-        """Keep a buffer."""
-        self._buffers[entry_id] = buffer
-
-    def get(self, entry_id: int) -> Any:
-        """The buffer; KeyError if it is not here."""
-        return self._buffers[entry_id]
-
-    def drop(self, entry_id: int) -> None:
-        """Forget a buffer, if it is here."""
-        self._buffers.pop(entry_id, None)
-
-    def __len__(self) -> int:
-        """Buffers."""
-        return len(self._buffers)
+    def embedding_bytes(self, embedding: Any) -> int:
+        """Bytes of the rows."""
 
 
 class EmbeddingCache:
-    """The encoder cache with its buffers. Used by the engine thread alone."""
+    """The encoder cache with its buffers. Used by the engine thread alone.
 
-    def __init__(self, *, max_bytes: int, ttl_seconds: float, tier: Tier | None = None) -> None:
-        self.index = EncoderCache(max_bytes=max_bytes, ttl_seconds=ttl_seconds)
-        self.tier = MemoryTier() if tier is None else tier
+    Args:
+        codec: whose embeddings these are.
+        max_bytes: budget of the hot tier.
+        cold_bytes: budget of the cold tier; 0 is none.
+        ttl_seconds: an embedding that nobody used for so long is not served again.
+    """
+
+    def __init__(
+        self, codec: Codec, *, max_bytes: int, cold_bytes: int = 0, ttl_seconds: float
+    ) -> None:
+        self.index = EncoderCache(
+            max_bytes=max_bytes, cold_bytes=cold_bytes, ttl_seconds=ttl_seconds
+        )
+        self._codec = codec
+        self._hot: dict[int, Any] = {}
+        self._cold: dict[int, memoryview] = {}
 
     def lookup_or_begin(
-        self, image_key: bytes, *, num_tokens: int, now: float
+        self, image_key: bytes, owner: Hashable, *, num_tokens: int, now: float
     ) -> tuple[Lookup, Entry]:
-        """Find an entry, or begin one (see `EncoderCache`)."""
-        found = self.index.lookup_or_begin(image_key, num_tokens=num_tokens, now=now)
-        self._free_dropped()
-        return found
+        """Pin an entry for `owner`: one that is there, or a new one to be completed or failed."""
+        entry = self.lookup(image_key, owner, num_tokens=num_tokens, now=now)
+        if entry is not None:
+            return (Lookup.HIT if entry.ready else Lookup.JOIN), entry
+        return Lookup.MINE, self.begin(image_key, owner, num_tokens=num_tokens)
 
-    def find(self, image_key: bytes, *, num_tokens: int, now: float) -> Entry | None:
-        """The entry that a lookup would hit or join. Changes nothing."""
-        return self.index.find(image_key, num_tokens=num_tokens, now=now)
+    def lookup(
+        self,
+        image_key: bytes,
+        owner: Hashable,
+        *,
+        num_tokens: int,
+        now: float,
+        counted: bool = True,
+    ) -> Entry | None:
+        """Pin an entry for `owner`, READY or being filled, where there is one.
 
-    def begin(self, image_key: bytes, *, num_tokens: int) -> Entry:
-        """A new entry for the caller to complete (see `EncoderCache`)."""
-        entry = self.index.begin(image_key, num_tokens=num_tokens)
-        self._free_dropped()
+        `counted` is False where the statistics have this need already.
+        """
+        entry = self.index.find(image_key, num_tokens=num_tokens, now=now)
+        if entry is None or not self._bring_up(entry):
+            return None
+        self.index.use(entry, owner, now=now, counted=counted)
+        self._move_buffers()
         return entry
 
-    def complete(self, entry: Entry, embedding: Any, *, num_bytes: int, now: float) -> None:
+    def find(self, image_key: bytes, *, num_tokens: int, now: float) -> Entry | None:
+        """The entry that a lookup would pin. Changes nothing."""
+        return self.index.find(image_key, num_tokens=num_tokens, now=now)
+
+    def begin(self, image_key: bytes, owner: Hashable, *, num_tokens: int) -> Entry:
+        """A new entry, pinned for `owner`, for the caller to complete or fail."""
+        entry = self.index.begin(image_key, owner, num_tokens=num_tokens)
+        self._move_buffers()
+        return entry
+
+    def complete(self, entry: Entry, embedding: Any, *, now: float) -> None:
         """Fill an entry."""
-        self.tier.put(entry.id, embedding)
-        self.index.complete(entry, num_bytes=num_bytes, now=now)
-        self._free_dropped()
+        self._hot[entry.id] = embedding
+        self.index.complete(entry, num_bytes=self._codec.embedding_bytes(embedding), now=now)
+        self._move_buffers()
 
     def fail(self, entry: Entry) -> None:
         """Give an entry up."""
         self.index.fail(entry)
-        self._free_dropped()
+        self._move_buffers()
 
     def get(self, entry: Entry) -> Any:
-        """The buffer of a READY entry that the caller pins."""
-        return self.tier.get(entry.id)
+        """The embedding of a READY entry that the caller pins."""
+        return self._hot[entry.id]
 
-    def touch(self, entry: Entry, *, now: float) -> None:
-        """A READY entry is used now."""
-        self.index.touch(entry, now=now)
-
-    def pin(self, entry: Entry, owner: Hashable) -> None:
-        """Keep an entry for `owner`."""
-        self.index.pin(entry, owner)
-
-    def unpin(self, entry: Entry, owner: Hashable) -> None:
+    def unpin(self, entry: Entry, owner: Hashable, *, now: float) -> None:
         """Let an entry go; idempotent."""
-        self.index.unpin(entry, owner)
-        self._free_dropped()
+        self.index.unpin(entry, owner, now=now)
+        self._move_buffers()
 
     def expire(self, *, now: float) -> None:
         """Drop what was not used for the time to live."""
         self.index.expire(now=now)
-        self._free_dropped()
+        self._move_buffers()
 
-    def _free_dropped(self) -> None:
-        for entry_id in self.index.take_dropped():
-            self.tier.drop(entry_id)
+    def check(self) -> None:
+        """Raise AssertionError where books and buffers do not add up."""
+        self.index.check()
+        shelves = self.index.hot, self.index.cold
+        assert (len(self._hot), len(self._cold)) == tuple(s.num_entries for s in shelves)
+        assert self.index.cold.num_bytes == sum(rows.nbytes for rows in self._cold.values())
+
+    def _bring_up(self, entry: Entry) -> bool:
+        """Have the buffer of an entry in the hot tier; False, and the entry gone, where it fails.
+
+        A device without memory left is a miss: the picture is encoded again, or fails then.
+        """
+        if entry.tier is Tier.HOT:
+            return True
+        try:
+            embedding = self._codec.import_embedding(self._cold[entry.id], entry.num_tokens)
+        except Exception:
+            logger.exception("an embedding could not be brought back from host memory")
+            self.index.discard(entry)
+            self._move_buffers()
+            return False
+        del self._cold[entry.id]
+        self._hot[entry.id] = embedding
+        return True
+
+    def _move_buffers(self) -> None:
+        """Do with the buffers what the books say."""
+        while moves := self.index.take_moves():
+            for move in moves:
+                if move.to is None:
+                    self._hot.pop(move.entry.id, None)
+                    self._cold.pop(move.entry.id, None)
+                else:
+                    self._take_down(move.entry)
+
+    def _take_down(self, entry: Entry) -> None:
+        """Copy a buffer to the cold tier; where that fails, the entry is gone."""
+        embedding = self._hot.pop(entry.id)
+        try:
+            self._cold[entry.id] = self._codec.export_embedding(embedding)
+        except Exception:
+            logger.exception("an embedding could not be kept in host memory")
+            self.index.discard(entry)

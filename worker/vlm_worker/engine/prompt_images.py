@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vlm_worker.core.encoder_cache import Entry
+from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.engine.events import NeedItems
 from vlm_worker.engine.outbox import Outbox
@@ -26,7 +26,7 @@ class PromptImages:
         self._pictures = pictures
         self._outbox = outbox
         self._askers: dict[bytes, list[tuple[Sequence, int]]] = {}
-        pictures.on_ready = self._on_ready
+        pictures.queue.on_ready = self._on_ready
 
     def gather(self, sequence: Sequence, start: int) -> bool:
         """Bring what tokens from `start` on need; False where nobody can be asked for the missing.
@@ -59,7 +59,7 @@ class PromptImages:
         self._asked_no_more(sequence, number)
         sequence.embeddings[number] = embedding
         sequence.wake()
-        if self._pictures.find(item) is None:
+        if not self._pictures.is_known(item):
             owner = (sequence.request.key, "prompt", number)
             sequence.sink.pins[number] = self._pictures.insert(item, embedding, owner)
 
@@ -79,15 +79,15 @@ class PromptImages:
         """Whether an item is on hand, or coming; pins it then."""
         if sequence.embeddings[number] is not None or number in sequence.sink.pins:
             return True
-        entry = self._pictures.find(sequence.items[number])
+        key = sequence.request.key
+        entry = self._pictures.take(sequence.items[number], (key, "prompt", number), key=key)
         if entry is None:
             return False
-        self._pictures.cache.pin(entry, (sequence.request.key, "prompt", number))
         sequence.sink.pins[number] = entry
         if entry.ready:
             sequence.embeddings[number] = self._pictures.cache.get(entry)
         else:
-            self._pictures.when_settled(entry, self._on_settled(sequence, number, entry))
+            self._pictures.queue.when_settled(entry, self._on_settled(sequence, number, entry))
         return True
 
     def _on_settled(

@@ -18,12 +18,17 @@ class EngineSettings:
         max_num_seqs: sequences that compute at the same time.
         max_num_batched_tokens: tokens of one step; at least `max_num_seqs`.
         max_encode_tokens: visual tokens of one encoder call; one larger picture still runs, alone.
+        max_encode_tokens_decoding: the same while sequences decode: what a token may wait for.
+        max_image_tokens: visual tokens of the largest picture that may come, which the embedding
+            cache must have room for; None is `max_model_len`.
         max_waiting: sequences in the queue; beyond it a request is answered OverloadedError.
         max_waiting_images: pictures in the encoder queue; likewise.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         whole_images: the family attends in both directions inside an image, so that a chunk of
             prefill never cuts one.
-        embedding_cache_bytes: budget of the embedding cache.
+        embedding_cache_bytes: budget of the embedding cache's hot tier, on the runner's device.
+        embedding_cold_cache_bytes: budget of its cold tier, in host memory; 0 is none, which is
+            right where the device is a CPU: there the hot tier is host memory already.
         embedding_ttl_seconds: an embedding unused for so long is not served again.
         stuck_step_seconds: a step that takes longer makes the engine unhealthy.
         max_step_failures: so many failed steps in a row make the engine unhealthy.
@@ -35,11 +40,14 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_encode_tokens: int = 2048
+    max_encode_tokens_decoding: int = 512
+    max_image_tokens: int | None = None
     max_waiting: int = 256
     max_waiting_images: int = 256
     watermark_percent: int = 2
     whole_images: bool = False
     embedding_cache_bytes: int = 256 << 20
+    embedding_cold_cache_bytes: int = 0
     embedding_ttl_seconds: float = 600.0
     stuck_step_seconds: float = 60.0
     max_step_failures: int = 3
@@ -67,14 +75,41 @@ class KVStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier of the embedding cache; `evictions` left it for want of room."""
+
+    entries: int = 0
+    bytes: int = 0
+    capacity_bytes: int = 0
+    hits: int = 0
+    evictions: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EncoderCacheStats:
-    """The embedding cache."""
+    """The embedding cache, both tiers together and each.
+
+    Attributes:
+        entries, bytes: filled ones.
+        hits: needs that found an embedding.
+        joins: needs that found one in the making, and waited for it.
+        misses: needs that found none.
+        evictions: embeddings that went for want of room.
+        expirations: those that nobody used for the time to live.
+        demotions, promotions: from hot to cold, and back.
+    """
 
     entries: int = 0
     bytes: int = 0
     hits: int = 0
+    joins: int = 0
     misses: int = 0
     evictions: int = 0
+    expirations: int = 0
+    demotions: int = 0
+    promotions: int = 0
+    hot: TierStats = TierStats()
+    cold: TierStats = TierStats()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

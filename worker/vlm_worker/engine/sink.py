@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vlm_worker.core.encoder_cache import Entry
+from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.engine.events import EventStream, PrefillEvent
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vlm_worker.core.encoder_entries import Shelf
 from vlm_worker.engine.events import CancelOutcome
 from vlm_worker.engine.handover import Handover
 from vlm_worker.engine.outbox import Outbox
@@ -11,7 +12,13 @@ from vlm_worker.engine.pictures import Pictures
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
-from vlm_worker.engine.settings import EncoderCacheStats, EngineSettings, EngineStats, KVStats
+from vlm_worker.engine.settings import (
+    EncoderCacheStats,
+    EngineSettings,
+    EngineStats,
+    KVStats,
+    TierStats,
+)
 from vlm_worker.engine.stepping import Stepping
 from vlm_worker.errors import DrainingError, WorkerError
 from vlm_worker.types import RequestKey
@@ -64,7 +71,7 @@ class State:
 
     def turn(self) -> bool:
         """One batch of pictures, one step; False when there is nothing to do but wait."""
-        encoded = self.pictures.turn()
+        encoded = self.pictures.queue.turn(decoding=self.sequences.table.decode_rows.size > 0)
         return self.stepping.turn() or encoded
 
     def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
@@ -106,35 +113,38 @@ class State:
         }
         if self._settings.strict:
             pool.check()
-            index.check()
+            self.pictures.cache.check()
         return [f"{name}: {count}" for name, count in left.items() if count]
 
     def snapshot(self) -> EngineStats:
         """The numbers as of now."""
         sequences, pictures, stepping = self.sequences, self.pictures, self.stepping
         queued_tokens = stepping.queued_tokens
-        queued_seconds = stepping.predict(queued_tokens) + pictures.queued_seconds
+        queued_seconds = stepping.predict(queued_tokens) + pictures.queue.seconds
         sequences.retry_after_seconds = min(max(queued_seconds, 0.1), 30.0)
         num_held = sum(s.sink.stream is None for s in sequences.live.values())
         return EngineStats(
             inflight=self.inflight,
             num_running=len(sequences.table),
             num_waiting=len(sequences.scheduler.waiting),
-            num_waiting_images=pictures.num_queued,
+            num_waiting_images=len(pictures.queue),
             num_held=num_held,
             num_reserved=len(sequences.reservations),
             num_pinned_embeddings=pictures.num_pinned,
             work_queued_seconds=queued_seconds,
-            work_admitted_seconds_total=stepping.admitted_seconds + pictures.admitted_seconds,
+            work_admitted_seconds_total=stepping.admitted_seconds + pictures.queue.admitted_seconds,
             kv=self._kv_stats(queued_tokens),
             encoder_cache=self._encoder_cache_stats(),
             requests=sequences.num_requests,
-            images=pictures.num_images,
-            visual_tokens=pictures.num_visual_tokens,
+            images=pictures.queue.num_images,
+            patches=pictures.queue.num_patches,
+            visual_tokens=pictures.queue.num_visual_tokens,
             output_tokens=stepping.num_output_tokens,
             preemptions=sequences.scheduler.num_preemptions,
+            out_of_memory=stepping.guard.num_out_of_memory + pictures.queue.num_out_of_memory,
             prefix_cache_queries=stepping.num_prefix_queries,
             prefix_cache_hits=stepping.num_prefix_hits,
+            kv_request_bytes=sequences.usage.buckets,
             steps=stepping.num_steps,
             step_failures=stepping.guard.num_failures,
             invariant_violations=self.num_violations,
@@ -142,12 +152,19 @@ class State:
 
     def _encoder_cache_stats(self) -> EncoderCacheStats:
         index = self.pictures.cache.index
+        hot, cold = _tier_stats(index.hot), _tier_stats(index.cold)
         return EncoderCacheStats(
-            entries=len(index),
-            bytes=index.num_bytes,
-            hits=index.num_hits,
+            entries=hot.entries + cold.entries,
+            bytes=hot.bytes + cold.bytes,
+            hits=hot.hits + cold.hits,
+            joins=index.num_joins,
             misses=index.num_misses,
             evictions=index.num_evictions,
+            expirations=index.num_expirations,
+            demotions=index.num_demotions,
+            promotions=index.num_promotions,
+            hot=hot,
+            cold=cold,
         )
 
     def _kv_stats(self, queued_tokens: int) -> KVStats | None:
@@ -165,3 +182,13 @@ class State:
             free_tokens=free * pool.block_size,
             queued_tokens=queued_tokens,
         )
+
+
+def _tier_stats(shelf: Shelf) -> TierStats:
+    return TierStats(
+        entries=shelf.num_entries,
+        bytes=shelf.num_bytes,
+        capacity_bytes=shelf.max_bytes,
+        hits=shelf.num_hits,
+        evictions=shelf.num_evictions,
+    )

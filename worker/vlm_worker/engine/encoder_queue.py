@@ -1,0 +1,146 @@
+"""Pictures that wait for the encoder: one call a turn, whoever they belong to.
+
+    push -> queue -> [a batch within the budget] -> runner.encode -> cache -> all who wait for it
+
+Nobody waits for a fuller batch: what is there when a turn comes is encoded. While sequences decode
+the budget is smaller, so that a long queue costs each of their tokens one short call and no more;
+and between two calls the prompts compute what has become ready.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from vlm_worker.cache.embeddings import EmbeddingCache
+from vlm_worker.core.encoder_entries import Entry
+from vlm_worker.core.work import WorkModel
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.engine.step import encode_guarded, is_out_of_memory
+from vlm_worker.errors import CancelledError
+from vlm_worker.types import PreparedImage
+
+Settled = Callable[[Exception | None], None]
+"""Called once when an entry is filled (None) or has failed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fill:
+    """A picture in the queue."""
+
+    entry: Entry
+    image: PreparedImage
+
+
+class EncoderQueue:
+    """Fills entries of the cache. Lives on the engine thread.
+
+    `on_ready` is called with the key of every image that becomes READY, encoded here or put.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: EmbeddingCache,
+        *,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self.work = WorkModel()
+        self.on_ready: Callable[[bytes], None] = lambda _: None
+        self.batch_started = 0.0
+        self.num_images = 0
+        self.num_visual_tokens = 0
+        self.num_patches = 0
+        self.num_out_of_memory = 0
+        self.admitted_seconds = 0.0
+        self._runner = runner
+        self._cache = cache
+        self._settings = settings
+        self._clock = clock
+        self._queue: collections.deque[Fill] = collections.deque()
+        self._waiters: dict[int, list[Settled]] = {}
+
+    def __len__(self) -> int:
+        """Pictures in the queue."""
+        return len(self._queue)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted encoder time of the queue."""
+        return self.predict(sum(fill.image.num_tokens for fill in self._queue))
+
+    def predict(self, num_tokens: int) -> float:
+        """Predicted encoder time of so many visual tokens."""
+        return self.work.predict(num_tokens, units_per_step=self._settings.max_encode_tokens)
+
+    def push(self, entry: Entry, image: PreparedImage) -> None:
+        """Have an entry filled."""
+        self._queue.append(Fill(entry, image))
+
+    def when_settled(self, entry: Entry, settled: Settled) -> None:
+        """Have `settled` called when an entry that is being filled is READY, or has failed."""
+        self._waiters.setdefault(entry.id, []).append(settled)
+
+    def abandon(self, entry: Entry) -> None:
+        """Take an entry that nobody waits for any more out of the queue."""
+        for fill in [fill for fill in self._queue if fill.entry is entry]:
+            self._queue.remove(fill)
+            self._fail(entry, CancelledError("nobody waits for this picture any more"))
+
+    def drain(self, error: Exception) -> int:
+        """Fail what waits; returns how many pictures did."""
+        num_failed = len(self._queue)
+        while self._queue:
+            self._fail(self._queue.popleft().entry, error)
+        return num_failed
+
+    def turn(self, *, decoding: bool) -> bool:
+        """Encode one batch, if there is one; whether there was."""
+        batch = self._next_batch(decoding=decoding)
+        if not batch:
+            return False
+        num_tokens = sum(fill.image.num_tokens for fill in batch)
+        self.admitted_seconds += self.predict(num_tokens)
+        self.batch_started = self._clock()
+        results = encode_guarded(self._runner, [fill.image for fill in batch])
+        self.work.observe(num_tokens, self._clock() - self.batch_started)
+        for fill, result in zip(batch, results, strict=True):
+            if isinstance(result, Exception):
+                self.num_out_of_memory += is_out_of_memory(result.__cause__)
+                self._fail(fill.entry, result)
+            else:
+                self._complete(fill, result)
+        return True
+
+    def _next_batch(self, *, decoding: bool) -> list[Fill]:
+        """Pictures from the head of the queue, within the budget; at least one."""
+        settings = self._settings
+        budget = settings.max_encode_tokens
+        if decoding:
+            budget = min(budget, settings.max_encode_tokens_decoding)
+        batch: list[Fill] = []
+        while self._queue and (not batch or self._queue[0].image.num_tokens <= budget):
+            batch.append(self._queue.popleft())
+            budget -= batch[-1].image.num_tokens
+        return batch
+
+    def _complete(self, fill: Fill, embedding: Any) -> None:
+        self._cache.complete(fill.entry, embedding, now=self._clock())
+        self.num_images += 1
+        self.num_visual_tokens += fill.image.num_tokens
+        self.num_patches += math.prod(fill.image.grid_thw)
+        self._settled(fill.entry, None)
+        self.on_ready(fill.image.image_key)
+
+    def _fail(self, entry: Entry, error: Exception) -> None:
+        self._cache.fail(entry)
+        self._settled(entry, error)
+
+    def _settled(self, entry: Entry, error: Exception | None) -> None:
+        for settled in self._waiters.pop(entry.id, []):
+            settled(error)
