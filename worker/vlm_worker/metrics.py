@@ -30,10 +30,13 @@ VISUAL_TOKENS_TOTAL: Final = "vlm_visual_tokens_total"  # counter
 VISUAL_TOKENS_PER_REQUEST: Final = "vlm_visual_tokens_per_request"  # histogram
 PATCHES_TOTAL: Final = "vlm_patches_total"  # counter
 IMAGES_TOTAL: Final = "vlm_images_total"  # counter
-ENCODER_CACHE_HITS: Final = "vlm_encoder_cache_hits"  # counter
+ENCODER_CACHE_HITS: Final = "vlm_encoder_cache_hits"  # counter {tier}: hot, cold
+ENCODER_CACHE_JOINS: Final = "vlm_encoder_cache_joins"  # counter
 ENCODER_CACHE_MISSES: Final = "vlm_encoder_cache_misses"  # counter
-ENCODER_CACHE_BYTES: Final = "vlm_encoder_cache_bytes"  # gauge
-ENCODER_CACHE_EVICTIONS: Final = "vlm_encoder_cache_evictions"  # counter
+ENCODER_CACHE_BYTES: Final = "vlm_encoder_cache_bytes"  # gauge {tier}
+ENCODER_CACHE_EVICTIONS: Final = "vlm_encoder_cache_evictions"  # counter {tier}
+ENCODER_CACHE_MOVES: Final = "vlm_encoder_cache_moves"  # counter {to}: hot, cold
+ENCODER_CACHE_EXPIRATIONS: Final = "vlm_encoder_cache_expirations"  # counter
 PREFIX_CACHE_QUERIES: Final = "vlm_prefix_cache_queries"  # counter, tokens
 PREFIX_CACHE_HITS: Final = "vlm_prefix_cache_hits"  # counter, tokens
 # counter {outcome}: ok, invalid, rejected, cancelled, error

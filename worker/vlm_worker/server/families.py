@@ -21,12 +21,8 @@ def process_families(
         yield gauge(
             metrics.HEARTBEAT_TIMESTAMP_SECONDS, "When the engine was last seen well.", heartbeat
         )
-    ended = CounterMetricFamily(
-        metrics.REQUESTS_TOTAL, "Calls by how they ended.", labels=["outcome"]
-    )
-    for outcome in Outcome:
-        ended.add_metric([outcome.value], outcomes[outcome])
-    yield ended
+    ended = {outcome.value: outcomes[outcome] for outcome in Outcome}
+    yield labelled_counter(metrics.REQUESTS_TOTAL, "Calls by how they ended.", "outcome", ended)
 
 
 def snapshot_families(snapshot: Snapshot, *, max_requests: int) -> Iterable[Metric]:
@@ -88,10 +84,24 @@ def _leases(leases: LeaseCounts) -> Iterable[Metric]:
 
 
 def _encoder_cache(cache: EncoderCacheStats) -> Iterable[Metric]:
-    yield gauge(metrics.ENCODER_CACHE_BYTES, "Bytes of cached embeddings.", cache.bytes)
-    yield counter(metrics.ENCODER_CACHE_HITS, "Pictures found encoded.", cache.hits)
+    tiers = {"hot": cache.hot, "cold": cache.cold}
+    size = {name: tier.bytes for name, tier in tiers.items()}
+    hits = {name: tier.hits for name, tier in tiers.items()}
+    evictions = {name: tier.evictions for name, tier in tiers.items()}
+    moves = {"hot": cache.promotions, "cold": cache.demotions}
+    yield labelled_gauge(metrics.ENCODER_CACHE_BYTES, "Bytes of cached embeddings.", "tier", size)
+    yield labelled_counter(metrics.ENCODER_CACHE_HITS, "Pictures found encoded.", "tier", hits)
+    yield counter(metrics.ENCODER_CACHE_JOINS, "Pictures found being encoded.", cache.joins)
     yield counter(metrics.ENCODER_CACHE_MISSES, "Pictures not found encoded.", cache.misses)
-    yield counter(metrics.ENCODER_CACHE_EVICTIONS, "Embeddings evicted.", cache.evictions)
+    yield labelled_counter(
+        metrics.ENCODER_CACHE_EVICTIONS, "Embeddings that left a tier.", "tier", evictions
+    )
+    yield labelled_counter(
+        metrics.ENCODER_CACHE_MOVES, "Embeddings moved between the tiers.", "to", moves
+    )
+    yield counter(
+        metrics.ENCODER_CACHE_EXPIRATIONS, "Embeddings unused for too long.", cache.expirations
+    )
 
 
 def _counters(engine: EngineStats) -> Iterable[Metric]:
@@ -122,6 +132,14 @@ def counter(name: str, text: str, value: float) -> Metric:
 def labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     """One value for each word of a closed set."""
     family = GaugeMetricFamily(name, text, labels=[label])
+    for word, value in values.items():
+        family.add_metric([word], value)
+    return family
+
+
+def labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One growing value for each word of a closed set."""
+    family = CounterMetricFamily(name, text, labels=[label])
     for word, value in values.items():
         family.add_metric([word], value)
     return family
