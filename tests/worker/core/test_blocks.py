@@ -1,4 +1,4 @@
-"""The block pool's laws K1-K6, for every order of operations."""
+"""The block pool's laws K1-K6 and K10, for every order of operations."""
 
 from __future__ import annotations
 
@@ -110,6 +110,51 @@ PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=4
 TestPool = PoolMachine.TestCase
 
 
+class ChainMachine(RuleBasedStateMachine):
+    """Sequences that share prefixes; each takes what a hit leaves and publishes all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, block_size=4)
+        self.holders: list[list[int]] = []
+        self.seen: set[tuple[bytes, ...]] = set()
+
+    @rule(text=st.text("ab", min_size=1, max_size=4))
+    def come(self, text: str) -> None:
+        chain = tuple(text[: end + 1].encode() for end in range(len(text)))
+        shared = self.pool.match(chain)
+        new = self.pool.take(len(chain) - len(shared), shared=shared)
+        if new is None:
+            return
+        blocks = shared + new
+        for block, block_hash in zip(blocks, chain, strict=True):
+            self.pool.publish(block, block_hash)
+        self.holders.append(blocks)
+        self.seen.add(chain)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, len(self.holders) - 1))
+        self.pool.release(self.holders.pop(which))
+
+    @rule(count=st.integers(1, 3))
+    def others_take_and_return(self, count: int) -> None:
+        blocks = self.pool.take(count)
+        if blocks is not None:
+            self.pool.release(blocks)
+
+    @invariant()
+    def what_is_cached_can_be_hit(self) -> None:
+        for chain in self.seen:
+            known = [bool(self.pool.match([block_hash])) for block_hash in chain]
+            assert known == sorted(known, reverse=True), "K10: a head went before its tail"
+
+
+ChainMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+TestChains = ChainMachine.TestCase
+
+
 def test_blocks_without_a_hash_are_taken_before_cached_ones() -> None:
     pool = BlockPool(4, block_size=4)
     blocks = pool.take(3)
@@ -130,6 +175,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     pool.release(blocks)
     assert pool.take(1) == [blocks[2]]
     assert pool.match(hashes) == blocks[:2]
+    assert pool.num_evictions == 1
 
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:

@@ -1,4 +1,4 @@
-"""Equal hashes mean equal KV: tokens, pictures, their places, the tenant."""
+"""Equal hashes mean equal KV: tokens, pictures, their places and forms, the tenant, the weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.prefix import extend_chain
+from vlm_worker.core.prefix import PrefixCounts, extend_chain, num_visual_tokens
 from vlm_worker.types import ImageItem
 
 SIZE = 4
 
 
 def chain(
-    token_ids: list[int], items: tuple[ImageItem, ...] = (), *, salt: bytes = b""
+    token_ids: list[int],
+    items: tuple[ImageItem, ...] = (),
+    *,
+    salt: bytes = b"",
+    adapter: bytes = b"",
 ) -> list[bytes]:
     hashes: list[bytes] = []
     extend_chain(
@@ -21,6 +25,7 @@ def chain(
         np.array(token_ids, np.int32),
         items,
         cache_salt=salt,
+        adapter=adapter,
         block_size=SIZE,
         num_tokens=len(token_ids),
     )
@@ -82,3 +87,53 @@ def test_a_later_picture_does_not_touch_earlier_blocks() -> None:
 
 def test_tenants_differ_from_the_first_block_on() -> None:
     assert set(chain([1] * 8, salt=b"a")).isdisjoint(chain([1] * 8, salt=b"b"))
+
+
+def test_weights_differ_from_the_first_block_on() -> None:
+    assert set(chain([1] * 8, adapter=b"a")).isdisjoint(chain([1] * 8, adapter=b"b"))
+    assert set(chain([1] * 8, adapter=b"a")).isdisjoint(chain([1] * 8))
+
+
+short = st.text("ab", max_size=3).map(str.encode)
+
+
+@given(short, short, short, short)
+def test_salt_and_adapter_are_not_mistaken_for_one_another(
+    salt: bytes, adapter: bytes, other_salt: bytes, other_adapter: bytes
+) -> None:
+    one = chain([1] * 4, salt=salt, adapter=adapter)
+    two = chain([1] * 4, salt=other_salt, adapter=other_adapter)
+    assert (one == two) == ((salt, adapter) == (other_salt, other_adapter))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], tuple[ImageItem, ...]]:
+    """Two blocks of equal tokens, with pictures anywhere, whose keys have different lengths."""
+    items = []
+    offset = draw(st.integers(0, 3))
+    while offset < 2 * SIZE and len(items) < 3:
+        num_tokens = draw(st.integers(1, 5))
+        key = draw(st.sampled_from([b"", b"k", b"kk", b"k" * 8]))
+        grid = (1, 2, draw(st.sampled_from([2, 4])))
+        items.append(ImageItem(key, offset, num_tokens, grid))
+        offset += num_tokens + draw(st.integers(0, 2))
+    return [7] * (2 * SIZE), tuple(items)
+
+
+@given(prompts(), prompts())
+def test_chains_agree_exactly_as_far_as_the_pictures_do(
+    one: tuple[list[int], tuple[ImageItem, ...]], two: tuple[list[int], tuple[ImageItem, ...]]
+) -> None:
+    for block, (a, b) in enumerate(zip(chain(*one), chain(*two), strict=True)):
+        until = (block + 1) * SIZE
+        seen = [[item for item in items if item.offset < until] for _, items in (one, two)]
+        assert (a == b) == (seen[0] == seen[1])
+
+
+def test_hits_are_counted_by_what_they_cover() -> None:
+    items = (item(b"1", 2, 4), item(b"2", 8, 4))
+    assert [num_visual_tokens(items, end=end) for end in (0, 2, 4, 8, 10, 20)] == [0, 0, 2, 4, 6, 8]
+    counts = PrefixCounts()
+    counts.add(items, num_tokens=14, num_cached_tokens=4)
+    counts.add(items, num_tokens=14, num_cached_tokens=12)
+    assert counts == PrefixCounts(queries=28, hits=16, visual_queries=16, visual_hits=10)

@@ -14,6 +14,7 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_blocks.py holds each 
     K4  a hit never covers the last token of a prompt that is to be prefilled (the scheduler's part)
     K5  a sequence's blocks never change under it: no deduplication after the fact
     K6  what was written wrongly is never published, and forgotten where it was
+    K10 of two cached blocks of one chain, the later is evicted first: what is cached can be hit
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class BlockPool:
         self.block_size = block_size
         self.num_promised = 0
         self.num_cached = 0  # of the free ones, those with a hash
+        self.num_evictions = 0  # of blocks with a hash, for others
         self._ref = [0] * num_blocks
         self._free = collections.OrderedDict.fromkeys(range(1, num_blocks))
         self._block_of: dict[bytes, int] = {}
@@ -162,5 +164,6 @@ class BlockPool:
             self._hash_of[block] = None
             del self._block_of[block_hash]
             self.num_cached -= 1
+            self.num_evictions += 1
         self._ref[block] = 1
         return block

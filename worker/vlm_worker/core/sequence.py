@@ -137,6 +137,7 @@ class Sequence:
             token_ids,
             self.items,
             cache_salt=self.request.cache_salt,
+            adapter=self.request.adapter,
             block_size=block_size,
             num_tokens=num_tokens,
         )
