@@ -53,7 +53,7 @@ class Decoding:
 
     def step(self) -> None:
         """One step, the model left out."""
-        plan = self.scheduler.schedule().plan
+        plan = self.scheduler.schedule(now=0.0).plan
         assert plan is not None
         inputs = self.builder.build(plan)
         self.scheduler.update(plan, np.full(len(inputs.sample_rows), 7, np.int64))

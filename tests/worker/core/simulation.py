@@ -130,7 +130,7 @@ class Simulation:
         return sequence
 
     def step(self) -> bool:
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(now=0.0)
         for sequence in schedule.admitted:
             self.cached[sequence.request.key.request_id] = sequence.num_cached_tokens
         plan = schedule.plan
@@ -139,7 +139,7 @@ class Simulation:
         assert plan.num_tokens <= self.budget
         assert len(set(plan.rows.tolist())) == len(plan) <= self.max_num_seqs
         self.max_chunk = max(self.max_chunk, int(plan.counts.max()))
-        sampled = self.runner.execute(self.builder.build(plan))
+        sampled = self.runner.execute(self.builder.build(plan)).token_ids
         outcome = self.scheduler.update(plan, sampled)
         for sequence, token_id, index in zip(
             outcome.sequences, outcome.token_ids, outcome.indices, strict=True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from vlm_worker.core.sequence import Sequence
+from vlm_worker.core.table import SequenceTable
 from vlm_worker.types import FinishReason
 
 
@@ -29,6 +31,21 @@ class Plan:
     def __len__(self) -> int:
         """Sequences."""
         return len(self.rows)
+
+    @classmethod
+    def of(
+        cls, table: SequenceTable, decodes: np.ndarray, chunks: Seq[tuple[Sequence, int]]
+    ) -> Plan | None:
+        """One token for each of the rows `decodes`, and chunks of prompts; None for nothing."""
+        ones = np.ones(len(decodes), np.int64)
+        if not chunks:
+            return cls(decodes, ones, ones > 0, len(decodes)) if len(decodes) else None
+        chunk_rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
+        chunk_counts = np.array([count for _, count in chunks], np.int64)
+        rows = np.concatenate([decodes, chunk_rows])
+        counts = np.concatenate([ones, chunk_counts])
+        samples = table.num_computed[rows] + counts == table.num_tokens[rows]
+        return cls(rows, counts, samples, len(decodes))
 
     @property
     def num_tokens(self) -> int:

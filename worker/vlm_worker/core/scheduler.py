@@ -1,40 +1,49 @@
 """Who runs in the next step, and with how many tokens. Pure: no torch, no clock, no I/O.
 
-    step k:  schedule() -> Schedule -> [runner] -> update(plan, tokens) -> Outcome
+    step k:  schedule(now) -> Schedule -> [runner] -> update(plan, tokens) -> Outcome
 
 Prefill and decode are no phases: every step gives each sequence `count <= remaining` tokens under
 one budget. In this order:
 
     1  sequences that hold KV already (received, adopted) enter: only by finishing they free it
-    2  decoding sequences get their one token; one that finds no block preempts the youngest
+    2  decoding sequences get their one token; one that finds no block preempts the least important
     3  running prompts get chunks, oldest first, which may cut through an image that is on hand
-    4  waiting sequences enter if the whole prompt fits; if not, younger ones may pass, so often
+    4  waiting sequences enter if the whole prompt fits; if not, others may pass, so often
+
+Who is more important, and who of the waiting comes next, is in `waves`; where they wait, `queues`.
 """
 
 from __future__ import annotations
 
-import collections
 from typing import Final
 
 import numpy as np
 
 from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.chunks import next_chunk
+from vlm_worker.core.chunks import PromptShares
 from vlm_worker.core.plan import Outcome, Plan, Schedule
 from vlm_worker.core.publish import publish_written
-from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.queues import Waiting
+from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.waves import AdmissionRules
 from vlm_worker.types import FinishReason
 
 MAX_OVERTAKEN: Final = 64
-"""So many younger sequences may enter before one that lacks blocks; then it is waited for."""
+"""So many others may enter before one that lacks blocks or budget; then it is waited for."""
 
 MAX_TRIES: Final = 8
-"""So many waiting sequences that lack blocks are looked at in one step."""
+"""So many waiting sequences that lack blocks or budget are looked at in one step."""
 
 
 class Scheduler:
-    """Continuous batching over one block pool. The only writer of sequences, table and pool."""
+    """Continuous batching over one block pool. The only writer of sequences, table and pool.
+
+    Attributes:
+        waiting: the queue.
+        ready: who enters before it, in order: their KV is complete.
+        max_running: sequences that may run; whoever runs already goes on.
+    """
 
     def __init__(
         self,
@@ -44,29 +53,37 @@ class Scheduler:
         max_num_batched_tokens: int,
         watermark_blocks: int = 0,
         whole_images: bool = False,
+        long_prefill_tokens: int | None = None,
+        rules: AdmissionRules | None = None,
     ) -> None:
         self.pool = pool
         self.table = table
-        self.waiting: collections.deque[Sequence] = collections.deque()
-        self.ready: collections.deque[Sequence] = collections.deque()
+        self.waiting = Waiting(rules or AdmissionRules())
+        self.ready: dict[Sequence, None] = {}
+        self.max_running = len(table.sequences)
         self.num_preemptions = 0
+        self._awaited_blocks = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark_blocks = watermark_blocks
         self._whole_images = whole_images
+        self._long_prefill_tokens = long_prefill_tokens
 
     # ---- entering and leaving --------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it runs when budget, rows, blocks and embeddings allow."""
-        sequence.extend_hashes(
-            sequence.token_ids, num_tokens=sequence.num_tokens, block_size=self.pool.block_size
-        )
-        self.waiting.append(sequence)
+        start = self.look_up(sequence)
+        if any(
+            embedding is None and item.end > start
+            for item, embedding in zip(sequence.items, sequence.embeddings, strict=True)
+        ):
+            sequence.lane = Lane.VISION
+        self.waiting.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Let a HELD or RECEIVING sequence, its KV complete, decode when a row is free."""
         assert sequence.num_tokens == sequence.num_computed_tokens + 1
-        self.ready.append(sequence)
+        self.ready[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands, and take everything back."""
@@ -74,8 +91,8 @@ class Scheduler:
             self.table.leave(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
-        elif sequence in self.ready:
-            self.ready.remove(sequence)
+        else:
+            self.ready.pop(sequence, None)
         self.pool.unpromise(sequence.promised)
         self.pool.release(sequence.blocks)
         sequence.promised, sequence.blocks = 0, []
@@ -86,32 +103,55 @@ class Scheduler:
         """Blocks that whoever comes new leaves to those who run, for their growth."""
         return self._watermark_blocks if len(self.table) else 0
 
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks that a reservation leaves: the watermark, and what somebody was passed by for."""
+        return self.watermark + self._awaited_blocks
+
+    def look_up(self, sequence: Sequence) -> int:
+        """Hash the tokens of a new sequence; returns `num_cached_tokens`."""
+        sequence.extend_hashes(
+            sequence.token_ids, num_tokens=sequence.num_tokens, block_size=self.pool.block_size
+        )
+        return self.num_cached_tokens(sequence)
+
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit would cover now; never the last one (K4). Changes nothing."""
         return len(self._match(sequence)) * self.pool.block_size
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def schedule(self) -> Schedule:
-        """Choose the next step's work, and take the blocks for it."""
+    def schedule(self, *, now: float) -> Schedule:
+        """Choose the next step's work, and take the blocks for it.
+
+        Args:
+            now: on the clock of `Sequence.arrived_at`; never smaller than the last time.
+        """
+        while self.ready and self._has_place:
+            sequence = next(iter(self.ready))
+            del self.ready[sequence]
+            self.table.enter(sequence)
         preempted: list[Sequence] = []
-        stalled: list[tuple[Sequence, int]] = []
-        while self.ready and self.table.num_free_rows:
-            self.table.enter(self.ready.popleft())
-        decodes = self._grow(preempted)
-        budget = self._max_num_batched_tokens - len(decodes)
-        chunks: list[tuple[Sequence, int]] = []
+        decodes = self._grow(preempted, now=now)
+        shares = PromptShares(
+            self._max_num_batched_tokens - len(decodes),
+            cap=self._long_prefill_tokens,
+            whole_images=self._whole_images,
+        )
         for row in self.table.prefill_rows:
-            sequence = self.table.sequences[row]
-            assert sequence is not None
-            count = self._chunk(sequence, int(self.table.num_computed[row]), budget, stalled)
+            running = self.table.sequences[row]
+            assert running is not None
+            start = int(self.table.num_computed[row])
+            count = shares.offer(running, start)
             if count:
-                chunks.append((sequence, count))
-                budget -= count
+                shares.take(running, start, count)
         admitted: list[Sequence] = []
         if not preempted:
-            admitted = self._admit(budget, chunks, stalled)
-        return Schedule(self._plan(decodes, chunks), admitted, preempted, stalled)
+            admitted = self._admit(shares, now=now)
+        shares.give_rest()
+        plan = Plan.of(self.table, decodes, shares.chunks)
+        assert plan is None or plan.num_tokens <= self._max_num_batched_tokens
+        return Schedule(plan, admitted, preempted, shares.stalled)
 
     def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
         """Record a step: int64 `sampled` holds a token for each of the plan's sampled rows."""
@@ -142,38 +182,44 @@ class Scheduler:
 
     # ---- parts of schedule -----------------------------------------------------------------------
 
-    def _grow(self, preempted: list[Sequence]) -> np.ndarray:
+    def _grow(self, preempted: list[Sequence], *, now: float) -> np.ndarray:
         """Give every decoding sequence the block that its token needs; returns their rows."""
         table, pool = self.table, self.pool
         rows = table.decode_rows
-        full = rows[table.num_computed[rows] == table.num_blocks[rows] * pool.block_size].tolist()
+        full = rows[table.num_computed[rows] == table.num_blocks[rows] * pool.block_size]
         blocks = pool.take(len(full))
         if blocks is not None:
-            table.append_blocks(full, blocks)
+            table.append_blocks(full.tolist(), blocks)
             return rows
-        for row in full:
-            sequence = table.sequences[row]
-            if sequence is None:  # preempted by an older one in this pass
+        rules = self.waiting.rules
+        for sequence in sorted(table.members(full), key=lambda s: rules.precedence(s, now=now)):
+            if sequence.row is None:  # preempted by a more important one in this pass
                 continue
-            block = self._take_one(sequence, preempted)
+            block = self._take_one(sequence, preempted, now=now)
             if block is not None:
-                table.append_blocks([row], block)
+                table.append_blocks([sequence.row], block)
         return table.decode_rows
 
-    def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
-        """A block for `sequence`, at the cost of younger ones; None if it is itself preempted."""
+    def _take_one(
+        self, sequence: Sequence, preempted: list[Sequence], *, now: float
+    ) -> list[int] | None:
+        """A block for `sequence`, at others' cost; None if it is itself preempted."""
         while (blocks := self.pool.take(1)) is None:
-            victim = self._youngest(sequence)
+            victim = self._victim(sequence, now=now)
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
                 return None
         return blocks
 
-    def _youngest(self, sequence: Sequence) -> Sequence:
-        """Whom to preempt so that `sequence` can go on: nobody older, nobody whom a peer reads."""
-        younger = [s for s in self.table.running if s.arrival > sequence.arrival and not s.hold]
-        return younger[-1] if younger else sequence
+    def _victim(self, sequence: Sequence, *, now: float) -> Sequence:
+        """Whom to preempt so that `sequence` can go on: nobody before it, nobody whom a peer reads.
+
+        That is the youngest of the lowest priority; itself, where nobody comes after it.
+        """
+        rules = self.waiting.rules
+        others = [s for s in self.table.running if not s.hold and s is not sequence]
+        return max([sequence, *others], key=lambda s: rules.precedence(s, now=now))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the blocks; the sequence is computed again from its first token."""
@@ -182,64 +228,53 @@ class Scheduler:
         sequence.blocks, sequence.num_computed_tokens = [], 0
         sequence.wake()
         sequence.move(Status.WAITING)
-        self.waiting.appendleft(sequence)
+        self.waiting.add(sequence)
         self.num_preemptions += 1
 
-    def _chunk(
-        self, sequence: Sequence, start: int, budget: int, stalled: list[tuple[Sequence, int]]
-    ) -> int:
-        """Tokens that the sequence computes next, from `start` on."""
-        if sequence.stalled or not budget:
-            return 0
-        num_tokens = sequence.num_tokens
-        chunk = next_chunk(
-            start,
-            num_tokens - start,
-            budget=budget,
-            items=sequence.items,
-            embeddings=sequence.embeddings,
-            whole_images=self._whole_images,
-        )
-        if not chunk.size and chunk.missing is not None:
-            sequence.stall()
-            stalled.append((sequence, start))
-        return chunk.size
+    @property
+    def _has_place(self) -> bool:
+        return self.table.num_free_rows > 0 and len(self.table) < self.max_running
 
-    def _admit(
-        self, budget: int, chunks: list[tuple[Sequence, int]], stalled: list[tuple[Sequence, int]]
-    ) -> list[Sequence]:
+    def _admit(self, shares: PromptShares, *, now: float) -> list[Sequence]:
         """Let waiting sequences enter and give them their first chunk."""
         admitted: list[Sequence] = []
         lacking: list[Sequence] = []
-        for sequence in list(self.waiting):
-            if not budget or not self.table.num_free_rows or len(lacking) == MAX_TRIES:
-                break
-            if sequence.stalled:
-                continue
-            shared = self._match(sequence)
-            start = len(shared) * self.pool.block_size
-            count = self._chunk(sequence, start, budget, stalled)
-            if not count:
-                continue
-            needed = self.pool.blocks_for(sequence.num_tokens) - len(shared)
-            blocks = self.pool.take(
-                needed, shared=shared, promised=sequence.promised, keep=self.watermark
-            )
-            if blocks is None:
-                if sequence.overtaken >= MAX_OVERTAKEN:
+        self._awaited_blocks = 0
+        if not self.waiting or not shares.left or not self._has_place:
+            return admitted
+        with self.waiting.wave(now=now) as wave:
+            while shares.left and self._has_place and len(lacking) < MAX_TRIES:
+                sequence = wave.next()
+                if sequence is None:
                     break
-                lacking.append(sequence)
-                continue
-            for other in lacking:
-                other.overtaken += 1
-            self._enter(sequence, shared + blocks, num_cached_tokens=start)
-            admitted.append(sequence)
-            chunks.append((sequence, count))
-            budget -= count
+                shared = self._match(sequence)
+                start = len(shared) * self.pool.block_size
+                count = shares.offer(sequence, start)
+                if sequence.stalled:
+                    continue
+                blocks = self._blocks_for(sequence, shared) if count else None
+                if blocks is not None:
+                    wave.admit(sequence)
+                    self._enter(sequence, shared + blocks, num_cached_tokens=start)
+                    shares.take(sequence, start, count)
+                    admitted.append(sequence)
+                    for other in lacking:
+                        other.overtaken += 1
+                elif sequence.overtaken < MAX_OVERTAKEN:
+                    lacking.append(sequence)
+                else:
+                    self._awaited_blocks = self.pool.blocks_for(sequence.num_tokens)
+                    break
         return admitted
 
+    def _blocks_for(self, sequence: Sequence, shared: list[int]) -> list[int] | None:
+        """Blocks for what a hit leaves of the whole prompt, pictures that are not here included."""
+        needed = self.pool.blocks_for(sequence.num_tokens) - len(shared)
+        return self.pool.take(
+            needed, shared=shared, promised=sequence.promised, keep=self.watermark
+        )
+
     def _enter(self, sequence: Sequence, blocks: list[int], *, num_cached_tokens: int) -> None:
-        self.waiting.remove(sequence)
         sequence.promised, sequence.overtaken = 0, 0
         sequence.blocks = blocks
         sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached_tokens
@@ -248,18 +283,6 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest prefix hit that leaves a token to compute."""
         return self.pool.match(sequence.hashes[: (sequence.num_tokens - 1) // self.pool.block_size])
-
-    def _plan(self, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]) -> Plan | None:
-        if not chunks:
-            ones = np.ones(len(decodes), np.int64)
-            return Plan(decodes, ones, ones > 0, len(decodes)) if len(decodes) else None
-        chunk_rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
-        chunk_counts = np.array([count for _, count in chunks], np.int64)
-        rows = np.concatenate([decodes, chunk_rows])
-        counts = np.concatenate([np.ones(len(decodes), np.int64), chunk_counts])
-        samples = self.table.num_computed[rows] + counts == self.table.num_tokens[rows]
-        assert counts.sum() <= self._max_num_batched_tokens
-        return Plan(rows, counts, samples, len(decodes))
 
     # ---- parts of update -------------------------------------------------------------------------
 

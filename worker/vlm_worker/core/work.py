@@ -10,6 +10,14 @@ from typing import Final
 FADE: Final = 0.99
 """Weight of the past at each new measurement: about the last hundred count."""
 
+MIN_RETRY_SECONDS: Final = 0.1
+MAX_RETRY_SECONDS: Final = 30.0
+
+
+def retry_after(queued_seconds: float) -> float:
+    """When to come back to a full queue that holds so much predicted work: 0.1 to 30 seconds."""
+    return min(max(queued_seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
 
 class WorkModel:
     """Fits seconds over units (tokens) of one kind of step."""

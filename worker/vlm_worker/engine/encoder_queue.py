@@ -36,6 +36,11 @@ class Fill:
     image: PreparedImage
 
 
+def num_pixels(image: PreparedImage) -> int:
+    """Pixels of a picture as the encoder sees it: three float32 each, frames counted apart."""
+    return image.patches.nbytes // 12
+
+
 class EncoderQueue:
     """Fills entries of the cache. Lives on the engine thread.
 
@@ -68,6 +73,11 @@ class EncoderQueue:
     def __len__(self) -> int:
         """Pictures in the queue."""
         return len(self._queue)
+
+    @property
+    def num_pixels(self) -> int:
+        """Their pixels."""
+        return sum(num_pixels(fill.image) for fill in self._queue)
 
     @property
     def seconds(self) -> float:

@@ -16,11 +16,12 @@ from typing import Any
 from vlm_worker.cache.embeddings import EmbeddingCache
 from vlm_worker.core.encoder_cache import Lookup
 from vlm_worker.core.encoder_entries import Entry
-from vlm_worker.engine.encoder_queue import EncoderQueue
+from vlm_worker.core.work import retry_after
+from vlm_worker.engine.encoder_queue import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
-from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.engine.settings import Bound, EngineSettings
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
@@ -64,6 +65,7 @@ class Pictures:
         )
         self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)
         self.draining = False
+        self.num_refused = dict.fromkeys(Bound, 0)
         self._runner = runner
         self._settings = settings
         self._outbox = outbox
@@ -189,12 +191,23 @@ class Pictures:
             return DrainingError("this worker is draining")
         if key in self._pinned:
             return DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
-        if len(self.queue) + len(images) > self._settings.max_waiting_images:
-            return OverloadedError(
-                f"{len(self.queue)} pictures wait for the encoder, "
-                f"{self._settings.max_waiting_images} may",
-                retry_after_seconds=max(self.queue.seconds, 0.1),
-            )
+        return self._overload(images)
+
+    def _overload(self, images: tuple[PreparedImage, ...]) -> OverloadedError | None:
+        """Why so many more pictures may not wait; whatever their pixels, one call's may alone."""
+        queue, settings = self.queue, self._settings
+        pixels = sum(num_pixels(image) for image in images)
+        most_pixels = max(settings.max_waiting_pixels, pixels)
+        for bound, queued, more, most in (
+            (Bound.IMAGES, len(queue), len(images), settings.max_waiting_images),
+            (Bound.PIXELS, queue.num_pixels, pixels, most_pixels),
+        ):
+            if queued + more > most:
+                self.num_refused[bound] += 1
+                return OverloadedError(
+                    f"{queued} {bound.value} wait for the encoder, {most} may",
+                    retry_after_seconds=retry_after(queue.seconds),
+                )
         return None
 
     def _begin(self, job: Job, item: int, image: PreparedImage) -> None:

@@ -20,11 +20,12 @@ from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.work import WorkModel, retry_after
 from vlm_worker.engine.events import CancelOutcome, EventStream, PrefillEvent
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
-from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.engine.settings import Bound, EngineSettings
 from vlm_worker.engine.sink import Sink
 from vlm_worker.engine.usage import KVUsage
 from vlm_worker.errors import (
@@ -56,6 +57,7 @@ class Sequences:
         positions: Positions,
         images: PromptImages,
         outbox: Outbox,
+        clock: Callable[[], float],
     ) -> None:
         self.pool = _make_pool(runner, settings)
         self.table = SequenceTable(
@@ -70,16 +72,20 @@ class Sequences:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             watermark_blocks=self.pool.capacity * settings.watermark_percent // 100,
             whole_images=settings.whole_images,
+            long_prefill_tokens=settings.long_prefill_tokens,
+            rules=settings.admission,
         )
+        self.work = WorkModel()
         self.settings = settings
         self.live: dict[RequestKey, Sequence] = {}
         self.reservations: dict[RequestKey, int] = {}
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
-        self.retry_after_seconds = 1.0
+        self.num_refused = dict.fromkeys(Bound, 0)
         self._positions = positions
         self._images = images
         self._outbox = outbox
+        self._clock = clock
         self._draining = False
         self._arrivals = 0
         self._ended: collections.OrderedDict[RequestKey, None] = collections.OrderedDict()
@@ -89,12 +95,7 @@ class Sequences:
         """See `Engine.submit_prefill`."""
         try:
             self.check_new(request.key)
-            num_waiting, may_wait = len(self.scheduler.waiting), self.settings.max_waiting
-            if num_waiting >= may_wait:
-                raise OverloadedError(
-                    f"{num_waiting} requests wait, {may_wait} may",
-                    retry_after_seconds=self.retry_after_seconds,
-                )
+            self._check_room(len(request.token_ids))
             sequence = self.make(request, hold=hold)
         except WorkerError as error:
             self._outbox.fail(stream, error)
@@ -102,8 +103,8 @@ class Sequences:
         sequence.promised = self.reservations.pop(request.key, 0)
         sequence.sink = Sink(stream=stream, first_only=hold, supplied=True)
         self.live[request.key] = sequence
+        self.gather(sequence, self.scheduler.look_up(sequence))
         self.scheduler.add(sequence)
-        self.gather(sequence, self.scheduler.num_cached_tokens(sequence))
 
     def check_new(self, key: RequestKey) -> None:
         """Raise where nothing may begin under this key."""
@@ -133,12 +134,44 @@ class Sequences:
         return Sequence(
             request=request,
             arrival=self._arrivals,
+            arrived_at=self._clock(),
             token_ids=np.array(request.token_ids, np.int32),
             positions=positions,
             position_delta=delta,
             hold=hold,
             embeddings=[None] * len(request.items),
         )
+
+    def predict(self, num_tokens: int) -> float:
+        """Predicted seconds to compute so many tokens of prompts."""
+        return self.work.predict(num_tokens, units_per_step=self.settings.max_num_batched_tokens)
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """When to come back: after what waits now is computed."""
+        return retry_after(self.predict(self.scheduler.waiting.num_tokens))
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that nobody listens to: held for a peer, or being received."""
+        scheduler = self.scheduler
+        queued = len(scheduler.waiting) + len(scheduler.ready)
+        return len(self.live) - queued - len(self.table)
+
+    def _check_room(self, num_tokens: int) -> None:
+        """Raise OverloadedError where so many more tokens may not wait; one prompt may alone."""
+        waiting, settings = self.scheduler.waiting, self.settings
+        most_tokens = max(settings.max_waiting_tokens, num_tokens)
+        for bound, queued, more, most in (
+            (Bound.REQUESTS, len(waiting), 1, settings.max_waiting),
+            (Bound.TOKENS, waiting.num_tokens, num_tokens, most_tokens),
+        ):
+            if queued + more > most:
+                self.num_refused[bound] += 1
+                raise OverloadedError(
+                    f"{queued} {bound.value} wait, {most} may",
+                    retry_after_seconds=self.retry_after_seconds,
+                )
 
     def get(self, key: RequestKey, *, status: Status | None = None) -> Sequence:
         """The live sequence of a key, in the given status, or GoneError."""

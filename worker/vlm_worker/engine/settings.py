@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections.abc import Mapping
 
+from vlm_worker.core.adaptive import LimitReason
 from vlm_worker.core.histogram import Buckets
+from vlm_worker.core.sequence import Lane
+from vlm_worker.core.waves import AdmissionReason, AdmissionRules
 from vlm_worker.types import Modality
+
+
+class Bound(enum.StrEnum):
+    """What was full when somebody was answered OverloadedError."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    IMAGES = "images"
+    PIXELS = "pixels"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +36,14 @@ class EngineSettings:
         max_image_tokens: visual tokens of the largest picture that may come, which the embedding
             cache must have room for; None is `max_model_len`.
         max_waiting: sequences in the queue; beyond it a request is answered OverloadedError.
+        max_waiting_tokens: tokens of all of them, those of pictures included; likewise.
         max_waiting_images: pictures in the encoder queue; likewise.
+        max_waiting_pixels: pixels of all of them, as the encoder sees them; likewise. A queue that
+            is empty takes in any one request, and any one call's pictures.
+        admission: who of those that wait enters first.
+        long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
+        target_step_seconds: how many sequences run at once follows from this; None: as many as
+            there are rows.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         whole_images: the family attends in both directions inside an image, so that a chunk of
             prefill never cuts one.
@@ -43,7 +64,12 @@ class EngineSettings:
     max_encode_tokens_decoding: int = 512
     max_image_tokens: int | None = None
     max_waiting: int = 256
+    max_waiting_tokens: int = 1 << 20
     max_waiting_images: int = 256
+    max_waiting_pixels: int = 1 << 26
+    admission: AdmissionRules = dataclasses.field(default_factory=AdmissionRules)
+    long_prefill_tokens: int | None = None
+    target_step_seconds: float | None = None
     watermark_percent: int = 2
     whole_images: bool = False
     embedding_cache_bytes: int = 256 << 20
@@ -60,6 +86,35 @@ class EngineSettings:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step"
             )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueStats:
+    """Who waits, who was let in and who was not.
+
+    Attributes:
+        waiting: sequences by lane.
+        waiting_tokens: their tokens.
+        waiting_pixels: pixels of the pictures in the encoder queue.
+        oldest_wait_seconds: since the arrival of the oldest sequence that waits.
+        admitted: sequences that left the queue to run, by why it was their turn.
+        refused: requests answered OverloadedError, by what was full.
+        running_limit: sequences that may run at once now.
+        running_limit_reason: why it is what it is.
+    """
+
+    waiting: Mapping[Lane, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Lane, 0))
+    waiting_tokens: int = 0
+    waiting_pixels: int = 0
+    oldest_wait_seconds: float = 0.0
+    admitted: Mapping[AdmissionReason, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(AdmissionReason, 0)
+    )
+    refused: Mapping[Bound, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(Bound, 0)
+    )
+    running_limit: int = 0
+    running_limit_reason: LimitReason = LimitReason.FIXED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,12 +173,15 @@ class EngineStats:
 
     `inflight` counts everything that still owes somebody something: sequences in any state,
     reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.
+    `prefix_cache_queries` and `_hits` count tokens of prompts, visual ones included, which are
+    also counted apart; `prefix_cache_evictions` counts blocks.
     `kv_request_bytes` tells how much KV the answers that ended here had taken, by modality.
     """
 
     inflight: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    queue: QueueStats = QueueStats()
     num_waiting_images: int = 0
     num_held: int = 0
     num_reserved: int = 0
@@ -141,6 +199,9 @@ class EngineStats:
     out_of_memory: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_cache_visual_queries: int = 0
+    prefix_cache_visual_hits: int = 0
+    prefix_cache_evictions: int = 0
     kv_request_bytes: tuple[tuple[Modality, Buckets], ...] = ()
     steps: int = 0
     step_failures: int = 0

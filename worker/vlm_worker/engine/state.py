@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vlm_worker.core.encoder_entries import Shelf
+from vlm_worker.core.sequence import Lane
+from vlm_worker.core.waves import AdmissionReason
 from vlm_worker.engine.events import CancelOutcome
 from vlm_worker.engine.handover import Handover
 from vlm_worker.engine.outbox import Outbox
@@ -13,10 +15,12 @@ from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
 from vlm_worker.engine.settings import (
+    Bound,
     EncoderCacheStats,
     EngineSettings,
     EngineStats,
     KVStats,
+    QueueStats,
     TierStats,
 )
 from vlm_worker.engine.stepping import Stepping
@@ -44,6 +48,7 @@ class State:
             positions=positions,
             images=self.images,
             outbox=self.outbox,
+            clock=clock,
         )
         self.handover = Handover(runner, self.sequences, outbox=self.outbox)
         self.stepping = Stepping(
@@ -121,16 +126,15 @@ class State:
         sequences, pictures, stepping = self.sequences, self.pictures, self.stepping
         queued_tokens = stepping.queued_tokens
         queued_seconds = stepping.predict(queued_tokens) + pictures.queue.seconds
-        sequences.retry_after_seconds = min(max(queued_seconds, 0.1), 30.0)
-        num_held = sum(s.sink.stream is None for s in sequences.live.values())
         return EngineStats(
             inflight=self.inflight,
             num_running=len(sequences.table),
             num_waiting=len(sequences.scheduler.waiting),
             num_waiting_images=len(pictures.queue),
-            num_held=num_held,
+            num_held=sequences.num_held,
             num_reserved=len(sequences.reservations),
             num_pinned_embeddings=pictures.num_pinned,
+            queue=self._queue_stats(),
             work_queued_seconds=queued_seconds,
             work_admitted_seconds_total=stepping.admitted_seconds + pictures.queue.admitted_seconds,
             kv=self._kv_stats(queued_tokens),
@@ -142,12 +146,33 @@ class State:
             output_tokens=stepping.num_output_tokens,
             preemptions=sequences.scheduler.num_preemptions,
             out_of_memory=stepping.guard.num_out_of_memory + pictures.queue.num_out_of_memory,
-            prefix_cache_queries=stepping.num_prefix_queries,
-            prefix_cache_hits=stepping.num_prefix_hits,
+            prefix_cache_queries=stepping.prefix.queries,
+            prefix_cache_hits=stepping.prefix.hits,
+            prefix_cache_visual_queries=stepping.prefix.visual_queries,
+            prefix_cache_visual_hits=stepping.prefix.visual_hits,
+            prefix_cache_evictions=sequences.pool.num_evictions,
             kv_request_bytes=sequences.usage.buckets,
             steps=stepping.num_steps,
             step_failures=stepping.guard.num_failures,
             invariant_violations=self.num_violations,
+        )
+
+    def _queue_stats(self) -> QueueStats:
+        scheduler = self.sequences.scheduler
+        waiting, oldest = scheduler.waiting, scheduler.waiting.oldest
+        limit = self.stepping.limit.limit
+        return QueueStats(
+            waiting={lane: waiting.count(lane) for lane in Lane},
+            waiting_tokens=waiting.num_tokens,
+            waiting_pixels=self.pictures.queue.num_pixels,
+            oldest_wait_seconds=self._clock() - oldest.arrived_at if oldest else 0.0,
+            admitted={reason: waiting.num_admitted[reason] for reason in AdmissionReason},
+            refused={
+                bound: self.sequences.num_refused[bound] + self.pictures.num_refused[bound]
+                for bound in Bound
+            },
+            running_limit=limit.value,
+            running_limit_reason=limit.reason,
         )
 
     def _encoder_cache_stats(self) -> EncoderCacheStats:

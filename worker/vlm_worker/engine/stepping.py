@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vlm_worker.core.adaptive import AdaptiveLimit
 from vlm_worker.core.batch import BatchBuilder
-from vlm_worker.core.plan import Outcome
+from vlm_worker.core.plan import Outcome, Plan
 from vlm_worker.core.sequence import Sequence, Status
-from vlm_worker.core.work import WorkModel
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
@@ -40,7 +40,7 @@ class Stepping:
             whole_images=settings.whole_images,
         )
         self.guard = StepGuard(runner, builder)
-        self.work = WorkModel()
+        self.limit = AdaptiveLimit(settings.target_step_seconds, maximum=settings.max_num_seqs)
         self.num_steps = 0
         self.num_output_tokens = 0
         self.num_prefix_queries = 0
@@ -52,11 +52,12 @@ class Stepping:
         self._settings = settings
         self._outbox = outbox
         self._clock = clock
+        self._scheduler.max_running = self.limit.limit.value
 
     def turn(self) -> bool:
         """Run one step, if there is anything to run; whether another turn may bring more."""
-        schedule = self._scheduler.schedule()
         started = self._clock()
+        schedule = self._scheduler.schedule(now=started)
         for sequence in schedule.admitted:
             self._admitted(sequence, started)
         for sequence in schedule.preempted:
@@ -72,18 +73,25 @@ class Stepping:
                     self._fail(self._scheduler.table.sequences[row], result.outcome)
             else:
                 self._deliver(self._scheduler.update(result.plan, result.outcome))
-        self.work.observe(schedule.plan.num_tokens, self._clock() - started)
+        self._measured(schedule.plan, self._clock() - started)
         self.num_steps += 1
         return True
 
     @property
     def queued_tokens(self) -> int:
         """Tokens of waiting sequences."""
-        return sum(sequence.num_tokens for sequence in self._scheduler.waiting)
+        return self._scheduler.waiting.num_tokens
 
     def predict(self, num_tokens: int) -> float:
         """Predicted seconds to compute so many tokens of prompts."""
-        return self.work.predict(num_tokens, units_per_step=self._settings.max_num_batched_tokens)
+        return self._sequences.predict(num_tokens)
+
+    def _measured(self, plan: Plan, seconds: float) -> None:
+        """Learn from a step; those in which nobody decoded say nothing about a pace of answers."""
+        self._sequences.work.observe(plan.num_tokens, seconds)
+        if plan.num_decodes:
+            limit = self.limit.observe(seconds, num_running=len(plan))
+            self._scheduler.max_running = limit.value
 
     def _admitted(self, sequence: Sequence, now: float) -> None:
         new_tokens = sequence.num_tokens - sequence.num_cached_tokens

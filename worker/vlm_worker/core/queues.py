@@ -1,0 +1,220 @@
+"""Who waits, and who of them is next, in O(log n) amortised however many wait. Pure.
+
+                 by rank      by age          rank: priority, then arrival
+    text lane    heap         heap            age: arrival alone
+    vision lane  heap         heap
+    stalled                   heap            nobody looks at them until they are woken
+
+A step opens a `Wave` over the queue, takes candidates out one by one, admits some and closes it:
+whoever was not admitted is where it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from typing import Any, Final, Self
+
+from vlm_worker.core.sequence import Lane, Sequence
+from vlm_worker.core.waves import (
+    AdmissionPolicy,
+    AdmissionReason,
+    AdmissionRules,
+    Turn,
+    rank,
+    turns,
+)
+
+MIN_SWEEP: Final = 64
+"""A heap with fewer entries of those who left is not worth sweeping."""
+
+
+class Heap:
+    """Sequences by key, the smallest first. Who leaves is marked; the marked are swept in bulk."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, int, Sequence]] = []
+        self._tickets: dict[Sequence, int] = {}
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        """Sequences in it."""
+        return len(self._tickets)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Whether it is in it."""
+        return sequence in self._tickets
+
+    @property
+    def first(self) -> Sequence | None:
+        """The one with the smallest key."""
+        while self._entries and not self._is_live(self._entries[0]):
+            heapq.heappop(self._entries)
+        return self._entries[0][2] if self._entries else None
+
+    def push(self, key: Any, sequence: Sequence) -> None:
+        """Put one in."""
+        self._next_ticket += 1
+        self._tickets[sequence] = self._next_ticket
+        heapq.heappush(self._entries, (key, self._next_ticket, sequence))
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take one out, if it is in it."""
+        if self._tickets.pop(sequence, None) is None:
+            return
+        num_left = len(self._entries) - len(self._tickets)
+        if num_left > max(len(self._tickets), MIN_SWEEP):
+            self._entries = [entry for entry in self._entries if self._is_live(entry)]
+            heapq.heapify(self._entries)
+
+    def _is_live(self, entry: tuple[Any, int, Sequence]) -> bool:
+        return self._tickets.get(entry[2]) == entry[1]
+
+
+class Waiting:
+    """The sequences that wait to be admitted. Written by the scheduler alone.
+
+    Of two sequences, the one with the smaller `arrival` must not have the later `arrived_at`.
+
+    Attributes:
+        rules: the order.
+        num_tokens: tokens of all of them.
+        num_admitted: by reason, how many have left through a wave.
+    """
+
+    def __init__(self, rules: AdmissionRules) -> None:
+        self.rules = rules
+        self.num_tokens = 0
+        self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
+        self._ranked = {lane: Heap() for lane in Lane}
+        self._aging = {lane: Heap() for lane in Lane}
+        self._stalled = Heap()
+        self._count = dict.fromkeys(Lane, 0)
+        self._last_first = Lane.VISION
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return sum(self._count.values())
+
+    def count(self, lane: Lane) -> int:
+        """How many wait in a lane, the stalled ones included."""
+        return self._count[lane]
+
+    @property
+    def oldest(self) -> Sequence | None:
+        """Who came first."""
+        heads = [heap.first for heap in (*self._aging.values(), self._stalled)]
+        return min((s for s in heads if s is not None), key=_arrival, default=None)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait in its lane."""
+        self._count[sequence.lane] += 1
+        self.num_tokens += sequence.num_tokens
+        sequence.on_wake = self._woken
+        self._put(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Let a sequence wait no more; between waves."""
+        self._out(sequence)
+        self._forget(sequence)
+
+    def wave(self, *, now: float) -> Wave:
+        """Begin to admit."""
+        return Wave(self, now=now)
+
+    # ---- for waves -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _heads(heaps: dict[Lane, Heap]) -> dict[Lane, Sequence]:
+        return {lane: first for lane, heap in heaps.items() if (first := heap.first) is not None}
+
+    def _put(self, sequence: Sequence) -> None:
+        if sequence.stalled:
+            self._stalled.push(sequence.arrival, sequence)
+        else:
+            self._ranked[sequence.lane].push(rank(sequence), sequence)
+            self._aging[sequence.lane].push(sequence.arrival, sequence)
+
+    def _out(self, sequence: Sequence) -> None:
+        self._stalled.discard(sequence)
+        self._ranked[sequence.lane].discard(sequence)
+        self._aging[sequence.lane].discard(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._count[sequence.lane] -= 1
+        self.num_tokens -= sequence.num_tokens
+        sequence.on_wake = None
+
+    def _woken(self, sequence: Sequence) -> None:
+        self._stalled.discard(sequence)
+        self._put(sequence)
+
+
+class Wave:
+    """What one step admits. A context: at its end, whoever was not admitted waits as before."""
+
+    def __init__(self, waiting: Waiting, *, now: float) -> None:
+        self._waiting = waiting
+        self._now = now
+        self._entered = dict.fromkeys(Lane, 0)
+        self._seen: list[Sequence] = []
+        self._reason = AdmissionReason.ORDER
+        self._turns: tuple[Turn, ...] = ()
+        if waiting.rules.policy is AdmissionPolicy.DUAL_QUEUE:
+            backlog = {lane: len(heap) for lane, heap in waiting._ranked.items()}
+            self._turns = turns(backlog, waiting.rules, last_first=waiting._last_first)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put back whoever was seen and not admitted."""
+        for sequence in self._seen:
+            self._waiting._put(sequence)
+
+    def next(self) -> Sequence | None:
+        """The next candidate; each comes once in a wave. None: nobody else may enter now."""
+        choice = self._choose()
+        if choice is None:
+            return None
+        sequence, self._reason = choice
+        self._waiting._out(sequence)
+        self._seen.append(sequence)
+        return sequence
+
+    def admit(self, sequence: Sequence) -> None:
+        """Let the candidate that came last leave the queue."""
+        assert self._seen[-1] is sequence
+        self._seen.pop()
+        self._entered[sequence.lane] += 1
+        self._waiting._forget(sequence)
+        self._waiting.num_admitted[self._reason] += 1
+        if self._turns and self._reason is not AdmissionReason.AGED:
+            self._waiting._last_first = self._turns[0].lane
+
+    def _choose(self) -> tuple[Sequence, AdmissionReason] | None:
+        rules, waiting = self._waiting.rules, self._waiting
+        may_enter = [
+            sequence
+            for lane, sequence in waiting._heads(waiting._aging).items()
+            if not self._turns or self._room(lane, rules.bound(lane))
+        ]
+        oldest = min(may_enter, key=_arrival, default=None)
+        if oldest is not None and rules.is_aged(oldest, now=self._now):
+            return oldest, AdmissionReason.AGED
+        ranked = waiting._heads(waiting._ranked)
+        if not self._turns:
+            first = min(ranked.values(), key=rank, default=None)
+            return None if first is None else (first, AdmissionReason.ORDER)
+        for turn in self._turns:
+            if turn.lane in ranked and self._room(turn.lane, turn.room):
+                return ranked[turn.lane], turn.reason
+        return None
+
+    def _room(self, lane: Lane, bound: int) -> bool:
+        return self._entered[lane] < bound
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
