@@ -13,6 +13,7 @@ from typing import Any
 
 from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool
@@ -120,6 +121,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
 
 
 def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> Engine:
+    queues = settings.queues
     bounds = EngineSettings(
         max_model_len=max_model_len,
         eos_token_ids=loaded.eos_token_ids,
@@ -127,6 +129,18 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
         max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
         watermark_percent=settings.kv_reserve_percent,
         whole_images=loaded.family.spec.bidirectional_spans,
+        max_waiting=queues.max_waiting,
+        max_waiting_tokens=queues.max_waiting_tokens,
+        max_waiting_images=queues.max_waiting_images,
+        max_waiting_pixels=queues.max_waiting_pixels,
+        admission=AdmissionRules(
+            policy=AdmissionPolicy(queues.admission_policy),
+            max_text=queues.max_wave_text,
+            max_vision=queues.max_wave_vision,
+            ageing_seconds=queues.ageing_seconds,
+        ),
+        long_prefill_tokens=queues.long_prefill_tokens,
+        target_step_seconds=queues.target_step_ms / 1000 or None,
     )
     try:
         return Engine(loaded.runner, settings=bounds, positions=loaded.positions)

@@ -10,6 +10,7 @@ An error names the flag and the fix, and ends the process with code 2.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from vlm_worker.settings.values import (
     GatewaySettings,
     Identity,
     ModelSource,
+    QueueSettings,
     ServeSettings,
     Settings,
     WorkerSettings,
@@ -30,6 +32,7 @@ __all__ = [
     "GatewaySettings",
     "Identity",
     "ModelSource",
+    "QueueSettings",
     "ServeSettings",
     "Settings",
     "WorkerSettings",
@@ -117,6 +120,9 @@ def _worker(
         kv_reserve_percent=args.kv_reserve_percent,
         max_requests=args.max_requests,
         max_batched_tokens=args.max_batched_tokens,
+        queues=QueueSettings(
+            **{field.name: getattr(args, field.name) for field in dataclasses.fields(QueueSettings)}
+        ),
         num_threads=args.threads,
         runner=args.runner,
     )

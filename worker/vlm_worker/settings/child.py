@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from vlm_worker.settings.timers import PRODUCTION
@@ -27,6 +28,10 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         f"--kv-reserve-percent={settings.kv_reserve_percent}",
         f"--max-requests={settings.max_requests}",
         f"--max-batched-tokens={settings.max_batched_tokens}",
+        *(
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in dataclasses.asdict(settings.queues).items()
+        ),
         f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
         *(f"{flag}={value}" for flag, value in optional.items() if value is not None),

@@ -11,6 +11,7 @@ from vlm_worker.types import STAGES, Role, Stage
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+ADMISSION_POLICIES = ("fcfs", "dual_queue")
 RUNNERS = ("model", "checksum")
 DELAYS = (*STAGES, "kv_transfer")
 
@@ -100,10 +101,32 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-reserve-percent", type=_percent, default=5)
     parser.add_argument("--max-requests", type=_at_least(1), default=256, help="running at once")
     parser.add_argument("--max-batched-tokens", type=_at_least(16), default=2048, help="of a step")
+    _add_queues(parser)
     parser.add_argument(
         "--threads", type=_at_least(0), default=0, help="of the CPU; 0 is all of them"
     )
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
+
+
+def _add_queues(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of `QueueSettings`."""
+    parser.add_argument(
+        "--admission-policy", choices=ADMISSION_POLICIES, default="fcfs", help="who enters first"
+    )
+    for name, least, default, text in (
+        ("--max-wave-text", 1, 32, "of the text lane admitted by one step of dual_queue"),
+        ("--max-wave-vision", 1, 8, "of the vision lane, likewise"),
+        ("--max-waiting", 1, 256, "sequences waiting for prefill"),
+        ("--max-waiting-tokens", 1, 1 << 20, "their tokens"),
+        ("--max-waiting-images", 1, 256, "pictures waiting for the encoder"),
+        ("--max-waiting-pixels", 1, 1 << 26, "their pixels"),
+        ("--long-prefill-tokens", 16, 1024, "of one prompt in a step while others can use more"),
+        ("--target-step-ms", 0, 0, "adapt how many run at once to this; 0: as many as fit"),
+    ):
+        parser.add_argument(name, type=_at_least(least), default=default, help=text)
+    parser.add_argument(
+        "--ageing-seconds", type=_seconds, default=3.0, help="who waited so long goes first"
+    )
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -47,6 +47,32 @@ class ModelSource:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """How a worker orders and bounds what waits: a flag of the same name for each field.
+
+    Attributes:
+        admission_policy: `fcfs` or `dual_queue` (docs/decisions/0009-first-come-first-served.md).
+        max_wave_text, max_wave_vision: sequences that one step of `dual_queue` admits of each lane.
+        ageing_seconds: who has waited for so long goes before everybody who has not.
+        max_waiting, max_waiting_tokens: bounds of the queue for prefill.
+        max_waiting_images, max_waiting_pixels: bounds of the queue for the encoder.
+        long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
+        target_step_ms: how many run at once follows from this; 0 is as many as fit.
+    """
+
+    admission_policy: str = "fcfs"
+    max_wave_text: int = 32
+    max_wave_vision: int = 8
+    ageing_seconds: float = 3.0
+    max_waiting: int = 256
+    max_waiting_tokens: int = 1 << 20
+    max_waiting_images: int = 256
+    max_waiting_pixels: int = 1 << 26
+    long_prefill_tokens: int = 1024
+    target_step_ms: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """One encoder, prefill or decode process. A port of 0 is any free one.
 
@@ -73,6 +99,7 @@ class WorkerSettings:
     max_model_len: int = 4096
     max_requests: int = 256
     max_batched_tokens: int = 2048
+    queues: QueueSettings = dataclasses.field(default_factory=QueueSettings)
     num_threads: int = 0
     drain_timeout_seconds: float = 600.0
     compat: str = ""
