@@ -20,9 +20,16 @@ from typing import Protocol
 
 import numpy as np
 
-from vlm_worker.core.inputs import StepInputs
+from vlm_worker.core.inputs import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
-from vlm_worker.types import EmbedLayout, ImageItem, KVLayout, PreparedImage, Request
+from vlm_worker.types import (
+    EmbedLayout,
+    ImageItem,
+    KVLayout,
+    PreparedImage,
+    Request,
+    TokenLogprobs,
+)
 
 VOCABULARY = 997
 IMAGE_TOKEN = 7
@@ -91,7 +98,12 @@ class ChecksumRunner:
         """KV blocks, the null block included."""
         return len(self._kv)
 
-    def execute(self, inputs: StepInputs) -> np.ndarray:
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it may say."""
+        return VOCABULARY
+
+    def execute(self, inputs: StepInputs) -> StepOutput:
         """Write this step's numbers to their slots and read every sampled context back."""
         self.num_steps += 1
         self._wait(self.faults.step_seconds)
@@ -107,9 +119,8 @@ class ChecksumRunner:
         self._kv.reshape(-1)[inputs.slot_mapping] = slot_values(contents, inputs.positions)
         ends = inputs.query_start[1:] - 1
         sampled = np.searchsorted(ends, inputs.sample_rows)
-        return np.array(
-            [self._next_token(inputs, int(s), r) for r, s in enumerate(sampled)], np.int64
-        )
+        tokens = [self._next_token(inputs, int(s), r) for r, s in enumerate(sampled)]
+        return _output(tokens, inputs.sampling.num_logprobs)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray | Exception]:
         """One number per visual token, made of the patches."""
@@ -155,11 +166,17 @@ class ChecksumRunner:
         start, end = int(inputs.query_start[s]), int(inputs.query_start[s + 1])
         poison = self.faults.poison_token
         if poison is not None and poison in inputs.token_ids[start:end]:
-            return -1
+            return NOT_FINITE
         length = int(inputs.context_lens[s]) + end - start
         context = self._kv[inputs.block_table[s]].reshape(-1)[:length]
-        seed, index = int(inputs.sampling.seed[r]), int(inputs.sampling.index[r])
-        return next_token(context, float(inputs.sampling.temperature[r]), seed, index)
+        return self._choose(context, inputs.sampling, r)
+
+    def _choose(self, context: np.ndarray, params: SampleParams, r: int) -> int:
+        """The token of sampled row r, after the numbers read back from its context."""
+        seed, index = int(params.seed[r]), int(params.index[r])
+        edited = next((one for one in params.edited if one.row == r), None)
+        edits = b"" if edited is None else told(edited.edits, edited.token_ids, edited.num_prompt)
+        return next_token(context, float(params.temperature[r]), seed, index, edits=edits)
 
     def _wait(self, seconds: float) -> None:
         self.gate.wait()
@@ -174,10 +191,27 @@ def slot_values(contents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return values
 
 
-def next_token(context: np.ndarray, temperature: float, seed: int, index: int) -> int:
+def next_token(
+    context: np.ndarray, temperature: float, seed: int, index: int, *, edits: bytes = b""
+) -> int:
     """The token after a context; drawn by (seed, index) where the temperature is not 0."""
     drawn = f"{seed}/{index}".encode() if temperature else b""
-    return zlib.crc32(context.astype(np.int64).tobytes() + drawn) % VOCABULARY
+    return zlib.crc32(context.astype(np.int64).tobytes() + drawn + edits) % VOCABULARY
+
+
+def told(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
+    """All that penalties and biases depend on: numbers, biases, and the tokens of the answer."""
+    numbers = (edits.frequency_penalty, edits.presence_penalty, edits.repetition_penalty)
+    answer = token_ids[num_prompt:].astype(np.int32)
+    arrays = (np.array(numbers, np.float32), edits.bias_ids, edits.bias_values, answer)
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """What it says of the likelihood of a token: exact in float32, the token itself the best."""
+    best = -(token_id % 16 + 1) / 8
+    top = [((token_id + rank) % VOCABULARY, best - rank) for rank in range(num_top)]
+    return TokenLogprobs(best, tuple(top))
 
 
 def embed(image: PreparedImage) -> np.ndarray:
@@ -232,9 +266,14 @@ def answer_alone(
     values = list(slot_values(contents, known))
     answer = list(request.token_ids[request.num_prompt_tokens :])
     sampling = request.sampling
+    edits = LogitEdits.of(sampling)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     while True:
-        token = next_token(np.array(values), sampling.temperature, sampling.seed, len(answer))
+        known_ids = np.array([*request.token_ids[: request.num_prompt_tokens], *answer])
+        told_edits = b"" if edits is None else told(edits, known_ids, request.num_prompt_tokens)
+        token = next_token(
+            np.array(values), sampling.temperature, sampling.seed, len(answer), edits=told_edits
+        )
         answer.append(token)
         num_tokens = request.num_prompt_tokens + len(answer)
         full = len(answer) >= sampling.max_tokens or num_tokens >= max_model_len
@@ -243,6 +282,21 @@ def answer_alone(
         position = np.full((len(known), 1), num_tokens - 1 + delta)
         content = np.array([UNWRITTEN if token == IMAGE_TOKEN else token])
         values.append(slot_values(content, position)[0])
+
+
+def _output(tokens: list[int], num_logprobs: np.ndarray | None) -> StepOutput:
+    token_ids = np.array(tokens, np.int64)
+    if num_logprobs is None:
+        return StepOutput(token_ids)
+    most = int(num_logprobs.max(initial=0))
+    told_all = [token_logprobs(token, most) for token in tokens]
+    top = np.array([one.top for one in told_all], np.float64).reshape(len(tokens), most, 2)
+    return StepOutput(
+        token_ids,
+        np.array([one.logprob for one in told_all], np.float32),
+        top[..., 0].astype(np.int64),
+        top[..., 1].astype(np.float32),
+    )
 
 
 def _check_whole_images(inputs: StepInputs) -> None:

@@ -106,7 +106,7 @@ class Stepper:
             spans=((),) * len(work),
             image_rows=tuple(rows),
             sample_rows=np.array(sample_rows, np.int64),
-            sampling=_greedy(len(sample_rows)),
+            sampling=SampleParams.all_greedy(len(sample_rows)),
         )
 
     def generate(
@@ -118,7 +118,7 @@ class Stepper:
             work = [(s, min(chunk, len(s.token_ids) - s.num_computed)) for s in live]
             done = [s.num_computed + count == len(s.token_ids) for s, count in work]
             sampled = [[count - 1] if d else [] for (_, count), d in zip(work, done, strict=True)]
-            tokens = iter(self._runner.execute(self.inputs(work, sampled)).tolist())
+            tokens = iter(self._runner.execute(self.inputs(work, sampled)).token_ids.tolist())
             for (sequence, count), complete in zip(work, done, strict=True):
                 sequence.num_computed += count
                 if complete:
@@ -150,15 +150,3 @@ class Stepper:
                 sequence.num_computed += count
                 logits[i] += [next(rows) for _ in wanted]
         return [np.stack(rows) for rows in logits]
-
-
-def _greedy(count: int) -> SampleParams:
-    zeros = np.zeros(count)
-    return SampleParams(
-        greedy=True,
-        temperature=zeros.astype(np.float32),
-        top_p=np.ones(count, np.float32),
-        top_k=zeros.astype(np.int32),
-        seed=zeros.astype(np.uint64),
-        index=zeros.astype(np.int64),
-    )

@@ -127,9 +127,9 @@ def test_poisoned_memory_fails_its_own_sequence_and_is_clean_when_written_again(
     assert runner.kv_layout is not None
     nan = np.full(runner.kv_layout.block_bytes // 4, np.nan, np.float32)
     runner.import_blocks([int(sick.blocks[0])], memoryview(nan.tobytes()))
-    tokens = runner.execute(stepper.inputs([(healthy, 1), (sick, 1)], [[0], [0]]))
+    tokens = runner.execute(stepper.inputs([(healthy, 1), (sick, 1)], [[0], [0]])).token_ids
     assert tokens[1] == -1
-    assert tokens[0] == runner.execute(stepper.inputs([(healthy, 1)], [[0]]))[0]
+    assert tokens[0] == runner.execute(stepper.inputs([(healthy, 1)], [[0]])).token_ids[0]
     # the blocks go to somebody else, whose last one stays partly NaN
     runner.import_blocks(sick.blocks.tolist(), memoryview(nan.tobytes() * len(sick.blocks)))
     heir, beside = (stepper.start(seen, (), max_tokens=4) for _ in range(2))

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from vlm_worker.core.inputs import ImageRows, SampleParams, StepInputs
+from vlm_worker.core.inputs import EditedRow, ImageRows, SampleParams, StepInputs
 from vlm_worker.core.plan import Plan
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.core.table import SequenceTable
@@ -104,19 +104,36 @@ class BatchBuilder:
     def _sampling(self, plan: Plan) -> SampleParams:
         table, rows = self._table, plan.sampled_rows
         index = table.num_tokens[rows] - table.num_prompt[rows]
+        edited = self._edited(rows)
         if self._sampled is not None and self._sampled[0] is rows:
-            return dataclasses.replace(self._sampled[1], index=index)
+            return dataclasses.replace(self._sampled[1], index=index, edited=edited)
         temperature = table.temperature[rows]
+        num_logprobs = table.num_logprobs[rows]
         params = SampleParams(
             greedy=not temperature.any(),
             temperature=temperature,
             top_p=table.top_p[rows],
             top_k=table.top_k[rows],
+            min_p=table.min_p[rows],
             seed=table.seed[rows],
             index=index,
+            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
+            edited=edited,
         )
         self._sampled = (rows, params)
         return params
+
+    def _edited(self, rows: np.ndarray) -> tuple[EditedRow, ...]:
+        """The sampled rows whose logits are edited, each with its tokens so far."""
+        table, found = self._table, []
+        if not table.logit_edits:
+            return ()
+        for at, row in enumerate(rows.tolist()):
+            edits = table.logit_edits.get(row)
+            if edits is not None:
+                known = table.token_ids[row, : table.num_tokens[row]]
+                found.append(EditedRow(at, edits, known, int(table.num_prompt[row])))
+        return tuple(found)
 
 
 def rows_of_images(sequence: Sequence, start: int, count: int, at: int) -> list[ImageRows]:

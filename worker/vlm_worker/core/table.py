@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from vlm_worker.core.blocks import NULL_BLOCK
+from vlm_worker.core.inputs import LogitEdits
 from vlm_worker.core.sequence import Sequence, Status
 
 NO_TOKEN = -1
@@ -28,7 +29,9 @@ class SequenceTable:
         prefilling: bool [N]; True until all known tokens are computed once
         block_table: int32 [N, B], padded with the null block
         stop_ids: int64 [N, K], padded with NO_TOKEN
-        temperature, top_p: float32 [N]; top_k: int32 [N]; seed: uint64 [N]
+        temperature, top_p, min_p: float32 [N]; top_k: int32 [N]; seed: uint64 [N]
+        num_logprobs: int64 [N]; -1 where none are wanted
+        logit_edits: of the rows that want any
     """
 
     def __init__(
@@ -58,7 +61,10 @@ class SequenceTable:
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_p = np.ones(num_rows, np.float32)
         self.top_k = np.zeros(num_rows, np.int32)
+        self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
+        self.num_logprobs = np.full(num_rows, -1, np.int64)
+        self.logit_edits: dict[int, LogitEdits] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._decode_rows: np.ndarray | None = None
         self._prefill_rows: list[int] | None = None
@@ -125,7 +131,12 @@ class SequenceTable:
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed & (2**64 - 1)
+        self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        edits = LogitEdits.of(sampling)
+        if edits is not None:
+            self.logit_edits[row] = edits
         self._members_changed()
         return row
 
@@ -136,6 +147,7 @@ class SequenceTable:
         sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         sequence.num_computed_tokens = int(self.num_computed[row])
         self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
+        self.logit_edits.pop(row, None)
         self.sequences[row] = None
         sequence.row = None
         self._free_rows.append(row)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from vlm_worker.core.inputs import StepInputs
+from vlm_worker.core.inputs import StepInputs, StepOutput
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 Embedding = Any
@@ -32,13 +30,12 @@ class Runner(Protocol):
     def num_blocks(self) -> int:
         """KV blocks that there are, the null block 0 included."""
 
-    def execute(self, inputs: StepInputs) -> np.ndarray:
-        """Run one packed step and sample.
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
 
-        Returns:
-            int64 `[len(inputs.sample_rows)]`: the sampled token of each row in `sample_rows`, or -1
-            where its logits are not finite: that sequence fails, the others of the step go on.
-        """
+    def execute(self, inputs: StepInputs) -> StepOutput:
+        """Run one packed step and sample, row by row of `inputs.sample_rows`."""
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
         """Encode pictures in one call; a failed item is an exception in its place."""

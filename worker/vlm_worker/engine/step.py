@@ -12,9 +12,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from vlm_worker.core.batch import BatchBuilder
+from vlm_worker.core.inputs import StepOutput
 from vlm_worker.core.plan import Plan
 from vlm_worker.engine.runner import Runner
 from vlm_worker.errors import EngineError
@@ -28,7 +27,7 @@ class StepResult:
     """Sampled tokens of a plan, or the error that stands in their place."""
 
     plan: Plan
-    outcome: np.ndarray | EngineError
+    outcome: StepOutput | EngineError
 
 
 class StepGuard:
@@ -56,7 +55,7 @@ class StepGuard:
     def _try(self, plan: Plan) -> StepResult:
         inputs = self._builder.build(plan)
         try:
-            sampled = self._runner.execute(inputs)
+            output = self._runner.execute(inputs)
         except Exception as error:  # a model may raise anything; its requests get it as last word
             logger.exception("step failed", extra={"num_sequences": len(plan)})
             self.num_out_of_memory += is_out_of_memory(error)
@@ -64,12 +63,11 @@ class StepGuard:
             failure.__cause__ = error
             return StepResult(plan, failure)
         wanted = len(inputs.sample_rows)
-        if not isinstance(sampled, np.ndarray) or sampled.shape != (wanted,):
-            got = getattr(sampled, "shape", type(sampled).__name__)
+        if not isinstance(output, StepOutput) or not output.has_shape(wanted):
             return StepResult(
-                plan, EngineError(f"the runner returned {got} for {wanted} sampled rows")
+                plan, EngineError(f"the runner did not answer for {wanted} sampled rows")
             )
-        return StepResult(plan, sampled.astype(np.int64, copy=False))
+        return StepResult(plan, output)
 
 
 def encode_guarded(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from vlm_worker.core.adaptive import AdaptiveLimit
 from vlm_worker.core.batch import BatchBuilder
+from vlm_worker.core.inputs import StepOutput
 from vlm_worker.core.plan import Outcome, Plan
+from vlm_worker.core.prefix import PrefixCounts
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
@@ -43,8 +45,7 @@ class Stepping:
         self.limit = AdaptiveLimit(settings.target_step_seconds, maximum=settings.max_num_seqs)
         self.num_steps = 0
         self.num_output_tokens = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
+        self.prefix = PrefixCounts()
         self.admitted_seconds = 0.0
         self._sequences = sequences
         self._images = images
@@ -72,7 +73,8 @@ class Stepping:
                 for row in result.plan.rows.tolist():
                     self._fail(self._scheduler.table.sequences[row], result.outcome)
             else:
-                self._deliver(self._scheduler.update(result.plan, result.outcome))
+                outcome = self._scheduler.update(result.plan, result.outcome.token_ids)
+                self._deliver(outcome, result.outcome.finite)
         self._measured(schedule.plan, self._clock() - started)
         self.num_steps += 1
         return True
@@ -96,21 +98,26 @@ class Stepping:
     def _admitted(self, sequence: Sequence, now: float) -> None:
         new_tokens = sequence.num_tokens - sequence.num_cached_tokens
         self.admitted_seconds += self.predict(new_tokens)
-        self.num_prefix_queries += sequence.num_tokens
-        self.num_prefix_hits += sequence.num_cached_tokens
-        if not sequence.sink.scheduled:
+        if not sequence.sink.scheduled:  # one that was preempted finds its own blocks, at best
             sequence.sink.scheduled = True
+            self.prefix.add(
+                sequence.items,
+                num_tokens=sequence.num_tokens,
+                num_cached_tokens=sequence.num_cached_tokens,
+            )
             self._outbox.emit(sequence.sink.stream, ScheduledEvent(now))
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Outcome, output: StepOutput) -> None:
         emit = self._outbox.emit
         for sequence, num_computed, num_blocks in outcome.prefilled:
             if sequence.status is not Status.FINISHED:
                 self._advanced(sequence, num_computed, num_blocks)
-        for sequence, token_id, index in zip(
-            outcome.sequences, outcome.token_ids, outcome.indices, strict=True
-        ):
-            emit(sequence.sink.stream, TokenEvent(index, token_id, self._cached(sequence, index)))
+        tokens = zip(outcome.sequences, outcome.token_ids, outcome.indices, strict=True)
+        for at, (sequence, token_id, index) in enumerate(tokens):
+            wanted = sequence.request.sampling.num_logprobs
+            logprobs = None if wanted is None else output.logprobs_of(at, wanted)
+            cached = self._cached(sequence, index)
+            emit(sequence.sink.stream, TokenEvent(index, token_id, cached, logprobs))
         self.num_output_tokens += len(outcome.sequences)
         for sequence, reason in outcome.finished:
             self._sequences.finish(sequence, reason)

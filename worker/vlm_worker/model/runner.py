@@ -14,7 +14,7 @@ import torch
 
 from vlm_kernels import AttentionPlan, gather_blocks, plan_attention, scatter_blocks
 from vlm_worker.core.families import Family
-from vlm_worker.core.inputs import StepInputs
+from vlm_worker.core.inputs import StepInputs, StepOutput
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
@@ -130,13 +130,19 @@ class ModelRunner:
         return self._embed_layout
 
     @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+        size: int = self._model.config.get_text_config().vocab_size
+        return size
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks that there are, the null block 0 included."""
         return self._num_blocks
 
     @torch.inference_mode()
-    def execute(self, inputs: StepInputs) -> np.ndarray:
-        """Run one packed step and sample; -1 where a row's logits are not finite."""
+    def execute(self, inputs: StepInputs) -> StepOutput:
+        """Run one packed step and sample."""
         return sample(self.logits(inputs), inputs.sampling)
 
     @torch.inference_mode()

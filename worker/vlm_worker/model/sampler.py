@@ -1,7 +1,14 @@
-"""Logits to tokens: temperature, then top-k, then top-p, then one draw per row.
+"""Logits to tokens: edits, temperature, then top-k, top-p and min-p, then one draw per row.
 
-A draw is a function of (seed, index of the token in its answer) and of the row's own logits, so
-that an answer is the same in any batch, on any worker, continued at any token.
+One definition, whatever a row asks for. With z the edited logits, T the temperature, u in [0, 1):
+
+    w_i   = round(2^34 exp((z_i - max z) / T))      whole numbers: sums do not depend on their order
+    keep  i in top-k and top-p and min-p            by value: equal tokens stay or go together
+    token = the first i, in the order of ids, with  w_0 + .. + w_i > u * (sum of all w)
+
+A token 24 nats below the best has no weight left. u is a function of (seed, index of the token in
+its answer), the weights of the row's own logits: so an answer is the same in any batch, on any
+worker, continued at any token.
 """
 
 from __future__ import annotations
@@ -9,29 +16,39 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vlm_worker.core.inputs import SampleParams
+from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepOutput
+from vlm_worker.model.logit_edits import edit
 
-NOT_FINITE = -1
-"""Stands for the token of a row whose logits hold NaN or infinity."""
+_ONE = 2.0**34  # 2^19 tokens of it still add up to an integer that float64 holds
+# Rows are drawn in parts of so many weights: on a CPU they stay in its cache.
+_PART_CPU, _PART_DEVICE = 1 << 19, 1 << 26
+# A nucleus is looked for among so many of the likeliest tokens, then among all.
+_NUCLEUS_WIDTHS = (64, 1024)
 
 
-def sample(logits_RV: torch.Tensor, params: SampleParams) -> np.ndarray:
-    """Choose a token per row.
+def sample(logits_RV: torch.Tensor, params: SampleParams) -> StepOutput:
+    """Choose a token per row, and say how likely it was where a row asks.
 
     Args:
-        logits_RV: float32, R rows over V tokens.
+        logits_RV: float32, R rows over V tokens; unchanged.
         params: of the same R rows; temperature 0 is greedy.
-
-    Returns:
-        int64 `[R]`, or `NOT_FINITE` where a row cannot be sampled.
     """
-    finite = torch.isfinite(logits_RV).all(dim=-1)
+    # of a row with NaN or infinity, so is the sum
+    finite = torch.isfinite(logits_RV.sum(dim=-1))
+    if params.edited:
+        logits_RV = edit(logits_RV, params.edited)
     chosen = logits_RV.argmax(dim=-1)
     if not params.greedy:
-        at = np.flatnonzero(params.temperature > 0)
-        rows = torch.from_numpy(at).to(logits_RV.device)
-        chosen[rows] = _draw(logits_RV[rows], params, at)
-    return np.asarray(torch.where(finite, chosen, NOT_FINITE).cpu().numpy())
+        part = _PART_CPU if logits_RV.device.type == "cpu" else _PART_DEVICE
+        drawn = np.flatnonzero(params.temperature > 0)
+        step = max(1, part // logits_RV.shape[-1])
+        for at in (drawn[i : i + step] for i in range(0, len(drawn), step)):
+            rows = torch.from_numpy(at).to(logits_RV.device)
+            chosen[rows] = _draw(logits_RV[rows], params, at)
+    token_ids = torch.where(finite, chosen, NOT_FINITE).cpu().numpy()
+    if params.num_logprobs is None:
+        return StepOutput(token_ids)
+    return _with_logprobs(token_ids, logits_RV, chosen, params.num_logprobs)
 
 
 def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -40,28 +57,86 @@ def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def weigh(logits_RV: torch.Tensor, params: SampleParams, at: np.ndarray) -> torch.Tensor:
+    """The weights w of the rows `at`, whose edited logits these are; 0 for what is left out."""
+    temperature = torch.from_numpy(params.temperature[at]).to(logits_RV.device)[:, None]
+    best = logits_RV.amax(dim=-1, keepdim=True)
+    shares = ((logits_RV - best) / temperature).exp_().mul_(_ONE).round_()
+    weights_RV = shares.nan_to_num_().to(torch.int64)
+    _keep_top_k(weights_RV, logits_RV, params.top_k[at])
+    _keep_likely(weights_RV, params.top_p[at], params.min_p[at])
+    return weights_RV
+
+
 def _draw(logits_RV: torch.Tensor, params: SampleParams, at: np.ndarray) -> torch.Tensor:
-    """Inverse of the distribution function, tokens in descending order of probability."""
+    """Tokens of the rows `at`, whose edited logits these are."""
+    sums_RV = weigh(logits_RV, params, at).cumsum_(dim=-1)
+    draws = torch.from_numpy(uniform(params.seed[at], params.index[at])).to(sums_RV.device)
+    level = (draws[:, None] * sums_RV[:, -1:].double()).long()
+    place = torch.searchsorted(sums_RV, level, right=True)
+    return place[:, 0].clamp_(max=logits_RV.shape[-1] - 1)  # of a row that is not finite
 
-    def column(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values[at], dtype=dtype, device=logits_RV.device)[:, None]
 
-    scaled = logits_RV.double() / column(params.temperature, torch.float64)
-    ordered, tokens = scaled.nan_to_num().sort(dim=-1, descending=True, stable=True)
-    probability = torch.softmax(ordered, dim=-1)
-    top_k = column(params.top_k, torch.int64)
-    rank = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    probability = probability.masked_fill((top_k > 0) & (rank >= top_k), 0.0)
-    before = probability.cumsum(dim=-1) - probability
-    kept = probability.sum(dim=-1, keepdim=True)
-    top_p = column(params.top_p, torch.float64)
-    probability = probability.masked_fill((before >= top_p * kept) & (rank > 0), 0.0)
-    total = probability.cumsum(dim=-1)
-    draws = uniform(params.seed[at], params.index[at])
-    level = torch.tensor(draws, device=logits_RV.device)[:, None] * total[:, -1:]
-    # the first token whose total exceeds the level; a level is below the last total
-    place = (total <= level).sum(dim=-1, keepdim=True).clamp(max=logits_RV.shape[-1] - 1)
-    return tokens.gather(-1, place)[:, 0]
+def _keep_top_k(weights_RV: torch.Tensor, logits_RV: torch.Tensor, top_k: np.ndarray) -> None:
+    """Take the weight of tokens below the k-th best logit."""
+    at = np.flatnonzero((top_k > 0) & (top_k < logits_RV.shape[-1]))
+    if not len(at):
+        return
+    rows = torch.from_numpy(at).to(logits_RV.device)
+    rank = torch.from_numpy(top_k[at].astype(np.int64) - 1).to(logits_RV.device)[:, None]
+    asked = logits_RV[rows]
+    least = asked.topk(int(top_k[at].max()), dim=-1).values.gather(-1, rank)
+    weights_RV[rows] = weights_RV[rows].masked_fill_(asked < least, 0)
+
+
+def _keep_likely(weights_RV: torch.Tensor, top_p: np.ndarray, min_p: np.ndarray) -> None:
+    """Take the weight of tokens outside the nucleus, and of those far below the best."""
+    nucleus = np.flatnonzero(top_p < 1)
+    if not len(nucleus) and not min_p.any():
+        return
+    least = torch.from_numpy(np.round(min_p.astype(np.float64) * _ONE).astype(np.int64))
+    least = least.to(weights_RV.device)
+    if len(nucleus):
+        rows = torch.from_numpy(nucleus).to(weights_RV.device)
+        share = torch.from_numpy(top_p[nucleus].astype(np.float64)).to(weights_RV.device)
+        least[rows] = torch.maximum(least[rows], _least_in_nucleus(weights_RV[rows], share))
+    weights_RV.masked_fill_(weights_RV < least[:, None], 0)
+
+
+def _least_in_nucleus(weights_RV: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Per row, the smallest weight among the fewest best that together reach `share` of all."""
+    limit = share * weights_RV.sum(dim=-1).double()
+    least = torch.zeros_like(limit, dtype=torch.int64)
+    left = torch.arange(len(limit), device=limit.device)
+    vocabulary = weights_RV.shape[-1]
+    for width in (*(w for w in _NUCLEUS_WIDTHS if w < vocabulary), vocabulary):
+        ordered = weights_RV[left].topk(width, dim=-1).values
+        before = ordered.cumsum(dim=-1) - ordered
+        size = (before.double() < limit[left, None]).sum(dim=-1, keepdim=True)
+        least[left] = ordered.gather(-1, size.clamp(min=1) - 1)[:, 0]
+        left = left[(size[:, 0] == width) & (width < vocabulary)]
+        if not len(left):
+            break
+    return least
+
+
+def _with_logprobs(
+    token_ids: np.ndarray, logits_RV: torch.Tensor, chosen: torch.Tensor, num_logprobs: np.ndarray
+) -> StepOutput:
+    """Of the edited logits, before temperature and truncation; NaN in rows that want none."""
+    at = np.flatnonzero(num_logprobs >= 0)
+    rows = torch.from_numpy(at).to(logits_RV.device)
+    logprobs_RV = torch.log_softmax(logits_RV[rows], dim=-1)
+    most = min(int(num_logprobs.max()), logits_RV.shape[-1])
+    top = logprobs_RV.topk(most, dim=-1)
+    num_rows = len(token_ids)
+    logprobs = np.full(num_rows, np.nan, np.float32)
+    top_ids = np.zeros((num_rows, most), np.int64)
+    top_logprobs = np.full((num_rows, most), np.nan, np.float32)
+    logprobs[at] = logprobs_RV.gather(-1, chosen[rows, None])[:, 0].cpu().numpy()
+    top_ids[at] = top.indices.cpu().numpy()
+    top_logprobs[at] = top.values.cpu().numpy()
+    return StepOutput(token_ids, logprobs, top_ids, top_logprobs)
 
 
 def _splitmix(state: np.ndarray) -> np.ndarray:

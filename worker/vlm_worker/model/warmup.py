@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vlm_worker.core.families import Family
-from vlm_worker.core.inputs import SampleParams, StepInputs
+from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.types import PreparedImage
 
@@ -43,7 +43,7 @@ def try_encoder(
 
 
 def try_language_model(
-    execute: Callable[[StepInputs], np.ndarray], family: Family, *, block_size: int
+    execute: Callable[[StepInputs], StepOutput], family: Family, *, block_size: int
 ) -> None:
     """Compute one token, then a block of them, in block 1, which nobody owns yet.
 
@@ -53,7 +53,7 @@ def try_language_model(
 
     def compute(num_tokens: int) -> None:
         inputs = _prompt(num_tokens, family.num_position_rows, first_slot=block_size)
-        if execute(inputs)[0] < 0:
+        if execute(inputs).token_ids[0] == NOT_FINITE:
             raise ModelConfigError(
                 "the language model's logits are not finite: its weights are damaged, or --dtype "
                 "has too small a range for them"
@@ -95,12 +95,5 @@ def _prompt(num_tokens: int, num_position_rows: int, *, first_slot: int) -> Step
         spans=((),),
         image_rows=(),
         sample_rows=one * (num_tokens - 1),
-        sampling=SampleParams(
-            greedy=True,
-            temperature=np.zeros(1, np.float32),
-            top_p=np.ones(1, np.float32),
-            top_k=np.zeros(1, np.int32),
-            seed=np.zeros(1, np.uint64),
-            index=one - 1,
-        ),
+        sampling=SampleParams.all_greedy(1),
     )
