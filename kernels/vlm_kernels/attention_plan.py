@@ -77,7 +77,8 @@ def plan_attention(
         dtype: of the queries.
         spans: ranges that attend in both directions; each lies in what is computed already or in
             this step.
-        window: tokens that a sliding-window layer sees, itself included.
+        window: tokens that a sliding-window layer sees, itself included; it bounds the past alone,
+            in spans too, as transformers' masks do.
     """
     num_queries = np.diff(query_start).astype(np.int64)
     num_kv = context_lens.astype(np.int64) + num_queries
@@ -202,10 +203,10 @@ def _visible(
     """Flags `[Q, num_kv]`: which KV positions each query position sees."""
     p, j = positions[:, None], np.arange(num_kv)[None]
     seen = j <= p
-    if window is not None:
-        seen &= j > p - window
     for start, end in spans:
         seen |= (p >= start) & (p < end) & (j >= start) & (j < end)
+    if window is not None:
+        seen &= j > p - window
     return seen
 
 

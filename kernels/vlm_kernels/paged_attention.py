@@ -1,7 +1,7 @@
 """Paged attention:  o_t = sum_j softmax_j(scale * q_t . k_j) v_j  over the positions j that t sees.
 
-Token t at position p of its sequence sees position j when `j <= p`; with a sliding window w, when
-`p - w < j <= p`; and also when both lie in one span (an image that attends in both directions).
+Token t at position p of its sequence sees position j when `j <= p`, or when both lie in one span
+(an image that attends in both directions); with a sliding window w, only where also `j > p - w`.
 
 Shapes: T packed query tokens, S sequences, H KV heads, G query heads per KV head, D head size,
 P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`. The KV of the queries
@@ -65,8 +65,8 @@ def paged_attention_reference(
 
 
 def _sees(p: int, j: int, window: int | None, spans: Sequence[tuple[int, int]]) -> bool:
-    causal = j <= p and (window is None or j > p - window)
-    return causal or any(a <= p < b and a <= j < b for a, b in spans)
+    seen = j <= p or any(a <= p < b and a <= j < b for a, b in spans)
+    return seen and (window is None or j > p - window)
 
 
 def paged_attention(

@@ -52,7 +52,9 @@ def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
     height=st.integers(5, 700),
     processor=st.sampled_from([SHAPES, CLIP, SHAPES.capped(50176)]),
 )
-def test_patches_are_those_of_transformers(width: int, height: int, processor: DynamicProcessor) -> None:
+def test_patches_are_those_of_transformers(
+    width: int, height: int, processor: DynamicProcessor
+) -> None:
     rgb = noise(width, height)
     geometry = processor.geometry(height, width)
     wanted, grid = reference(Image.fromarray(rgb), processor)

@@ -46,9 +46,9 @@ class Fields:
         """Whether the field is there and not null."""
         return self._values.get(name) is not None
 
-    def text(self, name: str) -> str:
-        """A string; required."""
-        value = self._values.get(name)
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; required where there is no default."""
+        value = self._values.get(name, default)
         if not isinstance(value, str):
             raise self.error(name, f"must be a string, not {value!r}")
         return value
@@ -80,11 +80,11 @@ class Fields:
             raise self.error(name, f"must be three numbers, not {value!r}")
         return float(value[0]), float(value[1]), float(value[2])
 
-    def must_be(self, name: str, wanted: object) -> None:
-        """Raise unless the field is absent or has the one value that is built."""
-        value = self._values.get(name, wanted)
-        if value != wanted:
-            raise self.error(name, f"is {value!r}; only {wanted!r} is built")
+    def must_be(self, name: str, *built: object) -> None:
+        """Raise unless the field is absent or has a value that is built."""
+        if name in self._values and self._values[name] not in built:
+            known = " or ".join("null" if value is None else repr(value) for value in built)
+            raise self.error(name, f"is {self._values[name]!r}; only {known} is built")
 
     def error(self, name: str, problem: str) -> ModelConfigError:
         """An error about one field."""

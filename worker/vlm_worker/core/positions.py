@@ -8,10 +8,11 @@ w: 0   1    | 2  3  4  2  3  4              | 5
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vlm_worker.core.geometry import Grid
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import ImageItem
 
@@ -50,7 +51,11 @@ def mrope(
 
 
 def check_items(
-    token_ids: np.ndarray, items: Sequence[ImageItem], *, image_token_id: int, merge_size: int
+    token_ids: np.ndarray,
+    items: Sequence[ImageItem],
+    *,
+    image_token_id: int,
+    num_tokens_of: Callable[[Grid], int | None],
 ) -> None:
     """Raise InvalidRequestError unless items are sorted, apart, inside, and made of placeholders.
 
@@ -58,13 +63,13 @@ def check_items(
     """
     end = 0
     for number, item in enumerate(items):
-        t, h, w = item.grid_thw
-        if min(t, h, w) < 1 or h % merge_size or w % merge_size:
+        num_tokens = num_tokens_of(item.grid_thw)
+        if num_tokens is None:
             raise InvalidRequestError(f"items[{number}].grid_thw {item.grid_thw} is no patch grid")
-        if item.num_tokens != t * h * w // merge_size**2:
+        if item.num_tokens != num_tokens:
             raise InvalidRequestError(
                 f"items[{number}].num_tokens is {item.num_tokens}, its grid {item.grid_thw} has "
-                f"{t * h * w // merge_size**2}"
+                f"{num_tokens}"
             )
         if item.offset < end or item.end > len(token_ids):
             raise InvalidRequestError(

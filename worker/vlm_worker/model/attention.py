@@ -5,6 +5,8 @@
     vision tower(patches, grid)
         └─ varlen_forward    attend inside windows and frames, one call for all of them
 
+A vision tower that reads planes keeps transformers' own attention.
+
 No mask is ever built: transformers skips masks for implementations without a mask function.
 """
 
@@ -38,15 +40,16 @@ class StepContext:
         return self.plans[window]
 
 
-def use_paged_attention(model: Any) -> None:
-    """Route the language model's attention to KV blocks and the vision tower's to segments."""
+def use_paged_attention(model: Any, *, packed_vision: bool) -> None:
+    """Route the language model's attention to KV blocks and a packed tower's to segments."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, paged_forward)
     AttentionInterface.register(VARLEN, varlen_forward)
     # set after loading: from_pretrained takes a name with "flash" for a kernel to download
-    model.config.get_text_config()._attn_implementation_internal = PAGED
-    model.config.vision_config._attn_implementation_internal = VARLEN
+    model.get_decoder().config._attn_implementation_internal = PAGED
+    if packed_vision:
+        model.config.vision_config._attn_implementation_internal = VARLEN
 
 
 def paged_forward(

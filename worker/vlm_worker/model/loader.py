@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from vlm_worker.core.families import Family, FamilySpec
+from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
@@ -100,7 +101,8 @@ def load_model(
     imported = time.perf_counter()
     wanted = frozenset(stages)
     model = _read_weights(checkpoint, _pruned_class(module, checkpoint.family.spec, wanted), chosen)
-    use_paged_attention(model)
+    packed_vision = isinstance(checkpoint.family.processor, DynamicProcessor)
+    use_paged_attention(model, packed_vision=packed_vision)
     use_patch_projection(model)
     model = model.eval().requires_grad_(False).to(target)
     loaded = LoadedModel(
@@ -171,7 +173,8 @@ def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> An
             self._tied_weights_keys = {}
             self.all_tied_weights_keys = {}
         for name in left_out:
-            setattr(self.model, name, Absent(name, getattr(self.model, name).config))
+            half = getattr(self.model, name)
+            setattr(self.model, name, Absent(name, getattr(half, "config", None)))
 
     identity = {"__module__": whole.__module__, "__qualname__": whole.__qualname__}
     return type(whole.__name__, (whole,), {"__init__": build, **identity})

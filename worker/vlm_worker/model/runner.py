@@ -101,13 +101,7 @@ class ModelRunner:
         self._kv_cache = torch.empty(0)
         if kv_layout is not None:
             self._kv_cache = make_kv_cache(kv_layout, num_blocks, self._device)
-        processor = loaded.family.processor
-        self._pictures = PictureEncoder(
-            self._model,
-            patch_dim=processor.patch_dim,
-            merge_size=processor.merge_size,
-            device=self._device,
-        )
+        self._pictures = PictureEncoder(self._model, loaded.family.processor, device=self._device)
 
     @property
     def family(self) -> Family:

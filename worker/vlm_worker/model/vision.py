@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vlm_worker.core.geometry import FixedProcessor, Processor
 from vlm_worker.errors import EngineError
 from vlm_worker.types import PreparedImage
 
@@ -58,11 +60,8 @@ def _reads_patches(convolution: nn.Conv3d) -> bool:
 class PictureEncoder:
     """The vision tower and projector of a loaded model."""
 
-    def __init__(
-        self, model: Any, *, patch_dim: int, merge_size: int, device: torch.device
-    ) -> None:
-        self._model, self._device = model, device
-        self._patch_dim, self._merge_size = patch_dim, merge_size
+    def __init__(self, model: Any, processor: Processor, *, device: torch.device) -> None:
+        self._model, self._processor, self._device = model, processor, device
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
         """Encode pictures together; where that fails, one by one, so that each fails for itself."""
@@ -76,34 +75,44 @@ class PictureEncoder:
             return [self.encode([image])[0] for image in images]
 
     def _encode_together(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
-        patches = torch.from_numpy(np.concatenate([self._patches(image) for image in images]))
-        grid = torch.tensor([image.grid_thw for image in images], dtype=torch.int64)
+        values = torch.from_numpy(np.concatenate([self._values(image) for image in images]))
+        arguments: dict[str, torch.Tensor] = {}
+        if isinstance(self._processor, FixedProcessor):
+            values = values.view(len(images), 3, self._processor.height, self._processor.width)
+        else:
+            grid = torch.tensor([image.grid_thw for image in images], dtype=torch.int64)
+            values = values.view(-1, self._processor.patch_dim)
+            arguments["image_grid_thw"] = grid.to(self._device)
         output = self._model.get_image_features(
-            pixel_values=patches.to(self._device),
-            image_grid_thw=grid.to(self._device),
-            return_dict=True,
+            pixel_values=values.to(self._device), return_dict=True, **arguments
         )
         return [
             self._checked(image, rows)
             for image, rows in zip(images, output.pooler_output, strict=True)
         ]
 
-    def _patches(self, image: PreparedImage) -> np.ndarray:
-        t, h, w = image.grid_thw
+    def _values(self, image: PreparedImage) -> np.ndarray:
+        num_tokens = self._processor.num_tokens(image.grid_thw)
+        if num_tokens != image.num_tokens:
+            raise EngineError(
+                f"a picture with grid {image.grid_thw} has {num_tokens or 'no'} tokens, "
+                f"not {image.num_tokens}"
+            )
+        num_patches, patch_dim = math.prod(image.grid_thw), self._processor.patch_dim
         values = np.frombuffer(image.patches, np.float32)
-        if len(values) != t * h * w * self._patch_dim:
+        if len(values) != num_patches * patch_dim:
             raise EngineError(
-                f"a picture with grid {image.grid_thw} needs {t * h * w} patches of "
-                f"{self._patch_dim} values, and has {len(values)} values"
+                f"a picture with grid {image.grid_thw} needs {num_patches} patches of "
+                f"{patch_dim} values, and has {len(values)} values"
             )
-        if image.num_tokens * self._merge_size**2 != t * h * w:
-            raise EngineError(
-                f"a picture with grid {image.grid_thw} has "
-                f"{t * h * w // self._merge_size**2} tokens, not {image.num_tokens}"
-            )
-        return values.reshape(t * h * w, self._patch_dim)
+        return values
 
     def _checked(self, image: PreparedImage, rows: torch.Tensor) -> Embedding | Exception:
+        if len(rows) != image.num_tokens:
+            return EngineError(
+                f"the encoder made {len(rows)} tokens of grid {image.grid_thw}, "
+                f"not {image.num_tokens}"
+            )
         if not bool(torch.isfinite(rows).all()):
             return EngineError(f"the encoder's output for grid {image.grid_thw} is not finite")
         return Embedding(rows.clone())  # a view would keep the whole batch in memory

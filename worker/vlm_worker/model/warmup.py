@@ -9,6 +9,7 @@ the model, and not by every request.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,24 +23,27 @@ from vlm_worker.types import PreparedImage
 GROWTH_SECONDS = 0.25
 """A size that is expected to take longer is left to the first request that has it."""
 
-PICTURE_SIDES = (1, 4, 16)
-"""Of square pictures, in visual tokens."""
+PICTURE_SIDES = (1, 112, 448)
+"""Of square pictures, in pixels."""
 
 
 def try_encoder(
     encode: Callable[[Sequence[PreparedImage]], Sequence[object]], family: Family
 ) -> None:
-    """Encode plain pictures of 1 to 256 tokens. Raises ModelConfigError where that fails."""
-    merge_size, patch_dim = family.processor.merge_size, family.processor.patch_dim
+    """Encode plain pictures, small ones first. Raises ModelConfigError where that fails."""
+    geometries = {
+        geometry.num_tokens: geometry
+        for geometry in (family.geometry(side, side) for side in PICTURE_SIDES)
+    }
 
-    def encode_square(num_tokens: int) -> None:
-        side = round(num_tokens**0.5) * merge_size
-        patches = np.zeros(side * side * patch_dim, np.float32)
-        (embedding,) = encode([PreparedImage(bytes(32), (1, side, side), num_tokens, patches.data)])
+    def encode_plain(num_tokens: int) -> None:
+        grid = geometries[num_tokens].grid_thw
+        patches = np.zeros(math.prod(grid) * family.processor.patch_dim, np.float32)
+        (embedding,) = encode([PreparedImage(bytes(32), grid, num_tokens, patches.data)])
         if isinstance(embedding, Exception):
             raise ModelConfigError(f"the vision tower fails on a plain picture: {embedding}")
 
-    grow(encode_square, [side**2 for side in PICTURE_SIDES])
+    grow(encode_plain, sorted(geometries))
 
 
 def try_language_model(

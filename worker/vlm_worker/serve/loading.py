@@ -59,11 +59,10 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         positions, max_positions = family.positions, family.max_position_embeddings
         eos = eos_token_ids(model_dir)
     embed, kv = runner.embed_layout, runner.kv_layout
-    pixels_per_token = (family.processor.patch_size * family.processor.merge_size) ** 2
     facts = ModelFacts(
         kv_bytes_per_token=kv.token_bytes if kv else 0,
         embedding_bytes_per_token=embed.row_bytes,
-        image_tokens_per_megapixel=round(1_000_000 / pixels_per_token),
+        image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
     )
     return Loaded(runner, family, positions, eos, embed.model_revision, max_positions, facts)

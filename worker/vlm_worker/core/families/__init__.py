@@ -1,0 +1,82 @@
+"""What differs between model families: one table for gateway, media, engine and model. No torch.
+
+    config.json ──┐                      ┌─▶ gateway   tokens of a picture, from its header alone
+                  ├─ load_family(DIR) ──▶│   media     target size and patches
+    processor ────┘     a Family         ├─▶ engine    positions, whether images stay whole
+                                         └─▶ model     names of the modules of each half
+
+A new family is a module here with its facts, a line in `FAMILIES`, and, where geometry or positions
+differ, a class or a function beside those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vlm_worker.core.families import gemma3, llava, qwen_vl
+from vlm_worker.core.families.family import Detail, Family, FamilySpec, Files
+from vlm_worker.core.geometry import Geometry, Processor
+from vlm_worker.core.model_files import Fields, ModelConfigError, read_json
+
+FAMILIES: Mapping[str, FamilySpec] = {
+    "gemma3": gemma3.SPEC,
+    "llava": llava.SPEC,
+    "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+    "qwen2_vl": qwen_vl.QWEN2_VL,
+}
+
+
+def load_family(model_dir: str | Path) -> Family:
+    """Read a model directory's `config.json` and its processor's files.
+
+    As in transformers, `image_processor` in `processor_config.json` goes before
+    `preprocessor_config.json`.
+
+    Raises:
+        ModelConfigError: a file is missing or malformed, a field has a value that is not built, or
+            the files disagree.
+    """
+    root = Path(model_dir)
+    config = read_json(root / "config.json")
+    combined = root / "processor_config.json"
+    processor = read_json(combined) if combined.exists() else {}
+    image_processor = processor.get("image_processor")
+    if image_processor is None:
+        image_processor = read_json(root / "preprocessor_config.json")
+    return parse_family(config, image_processor, processor)
+
+
+def parse_family(
+    config: Mapping[str, Any],
+    image_processor: Mapping[str, Any],
+    processor: Mapping[str, Any] | None = None,
+) -> Family:
+    """The family of parsed files; raises ModelConfigError as `load_family` does."""
+    files = Files(
+        config=Fields("config.json", config),
+        image_processor=Fields("image processor", image_processor),
+        processor=Fields("processor_config.json", processor or {}),
+    )
+    model_type = files.config.text("model_type")
+    spec = FAMILIES.get(model_type)
+    if spec is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise files.config.error(
+            "model_type", f"is {model_type!r}; the families that are built: {known}"
+        )
+    return spec.parse(spec, files)
+
+
+__all__ = [
+    "FAMILIES",
+    "Detail",
+    "Family",
+    "FamilySpec",
+    "Geometry",
+    "ModelConfigError",
+    "Processor",
+    "load_family",
+    "parse_family",
+]

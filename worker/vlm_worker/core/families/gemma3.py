@@ -1,0 +1,109 @@
+r"""Gemma 3: one size for all pictures, whose tokens see each other in both directions.
+
+    "\n\n" <start_of_image> <image_soft_token> x 256 <end_of_image> "\n\n"
+
+A chat template writes <start_of_image> alone; the processor puts the rest around it, as text, so
+that line breaks join those beside them. Pan and scan is not built.
+"""
+
+from __future__ import annotations
+
+import math
+
+from vlm_worker.core.families.family import Family, FamilySpec, Files
+from vlm_worker.core.families.pixels import HALF, Normalisation, must_equal
+from vlm_worker.core.geometry import FixedProcessor
+from vlm_worker.core.model_files import Fields
+
+
+def _parse(spec: FamilySpec, files: Files) -> Family:
+    config = files.config
+    text, vision = config.child("text_config"), config.child("vision_config")
+    vision.must_be("model_type", "siglip_vision_model")
+    # transformers' own model leaves the caps out of its computation, so they cannot be honoured
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        text.must_be(name, None)
+    text.must_be("use_bidirectional_attention", False, None)
+    num_tokens = config.count("mm_tokens_per_image", 256)
+    _check_tokens(files, num_tokens)
+    processor = _processor(
+        files.image_processor,
+        spec,
+        patch_size=vision.count("patch_size", 16),
+        num_tokens=num_tokens,
+    )
+    must_equal(vision, "image_size", processor.height, default=224)
+    image_token_id = config.count("image_token_index", config.count("image_token_id", 262_144))
+    start = config.count("boi_token_index", 255_999)
+    end = config.count("eoi_token_index", 256_000)
+    return Family(
+        model_type=config.text("model_type"),
+        spec=spec,
+        processor=processor,
+        image_token_id=image_token_id,
+        marker_token_id=start,
+        picture_text=("\n\n", start, image_token_id, end, "\n\n"),
+        vocab_size=text.count("vocab_size", 262_208),
+        hidden_size=text.count("hidden_size", 2304),
+        max_position_embeddings=text.count("max_position_embeddings", 131_072),
+    )
+
+
+def _check_tokens(files: Files, num_tokens: int) -> None:
+    """Raise unless the processor writes as many placeholders as a picture has tokens."""
+    for fields in (files.processor, files.image_processor):
+        if "image_seq_length" in fields and fields.count("image_seq_length") != num_tokens:
+            raise fields.error(
+                "image_seq_length",
+                f"is {fields.count('image_seq_length')}, mm_tokens_per_image is {num_tokens}",
+            )
+
+
+def _processor(
+    fields: Fields, spec: FamilySpec, *, patch_size: int, num_tokens: int
+) -> FixedProcessor:
+    normal = Normalisation.parse(fields, spec, resample=2, mean=HALF, std=HALF)
+    fields.must_be("do_convert_rgb", True, None)
+    fields.must_be("do_pan_and_scan", False, None)
+    size = fields.child("size")
+    height, width = size.count("height", 224), size.count("width", 224)
+    tokens_per_side = math.isqrt(num_tokens)
+    patches_per_side = height // patch_size
+    if (
+        height != width
+        or height % patch_size
+        or tokens_per_side**2 != num_tokens
+        or patches_per_side % tokens_per_side
+    ):
+        raise fields.error(
+            "size",
+            f"is {height}x{width}: patches of {patch_size} pixels do not pool to a square of "
+            f"{num_tokens} tokens (mm_tokens_per_image)",
+        )
+    return FixedProcessor(
+        patch_size=patch_size,
+        merge_size=patches_per_side // tokens_per_side,
+        height=height,
+        width=width,
+        shortest_edge=0,
+        num_extra_tokens=0,
+        **normal.fields,
+    )
+
+
+SPEC = FamilySpec(
+    module="transformers.models.gemma3.modeling_gemma3",
+    model_class="Gemma3ForConditionalGeneration",
+    encoder_children=("vision_tower", "multi_modal_projector"),
+    lm_children=("language_model",),
+    head="lm_head",
+    positions="rope",
+    bidirectional_spans=True,
+    embed_levels=0,
+    image_processors=(
+        "Gemma3ImageProcessor",
+        "Gemma3ImageProcessorFast",
+        "Gemma3ImageProcessorPil",
+    ),
+    parse=_parse,
+)

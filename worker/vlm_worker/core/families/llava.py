@@ -1,0 +1,112 @@
+"""LLaVA-1.5: one size for all pictures, plain positions, causal attention.
+
+    <image> x 576       a 336x336 picture in patches of 14: 24 x 24, CLIP's class token left out
+
+The tower is CLIP's and the language model Llama's, the shape of LLaVA-1.5.
+"""
+
+from __future__ import annotations
+
+from vlm_worker.core.families.family import Family, FamilySpec, Files
+from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, Normalisation, must_equal
+from vlm_worker.core.geometry import FixedProcessor
+from vlm_worker.core.model_files import Fields
+
+
+def _parse(spec: FamilySpec, files: Files) -> Family:
+    config = files.config
+    text, vision = config.child("text_config"), config.child("vision_config")
+    text.must_be("model_type", "llama")
+    vision.must_be("model_type", "clip_vision_model")
+    processor = _processor(files, spec, patch_size=vision.count("patch_size", 14))
+    must_equal(vision, "image_size", processor.height, default=336)
+    image_token_id = config.count("image_token_index", config.count("image_token_id", 32_000))
+    return Family(
+        model_type=config.text("model_type"),
+        spec=spec,
+        processor=processor,
+        image_token_id=image_token_id,
+        marker_token_id=image_token_id,
+        picture_text=(image_token_id,),
+        vocab_size=text.count("vocab_size", 32_000),
+        hidden_size=text.count("hidden_size", 4096),
+        max_position_embeddings=text.count("max_position_embeddings", 2048),
+    )
+
+
+def _processor(files: Files, spec: FamilySpec, *, patch_size: int) -> FixedProcessor:
+    fields = files.image_processor
+    normal = Normalisation.parse(fields, spec, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
+    for name in ("do_convert_rgb", "do_center_crop"):
+        fields.must_be(name, True)
+    fields.must_be("do_pad", False, None)
+    shortest_edge = fields.child("size").count("shortest_edge", 224)
+    crop = fields.child("crop_size")
+    height, width = crop.count("height", 224), crop.count("width", 224)
+    if height != width or height % patch_size:
+        raise fields.error(
+            "crop_size", f"is {height}x{width}; it must be a square of {patch_size}-pixel patches"
+        )
+    if shortest_edge < height:
+        raise fields.error(
+            "size", f"has shortest_edge {shortest_edge}, below the {height} of crop_size"
+        )
+    processor = FixedProcessor(
+        patch_size=patch_size,
+        merge_size=1,
+        height=height,
+        width=width,
+        shortest_edge=shortest_edge,
+        num_extra_tokens=_num_extra_tokens(files.config),
+        **normal.fields,
+    )
+    _check_processor(files.processor, processor)
+    return processor
+
+
+def _num_extra_tokens(config: Fields) -> int:
+    """1 where CLIP's class token goes along with the patches."""
+    strategies = {"default": 0, "full": 1}
+    strategy = config.text("vision_feature_select_strategy", "default")
+    if strategy not in strategies:
+        raise config.error(
+            "vision_feature_select_strategy", f"is {strategy!r}; built: default, full"
+        )
+    return strategies[strategy]
+
+
+def _check_processor(fields: Fields, processor: FixedProcessor) -> None:
+    """Where `processor_config.json` counts tokens, it must count as the tower does."""
+    if "patch_size" not in fields:
+        return
+    patch_size = fields.count("patch_size")
+    num_tokens = (processor.height // patch_size) * (processor.width // patch_size)
+    num_tokens += fields.count("num_additional_image_tokens", 0, least=0)
+    if fields.text("vision_feature_select_strategy", "default") == "default":
+        num_tokens -= 1
+    if num_tokens != processor.max_tokens:
+        raise fields.error(
+            "num_additional_image_tokens",
+            f"makes {num_tokens} tokens of a picture, the vision tower {processor.max_tokens}",
+        )
+
+
+SPEC = FamilySpec(
+    module="transformers.models.llava.modeling_llava",
+    model_class="LlavaForConditionalGeneration",
+    encoder_children=("vision_tower", "multi_modal_projector"),
+    lm_children=("language_model",),
+    head="lm_head",
+    positions="rope",
+    bidirectional_spans=False,
+    embed_levels=0,
+    image_processors=(
+        "CLIPImageProcessor",
+        "CLIPImageProcessorFast",
+        "CLIPImageProcessorPil",
+        "LlavaImageProcessor",
+        "LlavaImageProcessorFast",
+        "LlavaImageProcessorPil",
+    ),
+    parse=_parse,
+)
