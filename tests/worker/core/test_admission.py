@@ -20,7 +20,9 @@ GOOD = Request(
 
 
 def check(request: Request, *, max_model_len: int = 16, max_image_tokens: int | None = 3) -> None:
-    check_request(request, max_model_len=max_model_len, max_image_tokens=max_image_tokens)
+    check_request(
+        request, max_model_len=max_model_len, max_image_tokens=max_image_tokens, vocab_size=10
+    )
 
 
 def test_a_request_that_fits_passes() -> None:
@@ -31,6 +33,13 @@ def test_a_request_that_fits_passes() -> None:
 def test_a_prompt_without_room_for_an_answer_says_the_numbers() -> None:
     with pytest.raises(ContextTooLongError, match=r"6 tokens, 3 of them for 1 image.*model's 6"):
         check(GOOD, max_model_len=6)
+
+
+def test_a_bias_of_a_token_that_has_no_logit_is_refused() -> None:
+    check(dataclasses.replace(GOOD, sampling=SamplingParams(4, logit_bias=((9, 1.0),))))
+    with pytest.raises(InvalidRequestError, match="beyond the model's 10") as refused:
+        check(dataclasses.replace(GOOD, sampling=SamplingParams(4, logit_bias=((10, 1.0),))))
+    assert refused.value.param == "logit_bias"
 
 
 def item(offset: int, num_tokens: int) -> ImageItem:

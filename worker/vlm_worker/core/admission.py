@@ -8,13 +8,16 @@ from vlm_worker.types import Request
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def check_request(request: Request, *, max_model_len: int, max_image_tokens: int | None) -> None:
+def check_request(
+    request: Request, *, max_model_len: int, max_image_tokens: int | None, vocab_size: int
+) -> None:
     """Raise where the request could wait for ever or break the books.
 
     Args:
         request: as it came in.
         max_model_len: tokens of the longest sequence; the KV pool holds at least one such.
         max_image_tokens: largest image that fits in one chunk, where a chunk may not cut one.
+        vocab_size: logits of a token.
 
     Raises:
         ContextTooLongError: the prompt leaves no room for an answer, with the numbers.
@@ -36,6 +39,10 @@ def check_request(request: Request, *, max_model_len: int, max_image_tokens: int
             f"max_tokens is {request.sampling.max_tokens}, and {request.num_delivered_tokens} "
             "tokens of the answer are delivered already",
             param="max_tokens",
+        )
+    if any(token_id >= vocab_size for token_id, _ in request.sampling.logit_bias):
+        raise InvalidRequestError(
+            f"logit_bias names a token beyond the model's {vocab_size}", param="logit_bias"
         )
     _check_items(request, max_image_tokens=max_image_tokens)
 

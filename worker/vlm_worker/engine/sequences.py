@@ -83,6 +83,7 @@ class Sequences:
         self.usage = KVUsage(runner.kv_layout)
         self.num_refused = dict.fromkeys(Bound, 0)
         self._positions = positions
+        self._vocab_size = runner.vocab_size
         self._images = images
         self._outbox = outbox
         self._clock = clock
@@ -122,6 +123,7 @@ class Sequences:
             request,
             max_model_len=self.settings.max_model_len,
             max_image_tokens=room if self.settings.whole_images else None,
+            vocab_size=self._vocab_size,
         )
         try:
             positions, delta = self._positions(request.token_ids, request.items)
