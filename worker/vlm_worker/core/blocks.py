@@ -76,13 +76,19 @@ class BlockPool:
             promised: size of the caller's own promise, which this uses up as a whole.
             keep: blocks that have to stay available afterwards.
         """
-        revived = sum(self._ref[block] == 0 for block in shared)
-        if count + revived + keep > self.num_available + promised:
+        if not self.can_take(count, shared=shared, promised=promised, keep=keep):
             return None
         self.num_promised -= promised
         for block in shared:
             self._acquire(block)
         return [self._pop() for _ in range(count)]
+
+    def can_take(
+        self, count: int, *, shared: Sequence[int] = (), promised: int = 0, keep: int = 0
+    ) -> bool:
+        """Whether `take` would give them."""
+        revived = sum(self._ref[block] == 0 for block in shared)
+        return count + revived + keep <= self.num_available + promised
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference to each block back; a tail is evicted before its head."""

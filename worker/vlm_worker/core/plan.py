@@ -87,12 +87,14 @@ class Schedule:
         preempted: sequences that lost their blocks and wait again.
         stalled: sequences that found an embedding missing, and the tokens computed before it; they
             wait until `Sequence.wake`.
+        roomless: waiting sequences that found no KV blocks; meanwhile they hold no embeddings (E4).
     """
 
     plan: Plan | None
     admitted: list[Sequence]
     preempted: list[Sequence]
     stalled: list[tuple[Sequence, int]]
+    roomless: list[Sequence]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

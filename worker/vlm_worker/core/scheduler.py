@@ -146,12 +146,13 @@ class Scheduler:
             if count:
                 shares.take(running, start, count)
         admitted: list[Sequence] = []
+        roomless: list[Sequence] = []
         if not preempted:
-            admitted = self._admit(shares, now=now)
+            admitted = self._admit(shares, roomless, now=now)
         shares.give_rest()
         plan = Plan.of(self.table, decodes, shares.chunks)
         assert plan is None or plan.num_tokens <= self._max_num_batched_tokens
-        return Schedule(plan, admitted, preempted, shares.stalled)
+        return Schedule(plan, admitted, preempted, shares.stalled, roomless)
 
     def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
         """Record a step: int64 `sampled` holds a token for each of the plan's sampled rows."""
@@ -235,8 +236,13 @@ class Scheduler:
     def _has_place(self) -> bool:
         return self.table.num_free_rows > 0 and len(self.table) < self.max_running
 
-    def _admit(self, shares: PromptShares, *, now: float) -> list[Sequence]:
-        """Let waiting sequences enter and give them their first chunk."""
+    def _admit(
+        self, shares: PromptShares, roomless: list[Sequence], *, now: float
+    ) -> list[Sequence]:
+        """Let waiting sequences enter and give them their first chunk.
+
+        Blocks come before embeddings: who finds no blocks asks for nothing, and is `roomless`.
+        """
         admitted: list[Sequence] = []
         lacking: list[Sequence] = []
         self._awaited_blocks = 0
@@ -249,12 +255,18 @@ class Scheduler:
                     break
                 shared = self._match(sequence)
                 start = len(shared) * self.pool.block_size
-                count = shares.offer(sequence, start)
+                needed = self.pool.blocks_for(sequence.num_tokens) - len(shared)
+                count = 0
+                if self._has_blocks(sequence, needed, shared):
+                    count = shares.offer(sequence, start)
+                else:
+                    roomless.append(sequence)
                 if sequence.stalled:
                     continue
-                blocks = self._blocks_for(sequence, shared) if count else None
-                if blocks is not None:
+                if count:
                     wave.admit(sequence)
+                    blocks = self.pool.take(needed, shared=shared, promised=sequence.promised)
+                    assert blocks is not None, "there was room a moment ago"
                     self._enter(sequence, shared + blocks, num_cached_tokens=start)
                     shares.take(sequence, start, count)
                     admitted.append(sequence)
@@ -267,10 +279,9 @@ class Scheduler:
                     break
         return admitted
 
-    def _blocks_for(self, sequence: Sequence, shared: list[int]) -> list[int] | None:
-        """Blocks for what a hit leaves of the whole prompt, pictures that are not here included."""
-        needed = self.pool.blocks_for(sequence.num_tokens) - len(shared)
-        return self.pool.take(
+    def _has_blocks(self, sequence: Sequence, needed: int, shared: list[int]) -> bool:
+        """Whether there is room for the whole prompt, pictures that are not here included."""
+        return self.pool.can_take(
             needed, shared=shared, promised=sequence.promised, keep=self.watermark
         )
 

@@ -3,6 +3,9 @@
 an item is   on hand   Sequence.embeddings[item], its cache entry pinned
              coming    this engine is encoding it
              asked     NeedItems was said; put_embedding brings it
+
+KV blocks come before embeddings: a sequence that waits for blocks, or stands so far back in the
+queue that nobody looks at it yet, holds none, however many wait (E4).
 """
 
 from __future__ import annotations
@@ -68,6 +71,14 @@ class PromptImages:
         for number, item in enumerate(sequence.items):
             if item.end <= num_computed:
                 self._drop(sequence, number)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Hold nothing for a sequence that cannot run yet (E4); it is gathered again when it can.
+
+        What was asked for may still come, and stays in the cache as long as that has room.
+        """
+        for number in range(len(sequence.items)):
+            self._drop(sequence, number)
 
     def drop_all(self, sequence: Sequence) -> None:
         """Let go of everything."""

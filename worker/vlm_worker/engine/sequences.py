@@ -17,7 +17,7 @@ import numpy as np
 
 from vlm_worker.core.admission import check_request
 from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.scheduler import Scheduler
+from vlm_worker.core.scheduler import MAX_TRIES, Scheduler
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.core.work import WorkModel, retry_after
@@ -104,7 +104,9 @@ class Sequences:
         sequence.promised = self.reservations.pop(request.key, 0)
         sequence.sink = Sink(stream=stream, first_only=hold, supplied=True)
         self.live[request.key] = sequence
-        self.gather(sequence, self.scheduler.look_up(sequence))
+        start = self.scheduler.look_up(sequence)
+        if len(self.scheduler.waiting) < MAX_TRIES:
+            self.gather(sequence, start)
         self.scheduler.add(sequence)
 
     def check_new(self, key: RequestKey) -> None:

@@ -66,6 +66,8 @@ class Stepping:
             self._sequences.gather(sequence, self._scheduler.num_cached_tokens(sequence))
         for sequence, start in schedule.stalled:
             self._sequences.gather(sequence, start)
+        for sequence in schedule.roomless:
+            self._images.let_go(sequence)
         if schedule.plan is None:
             return bool(schedule.preempted or schedule.stalled)
         for result in self.guard.run(schedule.plan):
