@@ -17,6 +17,8 @@ WorkerError
 
 from __future__ import annotations
 
+import enum
+
 
 class WorkerError(Exception):
     """Base of everything this package raises on purpose."""
@@ -74,8 +76,27 @@ class IncompatibleError(WorkerError):
     """The two sides disagree about layout, model or protocol."""
 
 
+class Refusal(enum.StrEnum):
+    """What of a transfer was not as it had to be."""
+
+    SIZE = "size"
+    DIGEST = "digest"
+    EPOCH = "epoch"  # of another pod, or of another life of it
+    IDENTITY = "identity"  # of another request, attempt or transfer
+    LAYOUT = "layout"
+    SEQUENCE = "sequence"
+    RANGE = "range"
+    MEMORY = "memory"  # shared memory is not there, or not as promised
+    COMMIT = "commit"
+    CONTENT = "content"
+
+
 class CorruptTransferError(WorkerError):
-    """A frame failed its digest, sequence or identity check."""
+    """A transfer failed a check: of digest, identity, order, range or commit."""
+
+    def __init__(self, message: str, *, refusal: Refusal = Refusal.CONTENT) -> None:
+        super().__init__(message)
+        self.refusal = refusal
 
 
 class CancelledError(WorkerError):

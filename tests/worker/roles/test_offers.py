@@ -37,7 +37,13 @@ class Table:
         async def export(first: int, count: int) -> memoryview:
             return memoryview(bytes(8 * count))
 
-        outgoing = Outgoing(LIFE.transfer_id(key, LAYOUT), unit_bytes=8, export=export)
+        outgoing = Outgoing(
+            LIFE.transfer_id(key, name, LAYOUT),
+            unit_bytes=8,
+            max_units=8,
+            export=export,
+            clock=lambda: self.now,
+        )
         self.offers.offer(name, key, outgoing)
         return outgoing
 

@@ -35,7 +35,7 @@ class Serving:
 
 
 def settings_of(role: str, *flags: str) -> WorkerSettings:
-    own = ["--bind=127.0.0.1", "--grpc-port=0", "--http-port=0", "--block-size=4"]
+    own = ["--bind=127.0.0.1", "--grpc-port=0", "--http-port=0", "--block-size=4", "--strict"]
     settings = parse([role, f"--model={MODEL}", "--served-name=shapes", *own, *flags], {})
     assert isinstance(settings, WorkerSettings)
     return settings

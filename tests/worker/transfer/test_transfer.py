@@ -15,10 +15,11 @@ from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.incoming import Pull
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.types import FinishReason, RequestKey
-from vlm_worker.wire.frames import Commit, FrameReader, TransferId
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Commit, TransferId
 
 KEY = RequestKey("r-1", 1)
-IDENTITY = TransferId(KEY, b"b" * 16, b"f" * 16, "pod")
+IDENTITY = TransferId(KEY, "t", b"b" * 16, b"f" * 16, "pod")
 UNIT = 8
 
 
@@ -27,7 +28,9 @@ class Producer:
 
     def __init__(self, num_units: int, *, timers: Timers = PRODUCTION) -> None:
         self.num_units = num_units
-        self.outgoing = Outgoing(IDENTITY, unit_bytes=UNIT, export=self._export, timers=timers)
+        self.outgoing = Outgoing(
+            IDENTITY, unit_bytes=UNIT, max_units=num_units, export=self._export, timers=timers
+        )
 
     async def _export(self, first: int, count: int) -> memoryview:
         return memoryview(

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_worker.errors import CorruptTransferError
+from vlm_worker.errors import CorruptTransferError, IncompatibleError
 from vlm_worker.types import FinishReason, RequestKey
+from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
     MAX_FRAME_BYTES,
     MAX_PAYLOAD_BYTES,
     Commit,
-    FrameReader,
     FrameWriter,
     TransferId,
 )
 
-IDENTITY = TransferId(RequestKey("r-1", 1), b"b" * 16, b"f" * 16, "pod-1")
+IDENTITY = TransferId(RequestKey("r-1", 1), "t-1", b"b" * 16, b"f" * 16, "pod-1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +135,10 @@ def test_frames_lost_repeated_or_out_of_order_are_caught(
 
 
 OTHERS = {
+    "another transfer": dataclasses.replace(IDENTITY, name="t-2"),
     "another request": dataclasses.replace(IDENTITY, key=RequestKey("r-2", 1)),
     "another attempt": dataclasses.replace(IDENTITY, key=RequestKey("r-1", 2)),
     "another life": dataclasses.replace(IDENTITY, boot_id=b"c" * 16),
-    "another layout": dataclasses.replace(IDENTITY, fingerprint=b"g" * 16),
 }
 
 
@@ -191,3 +191,10 @@ def test_bytes_from_anywhere_are_refused(frame: bytes) -> None:
     reader = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4).reader()
     with pytest.raises(CorruptTransferError):
         reader.read(frame)
+
+
+def test_a_frame_of_another_layout_is_refused_for_good() -> None:
+    transfer = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4)
+    other = dataclasses.replace(IDENTITY, fingerprint=b"g" * 16)
+    with pytest.raises(IncompatibleError):
+        receive(transfer.reader(), transfer.frames(other))

@@ -124,6 +124,11 @@ class LeaseTable:
             )
         return True
 
+    def restore(self, lease: Lease, *, now: float) -> None:
+        """Quarantine a lease that `sweep` has just returned."""
+        self._leases[lease.id] = lease
+        self.quarantine(lease.id, now=now)
+
     def release(self, lease_id: str) -> Lease | None:
         """End a lease; None where it is gone already."""
         return self._leases.pop(lease_id, None)

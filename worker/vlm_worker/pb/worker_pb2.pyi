@@ -147,20 +147,24 @@ class Source(_message.Message):
     def __init__(self, address: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., transfer_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("transfer_id", "boot_id", "fingerprint", "request_id", "attempt", "first_unit")
+    __slots__ = ("transfer_id", "boot_id", "fingerprint", "request_id", "attempt", "first_unit", "transport", "invitation")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_UNIT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     boot_id: bytes
     fingerprint: bytes
     request_id: str
     attempt: int
     first_unit: int
-    def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_unit: _Optional[int] = ...) -> None: ...
+    transport: str
+    invitation: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_unit: _Optional[int] = ..., transport: _Optional[str] = ..., invitation: _Optional[bytes] = ...) -> None: ...
 
 class StageSpan(_message.Message):
     __slots__ = ("stage", "start_us", "end_us", "item")

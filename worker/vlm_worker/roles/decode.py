@@ -17,20 +17,19 @@ from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
 from vlm_worker.roles.host import Host, Transfer
 from vlm_worker.roles.offers import check_fingerprint
+from vlm_worker.roles.pulling import pull
 from vlm_worker.roles.times import CallClock
-from vlm_worker.transfer.incoming import Pull
 from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, StageSpan, TokenEvent
 from vlm_worker.wire.calls import (
     DecodeCall,
     DecodeEvent,
-    FetchCall,
     Finished,
     Reply,
     Reservation,
     ReserveCall,
     Tokens,
 )
-from vlm_worker.wire.frames import Commit, FrameReader, TransferId
+from vlm_worker.wire.frames import Commit
 
 
 class DecodeRole:
@@ -137,32 +136,28 @@ class DecodeRole:
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
         async with host.peers.hold(source) as client:
             first = await host.engine.receive(request)
-            reader = FrameReader(
-                TransferId(request.key, source.boot_id, self._layout.fingerprint),
+            transfer = pull(
+                host,
+                client.fetch_kv,
+                source,
+                request.key,
+                fingerprint=self._layout.fingerprint,
                 unit_bytes=self._layout.block_bytes,
                 first_unit=first,
                 end_unit=-(-len(request.token_ids) // self._layout.block_size),
             )
-            fetch = FetchCall(
-                source.transfer_id, source.boot_id, self._layout.fingerprint, request.key, first
-            )
-            frames = client.fetch_kv(fetch, timeout=host.timers.fetch)
-            pull = Pull(
-                frames, reader, peer=source.address, no_progress_seconds=host.timers.no_progress
-            )
             begun: float | None = None
-            async with aclosing(pull.units()) as received:
+            async with aclosing(transfer.units()) as received:
                 async for units in received:
                     begun = begun or time.monotonic()
                     await host.engine.import_blocks(request.key, units.first_unit, units.data)
             begun = begun or time.monotonic()
             await host.delay("kv_transfer")
-        if pull.commit.num_tokens != len(request.token_ids):
-            raise CorruptTransferError(
-                f"KV of {pull.commit.num_tokens} tokens, the request has {len(request.token_ids)}"
-            )
-        host.on_transfer(Transfer("kv", time.monotonic() - begun, pull.num_bytes))
-        return pull.commit
+        num_tokens, due = transfer.commit.num_tokens, len(request.token_ids)
+        if num_tokens != due:
+            raise CorruptTransferError(f"KV of {num_tokens} tokens, the request has {due}")
+        host.on_transfer(Transfer("kv", time.monotonic() - begun, transfer.num_bytes))
+        return transfer.commit
 
 
 def _ended_by_first_token(

@@ -15,15 +15,16 @@ from contextlib import aclosing
 from typing import Any, Self
 
 from vlm_worker.engine.events import EventStream, PrefillEvent
-from vlm_worker.errors import CorruptTransferError
+from vlm_worker.errors import CorruptTransferError, Refusal
 from vlm_worker.roles.host import Host, Transfer
+from vlm_worker.roles.pulling import pull
 from vlm_worker.roles.times import CallClock
-from vlm_worker.transfer.incoming import Pull
 from vlm_worker.types import Source, StageSpan
-from vlm_worker.wire.calls import FetchCall, PrefillCall
-from vlm_worker.wire.frames import FrameReader, TransferId
+from vlm_worker.wire.calls import PrefillCall
 
 _ATTEMPTS = 2
+_FOR_GOOD = frozenset({Refusal.EPOCH, Refusal.IDENTITY})
+"""Bytes of another life or request: this producer has nothing for us."""
 
 
 class Embeddings:
@@ -116,8 +117,8 @@ class Embeddings:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await self._pull(item, source)
-            except CorruptTransferError:
-                if attempt == _ATTEMPTS:
+            except CorruptTransferError as error:
+                if attempt == _ATTEMPTS or error.refusal in _FOR_GOOD:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -127,22 +128,22 @@ class Embeddings:
         layout = self._host.embed_layout
         num_rows = self._call.request.items[item].num_tokens
         rows = bytearray(num_rows * layout.row_bytes)
-        reader = FrameReader(
-            TransferId(key, source.boot_id, layout.fingerprint),
-            unit_bytes=layout.row_bytes,
-            first_unit=0,
-            end_unit=num_rows,
-        )
-        timers = self._host.timers
         async with self._host.peers.hold(source) as client:
-            call = FetchCall(source.transfer_id, source.boot_id, layout.fingerprint, key)
-            frames = client.fetch_embedding(call, timeout=timers.fetch)
-            pull = Pull(frames, reader, peer=source.address, no_progress_seconds=timers.no_progress)
-            async with aclosing(pull.units()) as received:
+            transfer = pull(
+                self._host,
+                client.fetch_embedding,
+                source,
+                key,
+                fingerprint=layout.fingerprint,
+                unit_bytes=layout.row_bytes,
+                first_unit=0,
+                end_unit=num_rows,
+            )
+            async with aclosing(transfer.units()) as received:
                 async for units in received:
                     start = units.first_unit * layout.row_bytes
                     rows[start : start + units.data.nbytes] = units.data
-        self._host.on_transfer(Transfer("embed", time.monotonic() - begun, pull.num_bytes))
+        self._host.on_transfer(Transfer("embed", time.monotonic() - begun, transfer.num_bytes))
         return memoryview(rows)
 
 

@@ -99,7 +99,7 @@ class EncoderRole:
         """
         layout = self._host.embed_layout
         outgoing = self._host.offers.find(call, fingerprint=layout.fingerprint)
-        async with aclosing(outgoing.frames(call.key, first_unit=call.first_unit)) as frames:
+        async with aclosing(self._host.send(outgoing, call)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -207,9 +207,13 @@ class EncoderRole:
                 raise InvalidRequestError("the embedding has another size than its layout")
             return rows.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
 
-        identity = self._host.life.transfer_id(key, layout.fingerprint)
+        identity = self._host.life.transfer_id(key, transfer_id, layout.fingerprint)
         outgoing = Outgoing(
-            identity, unit_bytes=layout.row_bytes, export=export, timers=self._host.timers
+            identity,
+            unit_bytes=layout.row_bytes,
+            max_units=picture.num_tokens,
+            export=export,
+            timers=self._host.timers,
         )
         self._host.offers.offer(transfer_id, key, outgoing, item=index)
         return outgoing

@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
 from vlm_worker.engine.engine import Engine
@@ -21,16 +23,22 @@ from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
     OverloadedError,
+    Refusal,
     WorkerError,
 )
 from vlm_worker.roles.history import History
 from vlm_worker.roles.offers import Life, Offers
 from vlm_worker.settings.timers import PRODUCTION, Timers
+from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.peers import Peers
+from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey
-from vlm_worker.wire.calls import CancelOutcome
+from vlm_worker.wire.calls import CancelOutcome, FetchCall
 
 logger = logging.getLogger(__name__)
+
+
+SUSPECT_SWEEPS: Final = 10
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -56,7 +64,7 @@ class Host:
     """The shared state of the roles. Lives on one event loop; `start` and `close` it.
 
     `delays` holds seconds by stage, for tests. `accepting` is False while draining. `on_transfer`
-    is told of every transfer pulled.
+    is told of every transfer pulled. `transport` is how bytes go where both sides have it.
     """
 
     def __init__(
@@ -69,12 +77,19 @@ class Host:
         delays: Mapping[str, float] | None = None,
         on_transfer: Callable[[Transfer], None] = lambda _: None,
         timers: Timers = PRODUCTION,
+        transport: Transport | None = None,
+        strict: bool = False,
     ) -> None:
         self.engine = engine
         self.life = life
         self.embed_layout = embed_layout
         self.kv_layout = kv_layout
         self.timers = timers
+        self.transport: Transport = transport or ByteStream()
+        self.num_refused: Counter[Refusal] = Counter()
+        self.num_violations = 0
+        self._strict = strict
+        self._suspects: dict[str, int] = {}
         leases = LeaseTable(timers)
         self.offers = Offers(life=life, free=self._free, clock=time.monotonic, leases=leases)
         self.peers = Peers(timers)
@@ -97,11 +112,20 @@ class Host:
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.peers.close()
+        self.offers.close()
+        self.transport.close()
 
     @property
     def num_inflight(self) -> int:
         """Calls being worked on and leases that somebody may still use; 0 is empty."""
         return len(self._scopes) + len(self.offers.leases) + len(self._tasks)
+
+    @property
+    def complaint(self) -> str | None:
+        """Why this process had better start anew; None while it is well."""
+        if self._strict and self.num_violations:
+            return f"{self.num_violations} promises of the books are broken"
+        return self.transport.ledger.complaint
 
     @property
     def left(self) -> dict[str, int]:
@@ -111,6 +135,7 @@ class Host:
             "clean-ups": len(self._tasks),
             **self.offers.left,
             "leases held at peers": self.peers.num_held,
+            "exposed memory": self.transport.ledger.num_exposed,
         }
 
     @contextlib.contextmanager
@@ -174,6 +199,23 @@ class Host:
                 scope.task.cancel()
         return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT if in_flight else outcome
 
+    def refused(self, refusal: Refusal) -> None:
+        """Count a transfer that was void."""
+        self.num_refused[refusal] += 1
+
+    async def send(self, outgoing: Outgoing, call: FetchCall) -> AsyncGenerator[bytes]:
+        """The frames of what a consumer asked for; bytes by its transport, where it is ours."""
+        transport = self.transport if call.transport == self.transport.name else None
+        frames = outgoing.frames(
+            call.key,
+            first_unit=call.first_unit,
+            transport=transport,
+            invitation=call.invitation,
+        )
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
+
     async def delay(self, stage: str) -> None:
         """Wait as `--inject-delay-ms` says."""
         seconds = self._delays.get(stage)
@@ -201,3 +243,21 @@ class Host:
         while True:
             await asyncio.sleep(self.timers.sweep)
             self.offers.sweep()
+            self._check_idle()
+
+    def _check_idle(self) -> None:
+        """Find what nobody is owed and is here all the same, so many sweeps in a row.
+
+        The engine may be in a long step before it does what it was told.
+        """
+        owed = self._scopes or self._tasks or self.offers.leases
+        left = {**self.left, "sequences, reservations and pins": self.engine.stats().inflight}
+        self._suspects = {
+            name: self._suspects.get(name, 0) + 1
+            for name, count in left.items()
+            if count and not owed
+        }
+        for name, num_sweeps in self._suspects.items():
+            if num_sweeps == SUSPECT_SWEEPS:
+                self.num_violations += 1
+                logger.error("it did not come back", extra={"what": name, "count": left[name]})

@@ -38,9 +38,9 @@ class Life:
         if boot_id != self.boot_id:
             raise GoneError("the handle is from another life of this worker")
 
-    def transfer_id(self, key: RequestKey, fingerprint: bytes) -> TransferId:
+    def transfer_id(self, key: RequestKey, name: str, fingerprint: bytes) -> TransferId:
         """What the frames of a transfer of ours carry."""
-        return TransferId(key, self.boot_id, fingerprint, self.pod_uid)
+        return TransferId(key, name, self.boot_id, fingerprint, self.pod_uid)
 
 
 class Offers:
@@ -123,10 +123,13 @@ class Offers:
         return self.leases.renew(lease_ids, now=self._clock())
 
     def release(self, boot_id: bytes, lease_id: str) -> None:
-        """The consumer has all that it needs; idempotent."""
+        """The consumer has all that it needs, and reads no more; idempotent."""
         lease = self.leases.get(lease_id)
         if boot_id == self._life.boot_id and lease is not None:
-            self._end(lease, GoneError(f"transfer {lease_id} was released"))
+            outgoing = self._drop(lease)
+            if outgoing is not None:
+                outgoing.fail(GoneError(f"transfer {lease_id} was released"))
+                outgoing.close()
             self._free(lease)
 
     def claim(self, lease_id: str, key: RequestKey) -> bool:
@@ -136,8 +139,9 @@ class Offers:
             return False
         if lease.deadline <= self._clock():
             return False
-        self.leases.release(lease_id)
-        self._outgoing.pop(lease_id, None)
+        outgoing = self._drop(lease)
+        if outgoing is not None:
+            outgoing.close()
         return True
 
     def cancel(self, key: RequestKey, error: CancelledError) -> bool:
@@ -146,22 +150,34 @@ class Offers:
         return any(quarantined)
 
     def sweep(self) -> None:
-        """End what has expired, and what was quarantined until its reader closed."""
+        """End what has expired, and what was quarantined until its consumer stopped.
+
+        A lease is renewed by its maker at work and by a stream that takes frames, too.
+        """
         now = self._clock()
         self.leases.renew(self._kept, now=now)
+        live = [name for name, outgoing in self._outgoing.items() if outgoing.has_live_reader]
+        self.leases.renew(live, now=now)
         for lease_id, outgoing in list(self._outgoing.items()):
             lease = self.leases.get(lease_id)
-            quarantined = lease is not None and lease.kind is LeaseKind.QUARANTINED
-            if quarantined and not outgoing.num_readers:
-                del self._outgoing[lease_id]
-                self.leases.release(lease_id)
+            if lease is not None and lease.kind is LeaseKind.QUARANTINED and _stopped(outgoing):
+                self._drop(lease)
         for lease in self.leases.sweep(now=now):
             logger.warning(
-                "lease expired", extra={"request": lease.owner.request_id, "lease": lease.id}
+                "lease expired",
+                extra={
+                    "request": lease.owner.request_id,
+                    "lease": lease.id,
+                    "kind": lease.kind.value,
+                },
             )
-            self._end(lease, GoneError(f"the lease of transfer {lease.id} expired"))
-            if lease.kind is not LeaseKind.QUARANTINED:
-                self._free(lease)
+            self._expire(lease, now=now)
+
+    def close(self) -> None:
+        """This life ends: nobody reads any more."""
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        self._outgoing.clear()
 
     def _grant(self, lease_id: str, key: RequestKey, *, kind: LeaseKind, item: int | None) -> None:
         try:
@@ -174,11 +190,37 @@ class Offers:
         outgoing = self._outgoing.get(lease.id)
         if outgoing is not None:
             outgoing.fail(error)
-            if outgoing.num_readers and isinstance(error, CancelledError):
+            if not _stopped(outgoing):
                 return self.leases.quarantine(lease.id, now=self._clock())
-        self._outgoing.pop(lease.id, None)
-        self.leases.release(lease.id)
+        self._drop(lease)
         return False
+
+    def _expire(self, lease: Lease, *, now: float) -> None:
+        """Free what a deadline has passed for.
+
+        Copies are free at once. Exposed memory goes to quarantine first; what nobody vouches for
+        at the end of that is not used again.
+        """
+        outgoing = self._outgoing.get(lease.id)
+        if lease.kind is not LeaseKind.QUARANTINED:
+            self._free(lease)
+        if outgoing is None:
+            return
+        outgoing.fail(GoneError(f"the lease of transfer {lease.id} expired"))
+        if lease.kind is not LeaseKind.QUARANTINED and outgoing.exposed_bytes:
+            self.leases.restore(lease, now=now)
+            return
+        del self._outgoing[lease.id]
+        outgoing.abandon()
+
+    def _drop(self, lease: Lease) -> Outgoing | None:
+        self.leases.release(lease.id)
+        return self._outgoing.pop(lease.id, None)
+
+
+def _stopped(outgoing: Outgoing) -> bool:
+    """Whether it is proven that no consumer reads on."""
+    return not outgoing.num_readers and not outgoing.exposed_bytes
 
 
 def check_fingerprint(theirs: bytes, ours: bytes) -> None:

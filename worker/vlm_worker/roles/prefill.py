@@ -94,7 +94,7 @@ class PrefillRole:
             GoneError, IncompatibleError: see `Offers.find`.
         """
         outgoing = self._host.offers.find(call, fingerprint=self._layout.fingerprint)
-        async with aclosing(outgoing.frames(call.key, first_unit=call.first_unit)) as frames:
+        async with aclosing(self._host.send(outgoing, call)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -112,10 +112,11 @@ class PrefillRole:
         async def export(first: int, count: int) -> memoryview:
             return await self._host.engine.export_blocks(key, first, count)
 
-        identity = self._host.life.transfer_id(key, self._layout.fingerprint)
+        identity = self._host.life.transfer_id(key, call.transfer_id, self._layout.fingerprint)
         outgoing = Outgoing(
             identity,
             unit_bytes=self._layout.block_bytes,
+            max_units=-(-len(call.request.token_ids) // self._layout.block_size),
             export=export,
             timers=self._host.timers,
         )

@@ -25,6 +25,7 @@ from vlm_worker.roles.prefill import PrefillRole
 from vlm_worker.serve.loading import Loaded, Progress, load
 from vlm_worker.serve.signals import StopSignals
 from vlm_worker.serve.threads import result_unless
+from vlm_worker.serve.transports import make_transport
 from vlm_worker.server.parts import Parts
 from vlm_worker.server.state import Phase
 from vlm_worker.server.worker import WorkerServer
@@ -101,6 +102,8 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         delays=settings.delays,
         on_transfer=server.meters.observe,
         timers=settings.timers,
+        transport=make_transport(settings),
+        strict=settings.strict,
     )
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:
@@ -129,6 +132,7 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
         max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
         watermark_percent=settings.kv_reserve_percent,
         whole_images=loaded.family.spec.bidirectional_spans,
+        strict=settings.strict,
         max_waiting=queues.max_waiting,
         max_waiting_tokens=queues.max_waiting_tokens,
         max_waiting_images=queues.max_waiting_images,

@@ -35,7 +35,17 @@ class Parts:
             quarantined=leases.count(LeaseKind.QUARANTINED),
             expired=sum(leases.num_expired.values()),
         )
-        return Snapshot(self.engine.stats(), counts, self.host.num_inflight)
+        engine = self.engine.stats()
+        violations = engine.invariant_violations + self.host.num_violations
+        engine = dataclasses.replace(engine, invariant_violations=violations)
+        return Snapshot(engine, counts, self.host.num_inflight)
+
+    @property
+    def complaint(self) -> str | None:
+        """Why this process cannot go on; None while it is well."""
+        if not self.engine.healthy:
+            return "the engine is stuck or has failed"
+        return self.host.complaint
 
     @property
     def left(self) -> dict[str, int]:

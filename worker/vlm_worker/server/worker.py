@@ -83,7 +83,7 @@ class WorkerServer:
         parts.host.start()
         self.state.enter(Phase.READY, "ready")
         await self._set_health(serving=True)
-        self._monitor = asyncio.create_task(self._watch_engine(parts))
+        self._monitor = asyncio.create_task(self._watch(parts))
 
     async def failed(self) -> None:
         """Wait until the engine has failed for good."""
@@ -140,12 +140,12 @@ class WorkerServer:
         for name in names:
             await self._health.set(name, status)
 
-    async def _watch_engine(self, parts: Parts) -> None:
-        """An engine that is stuck or dead makes the process fail, so that it is started anew."""
-        while parts.engine.healthy:
+    async def _watch(self, parts: Parts) -> None:
+        """A dead engine, or memory that cannot be used again, fails the process: start anew."""
+        while (complaint := parts.complaint) is None:
             self.state.beat(parts.engine.stats())
             await asyncio.sleep(MONITOR_SECONDS)
-        self.state.enter(Phase.FAILED, "the engine is stuck or has failed")
+        self.state.enter(Phase.FAILED, complaint)
         logger.error(self.state.message)
         await self._set_health(serving=False)
         self._failed.set()

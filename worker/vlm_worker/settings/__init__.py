@@ -125,6 +125,10 @@ def _worker(
         ),
         num_threads=args.threads,
         runner=args.runner,
+        transport=args.transport,
+        shared_memory_dir=args.shared_memory_dir,
+        exposed_memory_bytes=args.exposed_memory_bytes,
+        strict=args.strict,
     )
 
 

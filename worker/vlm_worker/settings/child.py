@@ -34,6 +34,10 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         ),
         f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
+        f"--transport={settings.transport}",
+        f"--shared-memory-dir={settings.shared_memory_dir}",
+        f"--exposed-memory-bytes={settings.exposed_memory_bytes}",
+        *(["--strict"] if settings.strict else []),
         *(f"{flag}={value}" for flag, value in optional.items() if value is not None),
     ]
 

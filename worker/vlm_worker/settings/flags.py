@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from vlm_worker.settings.values import DEFAULT_SHARED_MEMORY_DIR
 from vlm_worker.types import STAGES, Role, Stage
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -13,6 +14,7 @@ KV_DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
 RUNNERS = ("model", "checksum")
+TRANSPORTS = ("stream", "shared-memory", "nixl")
 DELAYS = (*STAGES, "kv_transfer")
 
 
@@ -105,6 +107,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_at_least(0), default=0, help="of the CPU; 0 is all of them"
     )
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS, default="stream", help="of KV and embeddings"
+    )
+    parser.add_argument(
+        "--shared-memory-dir",
+        type=Path,
+        default=DEFAULT_SHARED_MEMORY_DIR,
+        help="in memory, of all workers that share it",
+    )
+    parser.add_argument(
+        "--exposed-memory-bytes", type=_at_least(1), default=256 << 20, help="at a time"
+    )
+    parser.add_argument("--strict", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
 
 

@@ -10,6 +10,7 @@ from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import Role, Stage
 
 HF_PREFIX = "hf://"
+DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have random names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,8 +79,11 @@ class WorkerSettings:
 
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
     `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
-    `timers` are all waits on peers, `drain_timeout_seconds` apart.
-    `parent` is the process that this one ends with, where it was started by `serve --split`.
+    `transport` is how bytes go between workers that both have it, by memory in `shared_memory_dir`
+    for one; they expose at most `exposed_memory_bytes` at a time. With `strict`, a broken promise
+    of the books ends the process instead of being counted. `timers` are all waits on peers,
+    `drain_timeout_seconds` apart. `parent` is the process that this one ends with, where it was
+    started by `serve --split`.
     """
 
     role: Role
@@ -105,6 +109,10 @@ class WorkerSettings:
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     runner: str = "model"
+    transport: str = "stream"
+    shared_memory_dir: Path = DEFAULT_SHARED_MEMORY_DIR
+    exposed_memory_bytes: int = 256 << 20
+    strict: bool = False
     timers: Timers = PRODUCTION
     identity: Identity = dataclasses.field(default_factory=Identity)
     parent: int | None = None

@@ -7,15 +7,16 @@ pull.commit                     set when the iteration has ended without an erro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from vlm_worker.errors import CorruptTransferError, PeerLostError
-from vlm_worker.wire.frames import Commit, FrameReader, Units
+from vlm_worker.errors import CorruptTransferError, IncompatibleError, PeerLostError, Refusal
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Commit, Units
 
 
 class Pull:
-    """One transfer being read."""
+    """One transfer being read. `on_refused` is told what was wrong with one that is void."""
 
     def __init__(
         self,
@@ -24,11 +25,13 @@ class Pull:
         *,
         peer: str,
         no_progress_seconds: float,
+        on_refused: Callable[[Refusal], None] = lambda _: None,
     ) -> None:
         self._frames = frames
         self._reader = reader
         self._peer = peer
         self._no_progress_seconds = no_progress_seconds
+        self._on_refused = on_refused
         self.num_bytes = 0
 
     @property
@@ -43,8 +46,23 @@ class Pull:
         Raises:
             PeerLostError: no frame for `no_progress_seconds`, or the producer is gone.
             CorruptTransferError: a frame is not as it must be, or the commit is missing.
+            IncompatibleError: a frame is of another layout.
             WorkerError: what the producer raised.
         """
+        try:
+            async with aclosing(self._checked()) as checked:
+                async for units in checked:
+                    yield units
+        except CorruptTransferError as error:
+            self._on_refused(error.refusal)
+            raise
+        except IncompatibleError:
+            self._on_refused(Refusal.LAYOUT)
+            raise
+        finally:
+            self._reader.close()
+
+    async def _checked(self) -> AsyncGenerator[Units]:
         async with aclosing(self._frames) as frames:
             while True:
                 try:
@@ -61,4 +79,6 @@ class Pull:
                     self.num_bytes += units.data.nbytes
                     yield units
         if self._reader.commit is None:
-            raise CorruptTransferError(f"{self._peer}: the transfer ended without its commit")
+            raise CorruptTransferError(
+                f"{self._peer}: the transfer ended without its commit", refusal=Refusal.COMMIT
+            )

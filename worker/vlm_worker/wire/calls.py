@@ -261,10 +261,15 @@ DecodeEvent = Tokens | Finished
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchCall:
-    """What a consumer asks a producer for; `first_unit` is the first block or row that it lacks."""
+    """What a consumer asks a producer for; `first_unit` is the first block or row that it lacks.
+
+    With a `transport`, the bytes may go past the frames; `invitation` is that one's own.
+    """
 
     transfer_id: str
     boot_id: bytes
     fingerprint: bytes
     key: RequestKey
     first_unit: int = 0
+    transport: str = ""
+    invitation: bytes = b""

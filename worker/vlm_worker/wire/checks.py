@@ -11,6 +11,8 @@ MAX_ITEMS = 64
 MAX_TOKENS = 1 << 21
 MAX_PICTURE_BYTES = 256 << 20
 MAX_IDS = 1024
+MAX_LABEL = 64
+MAX_TEXT = 1024
 
 # Of sampling; the gateway's own door holds to them too.
 MAX_LOGPROBS = 20
@@ -36,6 +38,27 @@ def octets(value: bytes, name: str, lengths: Collection[int]) -> bytes:
     if len(value) not in lengths:
         wanted = " or ".join(str(length) for length in sorted(lengths))
         raise InvalidRequestError(f"{name} must have {wanted} bytes, not {len(value)}")
+    return value
+
+
+def at_most(value: bytes, name: str, most: int) -> bytes:
+    """Bytes, not too many."""
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} must have at most {most} bytes, not {len(value)}")
+    return value
+
+
+def text(value: str, name: str, most: int) -> str:
+    """Text, not too long."""
+    if len(value) > most:
+        raise InvalidRequestError(f"{name} must have at most {most} characters, not {len(value)}")
+    return value
+
+
+def measure(value: float, name: str, most: float) -> float:
+    """A number from 0 to `most`; neither NaN nor infinite."""
+    if not 0.0 <= value <= most:  # NaN fails this as well
+        raise InvalidRequestError(f"{name} must be 0 to {most:g}, not {value}")
     return value
 
 

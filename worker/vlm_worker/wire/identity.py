@@ -8,6 +8,8 @@ from vlm_worker.types import Role, Stage
 from vlm_worker.wire import calls, checks
 from vlm_worker.wire.values import key_of
 
+MAX_INVITATION_BYTES = 64
+
 
 def hello_to(hello: calls.Hello) -> pb.HelloReply:
     """The message of a Hello."""
@@ -99,6 +101,8 @@ def fetch_call_to(call: calls.FetchCall) -> pb.FetchRequest:
         request_id=call.key.request_id,
         attempt=call.key.attempt,
         first_unit=call.first_unit,
+        transport=call.transport,
+        invitation=call.invitation,
     )
 
 
@@ -110,4 +114,6 @@ def fetch_call_of(message: pb.FetchRequest) -> calls.FetchCall:
         fingerprint=checks.octets(message.fingerprint, "fingerprint", (0, 16)),
         key=key_of(message),
         first_unit=message.first_unit,
+        transport=checks.text(message.transport, "transport", checks.MAX_LABEL),
+        invitation=checks.at_most(message.invitation, "invitation", MAX_INVITATION_BYTES),
     )

@@ -1,0 +1,213 @@
+"""Bytes through files in memory that both sides reach: two workers of one machine or one pod.
+
+    DIR/triptych-domain     16 random bytes: who reads the same ones shares the directory
+    DIR/triptych-<hex>      one transfer; made, locked and removed by its producer
+
+Both sides use read and write, never a mapping: a file that shrinks under its reader is an error
+then, and no SIGBUS. The consumer opens what it was told by a name that can only lie in its own
+directory, and holds the size to what it expects itself. The lock goes with the process, so that
+`sweep_leftovers` knows the files of the dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
+from vlm_worker.transfer.transport import Ledger
+
+NAME: Final = "shared-memory"
+_NAME_BYTES: Final = 16
+_PREFIX: Final = "triptych-"
+_DOMAIN: Final = "triptych-domain"
+
+
+class SharedMemory:
+    """Files in `directory`, which lies in memory; `capacity_bytes` bounds what is exposed.
+
+    Raises:
+        OSError: the directory cannot be written to.
+    """
+
+    name = NAME
+
+    def __init__(self, directory: Path, *, capacity_bytes: int, leftover_seconds: float) -> None:
+        self.ledger = Ledger(capacity_bytes)
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._domain = _domain(self._directory)
+        except BaseException:
+            os.close(self._directory)
+            raise
+        self._closed = False
+        sweep_leftovers(self._directory, older_than=time.time() - leftover_seconds)
+
+    def invitation(self) -> bytes:
+        """The directory's own bytes."""
+        return self._domain
+
+    def expose(self, invitation: bytes, num_bytes: int) -> _Segment | None:
+        """A file of so many bytes; None without room, or for a consumer of another directory."""
+        if not secrets.compare_digest(invitation, self._domain) or num_bytes == 0:
+            return None
+        if not self.ledger.take(num_bytes):
+            return None
+        try:
+            return _Segment(self._directory, num_bytes, ledger=self.ledger)
+        except OSError:  # the machine has no memory left for it
+            self.ledger.give_back(num_bytes)
+            return None
+
+    def view(self, opening: bytes, num_bytes: int) -> _SegmentView:
+        """A producer's file.
+
+        Raises:
+            CorruptTransferError: there is none, or not of this size.
+        """
+        return _SegmentView(self._directory, opening, num_bytes)
+
+    def close(self) -> None:
+        """Leave the directory."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._directory)
+
+
+class _Segment:
+    """A producer's file for one transfer."""
+
+    def __init__(self, directory: int, num_bytes: int, *, ledger: Ledger) -> None:
+        self.num_bytes = num_bytes
+        self.opening = secrets.token_bytes(_NAME_BYTES)
+        self._ledger = ledger
+        self._name = _PREFIX + self.opening.hex()
+        self._directory = directory
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file: int | None = os.open(self._name, flags, 0o600, dir_fd=directory)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # now, so that a machine without memory says so here and not in the middle
+            os.posix_fallocate(self._file, 0, num_bytes)
+        except BaseException:
+            self._remove()
+            raise
+
+    def place(self, position: int, data: memoryview) -> memoryview:
+        """Write; nothing travels."""
+        if self._file is None:
+            raise GoneError("the transfer was given up")
+        assert 0 <= position <= self.num_bytes - data.nbytes
+        done = 0
+        while done < data.nbytes:
+            done += os.pwrite(self._file, data[done:], position + done)
+        return memoryview(b"")
+
+    def close(self) -> None:
+        """Remove the file; a consumer that has it open still reads what it was."""
+        if self._file is not None:
+            self._remove()
+            self._ledger.give_back(self.num_bytes)
+
+    def abandon(self) -> None:
+        """As `close`, but its memory stays counted: somebody may hold it open."""
+        if self._file is not None:
+            self._remove()
+            self._ledger.lose(self.num_bytes)
+
+    def _remove(self) -> None:
+        assert self._file is not None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._directory)
+        os.close(self._file)
+        self._file = None
+
+
+class _SegmentView:
+    """A consumer's sight of a producer's file."""
+
+    def __init__(self, directory: int, opening: bytes, num_bytes: int) -> None:
+        self._file: int | None = None
+        if len(opening) != _NAME_BYTES:
+            raise _missing(f"a name of {len(opening)} bytes")
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._file = os.open(_PREFIX + opening.hex(), flags, dir_fd=directory)
+        except OSError as error:
+            raise _missing(os.strerror(error.errno or 0)) from error
+        found = os.fstat(self._file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
+            self.close()
+            raise _missing(f"it has {found.st_size} bytes where {num_bytes} are due")
+
+    def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
+        """Read into memory of our own: what is checked is what is used."""
+        if travelled.nbytes or self._file is None:
+            raise _missing("its bytes travelled as well")
+        data = bytearray(num_bytes)
+        if os.preadv(self._file, [data], position) != num_bytes:
+            raise _missing(f"it ends before byte {position + num_bytes}")
+        return memoryview(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def sweep_leftovers(directory: int, *, older_than: float) -> int:
+    """Remove the files of producers that died; returns how many.
+
+    A file is its producer's while that one lives and holds the lock. A young one may not be locked
+    yet. `older_than` is in seconds since 1970.
+    """
+    num_removed = 0
+    for name in os.listdir(directory):
+        if not name.startswith(_PREFIX) or name == _DOMAIN:
+            continue
+        with contextlib.suppress(OSError):  # somebody else removes it, or holds it
+            file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+            try:
+                if os.fstat(file).st_mtime < older_than:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=directory)
+                    num_removed += 1
+            finally:
+                os.close(file)
+    return num_removed
+
+
+def _domain(directory: int) -> bytes:
+    """The directory's own 16 bytes, made by whoever comes first: a link appears whole or not."""
+    for _ in range(2):
+        with contextlib.suppress(FileNotFoundError):
+            file = os.open(_DOMAIN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+            try:
+                found = os.read(file, _NAME_BYTES + 1)
+            finally:
+                os.close(file)
+            if len(found) != _NAME_BYTES:
+                raise OSError(f"{_DOMAIN} in the shared memory directory is not ours: remove it")
+            return found
+        draft = f"{_PREFIX}{secrets.token_hex(_NAME_BYTES)}"
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(draft, flags, 0o600, dir_fd=directory)
+        try:
+            os.write(file, secrets.token_bytes(_NAME_BYTES))
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, _DOMAIN, src_dir_fd=directory, dst_dir_fd=directory)
+        finally:
+            os.close(file)
+            os.unlink(draft, dir_fd=directory)
+    raise OSError(f"{_DOMAIN} vanished from the shared memory directory")
+
+
+def _missing(what: str) -> CorruptTransferError:
+    return CorruptTransferError(f"the producer's shared memory: {what}", refusal=Refusal.MEMORY)
