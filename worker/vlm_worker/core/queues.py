@@ -124,10 +124,6 @@ class Waiting:
 
     # ---- for waves -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _heads(heaps: dict[Lane, Heap]) -> dict[Lane, Sequence]:
-        return {lane: first for lane, heap in heaps.items() if (first := heap.first) is not None}
-
     def _put(self, sequence: Sequence) -> None:
         if sequence.stalled:
             self._stalled.push(sequence.arrival, sequence)
@@ -179,7 +175,8 @@ class Wave:
         if choice is None:
             return None
         sequence, self._reason = choice
-        self._waiting._out(sequence)
+        self._waiting._ranked[sequence.lane].discard(sequence)
+        self._waiting._aging[sequence.lane].discard(sequence)
         self._seen.append(sequence)
         return sequence
 
@@ -195,21 +192,22 @@ class Wave:
 
     def _choose(self) -> tuple[Sequence, AdmissionReason] | None:
         rules, waiting = self._waiting.rules, self._waiting
-        may_enter = [
-            sequence
-            for lane, sequence in waiting._heads(waiting._aging).items()
-            if not self._turns or self._room(lane, rules.bound(lane))
-        ]
-        oldest = min(may_enter, key=_arrival, default=None)
+        oldest = None
+        for lane, heap in waiting._aging.items():
+            head = heap.first
+            if head is None or (self._turns and not self._room(lane, rules.bound(lane))):
+                continue
+            if oldest is None or head.arrival < oldest.arrival:
+                oldest = head
         if oldest is not None and rules.is_aged(oldest, now=self._now):
             return oldest, AdmissionReason.AGED
-        ranked = waiting._heads(waiting._ranked)
         if not self._turns:
-            first = min(ranked.values(), key=rank, default=None)
-            return None if first is None else (first, AdmissionReason.ORDER)
+            heads = [first for heap in waiting._ranked.values() if (first := heap.first)]
+            return (min(heads, key=rank), AdmissionReason.ORDER) if heads else None
         for turn in self._turns:
-            if turn.lane in ranked and self._room(turn.lane, turn.room):
-                return ranked[turn.lane], turn.reason
+            head = waiting._ranked[turn.lane].first
+            if head is not None and self._room(turn.lane, turn.room):
+                return head, turn.reason
         return None
 
     def _room(self, lane: Lane, bound: int) -> bool:

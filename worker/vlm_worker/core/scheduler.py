@@ -15,6 +15,7 @@ Who is more important, and who of the waiting comes next, is in `waves`; where t
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 import numpy as np
@@ -32,7 +33,7 @@ from vlm_worker.types import FinishReason
 MAX_OVERTAKEN: Final = 64
 """So many others may enter before one that lacks blocks or budget; then it is waited for."""
 
-MAX_TRIES: Final = 8
+MAX_TRIES: Final = 4
 """So many waiting sequences that lack blocks or budget are looked at in one step."""
 
 
@@ -127,8 +128,7 @@ class Scheduler:
         Args:
             now: on the clock of `Sequence.arrived_at`; never smaller than the last time.
         """
-        while self.ready and self._has_place:
-            sequence = next(iter(self.ready))
+        for sequence in list(itertools.islice(self.ready, self._num_places)):
             del self.ready[sequence]
             self.table.enter(sequence)
         preempted: list[Sequence] = []
@@ -233,8 +233,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     @property
-    def _has_place(self) -> bool:
-        return self.table.num_free_rows > 0 and len(self.table) < self.max_running
+    def _num_places(self) -> int:
+        """Sequences that may enter now, as far as their number goes."""
+        return min(self.table.num_free_rows, max(self.max_running - len(self.table), 0))
 
     def _admit(
         self, shares: PromptShares, roomless: list[Sequence], *, now: float
@@ -246,10 +247,11 @@ class Scheduler:
         admitted: list[Sequence] = []
         lacking: list[Sequence] = []
         self._awaited_blocks = 0
-        if not self.waiting or not shares.left or not self._has_place:
+        places = self._num_places
+        if not (self.waiting and shares.left and places):
             return admitted
         with self.waiting.wave(now=now) as wave:
-            while shares.left and self._has_place and len(lacking) < MAX_TRIES:
+            while shares.left and len(admitted) < places and len(lacking) < MAX_TRIES:
                 sequence = wave.next()
                 if sequence is None:
                     break

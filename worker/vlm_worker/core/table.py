@@ -10,6 +10,8 @@ sequence enters or leaves, fills a block, or runs a chunk of its prompt.
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 from vlm_worker.core.blocks import NULL_BLOCK
@@ -23,6 +25,7 @@ class SequenceTable:
     """Rows for `num_rows` running sequences. Written by the scheduler alone.
 
     Attributes (N rows, L = max_model_len, B blocks for L tokens, K stop tokens):
+        sequences: by row; running: the same, oldest first
         token_ids: int32 [N, L]
         num_tokens, num_computed, num_prompt, limit, num_blocks, position_delta: int64 [N];
             `limit` is the number of tokens at which the answer ends
@@ -46,6 +49,7 @@ class SequenceTable:
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
         self.sequences: list[Sequence | None] = [None] * num_rows
+        self.running: list[Sequence] = []
         self.token_ids = np.zeros((num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
@@ -81,25 +85,24 @@ class SequenceTable:
         return len(self._free_rows)
 
     @property
-    def running(self) -> list[Sequence]:
-        """Running sequences, oldest first."""
-        return sorted((s for s in self.sequences if s is not None), key=lambda s: s.arrival)
-
-    @property
     def decode_rows(self) -> np.ndarray:
         """Rows that decode, oldest first, int64. The same array until membership changes."""
         if self._decode_rows is None:
-            rows = [s.row for s in self.running if not self.prefilling[s.row]]
-            self._decode_rows = np.array(rows, np.int64)
+            rows = self._running_rows
+            self._decode_rows = rows[~self.prefilling[rows]]
         return self._decode_rows
 
     @property
     def prefill_rows(self) -> list[int]:
         """Rows with prompt tokens to compute, oldest first."""
         if self._prefill_rows is None:
-            rows = [s.row for s in self.running if self.prefilling[s.row]]
-            self._prefill_rows = [row for row in rows if row is not None]
+            rows = self._running_rows
+            self._prefill_rows = rows[self.prefilling[rows]].tolist()
         return self._prefill_rows
+
+    @property
+    def _running_rows(self) -> np.ndarray:
+        return np.array([sequence.row for sequence in self.running], np.int64)
 
     def members(self, rows: np.ndarray) -> list[Sequence]:
         """The sequences of some rows; remembered for `decode_rows`, which come every step."""
@@ -118,6 +121,7 @@ class SequenceTable:
         sequence.move(Status.RUNNING)
         sequence.row = row
         self.sequences[row] = sequence
+        bisect.insort(self.running, sequence, key=_arrival)
         self.token_ids[row, : sequence.num_tokens] = sequence.token_ids
         self.num_tokens[row] = sequence.num_tokens
         self.num_computed[row] = sequence.num_computed_tokens
@@ -149,6 +153,7 @@ class SequenceTable:
         self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
         self.logit_edits.pop(row, None)
         self.sequences[row] = None
+        del self.running[bisect.bisect_left(self.running, sequence.arrival, key=_arrival)]
         sequence.row = None
         self._free_rows.append(row)
         self._members_changed()
@@ -190,3 +195,7 @@ def stop_ids(sequence: Sequence, *, eos_token_ids: tuple[int, ...]) -> tuple[int
     """Tokens that end the answer with STOP."""
     sampling = sequence.request.sampling
     return sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

@@ -56,7 +56,7 @@ class Handover:
         check_reservation(num_tokens, max_model_len=sequences.settings.max_model_len)
         count = self._pool.blocks_for(num_tokens)
         available = self._pool.num_available
-        if not self._pool.promise(count, keep=sequences.scheduler.watermark):
+        if not self._pool.promise(count, keep=sequences.scheduler.kept_blocks):
             raise OverloadedError(
                 f"{num_tokens} tokens need {count} KV blocks; {available} are available",
                 retry_after_seconds=sequences.retry_after_seconds,
