@@ -1,4 +1,4 @@
-"""The encoder cache's laws E1-E7, for every order of operations, against a model that only lists."""
+"""The encoder cache's laws E1-E7, for every order of operations, against a list of entries."""
 
 from __future__ import annotations
 

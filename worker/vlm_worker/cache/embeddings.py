@@ -1,7 +1,7 @@
 """Encoder outputs by content: the buffers behind `core.encoder_cache`.
 
-    EncoderCache  (who, how long, how much)  --moves-->  hot   what the runner made, on its device
-                                                         cold  the same rows as bytes, in host memory
+    EncoderCache (who, how long, how much)  --moves-->  hot   what the runner made, on its device
+                                                        cold  the same rows as bytes, on the host
 
 Copies between the tiers are made on the engine thread, between two steps.
 """

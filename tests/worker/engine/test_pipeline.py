@@ -1,0 +1,261 @@
+"""Encoder and prompts take turns: nobody waits for a batch to fill, for all pictures, or too long.
+
+turn      encoder call                    step
+  1       picture 1                       decodes, and the prompt up to picture 2
+  2       picture 2                       decodes, and the prompt up to picture 3
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worker.engine.by_hand import ByHand, Encoded, Stepped
+
+from vlm_worker.core.scheduler import MAX_TRIES
+from vlm_worker.core.sequence import Status
+from vlm_worker.engine.events import ItemFailed, ItemReady, NeedItems
+from vlm_worker.testing import IMAGE_TOKEN, answer_alone, make_image
+from vlm_worker.types import (
+    BlocksReady,
+    FailedEvent,
+    ImageItem,
+    PreparedImage,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
+
+NUM_TOKENS = 5  # of a picture
+
+
+def picture(number: int) -> PreparedImage:
+    return make_image(number, num_tokens=NUM_TOKENS)
+
+
+def prompt(
+    name: str, images: list[PreparedImage], *, max_tokens: int = 4, first: int = 1
+) -> Request:
+    """Text, and the pictures, each with text after it."""
+    token_ids: list[int] = [first, 2]
+    items = []
+    for image in images:
+        place = ImageItem(image.image_key, len(token_ids), image.num_tokens, image.grid_thw)
+        items.append(place)
+        token_ids += [IMAGE_TOKEN] * image.num_tokens + [3, 4]
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(RequestKey(name, 0), tuple(token_ids), len(token_ids), sampling, tuple(items))
+
+
+def step_reading(engine: ByHand, image: PreparedImage) -> int:
+    """The number of the first step that reads a picture's rows."""
+    steps = [call for call in engine.calls if isinstance(call, Stepped)]
+    return next(n for n, step in enumerate(steps) if image.image_key in step.images)
+
+
+def run_out(engine: ByHand) -> None:
+    while engine.turn():
+        engine.answer()
+
+
+# ---- one request with several pictures ----------------------------------------------------------
+
+
+def test_prefill_of_a_picture_starts_before_the_next_one_is_encoded() -> None:
+    engine = ByHand(max_encode_tokens=NUM_TOKENS)
+    images = [picture(number) for number in range(3)]
+    engine.encode("a", images)
+    request = prompt("a", images)
+    engine.submit(request, hold=True)
+    blocks_told: list[int] = []
+    for image in images:
+        assert engine.turn()
+        assert isinstance(engine.calls[-2], Encoded)
+        assert engine.calls[-2].images == (image.image_key,)
+        assert isinstance(engine.calls[-1], Stepped)
+        assert image.image_key in engine.calls[-1].images
+        ready = [event for event in engine.told["a"] if isinstance(event, BlocksReady)]
+        blocks_told.append(max(event.num_blocks for event in ready))
+    # each turn ends with more KV to fetch: 7 of 9, 14 of 16 and all 23 tokens, in blocks of 4
+    assert blocks_told == [2, 4, 6]
+    run_out(engine)
+    engine.state.cancel(request.key)
+    engine.state.cancel(RequestKey("a", 0))
+
+
+def test_a_prompt_fetched_from_elsewhere_starts_with_its_first_picture() -> None:
+    engine = ByHand()
+    images = [picture(number) for number in range(3)]
+    request = prompt("a", images)
+    engine.submit(request, images)
+    engine.turn()
+    assert engine.asked["a"] == [0, 1, 2], "all are asked for at once"
+    for number, image in enumerate(images):
+        engine.asked["a"] = [number]
+        engine.answer()
+        engine.turn()
+        assert step_reading(engine, image) == 1 + number, "after the text before the first"
+    run_out(engine)
+    assert engine.tokens("a") == answer_alone(request, images)
+
+
+# ---- several requests ----------------------------------------------------------------------------
+
+
+def test_a_lone_picture_is_encoded_in_the_turn_in_which_it_comes() -> None:
+    engine = ByHand()
+    engine.encode("a", [picture(0)])
+    engine.turn()
+    assert [type(event) for event in engine.told["a"]] == [ItemReady]
+    engine.state.cancel(RequestKey("a", 0))
+
+
+def test_pictures_of_all_who_wait_go_in_one_call() -> None:
+    engine = ByHand()
+    for name in "abc":
+        engine.encode(name, [picture(ord(name)), picture(0)])
+    engine.turn()
+    (call,) = engine.calls
+    assert isinstance(call, Encoded)
+    assert len(call.images) == 4, "picture 0 is there once"
+    stats = engine.state.snapshot().encoder_cache
+    assert (stats.misses, stats.joins) == (4, 2)
+    for name in "abc":
+        engine.state.cancel(RequestKey(name, 0))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(5, 20))
+def test_a_long_queue_of_pictures_never_keeps_a_decoding_sequence_from_its_next_token(
+    sizes: list[int], budget: int
+) -> None:
+    engine = ByHand(max_encode_tokens=1000, max_encode_tokens_decoding=budget)
+    engine.submit(prompt("talker", [], max_tokens=60))
+    engine.turn()
+    numbers = itertools.count()
+    for name, size in enumerate(sizes):
+        engine.encode(str(name), [picture(next(numbers)) for _ in range(size)])
+    before = len(engine.calls)
+    while len(engine.state.pictures.queue):
+        num_told = len(engine.tokens("talker"))
+        engine.turn()
+        assert len(engine.tokens("talker")) == num_told + 1, "an encoder call took its turn"
+    calls = engine.calls[before:]
+    encoded = [call for call in calls if isinstance(call, Encoded)]
+    assert [type(call) for call in calls] == [Encoded, Stepped] * len(encoded)
+    assert all(call.num_tokens <= budget for call in encoded)
+    assert sum(call.num_tokens for call in encoded) == sum(sizes) * NUM_TOKENS
+    most = budget // NUM_TOKENS
+    assert len(encoded) == -(-sum(sizes) // most), "a call was not filled"
+    for name in range(len(sizes)):
+        engine.state.cancel(RequestKey(str(name), 0))
+
+
+def test_where_nobody_decodes_the_encoder_takes_all_that_its_budget_allows() -> None:
+    engine = ByHand(max_encode_tokens=30, max_encode_tokens_decoding=5)
+    engine.encode("a", [picture(number) for number in range(6)])
+    engine.turn()
+    (call,) = engine.calls
+    assert isinstance(call, Encoded)
+    assert call.num_tokens == 30
+    engine.state.cancel(RequestKey("a", 0))
+
+
+# ---- E4 ------------------------------------------------------------------------------------------
+
+
+def held(engine: ByHand) -> dict[str, int]:
+    """Embeddings on hand, by waiting sequence that holds some."""
+    live = engine.state.sequences.live.values()
+    return {
+        sequence.request.key.request_id: len(sequence.sink.pins)
+        + sum(embedding is not None for embedding in sequence.embeddings)
+        for sequence in live
+        if sequence.status is Status.WAITING
+        and (sequence.sink.pins or any(e is not None for e in sequence.embeddings))
+    }
+
+
+@pytest.mark.parametrize("num_waiting", [3, 3 * MAX_TRIES])
+def test_whoever_waits_for_blocks_holds_no_embedding_and_gets_it_again(num_waiting: int) -> None:
+    engine = ByHand(17, embedding_cache_bytes=100, max_image_tokens=NUM_TOKENS)
+    engine.submit(prompt("holder", [], first=9), hold=True)
+    engine.state.handover.reserve(RequestKey("holder 2", 0), 60)  # nothing is left
+    todo = {}
+    for number in range(num_waiting):
+        images = [picture(10 * number), picture(10 * number + 1)]
+        request = prompt(str(number), images, first=20 + number)
+        todo[str(number)] = request, images
+        engine.submit(request, images)
+        engine.answer()
+        engine.turn()
+        engine.answer()
+        engine.turn()
+        assert held(engine) == {}, "somebody holds embeddings without blocks"
+        assert engine.num_prompt_pins == 0
+    index = engine.state.pictures.cache.index
+    assert index.num_bytes <= 100
+    for name in ("holder", "holder 2"):
+        engine.state.sequences.release(RequestKey(name, 0))
+    run_out(engine)
+    for name, (request, images) in todo.items():
+        assert engine.tokens(name) == answer_alone(request, images)
+    told = [event for name in todo for event in engine.told[name] if isinstance(event, NeedItems)]
+    assert sum(len(event.items) for event in told) > 2 * num_waiting, "nothing was evicted"
+    assert index.num_pins == 0
+    assert engine.state.violations() == []
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.sets(st.integers(0, 6)),
+    st.sets(st.integers(0, 6)),
+    st.sets(st.integers(0, 6)),
+    st.integers(5, 30),
+)
+def test_each_picture_has_its_own_verdict_and_no_failure_is_cached(
+    calls: list[list[int]], bad: set[int], crashing: set[int], lost: set[int], budget: int
+) -> None:
+    engine = ByHand(max_encode_tokens=budget)
+    faults = engine.runner.faults
+    faults.bad_images = {picture(number).image_key for number in bad}
+    faults.crash_images = {picture(number).image_key for number in crashing}
+    faults.lost_images = {picture(number).image_key for number in lost}
+    for name, numbers in enumerate(calls):
+        engine.encode(str(name), [picture(number) for number in numbers])
+    while engine.turn():
+        pass
+    index = engine.state.pictures.cache.index
+    failing = bad | crashing | lost
+    for name, numbers in enumerate(calls):
+        verdicts = {event.item: type(event) for event in engine.told[str(name)]}
+        assert len(engine.told[str(name)]) == len(numbers), "an item got no last word, or two"
+        assert verdicts == {
+            item: ItemFailed if number in failing else ItemReady
+            for item, number in enumerate(numbers)
+        }
+        for number in numbers:
+            known = index.find(picture(number).image_key, num_tokens=NUM_TOKENS, now=0.0)
+            assert (known is None) == (number in failing), "E7"
+        engine.state.cancel(RequestKey(str(name), 0))
+    assert index.num_pins == 0
+    engine.state.pictures.cache.check()
+
+
+def test_an_embedding_of_another_length_is_replaced_and_never_served() -> None:
+    engine = ByHand()
+    image = picture(1)
+    engine.encode("a", [image])
+    engine.turn()
+    shorter = PreparedImage(image.image_key, (1, 2, 8), 4, image.patches)
+    request = prompt("b", [shorter])
+    engine.submit(request, [shorter])
+    run_out(engine)
+    assert engine.told["b"][0] == NeedItems((0,))
+    assert not any(isinstance(event, FailedEvent) for event in engine.told["b"])
+    assert engine.tokens("b") == answer_alone(request, [shorter])
+    engine.state.cancel(RequestKey("a", 0))
