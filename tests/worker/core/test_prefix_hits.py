@@ -1,0 +1,76 @@
+"""Prefix hits in the schedule: of what is written, never of the last token, inside pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from worker.core.simulation import BLOCK_SIZE, Simulation, Work, expected
+
+from vlm_worker.testing import IMAGE_TOKEN, make_image
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+
+
+def about(name: str, *, num_before: int, num_visual: int, after: list[int], at: int = 0) -> Work:
+    """A prompt of text, a picture, and text."""
+    image = make_image(1, num_tokens=num_visual)
+    token_ids = (*range(20, 20 + num_before), *[IMAGE_TOKEN] * num_visual, *after)
+    place = ImageItem(image.image_key, num_before, num_visual, image.grid_thw)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    request = Request(RequestKey(name, 0), token_ids, len(token_ids), sampling, (place,))
+    return Work(request, (image,), at)
+
+
+def simulation(*, whole_images: bool = False) -> Simulation:
+    return Simulation(num_blocks=40, max_num_seqs=4, budget=64, whole_images=whole_images)
+
+
+@pytest.mark.parametrize("whole_images", [False, True], ids=["causal", "both directions"])
+@pytest.mark.parametrize("num_before", range(1, 2 * BLOCK_SIZE))
+@pytest.mark.parametrize("num_visual", [2, 6, 11])
+def test_a_hit_may_end_inside_a_picture_and_the_rest_of_it_runs_in_one_chunk(
+    num_before: int, num_visual: int, whole_images: bool
+) -> None:
+    shape = {"num_before": num_before, "num_visual": num_visual}
+    todo = [
+        about("first", **shape, after=[3, 4]),
+        about("second", **shape, after=[5, 6], at=8),
+    ]
+    run = simulation(whole_images=whole_images)  # the runner refuses chunks that end inside
+    run.run(todo)
+    assert run.answers == expected(todo)
+    # all full blocks before the text that differs
+    assert run.cached["second"] == (num_before + num_visual) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_hit_leaves_the_last_token_even_where_all_is_known() -> None:
+    for num_before in range(1, 3 * BLOCK_SIZE):
+        work = about("first", num_before=num_before, num_visual=5, after=[])
+        again = dataclasses.replace(
+            work, request=dataclasses.replace(work.request, key=RequestKey("again", 0)), at=8
+        )
+        run = simulation()
+        run.run([work, again])
+        num_tokens = work.request.num_prompt_tokens
+        assert run.cached["again"] == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert run.answers == expected([work, again])
+
+
+def test_nobody_hits_what_is_not_written_yet() -> None:
+    twins = [about(name, num_before=9, num_visual=6, after=[3]) for name in ("one", "two")]
+    later = about("later", num_before=9, num_visual=6, after=[3], at=1)
+    run = simulation()
+    run.run([*twins, later])
+    assert run.cached == {"one": 0, "two": 0, "later": 12}
+    assert run.answers == expected([*twins, later])
+
+
+def test_another_adapter_or_tenant_finds_nothing() -> None:
+    works = []
+    for at, (salt, adapter) in enumerate([(b"", b""), (b"t", b""), (b"", b"t"), (b"", b"")]):
+        work = about(str(at), num_before=9, num_visual=6, after=[3], at=8 * at)
+        request = dataclasses.replace(work.request, cache_salt=salt, adapter=adapter)
+        works.append(dataclasses.replace(work, request=request))
+    run = simulation()
+    run.run(works)
+    assert run.cached == {"0": 0, "1": 0, "2": 0, "3": 12}
