@@ -1,12 +1,10 @@
 """What tests of the media pool share: pictures, what a gateway says of them, other processes."""
 
 import asyncio
-import io
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from worker.media.files import encode, noise
 
 from vlm_worker.core.families import load_family
 from vlm_worker.media.header import ImageLimits, read_header
@@ -29,17 +27,6 @@ class Heard:
 
     def picture_refused(self, code: str) -> None:
         self.refused.append(code)
-
-
-def encode(image: Image.Image, fmt: str = "PNG", **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, fmt, **options)
-    return out.getvalue()
-
-
-def noise(width: int = 60, height: int = 40, seed: int = 0) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def spec_of(data: bytes, *, max_pixels: int = 0, salt: bytes = b"") -> ImageSpec:

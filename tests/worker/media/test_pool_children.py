@@ -5,7 +5,8 @@ import os
 import signal
 
 import pytest
-from worker.media.pooling import FAMILY, encode, noise, proc, spec_of, until, works
+from worker.media.files import encode, noise
+from worker.media.pooling import FAMILY, proc, spec_of, until, works
 
 from vlm_worker.errors import EngineError, InvalidImageError, OverloadedError
 from vlm_worker.media.child import DecodeChild

@@ -153,7 +153,8 @@ def _spawn(config: ChildConfig, channel: socket.socket) -> subprocess.Popen[byte
     """Exec, never fork: nothing of the worker's memory, descriptors or environment goes along."""
     module = "vlm_worker.media.decode_child"
     return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-P", "-S", "-m", module, config.to_json()],
+        # -W: a library's warnings about hostile bytes are no news for the worker's log
+        [sys.executable, "-P", "-S", "-W", "ignore", "-m", module, config.to_json()],
         stdin=channel.fileno(),
         stdout=subprocess.DEVNULL,
         env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},

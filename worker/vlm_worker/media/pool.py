@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ from vlm_worker.core.geometry import Geometry, Processor
 from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.aliases import AliasCache, KnownImage
 from vlm_worker.media.child import ChildDiedError, DecodeChild
+from vlm_worker.media.children import Children
 from vlm_worker.media.frames import ChildConfig, Done, Job
 from vlm_worker.media.header import ImageHeader, read_header
 from vlm_worker.media.spec import REFUSALS, ImageSpec, MediaObserver, MediaSettings, MediaTimes
@@ -27,9 +27,8 @@ from vlm_worker.types import PreparedImage
 
 __all__ = ["ImageSpec", "KnownImage", "MediaObserver", "MediaPool", "MediaSettings", "MediaTimes"]
 
-logger = logging.getLogger(__name__)
-
 DECODE_MEMORY_BYTES = 512 * 1024 * 1024
+LARGE_PIXELS = 4 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +39,16 @@ class _Picture:
     header: ImageHeader
     geometry: Geometry
     spec: ImageSpec
+
+    @property
+    def pixels(self) -> int:
+        """Before resizing."""
+        return self.header.width * self.header.height
+
+    @property
+    def large(self) -> bool:
+        """It may take a good part of a second."""
+        return self.pixels > LARGE_PIXELS
 
     @property
     def job(self) -> Job:
@@ -67,8 +76,7 @@ class MediaPool:
             cpu_seconds=self._settings.cpu_seconds,
         )
         self._observer = observer
-        self._idle: asyncio.LifoQueue[DecodeChild | None] = asyncio.LifoQueue()
-        self._children: set[DecodeChild] = set()
+        self._children = Children(self._config, num_places=self._settings.num_children)
         self._running: set[asyncio.Task[Any]] = set()
         self._aliases = AliasCache(self._settings.max_aliases)
         self._num_waiting = 0
@@ -78,13 +86,8 @@ class MediaPool:
 
     async def start(self) -> None:
         """Start all children; raises EngineError where one does not come up."""
-        starting = [self._spawn() for _ in range(self._settings.num_children)]
         try:
-            # to the end of each, so that none comes up after a sibling's failure closed the pool
-            for child in await asyncio.gather(*starting, return_exceptions=True):
-                if isinstance(child, BaseException):
-                    raise child
-                self._idle.put_nowait(child)
+            await self._children.start()
         except BaseException:
             await self.close()
             raise
@@ -92,14 +95,11 @@ class MediaPool:
     async def close(self) -> None:
         """End the children and what they run; prepare() fails from here on."""
         self._closed = True
-        for _ in range(self._num_waiting):
-            self._idle.put_nowait(None)  # wakes a waiter, which finds the pool closed
+        self._children.refuse(self._num_waiting)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for child in self._children:
-            child.close()
-        self._children.clear()
+        self._children.end()
 
     @property
     def num_waiting(self) -> int:
@@ -133,7 +133,7 @@ class MediaPool:
             prepared, digest = await asyncio.shield(task)
         except InvalidImageError as error:
             if self._observer is not None:
-                self._observer.picture_refused(error.code)
+                self._observer.picture_refused(error.code or "invalid_image")
             raise
         self._aliases.add(digest, prepared, max_pixels=spec.max_pixels, salt=spec.salt)
         return prepared
@@ -159,8 +159,7 @@ class MediaPool:
         """Wait for a child, within the queue's bounds, and hand it the job."""
         if self._closed:
             raise EngineError("the media pool is closed")
-        pixels = picture.header.width * picture.header.height
-        settings = self._settings
+        pixels, settings = picture.pixels, self._settings
         if (
             self._num_waiting >= settings.max_waiting
             or self._waiting_pixels + pixels > settings.max_waiting_pixels
@@ -174,7 +173,7 @@ class MediaPool:
         self._num_waiting += 1
         self._waiting_pixels += pixels
         try:
-            child = await self._idle.get()
+            child = await self._children.take(large=picture.large)
         finally:
             self._num_waiting -= 1
             self._waiting_pixels -= pixels
@@ -190,7 +189,7 @@ class MediaPool:
         begun = time.monotonic()
         try:
             for attempt in (1, 2):
-                child = child or await self._spawn()
+                child = child or await self._children.spawn()
                 try:
                     done, body = await child.run(
                         picture.job,
@@ -199,7 +198,7 @@ class MediaPool:
                         timeout_seconds=self._settings.timeout_seconds,
                     )
                 except ChildDiedError as death:
-                    self._bury(child, death)
+                    self._children.bury(child, death)
                     child = None
                     if attempt == 2 or not death.blameless:
                         raise self._verdict(death, picture.spec.item) from death
@@ -207,10 +206,10 @@ class MediaPool:
                     return self._result(done, body, picture.spec.item, begun - queued)
             raise AssertionError("the second attempt returns or raises")
         finally:
-            if child is not None:
-                self._idle.put_nowait(child)
+            if child is None:
+                self._keep(asyncio.create_task(self._refill(large=picture.large)))
             else:
-                self._keep(asyncio.create_task(self._refill()))
+                self._children.give_back(child, large=picture.large)
 
     def _result(
         self, done: Done, body: bytearray, item: int, queued: float
@@ -236,33 +235,13 @@ class MediaPool:
             item=item,
         )
 
-    async def _spawn(self) -> DecodeChild:
-        if self._closed:
-            raise EngineError("the media pool is closed")
-        child = await DecodeChild.start(self._config)
-        self._children.add(child)
-        if self._closed:  # in the meantime: close() saw no such child
-            self._children.discard(child)
-            child.close()
-            raise EngineError("the media pool is closed")
-        return child
-
-    def _bury(self, child: DecodeChild, death: ChildDiedError) -> None:
-        logger.warning(
-            "decode child died", extra={"pid": child.pid, "returncode": death.returncode}
-        )
-        self._children.discard(child)
-        child.close()
-
-    async def _refill(self) -> None:
-        """Put another child, or the empty place of one, where a child died."""
+    async def _refill(self, *, large: bool) -> None:
+        """Give back the place of a child that died, with another one where possible."""
         child = None
         try:
-            child = await self._spawn()
-        except EngineError as error:
-            logger.warning("decode child not restarted", extra={"error": str(error)})
+            child = await self._children.replacement()
         finally:
-            self._idle.put_nowait(child)
+            self._children.give_back(child, large=large)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._running.add(task)
