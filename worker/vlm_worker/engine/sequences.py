@@ -27,6 +27,7 @@ from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import Bound, EngineSettings
 from vlm_worker.engine.sink import Sink
+from vlm_worker.engine.unread import Unread
 from vlm_worker.engine.usage import KVUsage
 from vlm_worker.errors import (
     CancelledError,
@@ -81,6 +82,7 @@ class Sequences:
         self.reservations: dict[RequestKey, int] = {}
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
+        self.unread = Unread(capacity=self.pool.capacity, percent=settings.max_unread_percent)
         self.num_refused = dict.fromkeys(Bound, 0)
         self._positions = positions
         self._vocab_size = runner.vocab_size
@@ -97,6 +99,8 @@ class Sequences:
         try:
             self.check_new(request.key)
             self._check_room(len(request.token_ids))
+            if hold:
+                self._check_unread()
             sequence = self.make(request, hold=hold)
         except WorkerError as error:
             self._outbox.fail(stream, error)
@@ -176,6 +180,16 @@ class Sequences:
                     f"{queued} {bound.value} wait, {most} may",
                     retry_after_seconds=self.retry_after_seconds,
                 )
+
+    def _check_unread(self) -> None:
+        """Raise OverloadedError where too much KV waits for peers already."""
+        unread = self.unread
+        if unread.too_much:
+            self.num_refused[Bound.UNREAD] += 1
+            raise OverloadedError(
+                f"{unread.num_blocks} KV blocks wait to be read, {unread.most_blocks} may",
+                retry_after_seconds=self.retry_after_seconds,
+            )
 
     def get(self, key: RequestKey, *, status: Status | None = None) -> Sequence:
         """The live sequence of a key, in the given status, or GoneError."""
@@ -261,6 +275,7 @@ class Sequences:
         self._images.drop_all(sequence)
         if sequence.status is not Status.FINISHED:  # the scheduler ends those that it finishes
             self.scheduler.remove(sequence)
+        self.unread.discard(sequence)
         del self.live[sequence.request.key]
         self._ended[sequence.request.key] = None
         if len(self._ended) > NUM_REMEMBERED:

@@ -20,6 +20,7 @@ class Bound(enum.StrEnum):
     TOKENS = "tokens"
     IMAGES = "images"
     PIXELS = "pixels"
+    UNREAD = "unread"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class EngineSettings:
         long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
         target_step_seconds: how many sequences run at once follows from this; None: as many as
             there are rows.
+        max_unread_percent: share of the KV blocks that may wait for peers to read them; beyond it
+            no prompt is begun for a peer.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         whole_images: the family attends in both directions inside an image, so that a chunk of
             prefill never cuts one.
@@ -70,6 +73,7 @@ class EngineSettings:
     admission: AdmissionRules = dataclasses.field(default_factory=AdmissionRules)
     long_prefill_tokens: int | None = None
     target_step_seconds: float | None = None
+    max_unread_percent: int = 50
     watermark_percent: int = 2
     whole_images: bool = False
     embedding_cache_bytes: int = 256 << 20
