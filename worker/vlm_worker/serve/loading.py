@@ -30,7 +30,10 @@ CHECKSUM_BLOCKS = 4097
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that can run. `revision` is the one in its layouts; `max_positions` its own limit."""
+    """A model that can run. `revision` is the one in its layouts; `max_positions` its own limit.
+
+    `device` is `cpu` or of another kind, whose memory is not the host's.
+    """
 
     runner: Runner
     family: Family
@@ -39,6 +42,7 @@ class Loaded:
     revision: str
     max_positions: int
     facts: ModelFacts
+    device: str = "cpu"
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -54,8 +58,10 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         runner, positions = _checksum(settings)
         eos: tuple[int, ...] = ()
         weights_bytes, max_positions = 0, settings.max_model_len
+        device = "cpu"
     else:
-        runner, weights_bytes = _model(settings, model_dir)
+        device = _device(settings.device)
+        runner, weights_bytes = _model(settings, model_dir, device)
         positions, max_positions = family.positions, family.max_position_embeddings
         eos = eos_token_ids(model_dir)
     embed, kv = runner.embed_layout, runner.kv_layout
@@ -65,7 +71,9 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
     )
-    return Loaded(runner, family, positions, eos, embed.model_revision, max_positions, facts)
+    return Loaded(
+        runner, family, positions, eos, embed.model_revision, max_positions, facts, device
+    )
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
@@ -90,7 +98,7 @@ def _checksum(settings: WorkerSettings) -> tuple[Runner, Positions]:
     return runner, plain_positions
 
 
-def _model(settings: WorkerSettings, model_dir: Path) -> tuple[Runner, int]:
+def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runner, int]:
     from vlm_worker.model.runner import RunnerSettings, build_runner
 
     runner = build_runner(
@@ -103,7 +111,7 @@ def _model(settings: WorkerSettings, model_dir: Path) -> tuple[Runner, int]:
             block_size=settings.block_size,
             kv_memory_bytes=settings.kv_memory_bytes,
             kv_memory_percent=settings.kv_memory_percent,
-            device=_device(settings.device),
+            device=device,
             num_threads=settings.num_threads,
         )
     )

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
@@ -33,6 +33,12 @@ from vlm_worker.settings import WorkerSettings
 from vlm_worker.types import Stage
 
 logger = logging.getLogger(__name__)
+
+COLD_CACHE_BYTES: Final = 1 << 30
+"""Of the host, for embeddings that a GPU has no room for, where nobody says how many."""
+
+LARGE_SIDE: Final = 1 << 14
+"""Pixels: no picture has more visual tokens than a square one of this size."""
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -125,6 +131,10 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
 
 def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> Engine:
     queues = settings.queues
+    cold_bytes = settings.embedding_cold_cache_bytes
+    if cold_bytes is None:
+        cold_bytes = 0 if loaded.device == "cpu" else COLD_CACHE_BYTES
+    largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
     bounds = EngineSettings(
         max_model_len=max_model_len,
         eos_token_ids=loaded.eos_token_ids,
@@ -145,12 +155,17 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
         ),
         long_prefill_tokens=queues.long_prefill_tokens,
         target_step_seconds=queues.target_step_ms / 1000 or None,
+        max_image_tokens=min(largest, max_model_len),
+        embedding_cache_bytes=settings.embedding_cache_bytes,
+        embedding_cold_cache_bytes=cold_bytes,
+        embedding_ttl_seconds=settings.embedding_ttl_seconds,
     )
     try:
         return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
     except ValueError as error:
         raise ModelConfigError(
-            f"{error} (--max-model-len, --kv-memory-bytes, --kv-memory-percent)"
+            f"{error} (--max-model-len, --kv-memory-bytes, --kv-memory-percent, "
+            "--embedding-cache-bytes)"
         ) from error
 
 

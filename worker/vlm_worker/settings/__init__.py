@@ -123,6 +123,9 @@ def _worker(
         queues=QueueSettings(
             **{field.name: getattr(args, field.name) for field in dataclasses.fields(QueueSettings)}
         ),
+        embedding_cache_bytes=args.embedding_cache_bytes,
+        embedding_cold_cache_bytes=args.embedding_cold_cache_bytes,
+        embedding_ttl_seconds=args.embedding_ttl_seconds,
         num_threads=args.threads,
         runner=args.runner,
         transport=args.transport,

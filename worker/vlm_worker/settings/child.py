@@ -15,6 +15,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
     optional = {
         "--kv-memory-bytes": settings.kv_memory_bytes,
         "--kv-memory-percent": settings.kv_memory_percent,
+        "--embedding-cold-cache-bytes": settings.embedding_cold_cache_bytes,
     }
     return [
         role.value,
@@ -32,6 +33,8 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
             f"--{name.replace('_', '-')}={value}"
             for name, value in dataclasses.asdict(settings.queues).items()
         ),
+        f"--embedding-cache-bytes={settings.embedding_cache_bytes}",
+        f"--embedding-ttl-seconds={settings.embedding_ttl_seconds}",
         f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
         f"--transport={settings.transport}",

@@ -105,6 +105,17 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batched-tokens", type=_at_least(16), default=2048, help="of a step")
     _add_queues(parser)
     parser.add_argument(
+        "--embedding-cache-bytes", type=_at_least(0), default=256 << 20, help="of device memory"
+    )
+    parser.add_argument(
+        "--embedding-cold-cache-bytes",
+        type=_at_least(0),
+        help="of host memory, behind it (1 GiB, and 0 on a CPU: there both are host memory)",
+    )
+    parser.add_argument(
+        "--embedding-ttl-seconds", type=_seconds, default=600.0, help="of one that is not used"
+    )
+    parser.add_argument(
         "--threads", type=_at_least(0), default=0, help="of the CPU; 0 is all of them"
     )
     parser.add_argument(

@@ -79,11 +79,12 @@ class WorkerSettings:
 
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
     `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
-    `transport` is how bytes go between workers that both have it, by memory in `shared_memory_dir`
-    for one; they expose at most `exposed_memory_bytes` at a time. With `strict`, a broken promise
-    of the books ends the process instead of being counted. `timers` are all waits on peers,
-    `drain_timeout_seconds` apart. `parent` is the process that this one ends with, where it was
-    started by `serve --split`.
+    `embedding_cache_bytes` are on the device, `embedding_cold_cache_bytes` behind them on the host
+    (None: it depends on the device). `transport` is how bytes go between workers that both have it,
+    by memory in `shared_memory_dir` for one; they expose at most `exposed_memory_bytes` at a time.
+    With `strict`, a broken promise of the books ends the process instead of being counted. `timers`
+    are all waits on peers, `drain_timeout_seconds` apart. `parent` is the process that this one
+    ends with, where it was started by `serve --split`.
     """
 
     role: Role
@@ -104,6 +105,9 @@ class WorkerSettings:
     max_requests: int = 256
     max_batched_tokens: int = 2048
     queues: QueueSettings = dataclasses.field(default_factory=QueueSettings)
+    embedding_cache_bytes: int = 256 << 20
+    embedding_cold_cache_bytes: int | None = None
+    embedding_ttl_seconds: float = 600.0
     num_threads: int = 0
     drain_timeout_seconds: float = 600.0
     compat: str = ""
