@@ -7,12 +7,13 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from worker.identity.law import Law, request_for
 from worker.identity.questions import Question
 
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.events import ItemFailed, ItemReady, NeedItems
+from vlm_worker.engine.events import ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
 from vlm_worker.types import (
@@ -44,18 +45,26 @@ def make_runner(
 
 @contextlib.asynccontextmanager
 async def running(
-    runner: ModelRunner, *, max_num_batched_tokens: int = 1024, max_model_len: int = 2048
+    runner: ModelRunner, *, max_num_batched_tokens: int = 1024, **more: Any
 ) -> AsyncIterator[Engine]:
-    """An engine that runs while the block lasts, and is empty at its end."""
-    settings = EngineSettings(
-        max_model_len=max_model_len,
-        eos_token_ids=(EOS,),
-        max_num_seqs=min(32, max_num_batched_tokens),
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_waiting=4096,
-        max_waiting_images=4096,
-        strict=True,
-    )
+    """An engine that runs while the block lasts, and is empty at its end.
+
+    Args:
+        runner: the model.
+        max_num_batched_tokens: tokens of one step.
+        more: other fields of EngineSettings.
+    """
+    bounds: dict[str, Any] = {
+        "max_model_len": 2048,
+        "eos_token_ids": (EOS,),
+        "max_num_seqs": min(32, max_num_batched_tokens),
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_waiting": 4096,
+        "max_waiting_images": 4096,
+        "whole_images": runner.family.spec.bidirectional_spans,
+        "strict": True,
+    }
+    settings = EngineSettings(**bounds | more)
     engine = Engine(runner, settings=settings, positions=runner.family.positions)
     engine.start(asyncio.get_running_loop())
     try:
@@ -65,11 +74,23 @@ async def running(
         await engine.stop()
 
 
-class Colocated:
-    """One engine with all stages."""
+class Stages:
+    """Where each stage of a question runs; bytes pass between unlike engines, as over the wire."""
 
-    def __init__(self, engine: Engine, *, max_tokens: int, ignore_eos: bool = False) -> None:
-        self._engine, self._max_tokens, self._ignore_eos = engine, max_tokens, ignore_eos
+    def __init__(
+        self, encoder: Engine, prefill: Engine, decode: Engine, *, block_size: int,
+        max_tokens: int, ignore_eos: bool = False,
+    ) -> None:  # fmt: skip
+        self._encoder, self._prefill, self._decode = encoder, prefill, decode
+        self._block_size = block_size
+        self._max_tokens, self._ignore_eos = max_tokens, ignore_eos
+
+    @classmethod
+    def colocated(cls, engine: Engine, *, max_tokens: int, ignore_eos: bool = False) -> Self:
+        """All in one engine; no block leaves it, so it matters not how large they are."""
+        return cls(
+            engine, engine, engine, block_size=0, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
 
     async def ask(self, question: Question, delivered: Sequence[int] = ()) -> list[int]:
         """The answer's tokens after the delivered ones."""
@@ -80,49 +101,27 @@ class Colocated:
             max_tokens=self._max_tokens,
             ignore_eos=self._ignore_eos,
         )
-        pictures = self._engine.encode(request.key, question.pictures)
-        tokens = await collect(self._engine, request, hold=False)
-        async for event in pictures:
-            assert isinstance(event, ItemReady), event
-        await self._engine.release(request.key)
-        for item in range(len(question.pictures)):
-            self._engine.release_embedding(request.key, item)
-        return tokens
-
-
-class Disaggregated:
-    """Three engines, each with one stage; bytes pass between them, as over the wire."""
-
-    def __init__(
-        self, encoder: Engine, prefill: Engine, decode: Engine, *, block_size: int,
-        max_tokens: int, ignore_eos: bool = False,
-    ) -> None:  # fmt: skip
-        self._encoder, self._prefill, self._decode = encoder, prefill, decode
-        self._block_size = block_size
-        self._max_tokens, self._ignore_eos = max_tokens, ignore_eos
-
-    async def ask(self, question: Question, delivered: Sequence[int] = ()) -> list[int]:
-        """Encode, hand over, prefill, hand over, decode."""
-        request = request_for(
-            question,
-            delivered,
-            request_id=f"q{next(_numbers)}",
-            max_tokens=self._max_tokens,
-            ignore_eos=self._ignore_eos,
-        )
-        async for event in self._encoder.encode(request.key, question.pictures):
-            assert not isinstance(event, ItemFailed), event
-        await self._decode.reserve(request.key, len(request.token_ids) + self._max_tokens)
-        first = await collect(self._prefill, request, hold=True, embeddings=self._encoder)
+        pictures = self._encoder.encode(request.key, question.pictures)
+        if self._encoder is not self._prefill:
+            await all_ready(pictures)
+        answer = await self._answer(request)
+        if self._encoder is self._prefill:
+            await all_ready(pictures)
         for item in range(len(question.pictures)):
             self._encoder.release_embedding(request.key, item)
-        answer = await self._continue(request, first)
-        await self._prefill.release(request.key)
-        await self._decode.release(request.key)
+        for engine in {self._prefill, self._decode}:
+            await engine.release(request.key)
         return answer
 
-    async def _continue(self, request: Request, first: list[int]) -> list[int]:
-        if (first[-1] == EOS and not self._ignore_eos) or len(first) == self._max_tokens:
+    async def _answer(self, request: Request) -> list[int]:
+        apart = self._decode is not self._prefill
+        if apart:
+            await self._decode.reserve(request.key, request.num_prompt_tokens + self._max_tokens)
+        embeddings = None if self._encoder is self._prefill else self._encoder
+        first = await collect(self._prefill, request, hold=apart, embeddings=embeddings)
+        num_tokens = len(request.token_ids) - request.num_prompt_tokens + len(first)
+        ended = first[-1] == EOS and not self._ignore_eos
+        if not apart or ended or num_tokens == self._max_tokens:
             return first
         start = await self._decode.receive(request)
         end = -(-len(request.token_ids) // self._block_size)
@@ -131,6 +130,12 @@ class Disaggregated:
             await self._decode.import_blocks(request.key, start, memoryview(bytes(blocks)))
         stream = await self._decode.start_decode(request.key, first[-1])
         return first + await drain(stream)
+
+
+async def all_ready(pictures: AsyncIterator[object]) -> None:
+    """Wait until each picture is encoded."""
+    async for event in pictures:
+        assert isinstance(event, ItemReady), event
 
 
 async def collect(
@@ -163,7 +168,7 @@ async def drain(stream: AsyncIterator[object]) -> list[int]:
     return tokens
 
 
-async def hold_law(law: Law, asker: Colocated | Disaggregated) -> None:
+async def hold_law(law: Law, asker: Stages) -> None:
     """Ask everything at once, until nothing is pending, and check."""
     while law.pending:
         law.record(await asyncio.gather(*(asker.ask(q, d) for q, d in law.pending)))

@@ -25,14 +25,21 @@ MAX_TIES = 1e-3
 
 @dataclasses.dataclass
 class Law:
-    """Compares answers with the reference and says what is to be asked again."""
+    """Compares answers with the reference and says what is to be asked again.
+
+    The first `num_delivered` tokens of every answer count as delivered, as when another engine gave
+    them before it died.
+    """
 
     pairs: Sequence[tuple[Question, Answer]]
+    num_delivered: int = 0
     num_ties: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._open: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(self.pairs)), ())
+        self._open: dict[int, tuple[int, ...]] = {
+            i: answer.token_ids[: self.num_delivered] for i, (_, answer) in enumerate(self.pairs)
+        }
 
     @property
     def pending(self) -> list[tuple[Question, tuple[int, ...]]]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from worker.identity.questions import IMAGE_TOKEN_ID, NUM_PER_TASK, SHAPES, Question, questions
+from worker.identity.questions import NUM_PER_TASK, SHAPES, Question, questions
+
+from vlm_worker.core.families import load_family
 
 MAX_TOKENS = 48
 TIE = 1e-4
@@ -43,11 +45,13 @@ def shapes_reference(per_task: int = NUM_PER_TASK) -> tuple[tuple[Question, Answ
 
 
 def load_reference(model_dir: Path) -> Any:
-    """The whole model, as transformers runs it."""
-    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-
-    model = modeling_qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
-    return model.from_pretrained(model_dir, dtype=torch.float32).eval()
+    """The whole model, as transformers runs it; of any family."""
+    spec = load_family(model_dir).spec
+    model_class = getattr(importlib.import_module(spec.module), spec.model_class)
+    model = model_class.from_pretrained(model_dir, dtype=torch.float32).eval()
+    if spec.bidirectional_spans:  # the plain implementation honours every mask to the letter
+        model.set_attn_implementation("eager")
+    return model
 
 
 @torch.inference_mode()
@@ -56,15 +60,6 @@ def answer(
 ) -> Answer:
     """One greedy answer."""
     ids = torch.tensor([question.token_ids])
-    pictures: dict[str, torch.Tensor] = {}
-    if question.pictures:
-        patches = [_patches(picture.patches, picture.grid_thw) for picture in question.pictures]
-        grids = [picture.grid_thw for picture in question.pictures]
-        pictures = {
-            "pixel_values": torch.from_numpy(np.concatenate(patches)),
-            "image_grid_thw": torch.tensor(grids),
-            "mm_token_type_ids": (ids == IMAGE_TOKEN_ID).int(),
-        }
     model.model.rope_deltas = None
     out = model.generate(
         input_ids=ids,
@@ -74,11 +69,28 @@ def answer(
         output_logits=True,
         return_dict_in_generate=True,
         **({"eos_token_id": NO_TOKEN} if ignore_eos else {}),
-        **pictures,
+        **_pictures(model.config, question),
     )
     tokens = out.sequences[0, ids.shape[1] :].tolist()
     return Answer(tuple(tokens), torch.cat(out.logits).numpy().astype(np.float32))
 
 
-def _patches(patches: memoryview, grid: Sequence[int]) -> np.ndarray:
-    return np.frombuffer(patches, np.float32).reshape(int(np.prod(grid)), -1)
+def _pictures(config: Any, question: Question) -> dict[str, torch.Tensor]:
+    """What the family's own processor returns beside the tokens."""
+    token_ids = torch.tensor([question.token_ids])
+    types = (token_ids == config.image_token_id).int()
+    inputs = {"token_type_ids": types} if config.model_type == "gemma3" else {}
+    if not question.pictures:
+        return inputs
+    values = torch.cat(
+        [torch.from_numpy(np.frombuffer(p.patches, np.float32)) for p in question.pictures]
+    )
+    if not config.model_type.startswith("qwen"):
+        side = config.vision_config.image_size
+        return {**inputs, "pixel_values": values.view(-1, 3, side, side)}
+    grids = torch.tensor([picture.grid_thw for picture in question.pictures])
+    return {
+        "pixel_values": values.view(int(grids.prod(dim=1).sum()), -1),
+        "image_grid_thw": grids,
+        "mm_token_type_ids": types,
+    }

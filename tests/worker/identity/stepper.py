@@ -45,6 +45,7 @@ class Stepper:
     def __init__(self, runner: ModelRunner, *, seed: int = 0) -> None:
         assert runner.kv_layout is not None
         self._runner, self._block_size = runner, runner.kv_layout.block_size
+        self.bidirectional = runner.family.spec.bidirectional_spans
         order = np.random.default_rng(seed).permutation(np.arange(1, runner.num_blocks))
         self._free = order.astype(np.int32).tolist()
 
@@ -103,7 +104,7 @@ class Stepper:
             query_start=np.cumsum([0, *counts]).astype(np.int32),
             context_lens=np.array([s.num_computed for s, _ in work], np.int32),
             block_table=table,
-            spans=((),) * len(work),
+            spans=tuple(self._spans(sequence) for sequence, _ in work),
             image_rows=tuple(rows),
             sample_rows=np.array(sample_rows, np.int64),
             sampling=SampleParams.all_greedy(len(sample_rows)),
@@ -115,7 +116,7 @@ class Stepper:
         """Greedy answers of all sequences together, prompts in chunks of at most `chunk` tokens."""
         live = list(sequences)
         while live:
-            work = [(s, min(chunk, len(s.token_ids) - s.num_computed)) for s in live]
+            work = [(s, self._count(s, chunk)) for s in live]
             done = [s.num_computed + count == len(s.token_ids) for s, count in work]
             sampled = [[count - 1] if d else [] for (_, count), d in zip(work, done, strict=True)]
             tokens = iter(self._runner.execute(self.inputs(work, sampled)).token_ids.tolist())
@@ -137,10 +138,7 @@ class Stepper:
         logits: list[list[np.ndarray]] = [[] for _ in sequences]
         while any(s.num_computed < len(s.token_ids) for s in sequences):
             live = [i for i, s in enumerate(sequences) if s.num_computed < len(s.token_ids)]
-            work = [
-                (s, min(chunk, len(s.token_ids) - s.num_computed))
-                for s in map(sequences.__getitem__, live)
-            ]
+            work = [(s, self._count(s, chunk)) for s in map(sequences.__getitem__, live)]
             sampled = [
                 [j for j in range(count) if s.num_computed + j >= s.num_prompt - 1]
                 for s, count in work
@@ -150,3 +148,16 @@ class Stepper:
                 sequence.num_computed += count
                 logits[i] += [next(rows) for _ in wanted]
         return [np.stack(rows) for rows in logits]
+
+    def _spans(self, sequence: StepSequence) -> tuple[tuple[int, int], ...]:
+        """Images whose tokens see each other in both directions."""
+        items = sequence.items if self.bidirectional else ()
+        return tuple((item.offset, item.end) for item in items)
+
+    def _count(self, sequence: StepSequence, chunk: int) -> int:
+        """The next chunk, as long as it must be to leave such an image whole."""
+        end = min(sequence.num_computed + chunk, len(sequence.token_ids))
+        for first, last in self._spans(sequence):
+            if first < end < last:
+                end = last
+        return end - sequence.num_computed

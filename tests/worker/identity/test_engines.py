@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worker.identity.engines import Colocated, Disaggregated, hold_law, make_runner, running
+from worker.identity.engines import Stages, hold_law, make_runner, running
 from worker.identity.law import Law
 from worker.identity.questions import SHAPES, Question
 from worker.identity.random_model import NUM_TOKENS, make_random_model, random_reference
@@ -34,7 +34,7 @@ async def test_all_questions_at_once_and_again_with_warm_caches(
 ) -> None:
     runner = make_runner(SHAPES, block_size=block_size)
     async with running(runner, max_num_batched_tokens=max_num_batched_tokens) as engine:
-        asker = Colocated(engine, max_tokens=MAX_TOKENS)
+        asker = Stages.colocated(engine, max_tokens=MAX_TOKENS)
         await hold_law(Law(shapes_pairs), asker)
         cold = engine.stats()
         await hold_law(Law(shapes_pairs), asker)
@@ -52,7 +52,7 @@ async def test_64_tokens_of_random_weights_together(
 ) -> None:
     runner = make_runner(random_model_dir, block_size=block_size)
     async with running(runner, max_num_batched_tokens=max_num_batched_tokens) as engine:
-        asker = Colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
+        asker = Stages.colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
         for _ in range(2):
             await hold_law(Law(random_pairs), asker)
 
@@ -72,7 +72,7 @@ async def test_encoder_prefill_and_decode_apart_are_one(
                 )
                 for stage in Stage
             ]
-            asker = Disaggregated(
+            asker = Stages(
                 *engines, block_size=block_size, max_tokens=max_tokens,
                 ignore_eos=model_dir != SHAPES,
             )  # fmt: skip
@@ -89,7 +89,9 @@ async def test_sequences_that_lose_their_blocks_come_back_with_the_same_tokens(
         random_model_dir, block_size=4, kv_memory_bytes=block_bytes * (2 * longest // 4)
     )
     async with running(runner, max_num_batched_tokens=64, max_model_len=longest) as engine:
-        await hold_law(Law(random_pairs), Colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True))
+        await hold_law(
+            Law(random_pairs), Stages.colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
+        )
         assert engine.stats().preemptions > 0, "memory was not tight enough to preempt"
 
 
@@ -116,7 +118,7 @@ async def test_equal_prompts_about_unlike_pictures_are_told_apart_by_the_image_k
         monkeypatch.setattr(prefix, "extend", keyless)
     (first, first_answer), (second, second_answer) = twins(shapes_pairs)
     async with running(make_runner(SHAPES, block_size=4)) as engine:
-        asker = Colocated(engine, max_tokens=MAX_TOKENS)
+        asker = Stages.colocated(engine, max_tokens=MAX_TOKENS)
         got = [tuple(await asker.ask(question)) for question in (first, second, first)]
         assert engine.stats().prefix_cache_hits > 0, "nothing was served from the prefix cache"
     assert got[0] == got[2] == first_answer.token_ids
@@ -132,7 +134,7 @@ async def test_a_thousand_questions(block_size: int) -> None:
     runner = make_runner(SHAPES, block_size=block_size)
     async with running(runner, max_num_batched_tokens=97) as engine:
         for _ in range(2):
-            await hold_law(Law(pairs), Colocated(engine, max_tokens=MAX_TOKENS))
+            await hold_law(Law(pairs), Stages.colocated(engine, max_tokens=MAX_TOKENS))
 
 
 @pytest.mark.full
@@ -143,6 +145,6 @@ async def test_random_weights_of_other_seeds(tmp_path: Path, seed: int) -> None:
     pairs = random_reference(model_dir, 64)
     runner = make_runner(model_dir, block_size=16)
     async with running(runner, max_num_batched_tokens=50) as engine:
-        asker = Colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
+        asker = Stages.colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
         for _ in range(2):
             await hold_law(Law(pairs), asker)
