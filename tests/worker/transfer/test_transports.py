@@ -1,0 +1,419 @@
+"""Every way for bytes keeps the same promises; a way that cannot be had here is skipped, and said.
+
+Two instances of a transport stand for two workers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vlm_worker.errors import CorruptTransferError, GoneError
+from vlm_worker.serve.transports import make_transport
+from vlm_worker.settings import WorkerSettings, parse
+from vlm_worker.transfer import nixl
+from vlm_worker.transfer.incoming import Pull
+from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.transfer.shared_memory import SharedMemory
+from vlm_worker.transfer.transport import ByteStream, Exposure, Ledger, Transport
+from vlm_worker.types import RequestKey
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Commit, TransferId
+
+KEY = RequestKey("r-1", 1)
+IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
+UNIT = 300_000
+NUM_UNITS = 9
+DATA = secrets.token_bytes(UNIT * NUM_UNITS)
+CAPACITY = 2 * len(DATA)
+NOTHING = memoryview(b"")
+
+Make = Callable[[], Transport]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory in memory, as a pod's emptyDir is."""
+    path = Path("/dev/shm") / f"triptych-test-{secrets.token_hex(8)}"
+    path.mkdir(mode=0o700)
+    yield path
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+@pytest.fixture(params=["stream", "shared-memory", "nixl"])
+def make(request: pytest.FixtureRequest, directory: Path) -> Make:
+    if request.param == "nixl":
+        try:
+            nixl.nixl_api()
+        except ImportError:
+            pytest.skip("NIXL is not installed: pip install triptych[nixl]")
+    makers: dict[str, Make] = {
+        "stream": ByteStream,
+        "shared-memory": lambda: shared(directory),
+        "nixl": lambda: nixl.Nixl(capacity_bytes=CAPACITY),
+    }
+    return makers[request.param]
+
+
+def shared(directory: Path, *, leftover_seconds: float = 60.0) -> SharedMemory:
+    return SharedMemory(directory, capacity_bytes=CAPACITY, leftover_seconds=leftover_seconds)
+
+
+def segments(directory: Path) -> list[str]:
+    return [f.name for f in directory.iterdir() if f.name != "triptych-domain"]
+
+
+class Producer:
+    """A transfer of DATA."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.outgoing = Outgoing(
+            IDENTITY, unit_bytes=UNIT, max_units=NUM_UNITS, export=self._export
+        )
+
+    async def _export(self, first: int, count: int) -> memoryview:
+        return memoryview(DATA)[first * UNIT : (first + count) * UNIT]
+
+    def pull(self, consumer: Transport, *, first_unit: int = 0) -> Pull:
+        reader = FrameReader(
+            IDENTITY,
+            unit_bytes=UNIT,
+            first_unit=first_unit,
+            end_unit=NUM_UNITS,
+            open_memory=lambda _, opening, size: consumer.view(opening, size),
+        )
+        frames = self.outgoing.frames(
+            KEY,
+            first_unit=first_unit,
+            transport=self.transport,
+            invitation=consumer.invitation(),
+        )
+        return Pull(frames, reader, peer="peer", no_progress_seconds=10.0)
+
+
+async def received(pull: Pull) -> bytes:
+    data = bytearray()
+    async with aclosing(pull.units()) as stream:
+        async for units in stream:
+            data += units.data
+    return bytes(data)
+
+
+# ---- promises of all ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_unit", [0, 1, NUM_UNITS])
+async def test_what_was_sent_arrives_and_everything_comes_back(make: Make, first_unit: int) -> None:
+    ours, theirs = make(), make()
+    producer = Producer(ours)
+    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    assert await received(producer.pull(theirs, first_unit=first_unit)) == DATA[first_unit * UNIT :]
+    producer.outgoing.close()  # the consumer's release
+    assert (ours.ledger.used, ours.ledger.num_exposed) == (0, 0)
+    for transport in (ours, theirs):
+        transport.close()
+
+
+async def test_units_are_read_while_later_ones_are_made(make: Make) -> None:
+    ours, theirs = make(), make()
+    producer = Producer(ours)
+    pull = producer.pull(theirs)
+    async with aclosing(pull.units()) as stream:
+        for number in range(NUM_UNITS):
+            producer.outgoing.advance(number + 1)
+            units = await anext(stream)
+            assert (units.first_unit, units.num_units) == (number, 1)
+            assert units.data == DATA[number * UNIT : (number + 1) * UNIT]
+        producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+        assert await anext(stream, None) is None
+    producer.outgoing.close()
+
+
+async def test_a_consumer_that_closes_its_stream_frees_what_was_exposed_to_it(make: Make) -> None:
+    ours, theirs = make(), make()
+    producer = Producer(ours)
+    producer.outgoing.advance(2)
+    pull = producer.pull(theirs)
+    async with aclosing(pull.units()) as stream:
+        await anext(stream)
+        assert bool(producer.outgoing.exposed_bytes) == bool(theirs.invitation())
+    assert producer.outgoing.exposed_bytes == 0
+    assert producer.outgoing.num_readers == 0
+    assert ours.ledger.used == 0
+
+
+async def test_what_a_failed_transfer_exposed_stays_until_its_reader_is_done(make: Make) -> None:
+    ours, theirs = make(), make()
+    producer = Producer(ours)
+    producer.outgoing.advance(1)
+    pull = producer.pull(theirs)
+    async with aclosing(pull.units()) as stream:
+        await anext(stream)
+        producer.outgoing.fail(GoneError("given up"))
+        with pytest.raises(GoneError):
+            await anext(stream)
+    exposed = bool(theirs.invitation())
+    assert bool(producer.outgoing.exposed_bytes) == exposed, "nobody has said that he stopped"
+    producer.outgoing.abandon()
+    assert (ours.ledger.used, bool(ours.ledger.lost)) == (0, exposed)
+
+
+async def test_without_room_all_bytes_travel_in_the_frames(make: Make) -> None:
+    ours, theirs = make(), make()
+    invitation = theirs.invitation()
+    others: list[Exposure | None] = [ours.expose(invitation, len(DATA)) for _ in range(3)]
+    assert others[2] is None
+    producer = Producer(ours)
+    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    assert await received(producer.pull(theirs)) == DATA
+    assert producer.outgoing.exposed_bytes == 0
+    for other in others:
+        if other is not None:
+            other.close()
+
+
+async def test_a_consumer_of_another_kind_is_served_in_the_frames(make: Make) -> None:
+    producer = Producer(make())
+    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    assert await received(producer.pull(ByteStream())) == DATA
+
+
+async def test_a_changed_byte_in_exposed_memory_is_caught(make: Make) -> None:
+    ours, theirs = make(), make()
+    exposure = ours.expose(theirs.invitation(), len(DATA))
+    if exposure is None:
+        return  # bytes of a stream: test_integrity changes those
+    producer = Producer(Tampering(ours))
+    exposure.close()
+    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    with pytest.raises(CorruptTransferError, match="digest"):
+        await received(producer.pull(theirs))
+    producer.outgoing.close()
+
+
+class Tampering(ByteStream):
+    """A transport whose exposed bytes differ from those that the digest was made of."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.ledger = inner.ledger
+
+    def expose(self, invitation: bytes, num_bytes: int) -> Exposure | None:  # type: ignore[override]
+        exposure = self.inner.expose(invitation, num_bytes)
+        assert exposure is not None
+        place = exposure.place
+
+        def tampered(position: int, data: memoryview) -> memoryview:
+            changed = bytearray(data)
+            changed[len(changed) // 2] ^= 1
+            return place(position, memoryview(changed))
+
+        exposure.place = tampered  # type: ignore[method-assign]
+        return exposure
+
+
+@pytest.mark.parametrize(
+    "opening", [b"", b"x", b"y" * 16, b"z" * 600, b"../../../etc/pw", b"\0" * 16]
+)
+def test_an_opening_that_leads_nowhere_is_corrupt(make: Make, opening: bytes) -> None:
+    transport = make()
+    with pytest.raises(CorruptTransferError):
+        transport.view(opening, 100)
+
+
+# ---- the ledger --------------------------------------------------------------------------------
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A ledger of 1000 bytes beside lists of what is out and what is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(1000)
+        self.out: list[int] = []
+        self.lost: list[int] = []
+
+    @rule(num_bytes=st.integers(1, 600))
+    def take(self, num_bytes: int) -> None:
+        fits = sum(self.out) + sum(self.lost) + num_bytes <= 1000
+        assert self.ledger.take(num_bytes) == fits
+        if fits:
+            self.out.append(num_bytes)
+
+    @rule(data=st.data())
+    def end_one(self, data: st.DataObject) -> None:
+        if not self.out:
+            return
+        num_bytes = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        if data.draw(st.booleans()):
+            self.ledger.give_back(num_bytes)
+        else:
+            self.ledger.lose(num_bytes)
+            self.lost.append(num_bytes)
+
+    @invariant()
+    def the_books_add_up(self) -> None:
+        assert self.ledger.used == sum(self.out)
+        assert self.ledger.lost == sum(self.lost)
+        assert self.ledger.num_exposed == len(self.out)
+        assert (self.ledger.complaint is not None) == (sum(self.lost) > 50)
+
+
+LedgerMachine.TestCase.settings = hypothesis_settings(max_examples=40)
+TestLedger = LedgerMachine.TestCase
+
+
+# ---- shared memory alone -----------------------------------------------------------------------
+
+
+def test_workers_of_other_directories_do_not_share(directory: Path) -> None:
+    inner = directory / "other"
+    inner.mkdir()
+    try:
+        ours, theirs = shared(directory), shared(inner)
+        assert ours.invitation() != theirs.invitation()
+        assert ours.expose(theirs.invitation(), 100) is None
+        assert ours.expose(shared(directory).invitation(), 100) is not None
+    finally:
+        for file in inner.iterdir():
+            file.unlink()
+        inner.rmdir()
+
+
+def test_a_segment_is_private_and_unlinked_at_the_end(directory: Path) -> None:
+    transport = shared(directory)
+    for end in ("close", "abandon"):
+        exposure = transport.expose(transport.invitation(), 5000)
+        assert exposure is not None
+        [name] = segments(directory)
+        assert (directory / name).stat().st_mode & 0o777 == 0o600
+        getattr(exposure, end)()
+        getattr(exposure, end)()
+        assert segments(directory) == []
+        with pytest.raises(GoneError):
+            exposure.place(0, memoryview(b"late"))
+
+
+@pytest.mark.parametrize("size", [0, 4999, 5001])
+def test_a_segment_of_another_size_than_we_expect_is_refused(directory: Path, size: int) -> None:
+    transport = shared(directory)
+    exposure = transport.expose(transport.invitation(), 5000)
+    assert exposure is not None
+    os.truncate(directory / segments(directory)[0], size)
+    with pytest.raises(CorruptTransferError, match="bytes where 5000 are due"):
+        transport.view(exposure.opening, 5000)
+    exposure.close()
+
+
+def test_a_segment_that_shrinks_under_its_reader_is_an_error_and_no_signal(directory: Path) -> None:
+    transport = shared(directory)
+    exposure = transport.expose(transport.invitation(), 50_000)
+    assert exposure is not None
+    view = transport.view(exposure.opening, 50_000)
+    os.truncate(directory / segments(directory)[0], 100)
+    with pytest.raises(CorruptTransferError, match="ends before"):
+        view.take(40_000, 10_000, NOTHING)
+    exposure.place(40_000, memoryview(b"x"))  # nor does it end its writer
+    view.close()
+    exposure.close()
+
+
+def test_what_is_no_file_of_ours_is_not_followed(directory: Path) -> None:
+    transport = shared(directory)
+    opening = secrets.token_bytes(16)
+    (directory / f"triptych-{opening.hex()}").symlink_to("/etc/passwd")
+    with pytest.raises(CorruptTransferError):
+        transport.view(opening, Path("/etc/passwd").stat().st_size)
+
+
+def test_without_memory_on_the_machine_the_transport_steps_aside(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = shared(directory)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert transport.expose(transport.invitation(), 100) is None
+    assert transport.ledger.used == 0
+    assert segments(directory) == []
+
+
+def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(directory: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from vlm_worker.transfer.shared_memory import SharedMemory\n"
+        "t = SharedMemory(Path(sys.argv[1]), capacity_bytes=10**6, leftover_seconds=60)\n"
+        "e = t.expose(t.invitation(), 1000); print(e.opening.hex(), flush=True); input()\n"
+    )
+    worker = str(Path(__file__).parents[3] / "worker")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(directory), worker],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    name = f"triptych-{process.stdout.readline().strip()}"
+    os.utime(directory / name, (0, 0))
+    shared(directory)
+    assert segments(directory) == [name], "its producer lives"
+    process.kill()
+    process.communicate()
+    shared(directory)
+    assert segments(directory) == []
+
+
+def test_a_file_that_was_just_made_is_left_alone(directory: Path) -> None:
+    young = directory / f"triptych-{secrets.token_hex(16)}"
+    young.touch()
+    shared(directory)
+    assert segments(directory) == [young.name]
+    shared(directory, leftover_seconds=-60.0)
+    assert segments(directory) == []
+
+
+def test_many_that_come_first_agree_on_one_domain(directory: Path) -> None:
+    assert len({shared(directory).invitation() for _ in range(5)}) == 1
+    (directory / "triptych-domain").write_bytes(b"short")
+    with pytest.raises(OSError, match="not ours"):
+        shared(directory)
+
+
+# ---- the settings ------------------------------------------------------------------------------
+
+
+def settings_of(*flags: str) -> WorkerSettings:
+    found = parse(["decode", "--model=m", "--served-name=s", *flags], {})
+    assert isinstance(found, WorkerSettings)
+    return found
+
+
+def test_bytes_travel_in_the_stream_unless_told_otherwise(directory: Path) -> None:
+    assert isinstance(make_transport(settings_of()), ByteStream)
+    flags = ("--transport=shared-memory", f"--shared-memory-dir={directory}")
+    assert isinstance(make_transport(settings_of(*flags)), SharedMemory)
+
+
+def test_a_transport_that_cannot_work_names_the_flag_and_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--transport=shared-memory", f"--shared-memory-dir={tmp_path}/none")
+    with pytest.raises(ValueError, match=r"--shared-memory-dir=.*/none: No such file"):
+        make_transport(settings_of(*flags))
+    monkeypatch.setattr(nixl, "_MODULES", ("no_such_module",))
+    with pytest.raises(ValueError, match=r"--transport=nixl needs NIXL.*triptych\[nixl\]"):
+        make_transport(settings_of("--transport=nixl"))
