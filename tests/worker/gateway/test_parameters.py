@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,16 @@ from openai.types.chat import (
 )
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.parameters import CHAT, COMPLETION, MESSAGE, Parameter, Support
+from vlm_worker.gateway.api.parameters import (
+    CHAT,
+    COMPLETION,
+    EXTRA,
+    MESSAGE,
+    Parameter,
+    Support,
+)
 from vlm_worker.gateway.api.requests import parse_chat, parse_completion
+from vlm_worker.gateway.api.sampling import SamplingOptions
 
 DOCS = Path(__file__).parents[3] / "docs" / "openai.md"
 CHAT_BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -32,9 +41,18 @@ VALUES: dict[str, Any] = {
     "model": "m", "temperature": 1, "top_p": 1, "seed": 1, "stop": ["x"], "stream": True,
     "max_tokens": 5, "max_completion_tokens": 5, "user": "u", "safety_identifier": "s",
     "metadata": {"a": "b"}, "messages": CHAT_BODY["messages"], "prompt": "hi",
-    "role": "user", "content": "hi",
+    "role": "user", "content": "hi", "n": 2, "frequency_penalty": 0.5, "presence_penalty": -2,
+    "logit_bias": {"7": -100, "9": 1.5}, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1,
+    "ignore_eos": True, "priority": -5,
 }  # fmt: skip
-EXTRA: dict[str, Any] = {"stream_options": {"stream": True, "stream_options": {}}}
+# What goes only with something else, or has another form at the other endpoint.
+TOGETHER: dict[tuple[str, str], Any] = {
+    ("chat", "stream_options"): {"stream": True, "stream_options": {}},
+    ("completion", "stream_options"): {"stream": True, "stream_options": {}},
+    ("chat", "logprobs"): {"logprobs": True},
+    ("chat", "top_logprobs"): {"logprobs": True, "top_logprobs": 20},
+    ("completion", "logprobs"): {"logprobs": 0},
+}
 
 
 def documented(heading: str) -> list[tuple[str, str, str]]:
@@ -48,6 +66,7 @@ def documented(heading: str) -> list[tuple[str, str, str]]:
         ("## Chat: `/v1/chat/completions`", CHAT),
         ("### Fields of a message", MESSAGE),
         ("## Completions: `/v1/completions`", COMPLETION),
+        ("## Beyond OpenAI's", EXTRA),
     ],
 )
 def test_the_page_prints_the_table_of_the_code(heading: str, table: Sequence[Parameter]) -> None:
@@ -90,15 +109,19 @@ def parse(table: Sequence[Parameter], changes: dict[str, Any]) -> Any:
     return parse_completion(COMPLETION_BODY | changes)
 
 
+TABLES = (("chat", CHAT), ("message", MESSAGE), ("completion", COMPLETION))
+BEYOND = (("chat", CHAT, EXTRA), ("completion", COMPLETION, EXTRA))
 ROWS = [
-    pytest.param(table, row, id=f"{name}.{row.name}")
-    for name, table in (("chat", CHAT), ("message", MESSAGE), ("completion", COMPLETION))
-    for row in table
+    pytest.param(name, table, row, id=f"{name}.{row.name}")
+    for name, table, rows in (*((name, table, table) for name, table in TABLES), *BEYOND)
+    for row in rows
 ]
 
 
-@pytest.mark.parametrize(("table", "row"), ROWS)
-def test_the_code_does_what_the_table_says(table: Sequence[Parameter], row: Parameter) -> None:
+@pytest.mark.parametrize(("name", "table", "row"), ROWS)
+def test_the_code_does_what_the_table_says(
+    name: str, table: Sequence[Parameter], row: Parameter
+) -> None:
     parse(table, {row.name: None} if row.name not in VALUES else {})
     if row.support in (Support.NEUTRAL, Support.REFUSED):
         for value in row.neutral:
@@ -110,10 +133,59 @@ def test_the_code_does_what_the_table_says(table: Sequence[Parameter], row: Para
             assert refused.value.code == "unsupported_parameter"
             assert str(refused.value.param).endswith(row.name)
         return
-    changes = EXTRA.get(row.name) or {row.name: VALUES[row.name]}
+    changes = TOGETHER.get((name, row.name)) or {row.name: VALUES[row.name]}
     parsed = parse(table, changes)
     if row.support is Support.LOGGED:
         assert parsed.options.logged == changes
     # What is acted on is also checked: no such value goes through unseen.
     with pytest.raises(ApiError):
         parse(table, changes | {row.name: [[]]})
+
+
+SAMPLING = {
+    "n": (0, 9, 1.5),
+    "temperature": (-0.1, 2.1, math.nan),
+    "top_p": (-0.1, 1.1, math.inf),
+    "min_p": (-0.1, 1.1, math.nan),
+    "top_k": (-2, 2**31, 0.5),
+    "frequency_penalty": (-2.1, 2.1, math.nan),
+    "presence_penalty": (-2.1, 2.1, "1"),
+    "repetition_penalty": (0, -1, 10.1),
+    "seed": (2**63, -(2**63) - 1, 1.0),
+    "priority": (-1001, 1001, True),
+    "logit_bias": ({"7": 101}, {"x": 1}, {"-1": 1}, {"07": 1, "7": 1}, {"7": "1"}, {"7": math.nan},
+                   {"7": True}, {str(i): 1 for i in range(1025)}, {"9" * 11: 1}, {"\u0667": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parameter", SAMPLING)
+def test_what_is_out_of_bounds_is_named(parameter: str) -> None:
+    for value in SAMPLING[parameter]:
+        for table in (CHAT, COMPLETION):
+            with pytest.raises(ApiError) as refused:
+                parse(table, {parameter: value})
+            assert (refused.value.status, refused.value.param) == (400, parameter)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"top_logprobs": 2}, {"logprobs": False, "top_logprobs": 2},
+                {"logprobs": True, "top_logprobs": 21}]
+)  # fmt: skip
+def test_likeliest_tokens_need_log_probabilities(changes: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(CHAT, changes)
+    assert refused.value.param == "top_logprobs"
+
+
+def test_sampling_is_taken_as_it_is_meant() -> None:
+    said = {"temperature": 0.5, "top_k": -1, "priority": -5, "logit_bias": {"9": 1, "7": -2.5},
+            "repetition_penalty": 1.25, "frequency_penalty": None}  # fmt: skip
+    options = parse(CHAT, said | {"logprobs": True, "n": 3}).options
+    assert options.num_choices == 3
+    assert options.sampling == SamplingOptions(
+        temperature=0.5, top_k=0, priority=5, logit_bias=((7, -2.5), (9, 1.0)),
+        repetition_penalty=1.25, num_logprobs=0,
+    )  # fmt: skip
+    assert parse(CHAT, {"logprobs": True, "top_logprobs": 3}).options.sampling.num_logprobs == 3
+    assert parse(COMPLETION, {"logprobs": 4}).options.sampling.num_logprobs == 4
+    assert parse(COMPLETION, {}).options.sampling == SamplingOptions()

@@ -1,20 +1,19 @@
 """One answer on its way to the client: tokens in, text out, as a stream or as a whole.
 
-token ─▶ Detokenizer ─▶ StopScanner ─▶ Writer ─▶ ASGI send
+tokens of a choice ─▶ Piecing ─▶ Writer ─▶ ASGI send
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from vlm_worker.gateway.api.answers import DONE, PING, Envelope, Usage, encode, event, timing
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.detokenize import Detokenizer, StopScanner
+from vlm_worker.gateway.api.logprobs import ChosenToken
 from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.gateway.piecing import Piece, Piecing
 from vlm_worker.types import TokenLogprobs
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -82,7 +81,7 @@ class Response:
 
 
 class Writer:
-    """Text of one answer. `emit` is given to the generation."""
+    """The choices of one answer, as events of a stream or as one body in the end."""
 
     def __init__(
         self,
@@ -90,41 +89,52 @@ class Writer:
         envelope: Envelope,
         *,
         stream: bool,
-        tokenizer: Tokenizer,
-        stop: tuple[str, ...],
+        pieces: Sequence[Piecing],
+        with_logprobs: bool,
         trace: Trace,
-        on_token: Callable[[], None],
+        on_token: Callable[[int], None],
     ) -> None:
+        """`pieces` has one for each choice; `on_token` is told the choice of each token."""
         self._response = response
         self._envelope = envelope
         self._stream = stream
+        self._pieces = pieces
+        self._with_logprobs = with_logprobs
         self._trace = trace
         self._on_token = on_token
-        self._detokenizer = Detokenizer(tokenizer)
-        self._scanner = StopScanner(stop)
-        self._text: list[str] = []
-        self._begun = False
+        self._held: dict[int, list[Piece]] = {}
+        self._whole: dict[int, dict[str, Any]] = {}
 
-    async def emit(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
-        """Deliver a token; False when a stop string is complete."""
-        del logprobs  # no parameter asks for them yet
-        await self._put(self._scanner.feed(self._detokenizer.feed(token_id)))
-        self._on_token()
-        return not self._scanner.stopped
+    async def emit(self, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
+        """Deliver a token of a choice; False when a stop string is complete."""
+        piecing = self._pieces[index]
+        await self._put(index, piecing.feed(token_id, logprobs))
+        self._on_token(index)
+        return not piecing.stopped
 
-    async def finish(self, finish_reason: str, usage: Usage) -> None:
-        """The last words of the answer."""
-        rest = self._scanner.feed(self._detokenizer.flush()) + self._scanner.flush()
-        await self._put(rest)
-        extra = {"timing": timing(self._trace.ttft, self._trace.stages())}
-        shape, envelope = self._envelope.shape, self._envelope
-        if not self._stream:
-            whole = shape.whole("".join(self._text), finish_reason)
-            await self._response.whole(200, envelope.whole(whole, usage, extra=extra), {})
+    async def finish(self, index: int, finish_reason: str) -> None:
+        """The last words of a choice."""
+        await self._put(index, self._pieces[index].finish())
+        shape = self._envelope.shape
+        if self._stream:
+            last = shape.last(index, finish_reason)
+            await self._response.write(self._envelope.chunk(last, extra=self._timing))
             return
-        await self._response.write(envelope.chunk(shape.last(finish_reason), extra=extra))
+        held = self._held[index]
+        text = "".join(piece.text for piece in held)
+        tokens = [token for piece in held for token in piece.tokens]
+        self._whole[index] = shape.whole(index, text, self._shown(tokens), finish_reason)
+
+    async def end(self, usage: Usage) -> None:
+        """The last words of the answer, after those of all its choices."""
+        envelope = self._envelope
+        if not self._stream:
+            choices = [self._whole[index] for index in sorted(self._whole)]
+            body = envelope.whole(choices, usage, extra=self._timing)
+            await self._response.whole(200, body, {})
+            return
         if envelope.include_usage:
-            await self._response.write(envelope.usage_chunk(usage, extra=extra))
+            await self._response.write(envelope.usage_chunk(usage, extra=self._timing))
         await self._response.write(DONE)
         await self._response.end()
 
@@ -133,13 +143,23 @@ class Writer:
         if self._stream:
             await self._response.write(PING)
 
-    async def _put(self, text: str) -> None:
-        first, self._begun = not self._begun, True
+    @property
+    def _timing(self) -> dict[str, Any]:
+        return {"timing": timing(self._trace.ttft, self._trace.stages())}
+
+    def _shown(self, tokens: Sequence[ChosenToken]) -> Sequence[ChosenToken] | None:
+        return tokens if self._with_logprobs else None
+
+    async def _put(self, index: int, piece: Piece) -> None:
+        first = index not in self._held
+        held = self._held.setdefault(index, [])
         if not self._stream:
-            self._text.append(text)
-        elif first:
-            await self._response.write(self._envelope.chunk(self._envelope.shape.first(text)))
-        elif text:
-            await self._response.write(self._envelope.chunk(self._envelope.shape.next(text)))
+            held.append(piece)
+        elif first or piece:
+            shape = self._envelope.shape
+            choice = (shape.first if first else shape.next)(
+                index, piece.text, self._shown(piece.tokens)
+            )
+            await self._response.write(self._envelope.chunk(choice))
         if first:
             self._trace.first_byte_left()

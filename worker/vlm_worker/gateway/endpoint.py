@@ -12,14 +12,16 @@ from typing import Any, Literal
 from vlm_worker.errors import InvalidImageError, WorkerError
 from vlm_worker.gateway.answering import ClientGoneError, Response, Send, Writer
 from vlm_worker.gateway.api import errors
-from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope, Usage
+from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options, parse_chat, parse_completion
 from vlm_worker.gateway.api.strict_json import parse_object
 from vlm_worker.gateway.body import Receive, read_body, until_disconnect
+from vlm_worker.gateway.choices import Choices
 from vlm_worker.gateway.orchestrate.generation import Generation, NoRouteError
-from vlm_worker.gateway.orchestrate.job import Answer, Job
+from vlm_worker.gateway.orchestrate.job import Emit, Job
 from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.gateway.piecing import Piecing
 from vlm_worker.gateway.service import Service
 from vlm_worker.types import Modality
 
@@ -38,8 +40,7 @@ class _Exchange:
     outcome: str = "error"
     options: Options | None = None
     trace: Trace | None = None
-    answer: Answer | None = None
-    num_retries: int = 0
+    choices: Choices | None = None
     reason: str = ""
 
 
@@ -84,18 +85,15 @@ class Endpoint:
         job, options = await self._prepare(body, exchange)
         exchange.options = options
         writer = self._writer(response, options, job, trace)
-        generation = self._generation(job, writer, trace)
-        exchange.answer = generation.answer
+        choices = exchange.choices = self._choices(job, options, writer, trace)
         try:
             await _watched(
-                self._generate(generation, writer),
+                choices.run(),
                 ends=(until_disconnect(receive), _cut(service)),
                 ping=writer.ping,
             )
         except WorkerError as error:
             raise _answer_to(error, job, exchange.request_id) from error
-        finally:
-            exchange.num_retries = generation.num_retries
 
     async def _prepare(self, body: bytes, exchange: _Exchange) -> tuple[Job, Options]:
         service, config = self._service, self._service.live.now.config
@@ -111,6 +109,7 @@ class Endpoint:
         return await prepare.completion(completion, config, **ids), completion.options
 
     def _writer(self, response: Response, options: Options, job: Job, trace: Trace) -> Writer:
+        language = self._service.language
         envelope = Envelope(
             shape=self._shape,
             request_id=job.request_id,
@@ -122,58 +121,55 @@ class Endpoint:
             response,
             envelope,
             stream=options.stream,
-            tokenizer=self._service.language.tokenizer,
-            stop=options.stop,
+            pieces=[
+                Piecing(language.tokenizer, language.token_texts, stop=options.stop)
+                for _ in range(options.num_choices)
+            ],
+            with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,
             on_token=self._meter(job, trace),
         )
 
-    def _meter(self, job: Job, trace: Trace) -> Callable[[], None]:
-        """Counts tokens as they leave."""
+    def _meter(self, job: Job, trace: Trace) -> Callable[[int], None]:
+        """Counts the tokens of each choice as they leave."""
         service = self._service
         meters = service.meters
         modality = Modality.IMAGE if job.pictures else Modality.TEXT
-        previous: float | None = None
+        previous: dict[int, float] = {}
 
-        def on_token() -> None:
-            nonlocal previous
+        def on_token(choice: int) -> None:
             now = service.clock()
-            if previous is None:
+            if choice in previous:
+                meters.next_token(now - previous[choice])
+            elif choice > 0:
+                meters.further_choice()
+            else:
                 target = service.live.now.config.slo.ttft_seconds(modality)
                 meters.first_token(trace.ttft, trace.stages(), modality, target)
-            else:
-                meters.next_token(now - previous)
-            previous = now
+            previous[choice] = now
 
         return on_token
 
-    def _generation(self, job: Job, writer: Writer, trace: Trace) -> Generation:
+    def _choices(self, job: Job, options: Options, writer: Writer, trace: Trace) -> Choices:
         service = self._service
         service.meters.pictures(len(job.pictures), sum(p.num_tokens for p in job.pictures))
         waits = bool(job.pictures) and service.live.now.config.on_demand == "Queue"
-        return Generation(
-            job,
-            writer.emit,
-            trace=trace,
-            registry=service.registry,
-            background=service.background,
-            stage_wait_seconds=job.max_wait_seconds if waits else 0.0,
-        )
 
-    async def _generate(self, generation: Generation, writer: Writer) -> None:
-        reason = await generation.run()
-        answer = generation.answer
-        assert answer.prompt is not None
-        usage = Usage(
-            image_tokens=answer.prompt.num_image_tokens,
-            text_tokens=answer.prompt.num_text_tokens,
-            cached_tokens=answer.num_cached_tokens,
-            completion_tokens=len(answer.token_ids),
-        )
-        await writer.finish(reason, usage)
+        def generate(job: Job, emit: Emit, index: int) -> Generation:
+            return Generation(
+                job,
+                emit,
+                # the time to the first token is that of the choice that goes ahead
+                trace=trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
+                registry=service.registry,
+                background=service.background,
+                stage_wait_seconds=job.max_wait_seconds if waits else 0.0,
+            )
+
+        return Choices(job, options.num_choices, writer=writer, generate=generate)
 
     def _log(self, exchange: _Exchange) -> None:
-        trace, answer, options = exchange.trace, exchange.answer, exchange.options
+        trace, choices, options = exchange.trace, exchange.choices, exchange.options
         ttft = trace.ttft if trace is not None and trace.first_byte is not None else None
         logger.info(
             "request",
@@ -184,8 +180,8 @@ class Endpoint:
                 "endpoint": self._kind,
                 "outcome": exchange.outcome,
                 "reason": exchange.reason,
-                "num_output_tokens": len(answer.token_ids) if answer else 0,
-                "num_retries": exchange.num_retries,
+                "num_output_tokens": choices.num_output_tokens if choices else 0,
+                "num_retries": choices.num_retries if choices else 0,
                 "ttft_seconds": ttft,
                 "labels": options.logged if options else {},
             },

@@ -118,6 +118,10 @@ class Meters:
             self._stage_seconds.labels(stage, modality).observe(share)
             self._stage_total.labels(stage, slo, modality).inc(share)
 
+    def further_choice(self) -> None:
+        """The first token of another choice than the first left."""
+        self._count_token()
+
     def next_token(self, seconds: float) -> None:
         """Another token left, so long after the one before."""
         self._count_token()

@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart
 from vlm_worker.gateway.api.requests import ChatRequest, CompletionRequest, Options
+from vlm_worker.gateway.api.sampling import SamplingOptions
 from vlm_worker.gateway.auth import cache_salt
 from vlm_worker.gateway.config import Admission, Config
 from vlm_worker.gateway.orchestrate.job import Job
@@ -23,6 +25,8 @@ from vlm_worker.gateway.prompt import (
     context_exceeded,
 )
 from vlm_worker.types import SamplingParams
+
+T = TypeVar("T")
 
 # Encoding this much text holds the event loop for milliseconds: a thread does it.
 LONG_TEXT_BYTES = 32 * 1024
@@ -76,6 +80,7 @@ class Preparer:
         prompt_without: Callable[[frozenset[int]], Prompt],
         pictures: tuple[Picture, ...],
     ) -> Job:
+        self._check_biases(ask.options.sampling)
         max_tokens = check_context(
             prompt_without(frozenset()),
             ask.options.max_tokens,
@@ -87,11 +92,12 @@ class Preparer:
             request_id=ask.request_id,
             pictures=pictures,
             prompt_without=prompt_without,
-            sampling=_sampling(ask.options, self.language.defaults, max_tokens),
+            sampling=_sampling(ask.options.sampling, self.language.defaults, max_tokens),
             cache_salt=cache_salt(self.served_name, ask.tenant),
             skip_corrupt=ask.config.limits.on_corrupt == "Skip",
             max_wait_seconds=max_wait_seconds(ask.config.admission),
             block_size=self.block_size,
+            priority=ask.options.sampling.priority,
         )
 
     def context(self, config: Config) -> int:
@@ -106,6 +112,16 @@ class Preparer:
                 f"There is no model of this name; this service has {self.served_name!r}.",
                 param="model",
                 code="model_not_found",
+            )
+
+    def _check_biases(self, options: SamplingOptions) -> None:
+        vocab_size = self.language.family.vocab_size
+        if any(token_id >= vocab_size for token_id, _ in options.logit_bias):
+            raise invalid(
+                f"'logit_bias' names a token that the model does not have; its ids are below "
+                f"{vocab_size}.",
+                param="logit_bias",
+                code="invalid_value",
             )
 
     def _chat_prompt(
@@ -165,14 +181,25 @@ def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Messa
     return tuple(kept)
 
 
-def _sampling(options: Options, defaults: SamplingDefaults, max_tokens: int) -> SamplingParams:
-    temperature = defaults.temperature if options.temperature is None else options.temperature
-    top_p = defaults.top_p if options.top_p is None else options.top_p
+def _sampling(
+    options: SamplingOptions, defaults: SamplingDefaults, max_tokens: int
+) -> SamplingParams:
+    def either(asked: T | None, default: T) -> T:
+        return default if asked is None else asked
+
+    top_p = either(options.top_p, defaults.top_p)
     return SamplingParams(
         max_tokens=max_tokens,
         # Only the likeliest token is in a nucleus of nothing.
-        temperature=0.0 if top_p == 0 else temperature,
+        temperature=0.0 if top_p == 0 else either(options.temperature, defaults.temperature),
         top_p=top_p or 1.0,
-        top_k=defaults.top_k,
+        top_k=either(options.top_k, defaults.top_k),
+        min_p=either(options.min_p, defaults.min_p),
         seed=secrets.randbits(63) if options.seed is None else options.seed % 2**64,
+        ignore_eos=options.ignore_eos,
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
+        repetition_penalty=either(options.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=options.logit_bias,
+        num_logprobs=options.num_logprobs,
     )

@@ -18,6 +18,7 @@ from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import Message
 from vlm_worker.gateway.template import ChatTemplate, read_template
+from vlm_worker.gateway.token_texts import TokenTexts
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 # No normaliser shrinks text by more: decomposed Hangul and accents at most to a third.
@@ -50,6 +51,8 @@ class SamplingDefaults:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Language:
@@ -71,6 +74,7 @@ class Language:
         named = _named_tokens(model_dir)
         self._template = source and ChatTemplate(source, list(self._control), named)
         self.defaults = _sampling_defaults(model_dir)
+        self.token_texts = TokenTexts(self.tokenizer)
 
     def chat(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
         """The prompt of a conversation.
@@ -199,10 +203,13 @@ def _named_tokens(model_dir: Path) -> dict[str, str]:
 
 def _sampling_defaults(model_dir: Path) -> SamplingDefaults:
     config = _read_optional(model_dir / "generation_config.json")
+    repetition_penalty = float(config.get("repetition_penalty") or 1.0)
     if not config.get("do_sample"):
-        return SamplingDefaults()
+        return SamplingDefaults(repetition_penalty=repetition_penalty)
     return SamplingDefaults(
         temperature=float(config.get("temperature") or 1.0),
         top_p=float(config.get("top_p") or 1.0),
         top_k=int(config.get("top_k") or 0),
+        min_p=float(config.get("min_p") or 0.0),
+        repetition_penalty=repetition_penalty,
     )

@@ -6,9 +6,12 @@ One field is ours: `timing`, on a whole answer and on the last chunks of a strea
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+
+from vlm_worker.gateway.api.logprobs import ChosenToken, chat_body, completion_body
 
 _encoder = msgspec.json.Encoder()
 
@@ -18,7 +21,10 @@ PING = b": ping\n\n"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request; placeholders of pictures are image tokens."""
+    """Tokens of a request; placeholders of pictures are image tokens.
+
+    The prompt counts once, however many choices there are; their tokens are added up.
+    """
 
     image_tokens: int
     text_tokens: int
@@ -56,19 +62,23 @@ def timing(ttft_seconds: float, stages: dict[str, float]) -> dict[str, Any]:
     }
 
 
+Tokens = Sequence[ChosenToken] | None
+"""The tokens that a text shows, with their log-probabilities; None where nobody asked for them."""
+
+
 class Shape(Protocol):
-    """One endpoint's bodies."""
+    """One endpoint's bodies: the choice `index` of an answer, piece by piece or whole."""
 
-    def first(self, text: str) -> dict[str, Any]:
-        """The choice of the first chunk."""
+    def first(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
+        """The choice of its first chunk."""
 
-    def next(self, text: str) -> dict[str, Any]:
+    def next(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
         """The choice of a chunk with more text."""
 
-    def last(self, finish_reason: str) -> dict[str, Any]:
-        """The choice of the chunk that ends the answer."""
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """The choice of the chunk that ends it."""
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
         """The choice of a whole answer."""
 
     @property
@@ -91,22 +101,23 @@ class ChatShape:
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
 
-    def first(self, text: str) -> dict[str, Any]:
+    def first(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
         """The first delta names the role."""
-        return _choice(delta={"role": "assistant", "content": text}, finish_reason=None)
+        delta = {"role": "assistant", "content": text}
+        return _choice(index, delta=delta, logprobs=_chat(tokens))
 
-    def next(self, text: str) -> dict[str, Any]:
+    def next(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
         """A delta of content."""
-        return _choice(delta={"content": text}, finish_reason=None)
+        return _choice(index, delta={"content": text}, logprobs=_chat(tokens))
 
-    def last(self, finish_reason: str) -> dict[str, Any]:
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
         """An empty delta."""
-        return _choice(delta={}, finish_reason=finish_reason)
+        return _choice(index, delta={}, finish_reason=finish_reason)
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
         """A message."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return _choice(message=message, finish_reason=finish_reason)
+        return _choice(index, message=message, logprobs=_chat(tokens), finish_reason=finish_reason)
 
 
 class CompletionShape:
@@ -116,21 +127,21 @@ class CompletionShape:
     whole_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def first(self, text: str) -> dict[str, Any]:
+    def first(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
         """As any other."""
-        return self.next(text)
+        return self.next(index, text, tokens)
 
-    def next(self, text: str) -> dict[str, Any]:
+    def next(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
         """A piece of text."""
-        return _choice(text=text, finish_reason=None)
+        return _choice(index, text=text, logprobs=_completion(tokens))
 
-    def last(self, finish_reason: str) -> dict[str, Any]:
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
         """No more text."""
-        return _choice(text="", finish_reason=finish_reason)
+        return _choice(index, text="", finish_reason=finish_reason)
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
         """The text."""
-        return _choice(text=text, finish_reason=finish_reason)
+        return _choice(index, text=text, logprobs=_completion(tokens), finish_reason=finish_reason)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,9 +162,9 @@ class Envelope:
         """The chunk with the usage and no choice."""
         return self._event([], usage.body, extra)
 
-    def whole(self, choice: dict[str, Any], usage: Usage, *, extra: dict[str, Any]) -> bytes:
+    def whole(self, choices: list[dict[str, Any]], usage: Usage, *, extra: dict[str, Any]) -> bytes:
         """A whole answer."""
-        body = self._body(self.shape.whole_object, [choice]) | {"usage": usage.body}
+        body = self._body(self.shape.whole_object, choices) | {"usage": usage.body}
         return _encoder.encode(body | extra)
 
     def _event(
@@ -189,5 +200,19 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
-def _choice(*, finish_reason: str | None, **content: Any) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+def _chat(tokens: Tokens) -> dict[str, Any] | None:
+    return None if tokens is None else chat_body(tokens)
+
+
+def _completion(tokens: Tokens) -> dict[str, Any] | None:
+    return None if tokens is None else completion_body(tokens)
+
+
+def _choice(
+    index: int,
+    *,
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+    **content: Any,
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}

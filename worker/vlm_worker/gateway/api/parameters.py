@@ -57,10 +57,10 @@ _SHARED: Final = (
     _supported("stop", "a string or up to 4 of 1 to 256 characters; found across token borders"),
     _supported("stream", "server-sent events"),
     _supported("stream_options", "`include_usage`; only with `stream`"),
-    _neutral("n", "one answer a request", 1),
-    _neutral("frequency_penalty", "penalties are not built", 0),
-    _neutral("presence_penalty", "penalties are not built", 0),
-    _neutral("logit_bias", "biases are not built", {}),
+    _supported("n", "1 to 8 choices; each draws by its own seed, made from the request's"),
+    _supported("frequency_penalty", "-2 to 2, for each time that the answer holds a token"),
+    _supported("presence_penalty", "-2 to 2, for a token that the answer holds"),
+    _supported("logit_bias", "up to 1024 pairs: token id to a number from -100 to 100"),
     _logged("user", "up to 256 characters; written to the log, used for nothing else"),
 )
 
@@ -75,7 +75,8 @@ CHAT: Final = (
     _logged(
         "metadata", "up to 16 pairs, keys to 64 and values to 512 characters; written to the log"
     ),
-    _neutral("logprobs", "log probabilities are not built", False),
+    _supported("logprobs", "of the answer's tokens; see below"),
+    _supported("top_logprobs", "0 to 20; only with `logprobs`"),
     _neutral("modalities", "answers are text", ["text"]),
     _neutral("response_format", "constrained output is not built", {"type": "text"}),
     _neutral("service_tier", "there is one tier", "auto", "default"),
@@ -92,7 +93,6 @@ CHAT: Final = (
     _refused("reasoning_effort", "the model has no such setting"),
     _refused("tool_choice", "tools are not built"),
     _refused("tools", "tools are not built"),
-    _refused("top_logprobs", "log probabilities are not built"),
     _refused("verbosity", "the model has no such setting"),
     _refused("web_search_options", "nothing is fetched from the web"),
 )
@@ -101,10 +101,22 @@ COMPLETION: Final = (
     _supported("prompt", "one string, or an array of one"),
     _supported("max_tokens", "1 to the context; default: 16, as with OpenAI"),
     *_SHARED,
-    _neutral("best_of", "one answer a request", 1),
+    _supported("logprobs", "0 to 20 likeliest tokens beside each of the answer's; see below"),
+    _neutral("best_of", "every choice is returned", 1),
     _neutral("echo", "the prompt is not repeated", False),
-    _refused("logprobs", "log probabilities are not built"),
     _refused("suffix", "the model completes, it does not fill in"),
+)
+
+# Not OpenAI's: what vLLM's clients send in `extra_body`, to both endpoints.
+EXTRA: Final = (
+    _supported("top_k", "tokens to choose from; 0 or -1: all; default: `generation_config.json`"),
+    _supported("min_p", "0 to 1: the least probability, as a share of the likeliest token's"),
+    _supported(
+        "repetition_penalty",
+        "0.01 to 10, for tokens of prompt and answer; default: `generation_config.json`",
+    ),
+    _supported("ignore_eos", "go on to `max_tokens`, past the model's end of the answer"),
+    _supported("priority", "-1000 to 1000, 0 by default: a smaller one goes first"),
 )
 
 # Fields of a message, by OpenAI's client; what is not listed for a role is unknown there.

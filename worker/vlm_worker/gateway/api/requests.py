@@ -14,9 +14,16 @@ from vlm_worker.gateway.api.errors import invalid, unsupported
 from vlm_worker.gateway.api.fields import Fields, check_text
 from vlm_worker.gateway.api.messages import MAX_TEXT, ImagePart, Message, parse_message
 from vlm_worker.gateway.api.parameters import refuse
+from vlm_worker.gateway.api.sampling import (
+    SamplingOptions,
+    chat_logprobs,
+    completion_logprobs,
+    parse_sampling,
+)
 
 MAX_MESSAGES = 1024
 MAX_TOKENS = 2**20
+MAX_CHOICES = 8
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 
@@ -28,9 +35,8 @@ class Options:
     model: str
     max_tokens: int | None
     max_tokens_param: str
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
+    num_choices: int
+    sampling: SamplingOptions
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -66,7 +72,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     if messages is None:
         raise fields.missing("messages")
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
-    options = _options(fields, max_tokens, param)
+    options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
     fields.done()
     return ChatRequest(
         options, tuple(parse_message(f"messages[{i}]", value) for i, value in enumerate(messages))
@@ -79,20 +85,22 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     refuse(fields, parameters.COMPLETION)
     prompt = _prompt(fields)
     max_tokens, param = _max_tokens(fields, ("max_tokens",))
-    options = _options(fields, 16 if max_tokens is None else max_tokens, param)
+    sampling = parse_sampling(fields, completion_logprobs(fields))
+    options = _options(fields, 16 if max_tokens is None else max_tokens, param, sampling)
     fields.done()
     return CompletionRequest(options, prompt)
 
 
-def _options(fields: Fields, max_tokens: int | None, max_tokens_param: str) -> Options:
+def _options(
+    fields: Fields, max_tokens: int | None, max_tokens_param: str, sampling: SamplingOptions
+) -> Options:
     stream = fields.boolean("stream") or False
     return Options(
         model=fields.required_text("model", max_length=256),
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
-        temperature=fields.number("temperature", minimum=0, maximum=2),
-        top_p=fields.number("top_p", minimum=0, maximum=1),
-        seed=fields.integer("seed", minimum=-(2**63), maximum=2**63 - 1),
+        num_choices=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
+        sampling=sampling,
         stop=_stop(fields),
         stream=stream,
         include_usage=_include_usage(fields, stream),

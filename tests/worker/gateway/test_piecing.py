@@ -1,0 +1,111 @@
+"""Log-probabilities go with the text that their tokens make, whatever holds the text back."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from worker.gateway.test_detokenize import cut, tokenizer
+
+from vlm_worker.gateway.piecing import Piece, Piecing
+from vlm_worker.gateway.token_texts import TokenTexts
+from vlm_worker.types import TokenLogprobs
+
+EMOJI = "😀é한"
+
+
+@functools.cache
+def texts() -> TokenTexts:
+    return TokenTexts(tokenizer())
+
+
+def ids_of(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def pieces(token_ids: list[int], *stop: str) -> list[Piece]:
+    """One piece per token until a stop string is complete, and the last words."""
+    piecing = Piecing(tokenizer(), texts(), stop=stop)
+    found = []
+    for number, token_id in enumerate(token_ids):
+        found.append(piecing.feed(token_id, TokenLogprobs(-float(number), ((token_id, -0.5),))))
+        if piecing.stopped:
+            break
+    return [*found, piecing.finish()]
+
+
+def text_of(found: list[Piece]) -> str:
+    return "".join(piece.text for piece in found)
+
+
+words = st.text(st.sampled_from([*"abc re", *EMOJI]), max_size=30)
+
+
+@given(words)
+def test_the_bytes_of_all_tokens_are_the_text(text: str) -> None:
+    found = pieces(ids_of(text))
+    tokens = [token for piece in found for token in piece.tokens]
+    assert text_of(found) == text
+    assert b"".join(token.chosen.octets for token in tokens) == text.encode()
+    assert [token.chosen.logprob for token in tokens] == [-float(i) for i in range(len(tokens))]
+    assert all(token.top[0].octets == token.chosen.octets for token in tokens)
+
+
+@given(words)
+def test_a_token_goes_with_the_text_that_it_begins(text: str) -> None:
+    sent = 0
+    for piece in pieces(ids_of(text)):
+        for token in piece.tokens:
+            assert token.offset < sent + len(piece.text)
+            assert text[token.offset :].encode().startswith(token.chosen.octets) or (
+                "\\x" in token.chosen.text  # a part of a character
+            )
+        sent += len(piece.text)
+
+
+@given(words, st.lists(st.text(st.sampled_from([*"abc ", *EMOJI]), min_size=1, max_size=3),
+                       min_size=1, max_size=3))  # fmt: skip
+def test_no_token_behind_the_cut_of_a_stop_string_is_told(text: str, stops: list[str]) -> None:
+    found = pieces(ids_of(text), *stops)
+    want = cut(text, stops)
+    assert text_of(found) == want
+    told = [token for piece in found for token in piece.tokens]
+    whole = [token for piece in pieces(ids_of(text)) for token in piece.tokens]
+    stopped = any(stop in text for stop in stops)
+    kept = [token for token in whole if token.offset < len(want)] if stopped else whole
+    assert told == kept
+
+
+def test_a_stop_string_in_the_very_first_token_leaves_nothing() -> None:
+    found = pieces(ids_of("red circle"), "r")
+    assert len(found) == 2
+    assert not any(found)
+
+
+def test_control_tokens_are_not_told() -> None:
+    end = tokenizer().token_to_id("<|im_end|>")
+    found = pieces([*ids_of("red"), end, 10**6])
+    assert text_of(found) == "red"
+    assert b"".join(t.chosen.octets for piece in found for t in piece.tokens) == b"red"
+
+
+def test_a_part_of_a_character_shows_its_bytes() -> None:
+    shown = [texts().of(token_id) for token_id in ids_of("😀")]
+    assert len(shown) > 1
+    assert b"".join(octets for _, octets in shown).decode() == "😀"
+    assert all(text.startswith("\\x") for text, _ in shown)
+
+
+@pytest.mark.parametrize(
+    ("piece", "octets"),
+    [("▁red", b" red"), ("<0xF0>", b"\xf0"), ("s", b"s"), ("<0xZZ>", b"<0xZZ>")],
+)
+def test_sentencepiece_s_pieces_are_read_as_they_decode(piece: str, octets: bytes) -> None:
+    model = Tokenizer(models.BPE(vocab={piece: 0}, merges=[], byte_fallback=True))
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    assert TokenTexts(model).of(0)[1] == octets
