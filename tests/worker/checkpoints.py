@@ -41,6 +41,16 @@ def make_checkpoint(directory: Path, model_type: str, *, seed: int = 0) -> Path:
     return directory
 
 
+def make_processor(directory: Path, model_type: str) -> Any:
+    """Write all but the weights; transformers' processor of the same files."""
+    from transformers import AutoProcessor
+
+    directory.mkdir(parents=True)
+    config = {"model_type": model_type, **_MAKERS[model_type](directory)}
+    (directory / "config.json").write_text(json.dumps(config))
+    return AutoProcessor.from_pretrained(directory)
+
+
 @torch.no_grad()
 def _randomised(model: Any, seed: int) -> Any:
     rng = torch.Generator().manual_seed(seed)
@@ -78,7 +88,7 @@ def _llava(directory: Path) -> dict[str, Any]:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.processing_llava import LlavaProcessor
 
-    LlavaProcessor(
+    processor = LlavaProcessor(
         image_processor=CLIPImageProcessorPil(
             size={"shortest_edge": IMAGE_SIDE},
             crop_size={"height": IMAGE_SIDE, "width": IMAGE_SIDE},
@@ -88,7 +98,8 @@ def _llava(directory: Path) -> dict[str, Any]:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=by_code.LLAVA_TEMPLATE,
-    ).save_pretrained(directory)
+    )
+    processor.save_pretrained(directory)
     return {
         "text_config": _text(model_type="llama"),
         "vision_config": _vision("clip_vision_model"),
@@ -101,12 +112,13 @@ def _gemma3(directory: Path) -> dict[str, Any]:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-    Gemma3Processor(
+    processor = Gemma3Processor(
         image_processor=Gemma3ImageProcessorPil(size={"height": IMAGE_SIDE, "width": IMAGE_SIDE}),
         tokenizer=by_code.gemma(),
         image_seq_length=16,
         chat_template=by_code.GEMMA_TEMPLATE,
-    ).save_pretrained(directory)
+    )
+    processor.save_pretrained(directory)
     layers = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     text = _text(
         model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=24, sliding_window=WINDOW,

@@ -17,6 +17,7 @@ from vlm_worker.core.families import Family, ModelConfigError, load_family
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import Message
+from vlm_worker.gateway.prompt_pieces import PieceEncoder
 from vlm_worker.gateway.template import ChatTemplate, read_template
 from vlm_worker.gateway.token_texts import TokenTexts
 
@@ -61,18 +62,12 @@ class Language:
     def __init__(self, model_dir: Path) -> None:
         self.family: Family = load_family(model_dir)
         self.tokenizer: Tokenizer = _load_tokenizer(model_dir)
-        # Text from clients: what reads like a special token is only text.
-        self.tokenizer.encode_special_tokens = True
-        self._control = {
-            token.content: (token_id, token)
-            for token_id, token in self.tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        self._pieces = PieceEncoder(self.tokenizer, self.family)
         self._longest_token = max(len(token) for token in self.tokenizer.get_vocab())
         self._prefix, self._suffix, self._bos = self._surroundings(model_dir)
         source = read_template(model_dir)
         named = _named_tokens(model_dir)
-        self._template = source and ChatTemplate(source, list(self._control), named)
+        self._template = source and ChatTemplate(source, self._pieces.control_tokens, named)
         self.defaults = _sampling_defaults(model_dir)
         self.token_texts = TokenTexts(self.tokenizer)
 
@@ -94,7 +89,7 @@ class Language:
             )
         pieces = self._template.render(messages)
         starts_with_bos = bool(pieces) and pieces[0] == (self._bos, True)
-        token_ids = self._encode(pieces)
+        token_ids = self._pieces.encode(pieces)
         if not starts_with_bos:
             token_ids = [*self._prefix, *token_ids, *self._suffix]
         try:
@@ -109,28 +104,11 @@ class Language:
 
     def completion(self, text: str) -> Prompt:
         """The prompt of a plain text."""
-        return Prompt((*self._prefix, *self._encode([(text, False)]), *self._suffix))
+        return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))
 
     def least_tokens(self, num_bytes: int) -> int:
         """The fewest tokens that so many bytes of text have; costs nothing, unlike encoding."""
         return num_bytes // (self._longest_token * _NORMALIZER_SHRINKS)
-
-    def _encode(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
-        """Token ids of the pieces; a special token takes the spaces beside it that it asks for."""
-        token_ids: list[int] = []
-        strip_next = False
-        for i, (piece, control) in enumerate(pieces):
-            if control:
-                token_id, token = self._control[piece]
-                token_ids.append(token_id)
-                strip_next = token.rstrip
-                continue
-            text = piece.lstrip() if strip_next else piece
-            if i + 1 < len(pieces) and self._control[pieces[i + 1][0]][1].lstrip:
-                text = text.rstrip()
-            strip_next = False
-            token_ids += self.tokenizer.encode(text, add_special_tokens=False).ids
-        return token_ids
 
     def _surroundings(self, model_dir: Path) -> tuple[list[int], list[int], str | None]:
         """What the tokenizer itself puts before and after a text, and the beginning's name."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlm_worker.core.families import ModelConfigError
-from vlm_worker.gateway.api.errors import invalid
+from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart, Message
 
 # Private-use characters; the first that no text of the conversation contains is the mark.
@@ -42,6 +42,7 @@ class ChatTemplate:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         pattern = "|".join(re.escape(token) for token in longest_first)
         self._control = re.compile(pattern) if pattern else re.compile(r"(?!)")
+        self._as_parts = self._drops_strings()
 
     def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The conversation as pieces, in order; True where a piece is a control token.
@@ -52,7 +53,7 @@ class ChatTemplate:
             ApiError: 400; the template refuses the conversation, or rewrites text so that the
                 client's words cannot be told from its own.
         """
-        plain = self._render(_plain(messages))
+        plain = self._render(self._conversation(messages))
         mark = self._mark_for(messages)
         marked = self._render(self._marked(messages, mark))
         if marked.replace(mark, "") != plain:
@@ -87,7 +88,24 @@ class ChatTemplate:
             inner = mark + self._control.sub(break_up, core) + mark
             return text[:start] + inner + text[start + len(core) :]
 
-        return _plain(messages, marked)
+        return self._conversation(messages, marked)
+
+    def _conversation(
+        self, messages: Sequence[Message], change: Callable[[str], str] = str
+    ) -> list[dict[str, Any]]:
+        return _conversation(messages, change, as_parts=self._as_parts)
+
+    def _drops_strings(self) -> bool:
+        """Whether only parts are rendered; LLaVA's template drops a string without a word."""
+        probe = "a8b1c6"
+        parts = [{"type": "text", "text": probe}]
+        return not self._shows(probe, probe) and self._shows(parts, probe)
+
+    def _shows(self, content: Any, probe: str) -> bool:
+        try:
+            return probe in self._render([{"role": "user", "content": content}])
+        except ApiError:
+            return False
 
     def _mark_for(self, messages: Sequence[Message]) -> str:
         texts = "".join(_texts(messages))
@@ -137,12 +155,16 @@ def read_template(model_dir: Path) -> str | None:
     return template
 
 
-def _plain(messages: Sequence[Message], change: Any = lambda text: text) -> list[dict[str, Any]]:
+def _conversation(
+    messages: Sequence[Message], change: Callable[[str], str], *, as_parts: bool
+) -> list[dict[str, Any]]:
+    """What templates read, every text changed; a text alone is a part of its own if need be."""
     conversation: list[dict[str, Any]] = []
     for message in messages:
         content: Any
         if isinstance(message.content, str):
-            content = change(message.content)
+            text = change(message.content)
+            content = [{"type": "text", "text": text}] if as_parts else text
         else:
             content = [
                 {"type": "image"}
