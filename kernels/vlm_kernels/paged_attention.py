@@ -8,10 +8,9 @@ P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`. Th
 themselves is stored before.
 
     plan = plan_attention(...)          once per step
-    paged_attention(q, ..., plan)       once per layer: gather, then one fused attention per group
+    paged_attention(q, ..., plan)       once per layer: gather, then dense attention per group
 
-Query heads of one KV head share its gathered rows through a stride of 0; nothing is repeated in
-memory.
+Query heads of one KV head share its gathered rows; nothing is repeated in memory.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
+from vlm_kernels.dense_attention import dense_attention
 
 
 def paged_attention_reference(
@@ -92,7 +91,7 @@ def paged_attention(
         kv = pieces.index_select(0, rows).view(-1, head_dim)
         if group.unwritten is not None:
             kv.index_fill_(0, group.unwritten, 0)
-        kv = kv.view(2, group.num_seqs * num_kv_heads, 1, -1, head_dim)[:, :, :, : group.num_kv]
+        kv = kv.view(2, group.num_seqs * num_kv_heads, -1, head_dim)[:, :, : group.num_kv]
         q = q_THD if group.tokens is None else q_THD[group.tokens]
         o = _attend(q, kv.to(q.dtype), group, num_kv_heads, scale)
         if group.tokens is None:
@@ -106,20 +105,10 @@ def paged_attention(
 def _attend(
     q: torch.Tensor, kv: torch.Tensor, group: Group, num_kv_heads: int, scale: float
 ) -> torch.Tensor:
-    """One group: q `[S * Q, H * G, D]`, kv `[2, S * H, 1, num_kv, D]`."""
+    """One group: q `[S * Q, H * G, D]`, kv `[2, S * H, num_kv, D]`."""
     head_dim, num_groups = q.shape[-1], q.shape[1] // num_kv_heads
     q = q.view(group.num_seqs, group.num_queries, num_kv_heads, num_groups, head_dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(-1, num_groups, group.num_queries, head_dim)
-    k, v = kv
-    decoding = group.num_queries == 1
-    if decoding:  # the query heads of a KV head become rows of one small product
-        q = q.transpose(1, 2)
-    else:
-        k, v = (x.expand(-1, num_groups, -1, -1) for x in (k, v))
-    o = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=scale
-    )
-    if decoding:
-        o = o.transpose(1, 2)
+    o = dense_attention(q, kv[0], kv[1], scale=scale, mask=group.mask, causal=group.causal)
     o = o.view(group.num_seqs, num_kv_heads, num_groups, group.num_queries, head_dim)
     return o.permute(0, 3, 1, 2, 4).reshape(-1, num_kv_heads * num_groups, head_dim)

@@ -6,6 +6,7 @@ A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -46,9 +47,24 @@ def store_kv(
     num_blocks, num_layers, _, num_heads, inner = kv_cache.shape
     assert k_THD.shape == v_THD.shape == (len(slots_T), num_heads, head_dim)
     block_size = inner // head_dim
-    slots = kv_cache.view(num_blocks, num_layers, 2, num_heads, block_size, head_dim)
+    k_THD, v_THD = k_THD.to(kv_cache.dtype), v_THD.to(kv_cache.dtype)
     block_T = slots_T // block_size
     offset_T = slots_T - block_T * block_size
+    if kv_cache.device.type == "cpu":
+        # numpy copies rows; torch's indexed assignment copies elements, ten times as slow
+        first_T = (block_T * num_layers + layer) * (2 * num_heads * block_size) + offset_T
+        rows_TH = first_T.numpy()[:, None] + np.arange(num_heads) * block_size
+        rows = _as_integers(kv_cache.view(-1, head_dim))
+        rows[rows_TH] = _as_integers(k_THD)
+        rows[rows_TH + num_heads * block_size] = _as_integers(v_THD)
+        return
+    slots = kv_cache.view(num_blocks, num_layers, 2, num_heads, block_size, head_dim)
     # two index tensors with a slice between them: the indexed axis comes first, as in k_THD
-    slots[block_T, layer, 0, :, offset_T] = k_THD.to(kv_cache.dtype)
-    slots[block_T, layer, 1, :, offset_T] = v_THD.to(kv_cache.dtype)
+    slots[block_T, layer, 0, :, offset_T] = k_THD
+    slots[block_T, layer, 1, :, offset_T] = v_THD
+
+
+def _as_integers(x: torch.Tensor) -> np.ndarray:
+    """The same memory for numpy, which has no bfloat16."""
+    size = x.element_size()
+    return np.asarray(x.view(torch.int16 if size == 2 else torch.int32).numpy())

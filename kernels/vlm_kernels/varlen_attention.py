@@ -13,7 +13,8 @@ import itertools
 
 import numpy as np
 import torch
-from torch.nn import functional
+
+from vlm_kernels.dense_attention import dense_attention
 
 
 def varlen_attention_reference(
@@ -76,6 +77,9 @@ def _attend(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, size: int, scale: float
 ) -> torch.Tensor:
     """Segments of one length as a batch."""
-    q, k, v = (x.reshape(-1, size, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
-    o = functional.scaled_dot_product_attention(q, k, v, scale=scale)
-    return o.transpose(1, 2).flatten(0, 1)
+    q, k, v = (
+        x.reshape(-1, size, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
+        for x in (q_THD, k_THD, v_THD)
+    )
+    o = dense_attention(q[:, None], k, v, scale=scale)
+    return o.view(-1, q_THD.shape[1], size, q_THD.shape[2]).transpose(1, 2).flatten(0, 1)
