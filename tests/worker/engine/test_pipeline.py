@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker.engine.by_hand import ByHand, Encoded, Stepped
 
-from vlm_worker.core.scheduler import MAX_TRIES
+from vlm_worker.core.entrance import MAX_TRIES
 from vlm_worker.core.sequence import Status
 from vlm_worker.engine.events import ItemFailed, ItemReady, NeedItems
 from vlm_worker.testing import IMAGE_TOKEN, answer_alone, make_image

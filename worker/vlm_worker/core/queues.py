@@ -180,8 +180,8 @@ class Wave:
         self._seen.append(sequence)
         return sequence
 
-    def admit(self, sequence: Sequence) -> None:
-        """Let the candidate that came last leave the queue."""
+    def admit(self, sequence: Sequence) -> AdmissionReason:
+        """Let the candidate that came last leave the queue; returns why it was its turn."""
         assert self._seen[-1] is sequence
         self._seen.pop()
         self._entered[sequence.lane] += 1
@@ -189,6 +189,7 @@ class Wave:
         self._waiting.num_admitted[self._reason] += 1
         if self._turns and self._reason is not AdmissionReason.AGED:
             self._waiting._last_first = self._turns[0].lane
+        return self._reason
 
     def _choose(self) -> tuple[Sequence, AdmissionReason] | None:
         rules, waiting = self._waiting.rules, self._waiting

@@ -10,40 +10,29 @@ one budget. In this order:
     3  running prompts get chunks, oldest first, which may cut through an image that is on hand
     4  waiting sequences enter if the whole prompt fits; if not, others may pass, so often
 
-Who is more important, and who of the waiting comes next, is in `waves`; where they wait, `queues`.
+1 and 4 are in `entrance`; who of the waiting comes next in `waves`, where they wait in `queues`.
 """
 
 from __future__ import annotations
-
-import itertools
-from typing import Final
 
 import numpy as np
 
 from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import PromptShares
+from vlm_worker.core.entrance import Entrance
 from vlm_worker.core.plan import Outcome, Plan, Schedule
 from vlm_worker.core.publish import publish_written
-from vlm_worker.core.queues import Waiting
-from vlm_worker.core.sequence import Lane, Sequence, Status
+from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
-from vlm_worker.core.waves import AdmissionRules
+from vlm_worker.core.waves import AdmissionRules, precedence
 from vlm_worker.types import FinishReason
-
-MAX_OVERTAKEN: Final = 64
-"""So many others may enter before one that lacks blocks or budget; then it is waited for."""
-
-MAX_TRIES: Final = 4
-"""So many waiting sequences that lack blocks or budget are looked at in one step."""
 
 
 class Scheduler:
     """Continuous batching over one block pool. The only writer of sequences, table and pool.
 
     Attributes:
-        waiting: the queue.
-        ready: who enters before it, in order: their KV is complete.
-        max_running: sequences that may run; whoever runs already goes on.
+        entrance: who enters the batch, from the queue `waiting` and before it.
     """
 
     def __init__(
@@ -59,13 +48,12 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.table = table
-        self.waiting = Waiting(rules or AdmissionRules())
-        self.ready: dict[Sequence, None] = {}
-        self.max_running = len(table.sequences)
+        self.entrance = Entrance(
+            pool, table, watermark_blocks=watermark_blocks, rules=rules or AdmissionRules()
+        )
+        self.waiting = self.entrance.waiting
         self.num_preemptions = 0
-        self._awaited_blocks = 0
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._watermark_blocks = watermark_blocks
         self._whole_images = whole_images
         self._long_prefill_tokens = long_prefill_tokens
 
@@ -73,18 +61,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it runs when budget, rows, blocks and embeddings allow."""
-        start = self.look_up(sequence)
-        if any(
-            embedding is None and item.end > start
-            for item, embedding in zip(sequence.items, sequence.embeddings, strict=True)
-        ):
-            sequence.lane = Lane.VISION
+        self.look_up(sequence)
         self.waiting.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
         """Let a HELD or RECEIVING sequence, its KV complete, decode when a row is free."""
         assert sequence.num_tokens == sequence.num_computed_tokens + 1
-        self.ready[sequence] = None
+        self.entrance.ready[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands, and take everything back."""
@@ -93,21 +76,16 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         else:
-            self.ready.pop(sequence, None)
+            self.entrance.ready.pop(sequence, None)
         self.pool.unpromise(sequence.promised)
         self.pool.release(sequence.blocks)
         sequence.promised, sequence.blocks = 0, []
         sequence.move(Status.FINISHED)
 
     @property
-    def watermark(self) -> int:
-        """Blocks that whoever comes new leaves to those who run, for their growth."""
-        return self._watermark_blocks if len(self.table) else 0
-
-    @property
     def kept_blocks(self) -> int:
-        """Blocks that a reservation leaves: the watermark, and what somebody was passed by for."""
-        return self.watermark + self._awaited_blocks
+        """Blocks that a reservation leaves to those who run, and who were passed by too often."""
+        return self.entrance.kept_blocks
 
     def look_up(self, sequence: Sequence) -> int:
         """Hash the tokens of a new sequence; returns `num_cached_tokens`."""
@@ -118,7 +96,7 @@ class Scheduler:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit would cover now; never the last one (K4). Changes nothing."""
-        return len(self._match(sequence)) * self.pool.block_size
+        return len(self.entrance.match(sequence)) * self.pool.block_size
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -128,11 +106,9 @@ class Scheduler:
         Args:
             now: on the clock of `Sequence.arrived_at`; never smaller than the last time.
         """
-        for sequence in list(itertools.islice(self.ready, self._num_places)):
-            del self.ready[sequence]
-            self.table.enter(sequence)
+        self.entrance.enter_ready()
         preempted: list[Sequence] = []
-        decodes = self._grow(preempted, now=now)
+        decodes = self._grow(preempted)
         shares = PromptShares(
             self._max_num_batched_tokens - len(decodes),
             cap=self._long_prefill_tokens,
@@ -148,7 +124,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         roomless: list[Sequence] = []
         if not preempted:
-            admitted = self._admit(shares, roomless, now=now)
+            admitted, roomless = self.entrance.admit(shares, now=now)
         shares.give_rest()
         plan = Plan.of(self.table, decodes, shares.chunks)
         assert plan is None or plan.num_tokens <= self._max_num_batched_tokens
@@ -183,7 +159,7 @@ class Scheduler:
 
     # ---- parts of schedule -----------------------------------------------------------------------
 
-    def _grow(self, preempted: list[Sequence], *, now: float) -> np.ndarray:
+    def _grow(self, preempted: list[Sequence]) -> np.ndarray:
         """Give every decoding sequence the block that its token needs; returns their rows."""
         table, pool = self.table, self.pool
         rows = table.decode_rows
@@ -192,35 +168,31 @@ class Scheduler:
         if blocks is not None:
             table.append_blocks(full.tolist(), blocks)
             return rows
-        rules = self.waiting.rules
-        for sequence in sorted(table.members(full), key=lambda s: rules.precedence(s, now=now)):
+        for sequence in sorted(table.members(full), key=precedence):
             if sequence.row is None:  # preempted by a more important one in this pass
                 continue
-            block = self._take_one(sequence, preempted, now=now)
+            block = self._take_one(sequence, preempted)
             if block is not None:
                 table.append_blocks([sequence.row], block)
         return table.decode_rows
 
-    def _take_one(
-        self, sequence: Sequence, preempted: list[Sequence], *, now: float
-    ) -> list[int] | None:
+    def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
         """A block for `sequence`, at others' cost; None if it is itself preempted."""
         while (blocks := self.pool.take(1)) is None:
-            victim = self._victim(sequence, now=now)
+            victim = self._victim(sequence)
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
                 return None
         return blocks
 
-    def _victim(self, sequence: Sequence, *, now: float) -> Sequence:
+    def _victim(self, sequence: Sequence) -> Sequence:
         """Whom to preempt so that `sequence` can go on: nobody before it, nobody whom a peer reads.
 
         That is the youngest of the lowest priority; itself, where nobody comes after it.
         """
-        rules = self.waiting.rules
-        others = [s for s in self.table.running if not s.hold and s is not sequence]
-        return max([sequence, *others], key=lambda s: rules.precedence(s, now=now))
+        others = [s for s in self.table.running if not s.hold]
+        return max([sequence, *others], key=precedence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the blocks; the sequence is computed again from its first token."""
@@ -231,71 +203,6 @@ class Scheduler:
         sequence.move(Status.WAITING)
         self.waiting.add(sequence)
         self.num_preemptions += 1
-
-    @property
-    def _num_places(self) -> int:
-        """Sequences that may enter now, as far as their number goes."""
-        return min(self.table.num_free_rows, max(self.max_running - len(self.table), 0))
-
-    def _admit(
-        self, shares: PromptShares, roomless: list[Sequence], *, now: float
-    ) -> list[Sequence]:
-        """Let waiting sequences enter and give them their first chunk.
-
-        Blocks come before embeddings: who finds no blocks asks for nothing, and is `roomless`.
-        """
-        admitted: list[Sequence] = []
-        lacking: list[Sequence] = []
-        self._awaited_blocks = 0
-        places = self._num_places
-        if not (self.waiting and shares.left and places):
-            return admitted
-        with self.waiting.wave(now=now) as wave:
-            while shares.left and len(admitted) < places and len(lacking) < MAX_TRIES:
-                sequence = wave.next()
-                if sequence is None:
-                    break
-                shared = self._match(sequence)
-                start = len(shared) * self.pool.block_size
-                needed = self.pool.blocks_for(sequence.num_tokens) - len(shared)
-                count = 0
-                if self._has_blocks(sequence, needed, shared):
-                    count = shares.offer(sequence, start)
-                else:
-                    roomless.append(sequence)
-                if sequence.stalled:
-                    continue
-                if count:
-                    wave.admit(sequence)
-                    blocks = self.pool.take(needed, shared=shared, promised=sequence.promised)
-                    assert blocks is not None, "there was room a moment ago"
-                    self._enter(sequence, shared + blocks, num_cached_tokens=start)
-                    shares.take(sequence, start, count)
-                    admitted.append(sequence)
-                    for other in lacking:
-                        other.overtaken += 1
-                elif sequence.overtaken < MAX_OVERTAKEN:
-                    lacking.append(sequence)
-                else:
-                    self._awaited_blocks = self.pool.blocks_for(sequence.num_tokens)
-                    break
-        return admitted
-
-    def _has_blocks(self, sequence: Sequence, needed: int, shared: list[int]) -> bool:
-        """Whether there is room for the whole prompt, pictures that are not here included."""
-        return self.pool.can_take(
-            needed, shared=shared, promised=sequence.promised, keep=self.watermark
-        )
-
-    def _enter(self, sequence: Sequence, blocks: list[int], *, num_cached_tokens: int) -> None:
-        sequence.promised, sequence.overtaken = 0, 0
-        sequence.blocks = blocks
-        sequence.num_computed_tokens = sequence.num_cached_tokens = num_cached_tokens
-        self.table.enter(sequence)
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Blocks of the longest prefix hit that leaves a token to compute."""
-        return self.pool.match(sequence.hashes[: (sequence.num_tokens - 1) // self.pool.block_size])
 
     # ---- parts of update -------------------------------------------------------------------------
 

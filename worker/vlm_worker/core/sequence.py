@@ -20,6 +20,8 @@ import numpy as np
 from vlm_worker.core.prefix import extend_chain
 from vlm_worker.types import ImageItem, Request
 
+MIN_PRIORITY: Final = -(2**31)
+
 
 class Lane(enum.StrEnum):
     """Which of two queues a sequence waits in, if it waits."""
@@ -66,6 +68,7 @@ class Sequence:
         hashes: the hash chain of its full blocks.
         promised: blocks that a reservation set aside for it.
         embeddings: per item, the encoder output that is on hand for it.
+        raised_priority: of those who ran when it entered by its age; it is preempted by this.
         overtaken: how often another was admitted before it for want of blocks or budget.
         on_wake: told when it is stalled no more; the queue's own.
         sink: the engine's own; opaque here.
@@ -87,6 +90,7 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     promised: int = 0
     embeddings: list[Any] = dataclasses.field(default_factory=list)
+    raised_priority: int = MIN_PRIORITY
     overtaken: int = 0
     on_wake: Callable[[Sequence], None] | None = None
     sink: Any = None

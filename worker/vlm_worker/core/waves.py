@@ -6,8 +6,8 @@ A wave is what one step admits. Under `dual_queue` its turns are, by how many wa
     of both                                   likewise, the lane first that was not the last time
     of neither                                both up to half, the lane first that was not last time
 
-Under every policy, whoever has waited for `ageing_seconds` goes before all who have not, the oldest
-first: so nobody starves, whatever arrives.
+Under every policy, whoever arrived `ageing_seconds` ago goes before all who did not, the oldest
+first, and is as important then as any that runs: so nobody starves, whatever arrives.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AdmissionRules:
         policy: the order among those who wait.
         max_text: sequences of the text lane that one wave of `dual_queue` admits.
         max_vision: likewise of the vision lane.
-        ageing_seconds: who has waited for so long goes first, and is preempted last.
+        ageing_seconds: who arrived so long ago goes first.
     """
 
     policy: AdmissionPolicy = AdmissionPolicy.FCFS
@@ -68,14 +68,8 @@ class AdmissionRules:
         return self.max_vision if lane is Lane.VISION else self.max_text
 
     def is_aged(self, sequence: Sequence, *, now: float) -> bool:
-        """Whether it goes before all who are not."""
+        """Whether it goes before all who are not aged."""
         return now - sequence.arrived_at >= self.ageing_seconds
-
-    def precedence(self, sequence: Sequence, *, now: float) -> tuple[int, int, int]:
-        """Smaller is more important: the largest is preempted first."""
-        if self.is_aged(sequence, now=now):
-            return 0, 0, sequence.arrival
-        return 1, *rank(sequence)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +84,11 @@ class Turn:
 def rank(sequence: Sequence) -> tuple[int, int]:
     """The order within a lane: the smaller one goes first."""
     return -sequence.priority, sequence.arrival
+
+
+def precedence(sequence: Sequence) -> tuple[int, int]:
+    """The order among those who run: the larger one is preempted first."""
+    return -max(sequence.priority, sequence.raised_priority), sequence.arrival
 
 
 def turns(

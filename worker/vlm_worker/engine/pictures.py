@@ -162,6 +162,12 @@ class Pictures:
         now = self._clock()
         return self.cache.find(image.image_key, num_tokens=image.num_tokens, now=now) is not None
 
+    def is_ready(self, image: ImageItem) -> bool:
+        """Whether an image is on hand."""
+        now = self._clock()
+        entry = self.cache.find(image.image_key, num_tokens=image.num_tokens, now=now)
+        return entry is not None and entry.ready
+
     def take(self, image: ImageItem, owner: Hashable, *, key: RequestKey) -> Entry | None:
         """Pin what is on hand, or on its way, for an image of the request `key`."""
         return self.cache.lookup(

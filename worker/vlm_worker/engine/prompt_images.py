@@ -51,6 +51,10 @@ class PromptImages:
             sequence.wake()
         return True
 
+    def on_hand(self, sequence: Sequence, start: int) -> bool:
+        """Whether nothing that tokens from `start` on need has to be made or fetched."""
+        return all(self._pictures.is_ready(item) for item in sequence.items if item.end > start)
+
     def put(self, sequence: Sequence, number: int, rows: memoryview) -> None:
         """Take in what was asked for. Raises CorruptTransferError on a wrong size."""
         if not 0 <= number < len(sequence.items):

@@ -17,8 +17,9 @@ import numpy as np
 
 from vlm_worker.core.admission import check_request
 from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.scheduler import MAX_TRIES, Scheduler
-from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.entrance import MAX_TRIES
+from vlm_worker.core.scheduler import Scheduler
+from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.core.work import WorkModel, retry_after
 from vlm_worker.engine.events import CancelOutcome, EventStream, PrefillEvent
@@ -109,6 +110,8 @@ class Sequences:
         sequence.sink = Sink(stream=stream, first_only=hold, supplied=True)
         self.live[request.key] = sequence
         start = self.scheduler.look_up(sequence)
+        if not self._images.on_hand(sequence, start):
+            sequence.lane = Lane.VISION
         if len(self.scheduler.waiting) < MAX_TRIES:
             self.gather(sequence, start)
         self.scheduler.add(sequence)
@@ -163,7 +166,7 @@ class Sequences:
     def num_held(self) -> int:
         """Sequences that nobody listens to: held for a peer, or being received."""
         scheduler = self.scheduler
-        queued = len(scheduler.waiting) + len(scheduler.ready)
+        queued = len(scheduler.waiting) + len(scheduler.entrance.ready)
         return len(self.live) - queued - len(self.table)
 
     def _check_room(self, num_tokens: int) -> None:

@@ -114,7 +114,7 @@ class State:
             "KV blocks unread": self.sequences.unread.num_blocks,
             "rows in use": len(self.sequences.table),
             "sequences queued": len(self.sequences.scheduler.waiting)
-            + len(self.sequences.scheduler.ready),
+            + len(self.sequences.scheduler.entrance.ready),
             "embedding pins without owner": index.num_pins - self.pictures.num_pinned,
         }
         if self._settings.strict:

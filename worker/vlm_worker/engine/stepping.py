@@ -53,7 +53,7 @@ class Stepping:
         self._settings = settings
         self._outbox = outbox
         self._clock = clock
-        self._scheduler.max_running = self.limit.limit.value
+        self._scheduler.entrance.max_running = self.limit.limit.value
 
     def turn(self) -> bool:
         """Run one step, if there is anything to run; whether another turn may bring more."""
@@ -95,7 +95,7 @@ class Stepping:
         self._sequences.work.observe(plan.num_tokens, seconds)
         if plan.num_decodes:
             limit = self.limit.observe(seconds, num_running=len(plan))
-            self._scheduler.max_running = limit.value
+            self._scheduler.entrance.max_running = limit.value
 
     def _admitted(self, sequence: Sequence, now: float) -> None:
         new_tokens = sequence.num_tokens - sequence.num_cached_tokens

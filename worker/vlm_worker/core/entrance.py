@@ -1,0 +1,141 @@
+"""Who enters the running batch, and with which blocks. Pure.
+
+ready      KV is complete already (received, adopted): first, for only by finishing they free it
+waiting    if the whole prompt fits, its pictures included; if not, others may pass, so often
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from vlm_worker.core.blocks import BlockPool
+from vlm_worker.core.chunks import PromptShares
+from vlm_worker.core.queues import Waiting
+from vlm_worker.core.sequence import MIN_PRIORITY, Sequence
+from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.waves import AdmissionReason, AdmissionRules
+
+MAX_OVERTAKEN: Final = 64
+"""So many others may enter before one that lacks blocks or budget; then it is waited for."""
+
+MAX_TRIES: Final = 4
+"""So many waiting sequences that lack blocks or budget are looked at in one step."""
+
+
+class Entrance:
+    """What stands between the queue and the table. Used by the scheduler alone.
+
+    Attributes:
+        waiting: the queue.
+        ready: who enters before it, in order.
+        max_running: sequences that may run; whoever runs already goes on.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        table: SequenceTable,
+        *,
+        watermark_blocks: int,
+        rules: AdmissionRules,
+    ) -> None:
+        self.waiting = Waiting(rules)
+        self.ready: dict[Sequence, None] = {}
+        self.max_running = len(table.sequences)
+        self._pool = pool
+        self._table = table
+        self._watermark_blocks = watermark_blocks
+        self._awaited_blocks = 0
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks that a reservation leaves: the watermark, and what somebody was passed by for."""
+        return self._watermark + self._awaited_blocks
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
+        pool = self._pool
+        return pool.match(sequence.hashes[: (sequence.num_tokens - 1) // pool.block_size])
+
+    def enter_ready(self) -> None:
+        """Let those enter that have all their blocks."""
+        for sequence in list(itertools.islice(self.ready, self._num_places)):
+            del self.ready[sequence]
+            self._table.enter(sequence)
+
+    def admit(self, shares: PromptShares, *, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """Let waiting sequences enter and give them their first chunk.
+
+        Blocks come before embeddings: who finds no blocks asks for nothing.
+
+        Returns:
+            Who entered; and who found no blocks.
+        """
+        admitted: list[Sequence] = []
+        lacking: list[Sequence] = []
+        roomless: list[Sequence] = []
+        self._awaited_blocks = 0
+        places = self._num_places
+        if not (self.waiting and shares.left and places):
+            return admitted, roomless
+        with self.waiting.wave(now=now) as wave:
+            while shares.left and len(admitted) < places and len(lacking) < MAX_TRIES:
+                sequence = wave.next()
+                if sequence is None:
+                    break
+                shared = self.match(sequence)
+                start = len(shared) * self._pool.block_size
+                count = 0
+                if self._has_blocks(sequence, shared):
+                    count = shares.offer(sequence, start)
+                else:
+                    roomless.append(sequence)
+                if sequence.stalled:
+                    continue
+                if count:
+                    if wave.admit(sequence) is AdmissionReason.AGED:
+                        self._raise(sequence)
+                    self._enter(sequence, shared)
+                    shares.take(sequence, start, count)
+                    admitted.append(sequence)
+                    for other in lacking:
+                        other.overtaken += 1
+                elif sequence.overtaken < MAX_OVERTAKEN:
+                    lacking.append(sequence)
+                else:
+                    self._awaited_blocks = self._pool.blocks_for(sequence.num_tokens)
+                    break
+        return admitted, roomless
+
+    @property
+    def _num_places(self) -> int:
+        """Sequences that may enter now, as far as their number goes."""
+        return min(self._table.num_free_rows, max(self.max_running - len(self._table), 0))
+
+    @property
+    def _watermark(self) -> int:
+        """Blocks that whoever comes new leaves to those who run, for their growth."""
+        return self._watermark_blocks if len(self._table) else 0
+
+    def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Whether there is room for the whole prompt, pictures that are not here included."""
+        needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+        return self._pool.can_take(
+            needed, shared=shared, promised=sequence.promised, keep=self._watermark
+        )
+
+    def _raise(self, sequence: Sequence) -> None:
+        """Make one that waited for long as important as any that runs: it keeps what it gets."""
+        running = self._table.running
+        sequence.raised_priority = max((s.priority for s in running), default=MIN_PRIORITY)
+
+    def _enter(self, sequence: Sequence, shared: list[int]) -> None:
+        needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+        blocks = self._pool.take(needed, shared=shared, promised=sequence.promised)
+        assert blocks is not None, "there was room a moment ago"
+        sequence.promised, sequence.overtaken = 0, 0
+        sequence.blocks = shared + blocks
+        sequence.num_computed_tokens = len(shared) * self._pool.block_size
+        sequence.num_cached_tokens = sequence.num_computed_tokens
+        self._table.enter(sequence)
