@@ -119,8 +119,21 @@ class ChecksumRunner:
         self._kv.reshape(-1)[inputs.slot_mapping] = slot_values(contents, inputs.positions)
         ends = inputs.query_start[1:] - 1
         sampled = np.searchsorted(ends, inputs.sample_rows)
-        tokens = [self._next_token(inputs, int(s), r) for r, s in enumerate(sampled)]
-        return _output(tokens, inputs.sampling.num_logprobs)
+        return self.choose([self._context(inputs, int(s)) for s in sampled], inputs.sampling)
+
+    def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
+        """A token after each of R contexts, the numbers read back; None is one of poison."""
+        edits = {one.row: told(one.edits, one.token_ids, one.num_prompt) for one in params.edited}
+        drawn = zip(params.temperature.tolist(), params.seed, params.index, strict=True)
+        tokens = [
+            NOT_FINITE
+            if context is None
+            else next_token(context, temperature, int(seed), int(index), edits=edits.get(row, b""))
+            for row, (context, (temperature, seed, index)) in enumerate(
+                zip(contexts, drawn, strict=True)
+            )
+        ]
+        return _output(tokens, params.num_logprobs)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray | Exception]:
         """One number per visual token, made of the patches."""
@@ -162,21 +175,14 @@ class ChecksumRunner:
         """Bytes of the numbers."""
         return embedding.nbytes
 
-    def _next_token(self, inputs: StepInputs, s: int, r: int) -> int:
+    def _context(self, inputs: StepInputs, s: int) -> np.ndarray | None:
         start, end = int(inputs.query_start[s]), int(inputs.query_start[s + 1])
         poison = self.faults.poison_token
         if poison is not None and poison in inputs.token_ids[start:end]:
-            return NOT_FINITE
+            return None
         length = int(inputs.context_lens[s]) + end - start
-        context = self._kv[inputs.block_table[s]].reshape(-1)[:length]
-        return self._choose(context, inputs.sampling, r)
-
-    def _choose(self, context: np.ndarray, params: SampleParams, r: int) -> int:
-        """The token of sampled row r, after the numbers read back from its context."""
-        seed, index = int(params.seed[r]), int(params.index[r])
-        edited = next((one for one in params.edited if one.row == r), None)
-        edits = b"" if edited is None else told(edited.edits, edited.token_ids, edited.num_prompt)
-        return next_token(context, float(params.temperature[r]), seed, index, edits=edits)
+        context: np.ndarray = self._kv[inputs.block_table[s]].reshape(-1)[:length]
+        return context
 
     def _wait(self, seconds: float) -> None:
         self.gate.wait()

@@ -68,6 +68,7 @@ def works(draw: st.DrawFn) -> list[Work]:
             temperature=draw(st.sampled_from([0.0, 0.7])),
             seed=draw(st.integers(0, 3)),
             ignore_eos=draw(st.booleans()),
+            presence_penalty=draw(st.sampled_from([0.0, 0.5])),
         )
         request = Request(
             RequestKey(str(number), 0),

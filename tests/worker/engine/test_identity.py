@@ -25,6 +25,7 @@ from vlm_worker.testing import (
     answer_alone,
     folded_positions,
     make_image,
+    token_logprobs,
 )
 from vlm_worker.types import (
     BlocksReady,
@@ -71,6 +72,10 @@ def works(draw: st.DrawFn) -> list[Work]:
             temperature=draw(st.sampled_from([0.0, 1.0])),
             seed=number,
             ignore_eos=draw(st.booleans()),
+            # this model's text tells whether penalties and biases saw the right tokens
+            frequency_penalty=draw(st.sampled_from([0.0, 0.5])),
+            logit_bias=draw(st.sampled_from([(), ((3, 1.5), (5, -2.0))])),
+            num_logprobs=draw(st.sampled_from([None, 0, 2])),
         )
         key = RequestKey(f"r{number}", 0)
         request = Request(key, tuple(token_ids), len(token_ids), sampling, tuple(items))
@@ -151,8 +156,10 @@ class Line:
                         await self._fetch(work, request, item)
                 case BlocksReady(num_blocks) if fetched and num_blocks > fetched[0]:
                     await self._fetch_blocks(request, fetched, num_blocks)
-                case TokenEvent(index, token_id):
-                    assert index == len(answer)
+                case TokenEvent(index, token_id, logprobs=logprobs):
+                    wanted = request.sampling.num_logprobs
+                    told = None if wanted is None else token_logprobs(token_id, wanted)
+                    assert (index, logprobs) == (len(answer), told)
                     answer.append(token_id)
                 case FinishedEvent(reason, num_tokens):
                     assert num_tokens == len(answer)
