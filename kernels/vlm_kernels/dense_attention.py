@@ -1,4 +1,4 @@
-"""Dense attention:  o_q = sum_j softmax_j(scale * q . k_j + mask_qj) v_j  for a batch of equal shapes.
+"""Dense attention:  o_q = sum_j softmax_j(scale * q . k_j + mask_qj) v_j  in batches of one shape.
 
 Shapes: B batches, each of one KV head; G query heads that share it, Q queries, K keys, D head size.
 
@@ -77,7 +77,7 @@ def _fused(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
-    """torch's kernel; shared keys are one view per query head, through a stride of 0."""
+    """The fused kernel; shared keys are one view per query head, through a stride of 0."""
     if q_BGQD.shape[2] == 1:  # the query heads of a KV head become rows of one small product
         mask = None if mask is None else mask.transpose(1, 2)
         o_BQGD = functional.scaled_dot_product_attention(

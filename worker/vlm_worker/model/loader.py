@@ -26,6 +26,7 @@ from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
+from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
 from vlm_worker.model.vision import use_patch_projection
 from vlm_worker.types import Stage
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model, or half of one, ready to run.
 
-    `weights_bytes` counts shared weights once. `import_seconds` and `load_seconds` are what
-    start-up spent on the modelling module and on weights.
+    `weights_bytes` counts shared weights once, and copies of them not. `import_seconds` and
+    `load_seconds` are what start-up spent on the modelling module and on weights.
     """
 
     model: Any
@@ -47,6 +48,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     weights_bytes: int
+    packing: Packing
     import_seconds: float
     load_seconds: float
 
@@ -79,7 +81,12 @@ class Absent(nn.Module):
 
 
 def load_model(
-    model_dir: str | Path, stages: Collection[Stage], *, dtype: str = "auto", device: str = "auto"
+    model_dir: str | Path,
+    stages: Collection[Stage],
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    packed_weights: bool = True,
 ) -> LoadedModel:
     """Load what `stages` need.
 
@@ -88,6 +95,7 @@ def load_model(
         stages: at least one.
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
+        packed_weights: pack linear layers where this device and type gain by it (`linear`).
 
     Raises:
         ModelConfigError: the directory cannot be served, with path and fix.
@@ -105,13 +113,16 @@ def load_model(
     use_paged_attention(model, packed_vision=packed_vision)
     use_patch_projection(model)
     model = model.eval().requires_grad_(False).to(target)
+    weights_bytes = sum(p.numel() * p.element_size() for p in set(model.parameters()))
+    packs = packed_weights and can_pack(chosen, target)
     loaded = LoadedModel(
         model=model,
         checkpoint=checkpoint,
         stages=wanted,
         dtype=chosen,
         device=target,
-        weights_bytes=sum(p.numel() * p.element_size() for p in set(model.parameters())),
+        weights_bytes=weights_bytes,
+        packing=pack_linears(model) if packs else Packing(),
         import_seconds=imported - began,
         load_seconds=time.perf_counter() - imported,
     )
@@ -123,6 +134,10 @@ def load_model(
             "dtype": str(chosen).removeprefix("torch."),
             "device": str(target),
             "weights_bytes": loaded.weights_bytes,
+            "linear_backend": loaded.packing.backend,
+            "packed_layers": loaded.packing.num_layers,
+            "packed_bytes": loaded.packing.num_bytes,
+            "copied_bytes": loaded.packing.copied_bytes,
             "import_seconds": round(loaded.import_seconds, 3),
             "load_seconds": round(loaded.load_seconds, 3),
         },

@@ -43,6 +43,7 @@ class RunnerSettings:
         device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
         num_threads: of the CPU; 0 is torch's choice (`OMP_NUM_THREADS`, else all cores), at most
             the container's CPUs.
+        packed_weights: pack linear layers where this device and type gain by it.
     """
 
     model_dir: Path
@@ -55,6 +56,7 @@ class RunnerSettings:
     kv_memory_percent: int | None = None
     device: str = "auto"
     num_threads: int = 0
+    packed_weights: bool = True
 
 
 def build_runner(settings: RunnerSettings) -> ModelRunner:
@@ -65,7 +67,11 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
     """
     torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
     loaded = load_model(
-        settings.model_dir, settings.stages, dtype=settings.dtype, device=settings.device
+        settings.model_dir,
+        settings.stages,
+        dtype=settings.dtype,
+        device=settings.device,
+        packed_weights=settings.packed_weights,
     )
     revision = settings.model_revision or loaded.checkpoint.revision()
     layout = _kv_layout(loaded, revision, settings) if loaded.has_lm else None

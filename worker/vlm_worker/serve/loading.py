@@ -113,6 +113,7 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runn
             kv_memory_percent=settings.kv_memory_percent,
             device=device,
             num_threads=settings.num_threads,
+            packed_weights=settings.packed_weights,
         )
     )
     return runner, runner.weights_bytes

@@ -115,6 +115,7 @@ def _worker(
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         device=args.device,
+        packed_weights=args.packed_weights == "auto",
         kv_memory_bytes=args.kv_memory_bytes,
         kv_memory_percent=args.kv_memory_percent,
         kv_reserve_percent=args.kv_reserve_percent,

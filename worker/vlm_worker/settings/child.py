@@ -26,6 +26,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         f"--dtype={settings.dtype}",
         f"--kv-dtype={settings.kv_dtype}",
         f"--device={settings.device}",
+        f"--packed-weights={'auto' if settings.packed_weights else 'off'}",
         f"--kv-reserve-percent={settings.kv_reserve_percent}",
         f"--max-requests={settings.max_requests}",
         f"--max-batched-tokens={settings.max_batched_tokens}",

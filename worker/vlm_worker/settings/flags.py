@@ -12,6 +12,7 @@ from vlm_worker.types import STAGES, Role, Stage
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+PACKINGS = ("auto", "off")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
 RUNNERS = ("model", "checksum")
 TRANSPORTS = ("stream", "shared-memory", "nixl")
@@ -97,6 +98,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
     parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--packed-weights",
+        choices=PACKINGS,
+        default="auto",
+        help="linear layers in the order that a CPU multiplies fastest, where it gains by it",
+    )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--kv-memory-bytes", type=_at_least(1))
     memory.add_argument("--kv-memory-percent", type=_percent)

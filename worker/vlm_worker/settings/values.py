@@ -98,6 +98,7 @@ class WorkerSettings:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     device: str = "auto"
+    packed_weights: bool = True
     kv_memory_bytes: int | None = None
     kv_memory_percent: int | None = None
     kv_reserve_percent: int = 5
