@@ -127,6 +127,8 @@ class EngineThread:
         busy = False
         while not self._stopping:
             self._do_commands(wait=not busy)
+            # answers, and embeddings to be fetched while the step computes what comes before them
+            self._flush(renew_stats=True)
             self._turn_started = self._clock()
             busy = self._state.turn()
             self._turn_started = None
@@ -172,10 +174,12 @@ class EngineThread:
             self._snapshot_at = now
             self.stats = self._state.snapshot()
 
-    def _flush(self) -> None:
-        """Deliver what the turn has to say, in one call into the loop."""
+    def _flush(self, *, renew_stats: bool = False) -> None:
+        """Deliver what the commands or the turn had to say, in one call into the loop."""
         letters = self._state.outbox.take()
         if letters:
+            if renew_stats:
+                self._take_snapshot(busy=False)
             self._call_loop(deliver, letters)
 
     def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:

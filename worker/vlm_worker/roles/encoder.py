@@ -174,9 +174,10 @@ class EncoderRole:
             for index, picture in enumerate(pictures)
         ]
         num_left = len(good)
+        # telling the caller that they are decoded is part of the wait
+        queued = max(picture.done for picture in prepared)
         try:
             with host.offers.keep(transfers):
-                queued = clock.arrived + clock.now()
                 await host.delay("encoder_queue")
                 async for event in host.engine.encode(call.key, pictures):
                     index = event.item
