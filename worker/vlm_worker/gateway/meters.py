@@ -37,7 +37,8 @@ class Meters:
     """
 
     def __init__(self, now: float = 0.0) -> None:
-        disable_created_metrics()  # a second series for each counter, which nobody reads
+        # a second series for each counter, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
         self.ttft = {modality: TtftSummary() for modality in Modality}
         self.num_output_tokens = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -10,6 +11,8 @@ from prometheus_client.metrics_core import Metric
 from vlm_worker import metrics
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
 from vlm_worker.server.state import LeaseCounts, Outcome, Snapshot
+
+Word = TypeVar("Word", bound=str)
 
 
 def process_families(
@@ -31,19 +34,36 @@ def snapshot_families(snapshot: Snapshot, *, max_requests: int) -> Iterable[Metr
     yield gauge(metrics.INFLIGHT, "Requests in any state.", engine.inflight)
     yield gauge(
         metrics.BATCH_OCCUPANCY,
-        "Share of the batch's rows that have a sequence.",
-        engine.num_running / max_requests,
+        "Running sequences of those that may run.",
+        engine.num_running / (engine.queue.running_limit or max_requests),
     )
-    yield from _work(engine)
+    yield from _queue(engine)
     if engine.kv is not None:
         yield from _kv(engine.kv)
     yield _kv_request_bytes(engine)
     yield from _leases(snapshot.leases)
     yield from _encoder_cache(engine.encoder_cache)
+    yield from _prefix_cache(engine)
     yield from _counters(engine)
 
 
-def _work(engine: EngineStats) -> Iterable[Metric]:
+def _queue(engine: EngineStats) -> Iterable[Metric]:
+    queue = engine.queue
+    yield labelled_gauge(metrics.QUEUE_REQUESTS, "Waiting sequences.", "lane", queue.waiting)
+    yield gauge(metrics.QUEUE_IMAGES, "Waiting pictures.", engine.num_waiting_images)
+    yield gauge(
+        metrics.QUEUE_OLDEST_SECONDS, "Age of the oldest that waits.", queue.oldest_wait_seconds
+    )
+    yield labelled_counter(
+        metrics.ADMITTED_TOTAL,
+        "Sequences let in, by why it was their turn.",
+        "reason",
+        queue.admitted,
+    )
+    yield labelled_counter(
+        metrics.REFUSED_TOTAL, "Requests refused, by what was full.", "bound", queue.refused
+    )
+    yield gauge(metrics.RUNNING_LIMIT, "Sequences that may run at once.", queue.running_limit)
     yield gauge(metrics.WORK_QUEUED_SECONDS, "Service time queued.", engine.work_queued_seconds)
     yield counter(
         metrics.WORK_ADMITTED_SECONDS_TOTAL, "Work taken.", engine.work_admitted_seconds_total
@@ -104,6 +124,24 @@ def _encoder_cache(cache: EncoderCacheStats) -> Iterable[Metric]:
     )
 
 
+def _prefix_cache(engine: EngineStats) -> Iterable[Metric]:
+    for name, text, both, visual in (
+        (
+            metrics.PREFIX_CACHE_QUERIES,
+            "Prompt tokens looked up.",
+            engine.prefix_cache_queries,
+            engine.prefix_cache_visual_queries,
+        ),
+        (
+            metrics.PREFIX_CACHE_HITS,
+            "Prompt tokens found.",
+            engine.prefix_cache_hits,
+            engine.prefix_cache_visual_hits,
+        ),
+    ):
+        yield labelled_counter(name, text, "kind", {"text": both - visual, "visual": visual})
+
+
 def _counters(engine: EngineStats) -> Iterable[Metric]:
     for name, text, value in (
         (metrics.IMAGES_TOTAL, "Pictures encoded.", engine.images),
@@ -112,8 +150,7 @@ def _counters(engine: EngineStats) -> Iterable[Metric]:
         (metrics.OUTPUT_TOKENS_TOTAL, "Tokens sampled.", engine.output_tokens),
         (metrics.PREEMPTIONS_TOTAL, "Sequences preempted.", engine.preemptions),
         (metrics.OUT_OF_MEMORY_TOTAL, "Calls that ran out of memory.", engine.out_of_memory),
-        (metrics.PREFIX_CACHE_QUERIES, "Prompt tokens looked up.", engine.prefix_cache_queries),
-        (metrics.PREFIX_CACHE_HITS, "Prompt tokens found.", engine.prefix_cache_hits),
+        (metrics.PREFIX_CACHE_EVICTIONS, "Blocks evicted.", engine.prefix_cache_evictions),
         (metrics.INVARIANT_VIOLATIONS_TOTAL, "Broken promises.", engine.invariant_violations),
     ):
         yield counter(name, text, value)
@@ -129,7 +166,7 @@ def counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value=value)
 
 
-def labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def labelled_gauge(name: str, text: str, label: str, values: Mapping[Word, float]) -> Metric:
     """One value for each word of a closed set."""
     family = GaugeMetricFamily(name, text, labels=[label])
     for word, value in values.items():
@@ -137,7 +174,7 @@ def labelled_gauge(name: str, text: str, label: str, values: Mapping[str, float]
     return family
 
 
-def labelled_counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def labelled_counter(name: str, text: str, label: str, values: Mapping[Word, float]) -> Metric:
     """One growing value for each word of a closed set."""
     family = CounterMetricFamily(name, text, labels=[label])
     for word, value in values.items():

@@ -22,7 +22,8 @@ class Meters:
     """The registry of one process. Label values come from closed sets alone."""
 
     def __init__(self, state: WorkerState, snapshot: Callable[[], Snapshot | None]) -> None:
-        disable_created_metrics()  # a second series for each counter, which nobody reads
+        # a second series for each counter, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(_FromSnapshot(state, snapshot))
         self._seconds = {
