@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -18,6 +19,7 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.errors import OverloadedError
 from vlm_worker.gateway.pods import KnownPod
 from vlm_worker.gateway.registry import Registry
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.types import RequestKey, Role
 
 TWO_EACH = (
@@ -125,12 +127,9 @@ async def test_requests_of_one_moment_spread_over_the_decode_pods(served: Stack)
     await served.until_idle()
 
 
-async def test_a_pod_that_becomes_ready_is_asked_at_once(
-    served: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vlm_worker.gateway.registry.RETRY_SECONDS", 60.0)
-    monkeypatch.setattr("vlm_worker.gateway.registry.MAX_RETRY_SECONDS", 60.0)
-    registry = Registry(served_name="shapes")
+async def test_a_pod_that_becomes_ready_is_asked_at_once(served: Stack) -> None:
+    patient = dataclasses.replace(PRODUCTION, retry=60.0, max_retry=60.0)
+    registry = Registry(served_name="shapes", timers=patient)
     [address] = [worker.address for worker in served.of(Role.DECODE)[:1]]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
@@ -158,24 +157,25 @@ async def test_a_request_goes_elsewhere_when_a_pod_dies_before_the_first_token(r
         await served.until_idle()
 
 
-async def test_one_well_formed_error_ends_a_stream_that_nobody_can_continue(served: Stack) -> None:
-    slow(served)
+async def test_one_well_formed_error_ends_a_stream_that_nobody_can_continue() -> None:
     events: list[bytes] = []
     async with (
+        stack(*TWO_EACH, patience_seconds=0.5) as served,
         httpx.AsyncClient(base_url=served.url, timeout=60) as http,
         http.stream("POST", "/v1/chat/completions", json=body()) as response,
     ):
+        slow(served)
         async for line in response.aiter_lines():
             if line:
                 events.append(line.encode())
             if len(events) == 5 and all(w.alive for w in served.of(Role.DECODE)):
                 await asyncio.gather(*(worker.kill() for worker in served.of(Role.DECODE)))
+        await served.until_idle()
     assert response.status_code == 200
     error = json.loads(events[-1].removeprefix(b"data: "))["error"]
     assert error["type"] == "server_error"
     assert set(error) == {"message", "type", "param", "code"}
     assert sum(b'"error"' in line for line in events) == 1
-    await served.until_idle()
 
 
 async def test_without_room_on_one_decode_pod_another_is_asked(served: Stack) -> None:

@@ -138,6 +138,11 @@ class Writer:
         await self._response.write(DONE)
         await self._response.end()
 
+    async def heartbeat(self) -> None:
+        """As `ping`, where the stream has begun: before that, an error still gets its status."""
+        if self._response.started:
+            await self.ping()
+
     async def ping(self) -> None:
         """Keep a stream alive that has nothing to say yet."""
         if self._stream:

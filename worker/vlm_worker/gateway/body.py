@@ -1,19 +1,21 @@
-"""The body of a request, within bounds of size and time, and the sign that its client has gone."""
+"""What a client sends: the body, within bounds of size and time, its deadline, and that it left."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vlm_worker.gateway.answering import ClientGoneError
-from vlm_worker.gateway.api.errors import ApiError, too_large
+from vlm_worker.gateway.api.errors import ApiError, invalid, too_large
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 MAX_BODY_BYTES = 32 * 2**20
 BODY_SILENCE_SECONDS = 10.0
 BODY_SECONDS = 60.0
+_SECONDS = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 async def read_body(scope: dict[str, Any], receive: Receive) -> bytes:
@@ -45,6 +47,24 @@ async def read_body(scope: dict[str, Any], receive: Receive) -> bytes:
             408, "The body of the request did not come in time.", code="timeout"
         ) from None
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def timeout_of(scope: dict[str, Any]) -> float | None:
+    """Seconds that the client gives its request, from `X-Request-Timeout`; None: no bound.
+
+    Raises:
+        ApiError: 400 where that is not a number of seconds.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-timeout":
+            if not _SECONDS.fullmatch(value):
+                raise invalid(
+                    "X-Request-Timeout must be a number of seconds.",
+                    param="X-Request-Timeout",
+                    code="invalid_header",
+                )
+            return float(value)
+    return None
 
 
 async def until_disconnect(receive: Receive) -> Exception:

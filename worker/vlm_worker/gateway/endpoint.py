@@ -16,7 +16,7 @@ from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options, parse_chat, parse_completion
 from vlm_worker.gateway.api.strict_json import parse_object
-from vlm_worker.gateway.body import Receive, read_body, until_disconnect
+from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_disconnect
 from vlm_worker.gateway.choices import Choices
 from vlm_worker.gateway.orchestrate.generation import Generation, NoRouteError
 from vlm_worker.gateway.orchestrate.job import Emit, Job
@@ -80,6 +80,7 @@ class Endpoint:
         service = self._service
         if service.refusing:
             raise errors.unavailable("This gateway is shutting down; another one takes requests.")
+        timeout = timeout_of(scope)
         body = await read_body(scope, receive)
         trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
         job, options = await self._prepare(body, exchange)
@@ -89,7 +90,7 @@ class Endpoint:
         try:
             await _watched(
                 choices.run(),
-                ends=(until_disconnect(receive), _cut(service)),
+                ends=(until_disconnect(receive), _cut(service), _too_late(trace, timeout)),
                 ping=writer.ping,
             )
         except WorkerError as error:
@@ -163,6 +164,8 @@ class Endpoint:
                 trace=trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
                 registry=service.registry,
                 background=service.background,
+                recovery=service.recovery,
+                heartbeat=writer.heartbeat,
                 stage_wait_seconds=job.max_wait_seconds if waits else 0.0,
             )
 
@@ -217,6 +220,15 @@ async def _watched(
 async def _cut(service: Service) -> Exception:
     await service.cut.wait()
     return errors.unavailable("This gateway is shutting down and its time to drain is over.")
+
+
+async def _too_late(trace: Trace, timeout: float | None) -> Exception:
+    """Returns when the client's own time is over, which began when its request was complete."""
+    if timeout is None:
+        await asyncio.get_running_loop().create_future()
+    else:
+        await asyncio.sleep(trace.received + timeout - trace.clock())
+    return errors.too_late()
 
 
 async def _last_word(response: Response, error: ApiError) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 
@@ -16,23 +17,19 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.errors import IncompatibleError, PeerLostError, WorkerError
 from vlm_worker.gateway.pods import KnownPod
 from vlm_worker.route import Candidate
+from vlm_worker.settings.timers import PRODUCTION, Timers
+from vlm_worker.types import Stage
 from vlm_worker.wire.calls import Hello, Load
 
 logger = logging.getLogger(__name__)
-
-HELLO_TIMEOUT_SECONDS = 2.0
-RETRY_SECONDS = 0.2
-MAX_RETRY_SECONDS = 2.0
-# A load report comes every second: without one for so long, the peer is frozen.
-SILENCE_SECONDS = 10.0
 
 
 class Peer:
     """One worker. `Registry` is its only writer."""
 
-    def __init__(self, pod: KnownPod) -> None:
+    def __init__(self, pod: KnownPod, timers: Timers) -> None:
         self.pod = pod
-        self.client = WorkerClient(pod.address)
+        self.client = WorkerClient(pod.address, timers=timers)
         self.hello: Hello | None = None
         self.load: Load | None = None
         self.num_inflight = 0
@@ -71,9 +68,19 @@ class Peer:
 class Registry:
     """All peers, by the pod's name."""
 
-    def __init__(self, *, served_name: str, compat: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        served_name: str,
+        compat: str = "",
+        timers: Timers = PRODUCTION,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.timers = timers
         self._served_name = served_name
         self._compat = compat
+        self._clock = clock
+        self._lost_at: dict[Stage, float] = {}
         self._peers: dict[str, Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -91,7 +98,7 @@ class Registry:
                 self._notify()
         for name, pod in wanted.items():
             if name not in self._peers:
-                peer = self._peers[name] = Peer(pod)
+                peer = self._peers[name] = Peer(pod, self.timers)
                 peer.task = asyncio.create_task(self._tend(peer), name=f"tend {name}")
 
     def candidates(self) -> list[Candidate]:
@@ -125,6 +132,10 @@ class Registry:
             if peer.hello is not None and peer.hello.boot_id == boot_id:
                 peer.refuses = True
 
+    def lost_at(self, stage: Stage) -> float | None:
+        """When a pod that had this stage was last lost or let go; None: never."""
+        return self._lost_at.get(stage)
+
     async def wait_until(self, condition: Callable[[], bool], *, timeout: float) -> bool:
         """Wait until a condition on the candidates holds; False where it does not in time."""
         try:
@@ -147,6 +158,7 @@ class Registry:
         self._changed.set()
 
     def _let_go(self, peer: Peer) -> None:
+        self._note_loss(peer)
         task = asyncio.create_task(self._close(peer), name=f"close {peer.pod.name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -162,29 +174,30 @@ class Registry:
 
     async def _tend(self, peer: Peer) -> None:
         """Stay in touch with one worker until it is let go."""
-        delay = RETRY_SECONDS
+        timers = self.timers
+        delay = timers.retry
         while True:
             try:
-                hello = await peer.client.hello(timeout=HELLO_TIMEOUT_SECONDS)
+                hello = await peer.client.hello(timeout=timers.hello)
                 self._check(hello)
                 peer.hello, peer.load, peer.refuses, peer.complaint = hello, None, False, ""
                 logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
-                delay = RETRY_SECONDS
+                delay = timers.retry
                 await self._follow_load(peer)
             except IncompatibleError as error:
                 self._lost(peer, error)
-                delay = MAX_RETRY_SECONDS
+                delay = timers.max_retry
             except (WorkerError, TimeoutError) as error:
                 self._lost(peer, error)
             if await _comes_within(peer.news, delay):
-                delay = RETRY_SECONDS  # it became ready: it is not left waiting for a back-off
+                delay = timers.retry  # it became ready: it is not left waiting for a back-off
             else:
-                delay = min(delay * 2, MAX_RETRY_SECONDS)
+                delay = min(delay * 2, timers.max_retry)
 
     async def _follow_load(self, peer: Peer) -> None:
         async with aclosing(peer.client.watch_load()) as loads:
             while True:
-                async with asyncio.timeout(SILENCE_SECONDS):
+                async with asyncio.timeout(self.timers.silence):
                     load = await anext(loads, None)
                 if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
                     return
@@ -196,8 +209,13 @@ class Registry:
             message = "worker not reached" if peer.hello is None else "worker lost"
             logger.warning(message, extra={"pod": peer.pod.name, "reason": str(error)})
         peer.complaint = str(error)
+        self._note_loss(peer)
         peer.hello = peer.load = None
         self._notify()
+
+    def _note_loss(self, peer: Peer) -> None:
+        if peer.hello is not None:
+            self._lost_at |= dict.fromkeys(peer.hello.stages, self._clock())
 
     def _check(self, hello: Hello) -> None:
         """Whether a worker serves what we serve."""

@@ -11,6 +11,7 @@ from typing import Any
 from vlm_worker.gateway.config import Live
 from vlm_worker.gateway.meters import Meters
 from vlm_worker.gateway.orchestrate.background import Background
+from vlm_worker.gateway.orchestrate.recovery import Recovery
 from vlm_worker.gateway.prepare import Preparer
 from vlm_worker.gateway.prompt import Language
 from vlm_worker.gateway.registry import Registry
@@ -37,7 +38,17 @@ class Service:
         self.language = language
         self.clock = clock
         self.live = Live(settings.config, settings.api_keys_dir)
-        self.registry = Registry(served_name=settings.served_name, compat=settings.compat)
+        self.registry = Registry(
+            served_name=settings.served_name,
+            compat=settings.compat,
+            timers=settings.timers,
+            clock=clock,
+        )
+        self.recovery = Recovery(
+            patience_seconds=settings.patience_seconds,
+            max_waiting=settings.max_waiting,
+            clock=clock,
+        )
         self.meters = Meters(clock())
         self.background = Background()
         self.preparer = Preparer(

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -28,10 +28,9 @@ from vlm_worker.server.state import WorkerState
 from vlm_worker.wire import checks, decode, encode, identity, prefill
 from vlm_worker.wire.errors import status_of
 from vlm_worker.wire.methods import METHODS, PACKAGE, Method
+from vlm_worker.wire.options import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
-
-LOAD_SECONDS: Final = 1.0
 
 T = TypeVar("T")
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -100,24 +99,24 @@ class Service:
         parts = self._ready()
         while True:
             await context.write(identity.load_to(parts.load(self._state)))
-            await asyncio.sleep(LOAD_SECONDS)
+            await asyncio.sleep(self._state.settings.timers.load)
 
     async def _Cancel(self, request: pb.CancelRequest, _: Any) -> pb.CancelReply:  # noqa: N802
-        request_id = checks.identifier(request.request_id, "request_id")
-        outcome = await self._ready().host.cancel(request_id, request.attempt)
+        key = identity.cancel_call_of(request)
+        outcome = await self._ready().host.cancel(key.request_id, key.attempt)
         return pb.CancelReply(outcome=pb.CancelOutcome.Name(outcome.value))
 
     async def _RenewLeases(  # noqa: N802
         self, request: pb.RenewLeasesRequest, _: Any
     ) -> pb.RenewLeasesReply:
-        checks.between(len(request.transfer_ids), "transfer_ids", 0, checks.MAX_IDS)
-        offers = self._ready().host.offers
-        return pb.RenewLeasesReply(gone=offers.renew(request.boot_id, request.transfer_ids))
+        boot_id, lease_ids = identity.renew_call_of(request)
+        return pb.RenewLeasesReply(gone=self._ready().host.offers.renew(boot_id, lease_ids))
 
     async def _ReleaseLease(  # noqa: N802
         self, request: pb.ReleaseLeaseRequest, _: Any
     ) -> pb.ReleaseLeaseReply:
-        self._ready().host.offers.release(request.boot_id, request.transfer_id)
+        boot_id, lease_id = identity.release_call_of(request)
+        self._ready().host.offers.release(boot_id, lease_id)
         return pb.ReleaseLeaseReply()
 
     # ---- Encoder -------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ async def _chunks(requests: AsyncIterator[pb.EncodeRequest]) -> AsyncIterator[tu
     async for message in requests:
         if message.WhichOneof("kind") != "chunk":
             raise InvalidRequestError("an Encode stream goes on with chunks")
-        yield message.chunk.item, message.chunk.data
+        yield message.chunk.item, checks.at_most(message.chunk.data, "chunk.data", CHUNK_BYTES)
 
 
 def _same(frame: bytes) -> bytes:

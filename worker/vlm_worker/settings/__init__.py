@@ -83,6 +83,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
             api_server=_api_server(environ),
             config=args.config,
             api_keys_dir=args.api_keys_dir,
+            patience_seconds=args.patience_seconds,
+            max_waiting=args.max_waiting,
         )
     role = Role(args.command)
     stages = args.stages or frozenset({Stage(args.command)})

@@ -54,6 +54,8 @@ def gateway_argv(settings: GatewaySettings, *, workers: Iterable[str], parent: i
         f"--bind={settings.bind}",
         f"--http-port={settings.http_port}",
         f"--admin-port={settings.admin_port}",
+        f"--patience-seconds={settings.patience_seconds:g}",
+        f"--max-waiting={settings.max_waiting}",
         *(f"--worker={address}" for address in workers),
     ]
 

@@ -46,6 +46,10 @@ def command_line() -> argparse.ArgumentParser:
     )
     gateway.add_argument("--config", type=Path, help="gateway.json, re-read every second")
     gateway.add_argument("--api-keys-dir", type=Path, help="one bearer key per file")
+    gateway.add_argument(
+        "--patience-seconds", type=_seconds, default=10.0, help="for a pool without pods"
+    )
+    gateway.add_argument("--max-waiting", type=_at_least(0), default=512, help="for room at once")
     gateway.set_defaults(parser=gateway)
     serve = commands.add_parser("serve", help="all roles on this machine", allow_abbrev=False)
     _add_model(serve, positional=True)

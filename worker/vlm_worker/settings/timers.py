@@ -36,6 +36,11 @@ class Timers:
         prefill: deadline of a Prefill.
         decode: deadline of a Decode.
         last_words: what is left at the drain deadline is told so, and has so long to end.
+        load: between two load reports of a worker.
+        silence: a gateway that gets no report for so long takes the worker for lost.
+        hello: a worker that a gateway finds has so long to say who it is.
+        retry, max_retry: between two attempts of a gateway to reach a worker, doubling.
+        heartbeat: between two comments on a stream that waits for a pod to come back.
     """
 
     lease: float = 10.0
@@ -54,6 +59,12 @@ class Timers:
     prefill: float = 600.0
     decode: float = 3600.0
     last_words: float = 2.0
+    load: float = 1.0
+    silence: float = 10.0
+    hello: float = 2.0
+    retry: float = 0.2
+    max_retry: float = 2.0
+    heartbeat: float = 1.0
 
     @property
     def frozen(self) -> float:

@@ -130,7 +130,9 @@ class GatewaySettings:
     It finds its workers at the static addresses `workers`, or, where these are empty, by watching
     the pods of `service` in `namespace`. `config` is the mounted gateway.json; `api_keys_dir` a
     mounted Secret with one bearer key per file, whose name is the tenant; None is open.
-    `api_server` is the cluster's, as https://host:port; empty outside of one.
+    `api_server` is the cluster's, as https://host:port; empty outside of one. A request waits
+    `patience_seconds` for a pod after its pool has lost the last one; at most `max_waiting` wait
+    for room at once.
     """
 
     model: ModelSource
@@ -147,6 +149,8 @@ class GatewaySettings:
     block_size: int = 64
     max_model_len: int = 4096
     drain_timeout_seconds: float = 600.0
+    patience_seconds: float = 10.0
+    max_waiting: int = 512
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timers: Timers = PRODUCTION

@@ -102,6 +102,16 @@ def unavailable(message: str, *, retry_after_seconds: float = 1.0) -> ApiError:
     )
 
 
+def too_late() -> ApiError:
+    """504: the client's own deadline has passed."""
+    return ApiError(
+        504,
+        "The time that X-Request-Timeout gives this request is over.",
+        kind="server_error",
+        code="deadline_exceeded",
+    )
+
+
 def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
     """429: there is no room now."""
     return ApiError(

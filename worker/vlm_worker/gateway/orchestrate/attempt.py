@@ -18,6 +18,7 @@ from vlm_worker.errors import DrainingError, GoneError, PeerLostError, WorkerErr
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.encoding import Encoding
 from vlm_worker.gateway.orchestrate.job import Answer, Job, build_request
+from vlm_worker.gateway.orchestrate.recovery import WaitingRoom
 from vlm_worker.gateway.orchestrate.reserving import reserve
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
@@ -34,12 +35,6 @@ from vlm_worker.wire.calls import (
     Tokens,
 )
 
-RENEW_SECONDS = 2.0
-PREFILL_TIMEOUT_SECONDS = 600.0
-DECODE_TIMEOUT_SECONDS = 3600.0
-CANCEL_TIMEOUT_SECONDS = 1.0
-FIRST_TOKEN_TIMEOUT_SECONDS = 5.0
-
 
 class Attempt:
     """`blamed` holds, after a failure, the boot ids of the pods to avoid next time."""
@@ -54,6 +49,7 @@ class Attempt:
         trace: Trace,
         registry: Registry,
         background: Background,
+        room: WaitingRoom,
     ) -> None:
         self._job = job
         self._route = route
@@ -62,7 +58,9 @@ class Attempt:
         self._answer = answer
         self._trace = trace
         self._registry = registry
+        self._timers = registry.timers
         self._background = background
+        self._room = room
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._used = contextlib.ExitStack()
@@ -130,6 +128,7 @@ class Attempt:
                 reserve_on,
                 registry=self._registry,
                 may_wait=lambda: self._trace.clock() < deadline,
+                room=self._room,
             )
 
     async def _prefill(self, request: Request, sources: tuple[Source, ...]) -> None:
@@ -147,7 +146,7 @@ class Attempt:
         with self._blame(choice.pod, *encoder):
             client = self._client(choice.pod)
             first_token = False
-            async with aclosing(client.prefill(call, timeout=PREFILL_TIMEOUT_SECONDS)) as replies:
+            async with aclosing(client.prefill(call, timeout=self._timers.prefill)) as replies:
                 try:
                     async for reply in replies:
                         open_call.report(reply)
@@ -199,7 +198,7 @@ class Attempt:
         self._reservation = None
         with self._blame(choice.pod, prefill):
             client = self._client(choice.pod)
-            async with aclosing(client.decode(call, timeout=DECODE_TIMEOUT_SECONDS)) as replies:
+            async with aclosing(client.decode(call, timeout=self._timers.decode)) as replies:
                 async for reply in replies:
                     match reply.event:
                         case Tokens() as tokens:
@@ -219,7 +218,7 @@ class Attempt:
         if finished.reason is FinishReason.DRAINED:
             raise DrainingError("the decode pod reached its drain deadline")
         try:
-            async with asyncio.timeout(FIRST_TOKEN_TIMEOUT_SECONDS):
+            async with asyncio.timeout(self._timers.control):
                 await self._answer.wait_for(finished.num_tokens)
         except TimeoutError:
             raise PeerLostError("decode finished, but a token of the answer is missing") from None
@@ -227,9 +226,9 @@ class Attempt:
         self._end(finished.reason)
 
     async def _renew(self, encoding: Encoding | None) -> None:
-        """Every 2 s; the consumers take over when they have queued the request."""
+        """Until the consumers take over, when they have queued the request."""
         while not self._accepted:
-            await asyncio.sleep(RENEW_SECONDS)
+            await asyncio.sleep(self._timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
                 client = self._client(self._decode_choice.pod)
@@ -289,4 +288,4 @@ class Attempt:
     async def _cancel(self, name: str) -> None:
         """Free what the attempt holds there; a pod that is gone holds nothing."""
         with contextlib.suppress(WorkerError), self._registry.use(name) as client:
-            await client.cancel(self._key, timeout=CANCEL_TIMEOUT_SECONDS)
+            await client.cancel(self._key, timeout=self._timers.cancel)

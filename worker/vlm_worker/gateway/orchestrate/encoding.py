@@ -20,7 +20,6 @@ from vlm_worker.wire.calls import (
     ItemReady,
 )
 
-ENCODE_TIMEOUT_SECONDS = 180.0
 # What an encoder may call wrong with a picture itself; all else is its own trouble.
 _PICTURE_CODES = frozenset(
     {
@@ -58,7 +57,7 @@ class Encoding:
         """
         call = self._trace.call(outbound="media")
         pictures = [picture.data for picture in self._job.pictures]
-        replies = client.encode(self._call(), pictures, timeout=ENCODE_TIMEOUT_SECONDS)
+        replies = client.encode(self._call(), pictures, timeout=client.timers.encode)
         num_left: int | None = None
         async with aclosing(replies):
             async for reply in replies:

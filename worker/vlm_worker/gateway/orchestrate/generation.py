@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from vlm_worker.errors import (
     CancelledError,
@@ -21,18 +22,17 @@ from vlm_worker.errors import (
 from vlm_worker.gateway.orchestrate.attempt import Attempt
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.job import Answer, Emit, Job
+from vlm_worker.gateway.orchestrate.recovery import Recovery
 from vlm_worker.gateway.orchestrate.reserving import wait_seconds
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
 from vlm_worker.route import NoRoute, Route, choose
-from vlm_worker.types import FinishReason
+from vlm_worker.types import FinishReason, Stage
 
 logger = logging.getLogger(__name__)
 
 # A request is moved so often; then the client is told.
 MAX_RETRIES = 3
-# After a loss, another pod may be about to be found.
-ROUTE_PATIENCE_SECONDS = 1.0
 
 # Another pod may well do it. What a worker cancelled without our asking, its end cancelled.
 _RETRYABLE = (
@@ -56,7 +56,10 @@ class NoRouteError(WorkerError):
 
 
 class Generation:
-    """One request. `answer` holds what was delivered, whatever happens."""
+    """One request. `answer` holds what was delivered, whatever happens.
+
+    `heartbeat` is called now and then while the client waits for a pod to come back.
+    """
 
     def __init__(
         self,
@@ -66,12 +69,16 @@ class Generation:
         trace: Trace,
         registry: Registry,
         background: Background,
+        recovery: Recovery,
+        heartbeat: Callable[[], Awaitable[None]],
         stage_wait_seconds: float = 0.0,
     ) -> None:
         self._job = job
         self._trace = trace
         self._registry = registry
         self._background = background
+        self._recovery = recovery
+        self._heartbeat = heartbeat
         self._stage_wait_seconds = stage_wait_seconds
         self._failed: set[bytes] = set()
         self.num_retries = 0
@@ -86,6 +93,9 @@ class Generation:
         """
         deadline = self._trace.clock() + self._job.max_wait_seconds
         number = 0
+        self._recovery.budget.request()
+        if self._recovery.room.full:
+            raise self._recovery.room.refusal()
         while True:
             number += 1
             if len(self.answer.token_ids) >= self._job.sampling.max_tokens:
@@ -98,29 +108,44 @@ class Generation:
                 trace=self._trace,
                 registry=self._registry,
                 background=self._background,
+                room=self._recovery.room,
             )
+            num_delivered = len(self.answer.token_ids)
             try:
                 return await attempt.run()
             except OverloadedError as error:
                 await self._make_room(error, attempt, deadline)
             except _RETRYABLE as error:
-                self._retry(error, attempt, number)
+                went_on = len(self.answer.token_ids) > num_delivered
+                self._retry(error, attempt, number, went_on=went_on)
             self.answer.forget_early()
 
     async def _route(self, number: int) -> Route:
-        """Choose pods; a stage that has none yet may be waited for."""
-        patience = self._stage_wait_seconds if number == 1 else ROUTE_PATIENCE_SECONDS
+        """Choose pods; a stage that has none yet, or none any more, may be waited for."""
         route = self._choose()
-        if isinstance(route, NoRoute) and patience > 0 and route.capacity_tokens is None:
+        until = self._trace.clock() + (self._stage_wait_seconds if number == 1 else 0.0)
+        while isinstance(route, NoRoute) and route.capacity_tokens is None:
+            now = self._trace.clock()
+            left = max(until, self._replaced_by(route.stage)) - now
+            if left <= 0:
+                break
             await self._registry.wait_until(
-                lambda: isinstance(self._choose(), Route), timeout=patience
+                lambda: isinstance(self._choose(), Route),
+                timeout=min(left, self._registry.timers.heartbeat),
             )
             route = self._choose()
+            if isinstance(route, NoRoute):
+                await self._heartbeat()
         if isinstance(route, Route):
             return route
         if route.capacity_tokens is not None:
             raise ContextTooLongError(f"No pod has KV cache for this request: {route.reason}.")
         raise NoRouteError(route.stage, route.reason)
+
+    def _replaced_by(self, stage: Stage) -> float:
+        """Until when a pod may come back to a pool that had pods a moment ago; 0: it had none."""
+        lost_at = self._registry.lost_at(stage)
+        return 0.0 if lost_at is None else lost_at + self._recovery.patience_seconds
 
     def _choose(self) -> Route | NoRoute:
         demand = self._job.demand(len(self.answer.token_ids))
@@ -134,10 +159,11 @@ class Generation:
             return
         if self._trace.clock() >= deadline:
             raise error
-        await asyncio.sleep(wait_seconds(error))
+        with self._recovery.room.wait(error):
+            await asyncio.sleep(wait_seconds(error))
 
-    def _retry(self, error: WorkerError, attempt: Attempt, number: int) -> None:
-        """Count a loss; raises it where it was one too many."""
+    def _retry(self, error: WorkerError, attempt: Attempt, number: int, *, went_on: bool) -> None:
+        """Count a loss; raises it where it was one too many, for this request or for all."""
         self._failed |= attempt.blamed
         self.num_retries += 1
         logger.warning(
@@ -151,4 +177,7 @@ class Generation:
         )
         once_only = isinstance(error, EngineError | IncompatibleError)
         if self.num_retries > (1 if once_only else MAX_RETRIES):
+            raise error
+        if not went_on and not self._recovery.budget.take(now=self._recovery.clock()):
+            logger.warning("no retry left", extra={"request_id": self._job.request_id})
             raise error
