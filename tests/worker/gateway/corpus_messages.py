@@ -1,0 +1,102 @@
+"""Bad messages: what stands in them, and who says it."""
+
+from __future__ import annotations
+
+from worker.gateway.corpus import Bad, chat, content, message
+from worker.gateway.pictures import ask, png
+
+PARTS = [{"type": "text", "text": "x"}] * 10_000
+
+MESSAGE_ROWS = [
+    Bad(
+        "no role",
+        chat(messages=[{"content": "x"}]),
+        400,
+        "missing_required_parameter",
+        "messages[0].role",
+    ),
+    Bad("an unknown role", content("x", role="god"), 400, "invalid_value", "messages[0].role"),
+    Bad(
+        "a tool's answer",
+        content("x", role="tool"),
+        400,
+        "unsupported_parameter",
+        "messages[0].role",
+    ),
+    Bad(
+        "no content",
+        chat(messages=[{"role": "user"}]),
+        400,
+        "missing_required_parameter",
+        "messages[0].content",
+    ),
+    Bad("content as a number", content(5), 400, "invalid_type", "messages[0].content"),
+    Bad("no parts", content([]), 400, "invalid_value", "messages[0].content"),
+    Bad("10 000 parts", content(PARTS), 400, "invalid_value", "messages[0].content"),
+    Bad("a name", message(name="bob"), 400, "unsupported_parameter", "messages[0].name"),
+    Bad(
+        "tool calls",
+        message(tool_calls=[{}]),
+        400,
+        "unsupported_parameter",
+        "messages[0].tool_calls",
+    ),
+    Bad("an unknown field in a message", message(x=1), 400, "unknown_parameter", "messages[0].x"),
+    Bad("a part as text", content(["x"]), 400, "invalid_type", "messages[0].content[0]"),
+    Bad(
+        "a part without a type",
+        content([{"text": "x"}]),
+        400,
+        "missing_required_parameter",
+        "messages[0].content[0].type",
+    ),
+    Bad(
+        "an unknown part",
+        content([{"type": "smell"}]),
+        400,
+        "invalid_value",
+        "messages[0].content[0].type",
+    ),
+    Bad(
+        "sound",
+        content([{"type": "input_audio"}]),
+        400,
+        "unsupported_parameter",
+        "messages[0].content[0].type",
+    ),
+    Bad(
+        "a video",
+        content([{"type": "video_url"}]),
+        400,
+        "unsupported_parameter",
+        "messages[0].content[0].type",
+    ),
+    Bad(
+        "a text part without text",
+        content([{"type": "text"}]),
+        400,
+        "missing_required_parameter",
+        "messages[0].content[0].text",
+    ),
+    Bad(
+        "a text part with more",
+        content([{"type": "text", "text": "x", "y": 1}]),
+        400,
+        "unknown_parameter",
+        "messages[0].content[0].y",
+    ),
+    Bad(
+        "a picture in a system message",
+        chat(messages=[ask(png(), role="system")]),
+        400,
+        "invalid_value",
+        "messages[0].content[0]",
+    ),
+    Bad(
+        "five pictures",
+        chat(messages=[ask(*[png()] * 5)]),
+        400,
+        "too_many_images",
+        "messages[0].content[4].image_url",
+    ),
+]
