@@ -12,13 +12,13 @@ is given up is cancelled there and then (grpc.aio never cancels one that is mere
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
-from vlm_worker.errors import PeerLostError
+from vlm_worker.errors import InvalidRequestError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import RequestKey
@@ -27,6 +27,8 @@ from vlm_worker.wire.credentials import open_channel
 from vlm_worker.wire.errors import error_of_call
 from vlm_worker.wire.methods import METHODS
 from vlm_worker.wire.options import CHUNK_BYTES
+
+T = TypeVar("T")
 
 
 class WorkerClient:
@@ -58,13 +60,13 @@ class WorkerClient:
     async def hello(self, *, timeout: float | None = None) -> calls.Hello:
         """Who this is; IncompatibleError where it speaks another protocol."""
         request = pb.HelloRequest(protocol_version=calls.PROTOCOL_VERSION)
-        return identity.hello_of(await self._unary("Hello", request, timeout=timeout))
+        return self._read(identity.hello_of, await self._unary("Hello", request, timeout=timeout))
 
     async def watch_load(self) -> AsyncGenerator[calls.Load]:
         """Its load, once a second, until the caller closes; PeerLostError when it is gone."""
         async with aclosing(self._stream("WatchLoad", pb.WatchLoadRequest(), None)) as replies:
             async for message in replies:
-                yield identity.load_of(message)
+                yield self._read(identity.load_of, message)
 
     # ---- a request -----------------------------------------------------------------------------
 
@@ -75,18 +77,14 @@ class WorkerClient:
         upload = _upload(call, pictures)
         async with aclosing(self._stream("Encode", upload, timeout)) as replies:
             async for message in replies:
-                yield encode.encode_reply_of(message)
+                yield self._read(encode.encode_reply_of, message)
 
     async def reserve(
         self, call: calls.ReserveCall, *, timeout: float | None = None
     ) -> calls.Reservation:
         """Hold KV room; renew it with `renew` until `decode`, or give it back with `release`."""
         reply = await self._unary("Reserve", decode.reserve_call_to(call), timeout=timeout)
-        return calls.Reservation(
-            reservation_id=reply.reservation_id,
-            boot_id=reply.boot_id,
-            lease_seconds=reply.lease_milliseconds / 1000,
-        )
+        return self._read(decode.reservation_of, reply)
 
     async def prefill(
         self, call: calls.PrefillCall, *, timeout: float
@@ -95,7 +93,7 @@ class WorkerClient:
         request = prefill.prefill_call_to(call)
         async with aclosing(self._stream("Prefill", request, timeout)) as replies:
             async for message in replies:
-                yield prefill.prefill_reply_of(message)
+                yield self._read(prefill.prefill_reply_of, message)
 
     async def decode(
         self, call: calls.DecodeCall, *, timeout: float
@@ -104,13 +102,13 @@ class WorkerClient:
         request = decode.decode_call_to(call)
         async with aclosing(self._stream("Decode", request, timeout)) as replies:
             async for message in replies:
-                yield decode.decode_reply_of(message)
+                yield self._read(decode.decode_reply_of, message)
 
     async def cancel(self, key: RequestKey, *, timeout: float | None = None) -> calls.CancelOutcome:
         """End all of an attempt there (attempt 0: of every attempt) and free it; idempotent."""
         request = pb.CancelRequest(request_id=key.request_id, attempt=key.attempt)
         reply = await self._unary("Cancel", request, timeout=timeout)
-        return calls.CancelOutcome(reply.outcome)
+        return self._read(identity.cancel_reply_of, reply)
 
     # ---- transfers -----------------------------------------------------------------------------
 
@@ -124,7 +122,7 @@ class WorkerClient:
         """Renew leases and reservations; returns those that are gone."""
         request = pb.RenewLeasesRequest(transfer_ids=list(transfer_ids), boot_id=boot_id)
         reply = await self._unary("RenewLeases", request, timeout=timeout)
-        return frozenset(reply.gone)
+        return self._read(identity.renew_reply_of, reply)
 
     async def release(
         self, boot_id: bytes, transfer_id: str, *, timeout: float | None = None
@@ -159,6 +157,13 @@ class WorkerClient:
             )
             self._stubs[name] = stub
         return stub
+
+    def _read(self, convert: Callable[[Any], T], message: Any) -> T:
+        """A reply as a value; a worker that says what cannot be is as good as lost."""
+        try:
+            return convert(message)
+        except InvalidRequestError as error:
+            raise PeerLostError(f"{self.address} replied what cannot be: {error}") from error
 
     def _call(self, name: str, request: Any, timeout: float | None) -> Any:
         try:

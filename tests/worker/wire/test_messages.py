@@ -35,14 +35,14 @@ samplings = st.builds(
     top_p=st.sampled_from([0.25, 0.5, 1.0]),
     top_k=st.integers(0, 1000),
     seed=st.integers(0, 2**64 - 1),
-    stop_token_ids=st.lists(st.integers(0, 2**31), max_size=5).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple),
     ignore_eos=st.booleans(),
     min_p=st.sampled_from([0.0, 0.125, 1.0]),
     frequency_penalty=st.sampled_from([-2.0, 0.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, 0.25, 2.0]),
     repetition_penalty=st.sampled_from([0.5, 1.0, 1.25, 10.0]),
     logit_bias=st.dictionaries(
-        st.integers(0, 2**31), st.sampled_from([-100.0, 0.5, 100.0]), max_size=4
+        st.integers(0, 2**31 - 1), st.sampled_from([-100.0, 0.5, 100.0]), max_size=4
     ).map(lambda biases: tuple(sorted(biases.items()))),
     num_logprobs=st.none() | st.integers(0, 20),
 )
@@ -51,7 +51,7 @@ LOGPROBS = TokenLogprobs(-0.5, ((7, -0.5), (9, -2.25)))
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    tokens = draw(st.lists(st.integers(0, 2**31), min_size=1, max_size=50))
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50))
     items, end = [], 0
     while end < len(tokens) and draw(st.booleans()):
         offset = draw(st.integers(end, len(tokens) - 1))

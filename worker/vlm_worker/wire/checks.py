@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from vlm_worker.errors import InvalidRequestError
 
@@ -11,6 +11,14 @@ MAX_ITEMS = 64
 MAX_TOKENS = 1 << 21
 MAX_PICTURE_BYTES = 256 << 20
 MAX_IDS = 1024
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_ATTEMPT = 1 << 20
+MAX_SPANS = 1024
+MAX_BYTES = 1 << 42
+MAX_PIXELS = 1 << 40
+MAX_SIDE = 1 << 20
+MAX_COUNT = 1 << 40
+MAX_SECONDS = 86400.0
 MAX_LABEL = 64
 MAX_TEXT = 1024
 
@@ -67,6 +75,14 @@ def between(value: int, name: str, least: int, most: int) -> int:
     if not least <= value <= most:
         raise InvalidRequestError(f"{name} must be {least} to {most}, not {value}")
     return value
+
+
+def token_ids(values: Sequence[int], name: str, least: int, most: int) -> tuple[int, ...]:
+    """So many tokens, each of which an int32 holds."""
+    between(len(values), name, least, most)
+    if values and max(values) > MAX_TOKEN_ID:
+        raise InvalidRequestError(f"{name} must be 0 to {MAX_TOKEN_ID}, not {max(values)}")
+    return tuple(values)
 
 
 def grid(values: Collection[int], name: str) -> tuple[int, int, int]:

@@ -76,16 +76,37 @@ def decode_reply_to(reply: calls.Reply[calls.DecodeEvent]) -> pb.DecodeReply:
 def decode_reply_of(message: pb.DecodeReply) -> calls.Reply[calls.DecodeEvent]:
     """A decode worker's reply."""
     event: calls.DecodeEvent
-    if message.WhichOneof("kind") == "tokens":
+    kind = message.WhichOneof("kind")
+    if kind == "tokens":
         event = _tokens_of(message.tokens)
-    else:
+    elif kind == "finished":
         finished = message.finished
-        event = calls.Finished(values.finish_of(finished.finish_reason), finished.num_tokens)
-    return calls.Reply(event, values.spans_of(message.spans), message.clock_us / values.MICRO)
+        event = calls.Finished(
+            values.finish_of(finished.finish_reason),
+            checks.between(finished.num_tokens, "finished.num_tokens", 0, checks.MAX_TOKENS),
+        )
+    else:
+        raise InvalidRequestError("a reply of decode says tokens or finished")
+    return calls.Reply(
+        event, values.spans_of(message.spans), values.seconds_of(message.clock_us, "clock_us")
+    )
 
 
 def _tokens_of(message: pb.Tokens) -> calls.Tokens:
     logprobs = tuple(map(sampling.logprobs_of, message.logprobs))
     if logprobs and len(logprobs) != len(message.token_ids):
         raise InvalidRequestError("tokens.logprobs must be one per token, or none")
-    return calls.Tokens(message.first_index, tuple(message.token_ids), logprobs)
+    return calls.Tokens(
+        checks.between(message.first_index, "tokens.first_index", 0, checks.MAX_TOKENS),
+        checks.token_ids(message.token_ids, "tokens.token_ids", 1, checks.MAX_TOKENS),
+        logprobs,
+    )
+
+
+def reservation_of(message: pb.ReserveReply) -> calls.Reservation:
+    """What a decode worker has promised."""
+    return calls.Reservation(
+        reservation_id=checks.identifier(message.reservation_id, "reservation_id"),
+        boot_id=checks.octets(message.boot_id, "boot_id", (16,)),
+        lease_seconds=values.lease_of(message.lease_milliseconds),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_worker.errors import InvalidImageError
+from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.wire import calls, checks, values
 
@@ -18,11 +18,15 @@ def encode_call_of(message: pb.EncodeBegin) -> calls.EncodeCall:
                 num_bytes=checks.between(
                     item.num_bytes, "items.num_bytes", 1, checks.MAX_PICTURE_BYTES
                 ),
-                width=item.width,
-                height=item.height,
-                num_tokens=item.num_tokens,
-                max_pixels=item.max_pixels,
-                format=item.format,
+                width=checks.between(item.width, "items.width", 0, checks.MAX_SIDE),
+                height=checks.between(item.height, "items.height", 0, checks.MAX_SIDE),
+                num_tokens=checks.between(
+                    item.num_tokens, "items.num_tokens", 0, checks.MAX_TOKENS
+                ),
+                max_pixels=checks.between(
+                    item.max_pixels, "items.max_pixels", 0, checks.MAX_PIXELS
+                ),
+                format=checks.text(item.format, "items.format", checks.MAX_LABEL),
             )
             for item in message.items
         ),
@@ -72,7 +76,7 @@ def encode_reply_to(reply: calls.Reply[calls.EncodeEvent]) -> pb.EncodeReply:
             pb.ItemReady(item=event.item, cache_hit=event.cache_hit, num_bytes=event.num_bytes)
         )
     else:
-        error = pb.ItemError(code=event.code, message=event.message)
+        error = pb.ItemError(code=event.code, message=event.message[: checks.MAX_TEXT])
         message.failed.CopyFrom(pb.ItemFailed(item=event.item, error=error))
     return message
 
@@ -82,23 +86,36 @@ def encode_reply_of(message: pb.EncodeReply) -> calls.Reply[calls.EncodeEvent]:
     event: calls.EncodeEvent
     kind = message.WhichOneof("kind")
     if kind == "decoded":
-        event = calls.Decoded(
-            items=tuple(
-                _decoded_item_of(item, index) for index, item in enumerate(message.decoded.items)
-            )
-        )
+        items = message.decoded.items
+        checks.between(len(items), "decoded.items", 1, checks.MAX_ITEMS)
+        event = calls.Decoded(tuple(_decoded_item_of(item, i) for i, item in enumerate(items)))
     elif kind == "ready":
         ready = message.ready
-        event = calls.ItemReady(ready.item, cache_hit=ready.cache_hit, num_bytes=ready.num_bytes)
+        event = calls.ItemReady(
+            checks.between(ready.item, "ready.item", 0, checks.MAX_ITEMS - 1),
+            cache_hit=ready.cache_hit,
+            num_bytes=checks.between(ready.num_bytes, "ready.num_bytes", 0, checks.MAX_BYTES),
+        )
+    elif kind == "failed":
+        item = checks.between(message.failed.item, "failed.item", 0, checks.MAX_ITEMS - 1)
+        event = calls.ItemFailed(item, *_error_of(message.failed.error))
     else:
-        failed = message.failed
-        event = calls.ItemFailed(failed.item, failed.error.code, failed.error.message)
-    return calls.Reply(event, values.spans_of(message.spans), message.clock_us / values.MICRO)
+        raise InvalidRequestError("a reply of an encoder says decoded, ready or failed")
+    return calls.Reply(
+        event, values.spans_of(message.spans), values.seconds_of(message.clock_us, "clock_us")
+    )
+
+
+def _error_of(message: pb.ItemError) -> tuple[str, str]:
+    return (
+        checks.text(message.code, "error.code", checks.MAX_LABEL),
+        checks.text(message.message, "error.message", checks.MAX_TEXT),
+    )
 
 
 def _decoded_item_to(item: calls.DecodedItem) -> pb.DecodedItem:
     if item.error is not None:
-        error = pb.ItemError(code=item.error.code or "", message=str(item.error))
+        error = pb.ItemError(code=item.error.code or "", message=str(item.error)[: checks.MAX_TEXT])
         return pb.DecodedItem(error=error)
     return pb.DecodedItem(
         num_tokens=item.num_tokens, grid_thw=item.grid_thw, image_key=item.image_key
@@ -107,10 +124,11 @@ def _decoded_item_to(item: calls.DecodedItem) -> pb.DecodedItem:
 
 def _decoded_item_of(message: pb.DecodedItem, index: int) -> calls.DecodedItem:
     if message.HasField("error"):
-        error = InvalidImageError(message.error.message, item=index, code=message.error.code)
+        code, text = _error_of(message.error)
+        error = InvalidImageError(text, item=index, code=code)
         return calls.DecodedItem(0, (0, 0, 0), b"", error)
     return calls.DecodedItem(
-        num_tokens=message.num_tokens,
+        num_tokens=checks.between(message.num_tokens, "num_tokens", 1, checks.MAX_TOKENS),
         grid_thw=checks.grid(message.grid_thw, "grid_thw"),
         image_key=checks.octets(message.image_key, "image_key", (32,)),
     )

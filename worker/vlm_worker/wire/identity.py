@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vlm_worker.errors import IncompatibleError
+from vlm_worker.errors import IncompatibleError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.types import Role, Stage
+from vlm_worker.types import RequestKey, Role, Stage
 from vlm_worker.wire import calls, checks
 from vlm_worker.wire.values import key_of
 
@@ -49,19 +49,19 @@ def hello_of(message: pb.HelloReply) -> calls.Hello:
     return calls.Hello(
         role=role,
         stages=stages,
-        model=message.model,
-        model_revision=message.model_revision,
-        pod_name=message.pod_name,
-        pod_uid=message.pod_uid,
+        model=checks.text(message.model, "model", checks.MAX_TEXT),
+        model_revision=checks.text(message.model_revision, "model_revision", checks.MAX_TEXT),
+        pod_name=checks.text(message.pod_name, "pod_name", checks.MAX_TEXT),
+        pod_uid=checks.text(message.pod_uid, "pod_uid", checks.MAX_TEXT),
         boot_id=checks.octets(message.boot_id, "boot_id", (16,)),
         layout_fingerprint=checks.octets(message.layout_fingerprint, "fingerprint", (0, 16)),
         embed_fingerprint=checks.octets(message.embed_fingerprint, "fingerprint", (0, 16)),
-        compat=message.compat,
+        compat=checks.text(message.compat, "compat", checks.MAX_TEXT),
         limits=calls.Limits(
-            block_size=message.limits.block_size_tokens,
-            kv_capacity_tokens=message.limits.kv_capacity_tokens,
-            max_model_len=message.limits.max_model_len_tokens,
-            max_requests=message.limits.max_requests,
+            block_size=_limit(message.limits, "block_size_tokens", checks.MAX_TOKENS),
+            kv_capacity_tokens=_limit(message.limits, "kv_capacity_tokens", checks.MAX_COUNT),
+            max_model_len=_limit(message.limits, "max_model_len_tokens", checks.MAX_TOKENS),
+            max_requests=_limit(message.limits, "max_requests", checks.MAX_TOKENS),
         ),
     )
 
@@ -84,12 +84,53 @@ def load_of(message: pb.LoadReply) -> calls.Load:
     return calls.Load(
         num_inflight=message.num_inflight,
         num_waiting=message.num_waiting,
-        work_queued_seconds=message.work_queued_seconds,
-        kv_free_tokens=message.kv_free_tokens,
-        kv_capacity_tokens=message.kv_capacity_tokens,
+        work_queued_seconds=checks.measure(
+            message.work_queued_seconds, "work_queued_seconds", checks.MAX_COUNT
+        ),
+        kv_free_tokens=_limit(message, "kv_free_tokens", checks.MAX_COUNT),
+        kv_capacity_tokens=_limit(message, "kv_capacity_tokens", checks.MAX_COUNT),
         accepting=message.accepting,
-        boot_id=message.boot_id,
+        boot_id=checks.octets(message.boot_id, "boot_id", (16,)),
     )
+
+
+def _limit(message: pb.Limits | pb.LoadReply, name: str, most: int) -> int:
+    return checks.between(getattr(message, name), name, 0, most)
+
+
+def cancel_call_of(message: pb.CancelRequest) -> RequestKey:
+    """Whom a Cancel is for."""
+    return RequestKey(
+        checks.identifier(message.request_id, "request_id"),
+        checks.between(message.attempt, "attempt", 0, checks.MAX_ATTEMPT),
+    )
+
+
+def cancel_reply_of(message: pb.CancelReply) -> calls.CancelOutcome:
+    """What became of it."""
+    try:
+        return calls.CancelOutcome(message.outcome)
+    except ValueError:
+        raise InvalidRequestError(f"outcome {message.outcome} is unknown") from None
+
+
+def renew_call_of(message: pb.RenewLeasesRequest) -> tuple[bytes, list[str]]:
+    """Of which life, and which leases."""
+    checks.between(len(message.transfer_ids), "transfer_ids", 0, checks.MAX_IDS)
+    ids = [checks.identifier(name, "transfer_ids") for name in message.transfer_ids]
+    return checks.octets(message.boot_id, "boot_id", (16,)), ids
+
+
+def renew_reply_of(message: pb.RenewLeasesReply) -> frozenset[str]:
+    """Which of them are gone."""
+    checks.between(len(message.gone), "gone", 0, checks.MAX_IDS)
+    return frozenset(checks.identifier(name, "gone") for name in message.gone)
+
+
+def release_call_of(message: pb.ReleaseLeaseRequest) -> tuple[bytes, str]:
+    """Of which life, and which lease."""
+    boot_id = checks.octets(message.boot_id, "boot_id", (16,))
+    return boot_id, checks.identifier(message.transfer_id, "transfer_id")
 
 
 def fetch_call_to(call: calls.FetchCall) -> pb.FetchRequest:
@@ -113,7 +154,7 @@ def fetch_call_of(message: pb.FetchRequest) -> calls.FetchCall:
         boot_id=checks.octets(message.boot_id, "boot_id", (16,)),
         fingerprint=checks.octets(message.fingerprint, "fingerprint", (0, 16)),
         key=key_of(message),
-        first_unit=message.first_unit,
+        first_unit=checks.between(message.first_unit, "first_unit", 0, checks.MAX_TOKENS),
         transport=checks.text(message.transport, "transport", checks.MAX_LABEL),
         invitation=checks.at_most(message.invitation, "invitation", MAX_INVITATION_BYTES),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlm_worker.errors import InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.wire import calls, checks, sampling, values
 
@@ -70,20 +71,28 @@ def prefill_reply_of(message: pb.PrefillReply) -> calls.Reply[calls.PrefillEvent
     if kind == "accepted":
         accepted = message.accepted
         event = calls.Accepted(
-            transfer_id=accepted.transfer_id,
-            boot_id=accepted.boot_id,
-            layout_fingerprint=accepted.layout_fingerprint,
-            lease_seconds=accepted.lease_milliseconds / 1000,
+            transfer_id=checks.identifier(accepted.transfer_id, "transfer_id"),
+            boot_id=checks.octets(accepted.boot_id, "boot_id", (16,)),
+            layout_fingerprint=checks.octets(
+                accepted.layout_fingerprint, "layout_fingerprint", (16,)
+            ),
+            lease_seconds=values.lease_of(accepted.lease_milliseconds),
         )
     elif kind == "first_token":
         first = message.first_token
         event = calls.FirstToken(
-            index=first.index,
-            token_id=first.token_id,
-            num_cached_tokens=first.num_cached_tokens,
+            index=checks.between(first.index, "first_token.index", 0, checks.MAX_TOKENS),
+            token_id=checks.between(first.token_id, "first_token.token_id", 0, checks.MAX_TOKEN_ID),
+            num_cached_tokens=checks.between(
+                first.num_cached_tokens, "first_token.num_cached_tokens", 0, checks.MAX_TOKENS
+            ),
             finish_reason=values.finish_of(first.finish_reason) if first.finish_reason else None,
             logprobs=(sampling.logprobs_of(first.logprobs) if first.HasField("logprobs") else None),
         )
-    else:
+    elif kind == "done":
         event = calls.PrefillDone()
-    return calls.Reply(event, values.spans_of(message.spans), message.clock_us / values.MICRO)
+    else:
+        raise InvalidRequestError("a reply of prefill says accepted, first_token or done")
+    return calls.Reply(
+        event, values.spans_of(message.spans), values.seconds_of(message.clock_us, "clock_us")
+    )

@@ -18,7 +18,8 @@ MAX_TEMPERATURE = 100.0
 def sampling_of(message: pb.Sampling) -> SamplingParams:
     """Sampling parameters; InvalidRequestError names the one that is out of bounds."""
     checks.between(message.max_tokens, "sampling.max_tokens", 1, checks.MAX_TOKENS)
-    checks.between(len(message.stop_token_ids), "sampling.stop_token_ids", 0, MAX_STOP_TOKENS)
+    checks.between(message.top_k, "sampling.top_k", 0, checks.MAX_TOKEN_ID)
+    stops = checks.token_ids(message.stop_token_ids, "sampling.stop_token_ids", 0, MAX_STOP_TOKENS)
     checks.between(message.num_logprobs, "sampling.num_logprobs", 0, checks.MAX_LOGPROBS + 1)
     _number(message, "temperature", 0.0, MAX_TEMPERATURE)
     _number(message, "top_p", 0.0, 1.0)
@@ -32,7 +33,7 @@ def sampling_of(message: pb.Sampling) -> SamplingParams:
         top_p=message.top_p or 1.0,
         top_k=message.top_k,
         seed=message.seed,
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop_token_ids=stops,
         ignore_eos=message.ignore_eos,
         min_p=message.min_p,
         frequency_penalty=message.frequency_penalty,

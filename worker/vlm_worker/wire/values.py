@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
+    STAGES,
     FinishReason,
     ImageItem,
     Request,
@@ -24,7 +25,8 @@ from vlm_worker.wire.sampling import sampling_of
 
 MICRO = 1_000_000
 SALTS = (0, 32)
-_FINGERPRINTS = (0, 16)
+FINGERPRINTS = (0, 16)
+_STAGES = frozenset((*STAGES, "kv_transfer"))
 
 
 def key_of(
@@ -35,7 +37,10 @@ def key_of(
     | pb.FetchRequest,
 ) -> RequestKey:
     """Request id and attempt of any call that has them."""
-    return RequestKey(checks.identifier(message.request_id, "request_id"), message.attempt)
+    return RequestKey(
+        checks.identifier(message.request_id, "request_id"),
+        checks.between(message.attempt, "attempt", 0, checks.MAX_ATTEMPT),
+    )
 
 
 def source_of(message: pb.Source) -> Source:
@@ -47,7 +52,7 @@ def source_of(message: pb.Source) -> Source:
         address=message.address,
         boot_id=checks.octets(message.boot_id, "source.boot_id", (16,)),
         transfer_id=checks.identifier(message.transfer_id, "source.transfer_id"),
-        fingerprint=checks.octets(message.fingerprint, "source.fingerprint", _FINGERPRINTS),
+        fingerprint=checks.octets(message.fingerprint, "source.fingerprint", FINGERPRINTS),
     )
 
 
@@ -61,9 +66,24 @@ def source_to(source: Source) -> pb.Source:
     )
 
 
-def spans_of(messages: Iterable[pb.StageSpan]) -> tuple[StageSpan, ...]:
-    """Spans in seconds."""
-    return tuple(StageSpan(m.stage, m.start_us / MICRO, m.end_us / MICRO, m.item) for m in messages)
+def spans_of(messages: Sequence[pb.StageSpan]) -> tuple[StageSpan, ...]:
+    """Spans in seconds; a stage that we do not know, of a newer worker, is left out."""
+    checks.between(len(messages), "spans", 0, checks.MAX_SPANS)
+    return tuple(
+        StageSpan(
+            m.stage,
+            seconds_of(m.start_us, "spans.start_us"),
+            seconds_of(m.end_us, "spans.end_us"),
+            checks.between(m.item, "spans.item", 0, checks.MAX_ITEMS),
+        )
+        for m in messages
+        if m.stage in _STAGES
+    )
+
+
+def seconds_of(microseconds: int, name: str) -> float:
+    """Seconds of one day at most."""
+    return checks.measure(microseconds / MICRO, name, checks.MAX_SECONDS)
 
 
 def spans_to(spans: Iterable[StageSpan]) -> list[pb.StageSpan]:
@@ -74,6 +94,11 @@ def spans_to(spans: Iterable[StageSpan]) -> list[pb.StageSpan]:
     ]
 
 
+def lease_of(milliseconds: int) -> float:
+    """How long a lease is, in seconds."""
+    return checks.measure(milliseconds / 1000, "lease_milliseconds", checks.MAX_SECONDS)
+
+
 def micros(seconds: float) -> int:
     """Microseconds, not below zero."""
     return max(0, round(seconds * MICRO))
@@ -81,7 +106,8 @@ def micros(seconds: float) -> int:
 
 def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
     """The request of a Prefill or Decode call."""
-    num_tokens = checks.between(len(message.token_ids), "token_ids", 1, checks.MAX_TOKENS)
+    token_ids = checks.token_ids(message.token_ids, "token_ids", 1, checks.MAX_TOKENS)
+    num_tokens = len(token_ids)
     checks.between(message.num_prompt_tokens, "num_prompt_tokens", 1, num_tokens)
     if len(message.items) > checks.MAX_ITEMS:
         raise InvalidRequestError(f"items must be at most {checks.MAX_ITEMS}")
@@ -91,7 +117,7 @@ def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
             raise InvalidRequestError("items must be in order and must not overlap")
     return Request(
         key=key_of(message),
-        token_ids=tuple(message.token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=message.num_prompt_tokens,
         sampling=sampling_of(message.sampling),
         items=items,
