@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+
+import aiohttp
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.families import load_family
@@ -16,9 +19,13 @@ from vlm_worker.server.state import ModelFacts
 from vlm_worker.server.worker import WorkerServer
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.testing import ChecksumRunner, assert_idle, plain_positions
+from vlm_worker.types import Request, RequestKey, SamplingParams
+from vlm_worker.wire.calls import Accepted, PrefillCall
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 FAMILY = load_family(MODEL)
+KEY = RequestKey("r-1", 1)
+TIMEOUT = 20.0
 
 
 @dataclasses.dataclass
@@ -61,3 +68,23 @@ async def serving(role: str, *flags: str) -> AsyncIterator[Serving]:
     finally:
         runner.gate.set()
         await server.close()
+
+
+def request_of(num_tokens: int = 20, key: RequestKey = KEY) -> Request:
+    return Request(key, tuple(range(100, 100 + num_tokens)), num_tokens, SamplingParams(8))
+
+
+async def prefill_until_accepted(worker: Serving, request: Request) -> Accepted:
+    """Start a prefill in the background of the test; it ends with the server."""
+    call = PrefillCall(request, "t-1", ())
+    async with aclosing(worker.client.prefill(call, timeout=TIMEOUT)) as replies:
+        async for reply in replies:
+            if isinstance(reply.event, Accepted):
+                accepted = reply.event
+        return accepted
+
+
+async def page(worker: WorkerServer, path: str) -> tuple[int, str]:
+    url = f"http://127.0.0.1:{worker.http_port}{path}"
+    async with aiohttp.ClientSession() as session, session.get(url) as reply:
+        return reply.status, await reply.text()
