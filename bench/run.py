@@ -1,6 +1,6 @@
 """Runs the benchmarks one after another: two at once would measure each other.
 
-    make bench                      all of them, about 3 minutes
+    make bench                      all of them, about 5 minutes
     make bench ARGS="scheduler"     one
 
 Each script interleaves what it compares in rounds and prints JSON lines; they are gathered, with
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHES = ("scheduler", "model", "gateway_overhead")
+BENCHES = ("scheduler", "model", "cache", "gateway_overhead")
 
 
 def main() -> int:
