@@ -56,9 +56,10 @@ def load_reference(model_dir: Path) -> Any:
 
 @torch.inference_mode()
 def answer(
-    model: Any, question: Question, *, max_tokens: int = MAX_TOKENS, ignore_eos: bool = False
-) -> Answer:
-    """One greedy answer."""
+    model: Any, question: Question, *, max_tokens: int = MAX_TOKENS, ignore_eos: bool = False,
+    **how: Any,
+) -> Answer:  # fmt: skip
+    """One greedy answer; `how` goes to `generate`."""
     ids = torch.tensor([question.token_ids])
     model.model.rope_deltas = None
     out = model.generate(
@@ -69,6 +70,7 @@ def answer(
         output_logits=True,
         return_dict_in_generate=True,
         **({"eos_token_id": NO_TOKEN} if ignore_eos else {}),
+        **how,
         **_pictures(model.config, question),
     )
     tokens = out.sequences[0, ids.shape[1] :].tolist()
