@@ -126,6 +126,24 @@ def test_pictures_of_all_who_wait_go_in_one_call() -> None:
         engine.state.cancel(RequestKey(name, 0))
 
 
+def test_a_large_call_takes_one_picture_of_each_request() -> None:
+    engine = ByHand(max_model_len=4096, num_blocks=2000)
+    sizes = {"a": [300, 300, 10], "b": [100, 100, 100], "c": [300]}
+    for name, tokens in sizes.items():
+        images = [
+            make_image(ord(name) + number, num_tokens=count) for number, count in enumerate(tokens)
+        ]
+        engine.encode(name, images)
+    while engine.turn():
+        pass
+    sizes_of_calls = [call.num_tokens for call in engine.calls if isinstance(call, Encoded)]
+    # a first one of each; small ones go together until there are enough
+    assert sizes_of_calls == [300 + 100 + 300, 300 + 100, 10 + 100]
+    for name in sizes:
+        assert [event.item for event in engine.told[name]] == list(range(len(sizes[name])))
+        engine.state.cancel(RequestKey(name, 0))
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(5, 20))
 def test_a_long_queue_of_pictures_never_keeps_a_decoding_sequence_from_its_next_token(
     sizes: list[int], budget: int

@@ -2,9 +2,10 @@
 
     push -> queue -> [a batch within the budget] -> runner.encode -> cache -> all who wait for it
 
-Nobody waits for a fuller batch: what is there when a turn comes is encoded. While sequences decode
-the budget is smaller, so that a long queue costs each of their tokens one short call and no more;
-and between two calls the prompts compute what has become ready.
+Nobody waits for a fuller batch: what is there when a turn comes is encoded. A call that is large
+enough to use the device well takes one picture of each request: the prompts, here or elsewhere,
+compute the first pictures while the next ones are encoded. While sequences decode the budget is
+smaller, so that a long queue costs each of their tokens one short call and no more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from vlm_worker.cache.embeddings import EmbeddingCache
 from vlm_worker.core.encoder_entries import Entry
@@ -22,7 +23,10 @@ from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.engine.step import encode_guarded, is_out_of_memory
 from vlm_worker.errors import CancelledError
-from vlm_worker.types import PreparedImage
+from vlm_worker.types import PreparedImage, RequestKey
+
+ENOUGH_TOKENS: Final = 256
+"""Visual tokens of a call that uses the device well: 1,024 patches where four are merged."""
 
 Settled = Callable[[Exception | None], None]
 """Called once when an entry is filled (None) or has failed."""
@@ -34,6 +38,7 @@ class Fill:
 
     entry: Entry
     image: PreparedImage
+    key: RequestKey
 
 
 def num_pixels(image: PreparedImage) -> int:
@@ -88,9 +93,9 @@ class EncoderQueue:
         """Predicted encoder time of so many visual tokens."""
         return self.work.predict(num_tokens, units_per_step=self._settings.max_encode_tokens)
 
-    def push(self, entry: Entry, image: PreparedImage) -> None:
-        """Have an entry filled."""
-        self._queue.append(Fill(entry, image))
+    def push(self, entry: Entry, image: PreparedImage, key: RequestKey) -> None:
+        """Have an entry filled, for a request."""
+        self._queue.append(Fill(entry, image, key))
 
     def when_settled(self, entry: Entry, settled: Settled) -> None:
         """Have `settled` called when an entry that is being filled is READY, or has failed."""
@@ -134,9 +139,16 @@ class EncoderQueue:
         if decoding:
             budget = min(budget, settings.max_encode_tokens_decoding)
         batch: list[Fill] = []
-        while self._queue and (not batch or self._queue[0].image.num_tokens <= budget):
-            batch.append(self._queue.popleft())
-            budget -= batch[-1].image.num_tokens
+        later: list[Fill] = []
+        num_tokens = 0
+        while self._queue and (not batch or num_tokens + self._queue[0].image.num_tokens <= budget):
+            fill = self._queue.popleft()
+            if num_tokens >= ENOUGH_TOKENS and any(other.key == fill.key for other in batch):
+                later.append(fill)
+                continue
+            batch.append(fill)
+            num_tokens += fill.image.num_tokens
+        self._queue.extendleft(reversed(later))
         return batch
 
     def _complete(self, fill: Fill, embedding: Any) -> None:

@@ -226,7 +226,7 @@ class Pictures:
             self._settle(job, ItemReady(item, True, entry.num_bytes, now, now, now))
             return
         if found is Lookup.MINE:
-            self.queue.push(entry, image)
+            self.queue.push(entry, image, job.key)
         self.queue.when_settled(
             entry, lambda error: self._item_settled(job, item, entry, now, error)
         )
