@@ -31,6 +31,6 @@ def chart() -> str:
 
 @pytest.fixture(scope="session")
 def installed(control_plane: ControlPlane) -> ControlPlane:
-    """The shared control plane with install.yaml applied; it has no nodes, so nothing runs."""
+    """The shared control plane with install.yaml applied; pods run if other tests brought nodes."""
     control_plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
     return control_plane
