@@ -92,7 +92,8 @@ JSON = st.recursive(
 )
 NAMES = st.sampled_from(
     ["model", "messages", "temperature", "max_tokens", "stop", "stream", "stream_options", "seed",
-     "n", "tools", "metadata", "user", "prompt", "logit_bias", "x"]
+     "n", "tools", "metadata", "user", "prompt", "logit_bias", "logprobs", "top_logprobs", "top_k",
+     "min_p", "repetition_penalty", "presence_penalty", "ignore_eos", "priority", "x"]
 )  # fmt: skip
 
 

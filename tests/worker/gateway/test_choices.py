@@ -187,6 +187,18 @@ async def test_what_a_client_may_ask_beyond_openai_reaches_the_engine(served: St
         assert await text({}, frequency_penalty=0.5) == edited[1]
 
 
+async def test_every_topology_draws_and_tells_the_same() -> None:
+    said = []
+    for plans in TOPOLOGIES.values():
+        async with stack(*plans) as served, client(served) as api:
+            answer = await api.chat.completions.create(
+                **body(n=2, logprobs=True, top_logprobs=1, presence_penalty=0.5),
+                extra_body={"repetition_penalty": 1.2},
+            )
+            said.append([choice.model_dump() for choice in answer.choices])
+    assert all(one == said[0] for one in said)
+
+
 def test_the_choices_of_a_request_have_ids_and_seeds_of_their_own() -> None:
     job = Job("r", (), lambda _: Prompt((1,)), SamplingParams(5, seed=9), b"", False, 0.0, 4)
     jobs = [job_of_choice(job, index) for index in range(8)]

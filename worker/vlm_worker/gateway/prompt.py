@@ -20,6 +20,7 @@ from vlm_worker.gateway.api.messages import Message
 from vlm_worker.gateway.prompt_pieces import PieceEncoder
 from vlm_worker.gateway.template import ChatTemplate, read_template
 from vlm_worker.gateway.token_texts import TokenTexts
+from vlm_worker.wire.checks import MAX_REPETITION_PENALTY
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 # No normaliser shrinks text by more: decomposed Hangul and accents at most to a third.
@@ -182,6 +183,11 @@ def _named_tokens(model_dir: Path) -> dict[str, str]:
 def _sampling_defaults(model_dir: Path) -> SamplingDefaults:
     config = _read_optional(model_dir / "generation_config.json")
     repetition_penalty = float(config.get("repetition_penalty") or 1.0)
+    if not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise ModelConfigError(
+            f"{model_dir / 'generation_config.json'}: repetition_penalty is {repetition_penalty}; "
+            f"it must be above 0 and at most {MAX_REPETITION_PENALTY:g}"
+        )
     if not config.get("do_sample"):
         return SamplingDefaults(repetition_penalty=repetition_penalty)
     return SamplingDefaults(
