@@ -1,10 +1,9 @@
-"""How far a gateway goes to save a request: retries within a budget, patience with a lost pool,
-and a bounded number that wait for room.
+"""How far a gateway goes to save a request: retries, patience, and a place to wait, all bounded.
 
-    retry     a stream that went on is moved whenever its pods are lost; an attempt that delivered
-              nothing takes from the budget, so that a storm adds a tenth to the load, no more
-    patience  counts from when a pool lost its pods: whoever comes later waits as much less
-    room      who finds it full is told at once when to come back
+retry     a stream that went on is moved whenever its pods are lost; an attempt that delivered
+          nothing takes from the budget, so that a storm adds a tenth to the load, no more
+patience  counts from when a pool lost its pods: whoever comes later waits as much less
+room      who finds it full is told at once when to come back
 """
 
 from __future__ import annotations
