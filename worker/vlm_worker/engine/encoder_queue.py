@@ -21,7 +21,7 @@ from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.core.work import WorkModel
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.engine.step import encode_guarded, is_out_of_memory
+from vlm_worker.engine.step import encode_guarded, is_device_lost, is_out_of_memory
 from vlm_worker.errors import CancelledError
 from vlm_worker.types import PreparedImage, RequestKey
 
@@ -67,6 +67,7 @@ class EncoderQueue:
         self.num_visual_tokens = 0
         self.num_patches = 0
         self.num_out_of_memory = 0
+        self.device_lost = False
         self.admitted_seconds = 0.0
         self._runner = runner
         self._cache = cache
@@ -127,6 +128,7 @@ class EncoderQueue:
         for fill, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
                 self.num_out_of_memory += is_out_of_memory(result.__cause__)
+                self.device_lost = self.device_lost or is_device_lost(result.__cause__)
                 self._fail(fill.entry, result)
             else:
                 self._complete(fill, result)

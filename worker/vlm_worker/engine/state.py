@@ -65,8 +65,10 @@ class State:
 
     @property
     def failing(self) -> bool:
-        """Too many steps in a row computed nothing."""
-        return self.stepping.guard.failures_in_a_row >= self._settings.max_step_failures
+        """The device is lost, or too many steps in a row computed nothing."""
+        guard = self.stepping.guard
+        lost = guard.device_lost or self.pictures.queue.device_lost
+        return lost or guard.failures_in_a_row >= self._settings.max_step_failures
 
     @property
     def inflight(self) -> int:

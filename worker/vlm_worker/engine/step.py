@@ -31,12 +31,16 @@ class StepResult:
 
 
 class StepGuard:
-    """Runs plans; counts steps in which nothing at all could be computed."""
+    """Runs plans; counts steps in which nothing at all could be computed.
+
+    `device_lost` says that none will be any more: only a new process gets the device back.
+    """
 
     def __init__(self, runner: Runner, builder: BatchBuilder) -> None:
         self.num_failures = 0
         self.num_out_of_memory = 0
         self.failures_in_a_row = 0
+        self.device_lost = False
         self._runner = runner
         self._builder = builder
 
@@ -59,6 +63,7 @@ class StepGuard:
         except Exception as error:  # a model may raise anything; its requests get it as last word
             logger.exception("step failed", extra={"num_sequences": len(plan)})
             self.num_out_of_memory += is_out_of_memory(error)
+            self.device_lost = self.device_lost or is_device_lost(error)
             failure = EngineError(f"the step failed: {error!r}")
             failure.__cause__ = error
             return StepResult(plan, failure)
@@ -85,6 +90,11 @@ def encode_guarded(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]
         return [result for image in images for result in encode_guarded(runner, [image])]
     missing = EngineError("the encoder returned nothing for this picture")
     return [missing if result is None else result for result in results]
+
+
+def is_device_lost(error: BaseException | None) -> bool:
+    """Whether a model's call ended with its device, as torch says it (torch.AcceleratorError)."""
+    return type(error).__name__ == "AcceleratorError"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
