@@ -1,0 +1,112 @@
+"""A prefill and a decode worker as servers, and the way of a request through them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from worker.server.serving import Serving, serving
+
+from vlm_worker.testing import assert_idle
+from vlm_worker.types import Request, RequestKey, SamplingParams, Source
+from vlm_worker.wire.calls import (
+    Accepted,
+    DecodeCall,
+    Finished,
+    FirstToken,
+    PrefillCall,
+    ReserveCall,
+    Tokens,
+)
+
+TENTH = "--timer-scale=0.1"
+TIMEOUT = 20.0
+KEY = RequestKey("r-1", 1)
+
+
+def request_of(
+    num_tokens: int = 21, key: RequestKey = KEY, *, first: int = 100, max_tokens: int = 8
+) -> Request:
+    tokens = tuple(range(first, first + num_tokens))
+    return Request(key, tokens, num_tokens, SamplingParams(max_tokens, ignore_eos=True))
+
+
+@dataclasses.dataclass
+class Pair:
+    """A prefill and a decode worker, and the way of a request through them."""
+
+    prefill: Serving
+    decode: Serving
+
+    async def answer(self, request: Request) -> list[int]:
+        call = ReserveCall(request.key, len(request.token_ids) + 1)
+        reservation = await self.decode.client.reserve(call)
+        tokens: dict[int, int] = {}
+        accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._prefill(request, accepted, tokens))
+            kv = self.source(await accepted)
+            decoding = DecodeCall(request, reservation.reservation_id, kv, reservation.boot_id)
+            async with aclosing(self.decode.client.decode(decoding, timeout=TIMEOUT)) as replies:
+                async for reply in replies:
+                    if isinstance(reply.event, Tokens):
+                        tokens |= dict(enumerate(reply.event.token_ids, reply.event.first_index))
+                    else:
+                        assert isinstance(reply.event, Finished)
+        return [tokens[index] for index in range(len(tokens))]
+
+    async def _prefill(
+        self, request: Request, accepted: asyncio.Future[Accepted], tokens: dict[int, int]
+    ) -> None:
+        call = PrefillCall(request, f"{request.key.request_id}.kv", ())
+        async with aclosing(self.prefill.client.prefill(call, timeout=TIMEOUT)) as replies:
+            async for reply in replies:
+                if isinstance(reply.event, Accepted):
+                    accepted.set_result(reply.event)
+                if isinstance(reply.event, FirstToken):
+                    tokens[reply.event.index] = reply.event.token_id
+
+    def source(self, accepted: Accepted) -> Source:
+        return Source(
+            self.prefill.client.address,
+            accepted.boot_id,
+            accepted.transfer_id,
+            accepted.layout_fingerprint,
+        )
+
+    async def idle(self) -> None:
+        for worker in (self.prefill, self.decode):
+            await assert_idle(worker.server)
+
+
+@contextlib.asynccontextmanager
+async def pair(*flags: str) -> AsyncIterator[Pair]:
+    async with serving("prefill", TENTH, *flags) as p, serving("decode", TENTH, *flags) as d:
+        yield Pair(p, d)
+
+
+async def kill(worker: Serving) -> None:
+    """As a process that dies: every connection is cut, nobody is told."""
+    await worker.server._grpc.stop(grace=None)
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(TIMEOUT):
+        while not holds():  # noqa: ASYNC110  state of another task or thread
+            await asyncio.sleep(0.002)
+
+
+async def accept(worker: Serving, request: Request, *sources: Source) -> Accepted:
+    """Prefill to the end, and leave the KV to its lease."""
+    call = PrefillCall(request, "t-1", sources)
+    events = [r.event async for r in worker.client.prefill(call, timeout=TIMEOUT)]
+    (accepted,) = [event for event in events if isinstance(event, Accepted)]
+    return accepted
+
+
+async def collect(worker: Serving, call: PrefillCall) -> list[Any]:
+    return [reply.event async for reply in worker.client.prefill(call, timeout=TIMEOUT)]

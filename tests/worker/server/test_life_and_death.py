@@ -1,0 +1,242 @@
+"""Peers that die, vanish or repeat themselves: one error each, and everything comes back.
+
+Real servers over real gRPC in this process; every timer is a tenth of production's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from worker.server.pairs import (
+    KEY,
+    TENTH,
+    TIMEOUT,
+    accept,
+    collect,
+    kill,
+    pair,
+    request_of,
+    until,
+)
+from worker.server.serving import Serving, serving
+
+from vlm_worker.core.leases import LeaseKind
+from vlm_worker.errors import (
+    DuplicateError,
+    EngineError,
+    GoneError,
+    PeerLostError,
+    Refusal,
+    WorkerError,
+)
+from vlm_worker.server.state import Phase
+from vlm_worker.testing import IMAGE_TOKEN, answer_alone, assert_idle, make_image
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
+from vlm_worker.wire.calls import (
+    DecodeCall,
+    FetchCall,
+    PrefillCall,
+    ReserveCall,
+)
+
+
+async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_more() -> None:
+    async with serving("prefill", TENTH) as p:
+        accepted = await accept(p, request_of())
+        leases = p.parts.host.offers.leases
+        assert leases.count(LeaseKind.HELD) == 1
+        await assert_idle(p.server)
+        assert leases.num_expired[LeaseKind.HELD] == 1, "a lost cancel is counted"
+        late = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
+        with pytest.raises(GoneError):
+            _ = [f async for f in p.client.fetch_kv(late, timeout=TIMEOUT)]
+
+
+async def test_a_reservation_that_nobody_claims_ends_and_is_counted() -> None:
+    async with serving("decode", TENTH) as d:
+        await d.client.reserve(ReserveCall(KEY, 40))
+        assert d.parts.left["KV tokens reserved"] == 40
+        await assert_idle(d.server)
+        assert d.parts.host.offers.leases.num_expired[LeaseKind.RESERVED] == 1
+
+
+async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_prefix() -> None:
+    """Blocks that came whole are a prefix hit later; the request's own are free."""
+    async with pair("--max-requests=16", "--max-batched-tokens=32") as two:
+        two.prefill.runner.faults.step_seconds = 0.05
+        request = request_of(400, max_tokens=4)
+        task = asyncio.create_task(two.answer(request))
+        imported: list[int] = []
+        engine = two.decode.parts.engine
+        write = engine.import_blocks
+
+        async def counted(key: RequestKey, first_block: int, data: memoryview) -> None:
+            await write(key, first_block, data)
+            imported.append(first_block)
+
+        engine.import_blocks = counted  # type: ignore[method-assign]
+        await until(lambda: imported or task.done())
+        await kill(two.prefill)
+        with pytest.raises(ExceptionGroup) as failed:
+            await task
+        assert failed.group_contains(PeerLostError)
+        await assert_idle(two.decode.server)
+        assert engine.stats().output_tokens == 0, "no token came of half a prompt"
+        cached = engine.stats().kv
+        assert cached is not None
+        assert 0 < cached.cached_tokens < 400
+
+
+async def test_a_handle_of_prefill_before_its_restart_is_not_found() -> None:
+    async with serving("prefill", TENTH) as before, serving("prefill", TENTH) as after:
+        accepted = await accept(before, request_of())
+        await accept(after, request_of())
+        old = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
+        with pytest.raises(GoneError, match="another life"):
+            _ = [f async for f in after.client.fetch_kv(old, timeout=TIMEOUT)]
+        assert await after.client.renew(accepted.boot_id, ["t-1"]) == {"t-1"}
+
+
+IMAGES = [make_image(number, num_tokens=6) for number in (1, 2)]
+
+
+def about(images: list[Any], key: RequestKey = KEY) -> Request:
+    """A prompt of 12 tokens before each picture and 12 after the last."""
+    tokens: list[int] = []
+    items = []
+    for number, image in enumerate(images):
+        tokens += range(200 + 20 * number, 212 + 20 * number)
+        items.append(ImageItem(image.image_key, len(tokens), image.num_tokens, image.grid_thw))
+        tokens += [IMAGE_TOKEN] * image.num_tokens
+    tokens += range(300, 312)
+    sampling = SamplingParams(8, ignore_eos=True)
+    return Request(key, tuple(tokens), len(tokens), sampling, tuple(items))
+
+
+def encoding(
+    worker: Serving, image: Any, key: RequestKey = KEY
+) -> tuple[Source, asyncio.Task[Any]]:
+    """A picture that a worker encodes, behind its media pool; and where to fetch it."""
+    from vlm_worker.roles.times import CallClock
+    from vlm_worker.wire.calls import EncodeCall, EncodeItem
+
+    role = worker.parts.encoder
+    assert role is not None
+    item = EncodeItem("e-1", 1, 28, 28, image.num_tokens, 0, "PNG")
+    call = EncodeCall(key, (item,), bytes(32))
+
+    async def chunks() -> AsyncIterator[tuple[int, bytes]]:
+        yield 0, b"x"
+
+    class Known:
+        async def known_key(self, data: Any, spec: Any) -> None:
+            return None
+
+        async def prepare(self, data: Any, spec: Any) -> Any:
+            return image
+
+    role._media = Known()
+
+    async def run() -> None:
+        async with aclosing(role.encode(call, chunks(), CallClock())) as replies:
+            _ = [reply async for reply in replies]
+
+    host = worker.parts.host
+    fingerprint = host.embed_layout.fingerprint
+    source = Source(worker.client.address, host.life.boot_id, "e-1", fingerprint)
+    return source, asyncio.create_task(run())
+
+
+async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it() -> None:
+    async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
+        e.runner.gate.clear()
+        source, task = encoding(e, IMAGES[0])
+        await until(lambda: e.parts.host.offers.leases.count(LeaseKind.HELD) == 1)
+        call = PrefillCall(about(IMAGES[:1]), "t-1", (source,))
+        prefilling = asyncio.create_task(collect(p, call))
+        await until(lambda: e.server._service.live["FetchEmbedding"] == 1)
+        await kill(e)
+        with pytest.raises(PeerLostError):
+            await prefilling
+        await assert_idle(p.server)
+        e.runner.gate.set()
+        await task
+        await assert_idle(e.server)
+
+
+async def test_an_embedding_of_a_wrong_size_is_refused_and_never_used() -> None:
+    """The encoder has another picture under this name than the gateway told prefill."""
+    async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
+        source, task = encoding(e, make_image(9, num_tokens=5))
+        await task
+        with pytest.raises(WorkerError):
+            await collect(p, PrefillCall(about(IMAGES[:1]), "t-1", (source,)))
+        assert p.parts.host.num_refused.total() == 2, "it was fetched once more"
+        assert set(p.parts.host.num_refused) == {Refusal.COMMIT}
+        await assert_idle(p.server)
+
+
+@pytest.mark.parametrize("call", ["Prefill", "Reserve", "Decode", "Encode"])
+async def test_a_call_that_comes_twice_at_once_is_done_once(call: str) -> None:
+    role = {"Prefill": "prefill", "Encode": "encoder"}.get(call, "decode")
+    async with serving(role, TENTH) as worker:
+        worker.runner.gate.clear()
+
+        async def ask() -> None:
+            if call == "Prefill":
+                await collect(worker, PrefillCall(request_of(), "t-1", ()))
+            elif call == "Reserve":
+                await worker.client.reserve(ReserveCall(KEY, 8))
+            elif call == "Encode":
+                await encoding(worker, IMAGES[0])[1]
+            else:
+                nowhere = Source("127.0.0.1:9", b"x" * 16, "t", b"f" * 16)
+                boot_id = worker.parts.host.life.boot_id
+                decoding = DecodeCall(request_of(), "none", nowhere, boot_id)
+                _ = [r async for r in worker.client.decode(decoding, timeout=TIMEOUT)]
+
+        asking = asyncio.gather(ask(), ask(), return_exceptions=True)
+        await asyncio.sleep(0)
+        worker.runner.gate.set()
+        ends = await asking
+        assert sum(isinstance(end, DuplicateError) for end in ends) == 1
+        await assert_idle(worker.server)
+
+
+async def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
+    async with pair() as two:
+        two.prefill.runner.faults.poison_token = 777
+        bad = request_of(key=RequestKey("bad", 1), first=770)
+        good = [request_of(key=RequestKey(f"good-{n}", 1), first=100 * n) for n in (1, 2, 3)]
+        ends = await asyncio.gather(*map(two.answer, [bad, *good]), return_exceptions=True)
+        assert isinstance(ends[0], ExceptionGroup)
+        assert ends[0].subgroup(EngineError) is not None
+        assert ends[1:] == [answer_alone(request) for request in good]
+        two.prefill.runner.faults.poison_token = None
+        again = dataclasses.replace(bad, key=RequestKey("bad", 2))
+        assert await two.answer(again) == answer_alone(again), "nothing of it was kept"
+        await two.idle()
+
+
+class AcceleratorError(RuntimeError):
+    """As torch names a device that is lost."""
+
+
+async def test_a_lost_device_fails_the_process_at_the_first_step() -> None:
+    async with serving("prefill", TENTH) as p:
+        error = AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        def execute(_: Any) -> Any:
+            raise error
+
+        p.runner.execute = execute  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="illegal memory access"):
+            await collect(p, PrefillCall(request_of(), "t-1", ()))
+        async with asyncio.timeout(TIMEOUT):
+            await p.server.failed()
+        assert p.server.state.phase is Phase.FAILED

@@ -1,0 +1,94 @@
+"""KV through shared memory between two servers: the same answer, and nothing left in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from worker.server.pairs import (
+    KEY,
+    TIMEOUT,
+    accept,
+    kill,
+    pair,
+    request_of,
+    until,
+)
+from worker.server.serving import serving
+
+from vlm_worker.core.leases import LeaseKind
+from vlm_worker.server.state import Phase
+from vlm_worker.testing import answer_alone, assert_idle
+from vlm_worker.wire.calls import (
+    FetchCall,
+)
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[Path, list[str]]]:
+    """A directory in memory and the flags that opt in to it."""
+    path = Path("/dev/shm") / f"triptych-test-{secrets.token_hex(8)}"
+    path.mkdir(mode=0o700)
+    yield path, ["--transport=shared-memory", f"--shared-memory-dir={path}"]
+    left = [file.name for file in path.iterdir() if file.name != "triptych-domain"]
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+    assert left == [], "segments outlived their workers"
+
+
+async def test_kv_through_shared_memory_gives_the_same_answer(
+    shared: tuple[Path, list[str]],
+) -> None:
+    _, flags = shared
+    async with pair(*flags) as two:
+        exposed: list[int] = []
+        ledger = two.prefill.parts.host.transport.ledger
+        take = ledger.take
+        ledger.take = lambda n: (exposed.append(n), take(n))[1]  # type: ignore[method-assign]
+        request = request_of(101)
+        assert await two.answer(request) == answer_alone(request)
+        assert exposed == [26 * two.prefill.runner.kv_layout.block_bytes]  # type: ignore[union-attr]
+        await two.idle()
+
+
+async def test_a_consumer_that_dies_while_it_reads_shared_memory_frees_it(
+    shared: tuple[Path, list[str]],
+) -> None:
+    path, flags = shared
+    async with pair(*flags) as two:
+        two.prefill.runner.gate.clear()
+        task = asyncio.create_task(two.answer(request_of(101)))
+        await until(lambda: two.prefill.parts.host.transport.ledger.used > 0)
+        assert len(list(path.iterdir())) == 2, "the domain and one segment"
+        await kill(two.decode)
+        with pytest.raises(ExceptionGroup):
+            await task
+        two.prefill.runner.gate.set()
+        await assert_idle(two.prefill.server)
+        assert two.prefill.parts.host.transport.ledger.lost == 0
+
+
+async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
+    shared: tuple[Path, list[str]],
+) -> None:
+    _, flags = shared
+    async with serving("prefill", "--timer-scale=0.01", "--exposed-memory-bytes=5000", *flags) as p:
+        host = p.parts.host
+        accepted = await accept(p, request_of(101))
+        call = FetchCall(
+            "t-1", accepted.boot_id, accepted.layout_fingerprint, KEY,
+            transport="shared-memory", invitation=host.transport.invitation(),
+        )  # fmt: skip
+        frames = [frame async for frame in p.client.fetch_kv(call, timeout=TIMEOUT)]
+        assert len(frames) > 2
+        # it read everything, and then neither released nor renewed
+        await until(lambda: host.offers.leases.count(LeaseKind.QUARANTINED) == 1)
+        async with asyncio.timeout(TIMEOUT):
+            await p.server.failed()
+        assert host.transport.ledger.lost == 26 * p.runner.kv_layout.block_bytes  # type: ignore[union-attr]
+        assert p.server.state.phase is Phase.FAILED
+        assert "never said whether they still read" in p.server.state.message
