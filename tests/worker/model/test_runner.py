@@ -69,6 +69,11 @@ def test_an_embedding_crosses_as_bytes(seen: Question, dtype: str) -> None:
     assert torch.equal(arrived.rows, embedding.rows)
     with pytest.raises(CorruptTransferError, match=f"of {num_tokens} tokens has {rows.nbytes}"):
         runner.import_embedding(rows[:-1], num_tokens)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        sick = embedding.rows.clone()
+        sick[-1, -1] = poison
+        with pytest.raises(CorruptTransferError, match="is not finite"):
+            runner.import_embedding(memoryview(sick.view(torch.uint8).numpy()), num_tokens)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

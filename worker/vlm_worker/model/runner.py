@@ -165,7 +165,11 @@ class ModelRunner:
         return rows.numpy().reshape(-1).data
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
-        """Rows received from an encoder. Raises CorruptTransferError on a wrong size."""
+        """Rows received from an encoder.
+
+        Raises CorruptTransferError on a wrong size, and on values that are not finite: they would
+        spread through KV that other requests share before the first logits show them.
+        """
         row_bytes = self._embed_layout.row_bytes
         if rows.nbytes != num_tokens * row_bytes:
             raise CorruptTransferError(
@@ -173,7 +177,10 @@ class ModelRunner:
                 f"not {rows.nbytes}"
             )
         data = np.frombuffer(rows, np.uint8).copy().reshape(num_tokens, row_bytes)
-        return Embedding(torch.from_numpy(data).view(self._loaded.dtype).to(self._device))
+        values = torch.from_numpy(data).view(self._loaded.dtype)
+        if not bool(torch.isfinite(values).all()):
+            raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
+        return Embedding(values.to(self._device))
 
     def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
         """A gather copy of whole blocks, flat, `[len(block_ids), block_bytes]`."""
