@@ -96,14 +96,15 @@ def _evaluate(first: Reading, last: Reading) -> tuple[ModalitySlo, ...]:
         missed: dict[str, float] = {}
         met: dict[str, float] = {}
         count = 0
+        bounds = _common_bounds(first, last, modality)
         for (boot, name), now in last.counters.items():
             if name != modality:
                 continue
             before = first.counters.get((boot, name))
             count += now.count - (before.count if before else 0)
-            for bound, value in now.buckets.items():
-                old = before.buckets.get(bound, 0) if before else 0
-                buckets[bound] = buckets.get(bound, 0.0) + value - old
+            for bound in bounds:
+                old = before.buckets[bound] if before else 0
+                buckets[bound] = buckets.get(bound, 0.0) + now.buckets[bound] - old
             for stage, spent in now.stages.items():
                 old_stage = before.stages.get(stage) if before else None
                 missed[stage] = (
@@ -115,6 +116,17 @@ def _evaluate(first: Reading, last: Reading) -> tuple[ModalitySlo, ...]:
             shares = _shares(missed) or _shares(met)
             found.append(ModalitySlo(modality, count, p95, shares))
     return tuple(found)
+
+
+def _common_bounds(first: Reading, last: Reading, modality: str) -> frozenset[float]:
+    """The bounds that every gateway counted by, then and now: some move with the target."""
+    edges = [
+        frozenset(reading.counters[key].buckets)
+        for reading in (first, last)
+        for key in reading.counters.keys() & last.counters.keys()
+        if key[1] == modality
+    ]
+    return frozenset.intersection(*edges)
 
 
 def _shares(spent: Mapping[str, float]) -> dict[str, int]:

@@ -172,6 +172,21 @@ def test_a_gateway_that_restarts_counts_from_zero():
     assert found.count == 7
 
 
+def test_bounds_that_moved_with_the_target_say_nothing_of_the_window():
+    """All that a gateway ever counted lies below a bound that is new: it was no growth."""
+    one = gateway(1)
+    old = Ttft(1000, 0, 100.0, {0.1: 990, 0.8: 1000, 5.0: 1000, math.inf: 1000}, {})
+    new = Ttft(1100, 0, 400.0, {0.1: 990, 0.6: 1000, 5.0: 1100, math.inf: 1100}, {})
+    window = SloWindow().advance(
+        [dataclasses.replace(one, ttft={"text": old})], now=NOW, window=300
+    )
+    (found,) = window.advance(
+        [dataclasses.replace(one, ttft={"text": new})], now=NOW + 5, window=300
+    ).found
+    assert found.count == 100
+    assert found.p95_seconds > 4
+
+
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=200))
 def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]):
     bounds = [0.05, 0.1, 0.5, 1, 5, 10, math.inf]
