@@ -56,6 +56,8 @@ PREEMPTIONS_TOTAL: Final = "vlm_preemptions_total"  # counter
 OUT_OF_MEMORY_TOTAL: Final = "vlm_out_of_memory_total"  # counter
 LEASES: Final = "vlm_leases"  # gauge {state}: held, reserved, quarantined
 LEASES_EXPIRED_TOTAL: Final = "vlm_leases_expired_total"  # counter
+TRANSFERS_REFUSED_TOTAL: Final = "vlm_transfers_refused_total"  # counter {reason}
+EXPOSED_BYTES: Final = "vlm_exposed_bytes"  # gauge {state}: used, lost
 INVARIANT_VIOLATIONS_TOTAL: Final = "vlm_invariant_violations_total"  # counter
 
 SECONDS_BUCKETS: Final = (

@@ -7,10 +7,11 @@ from contextlib import aclosing
 
 import pytest
 
-from vlm_worker.core.leases import Lease, LeaseTable
+from vlm_worker.core.leases import Lease, LeaseKind, LeaseTable
 from vlm_worker.errors import CancelledError, GoneError, IncompatibleError, InvalidRequestError
 from vlm_worker.roles.offers import Life, Offers
 from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.transfer.transport import ByteStream, Exposure, Ledger
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.frames import Commit
@@ -140,6 +141,99 @@ async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> 
     table.offers.sweep()
     assert len(table.offers.leases) == 0
     assert table.freed == [], "the engine has freed it with the request"
+
+
+async def test_a_lease_does_not_expire_under_a_stream_that_takes_frames() -> None:
+    table = Table()
+    outgoing = table.offer()
+    async with aclosing(outgoing.frames(KEY, first_unit=0)) as frames:
+        for unit in range(1, 9):
+            outgoing.advance(unit)
+            await anext(frames)
+            table.now += 7
+            table.offers.sweep()
+        assert table.freed == [], "56 s without a renewal"
+        # a stream that takes nothing any more keeps nothing alive
+        table.now += 19
+        table.offers.sweep()
+        assert table.freed == ["t"]
+        assert table.offers.leases.num_expired[LeaseKind.HELD] == 1
+        with pytest.raises(GoneError, match="expired"):
+            await anext(frames)
+
+
+class Exposing(ByteStream):
+    """A transport of which only the books are real."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(1000)
+
+    def expose(self, invitation: bytes, num_bytes: int) -> Exposure:  # type: ignore[override]
+        return Exposed(self.ledger, num_bytes)
+
+
+class Exposed:
+    opening = b"here"
+
+    def __init__(self, ledger: Ledger, num_bytes: int) -> None:
+        assert ledger.take(num_bytes)
+        self.ledger, self.num_bytes = ledger, num_bytes
+
+    def place(self, position: int, data: memoryview) -> memoryview:
+        return memoryview(b"")
+
+    def close(self) -> None:
+        self.ledger.give_back(self.num_bytes)
+
+    def abandon(self) -> None:
+        self.ledger.lose(self.num_bytes)
+
+
+async def read_all(outgoing: Outgoing, transport: Exposing) -> None:
+    """As a consumer that has every frame, and may be reading on."""
+    outgoing.finish(Commit(8, 32, 5))
+    frames = outgoing.frames(KEY, first_unit=0, transport=transport)
+    assert len([frame async for frame in frames]) == 3, "where, what, and the end"
+
+
+@pytest.mark.parametrize("proof", ["release", "claim"])
+async def test_exposed_memory_is_free_when_its_reader_is_proven_to_have_stopped(proof: str) -> None:
+    table, transport = Table(), Exposing()
+    await read_all(table.offer(), transport)
+    assert transport.ledger.used == 64
+    if proof == "release":
+        table.offers.release(LIFE.boot_id, "t")
+    else:
+        assert table.offers.claim("t", KEY)
+    assert (transport.ledger.used, transport.ledger.lost) == (0, 0)
+
+
+@pytest.mark.parametrize("end", ["cancel", "expiry"])
+@pytest.mark.parametrize("released", [True, False])
+async def test_exposed_memory_of_a_request_that_ended_is_quarantined(
+    end: str, released: bool
+) -> None:
+    table, transport = Table(), Exposing()
+    await read_all(table.offer(), transport)
+    if end == "cancel":
+        assert table.offers.cancel(KEY, CancelledError("stop"))
+    else:
+        table.now = 11.0
+        table.offers.sweep()
+        assert table.freed == ["t"], "the engine's blocks were copied, and are free"
+    for _ in range(5):
+        table.now += 10
+        table.offers.sweep()
+        assert table.offers.leases.count(LeaseKind.QUARANTINED) == 1
+        assert transport.ledger.used == 64
+    assert table.offers.renew(LIFE.boot_id, ["t"]) == ["t"], "it is not given back to life"
+    if released:
+        table.offers.release(LIFE.boot_id, "t")
+    table.now += 30
+    table.offers.sweep()
+    assert len(table.offers.leases) == 0
+    assert (transport.ledger.used, transport.ledger.lost) == (0, 0 if released else 64)
+    assert (transport.ledger.complaint is None) == released, "6 % of the pool are lost"
 
 
 async def test_a_cancel_that_nobody_sees_needs_no_quarantine() -> None:

@@ -10,7 +10,8 @@ from prometheus_client.metrics_core import Metric
 
 from vlm_worker import metrics
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
-from vlm_worker.server.state import LeaseCounts, Outcome, Snapshot
+from vlm_worker.errors import Refusal
+from vlm_worker.server.state import LeaseCounts, Outcome, Snapshot, TransferCounts
 
 Word = TypeVar("Word", bound=str)
 
@@ -42,6 +43,7 @@ def snapshot_families(snapshot: Snapshot, *, max_requests: int) -> Iterable[Metr
         yield from _kv(engine.kv)
     yield _kv_request_bytes(engine)
     yield from _leases(snapshot.leases)
+    yield from _transfers(snapshot.transfers)
     yield from _encoder_cache(engine.encoder_cache)
     yield from _prefix_cache(engine)
     yield from _counters(engine)
@@ -101,6 +103,15 @@ def _leases(leases: LeaseCounts) -> Iterable[Metric]:
     yield counter(
         metrics.LEASES_EXPIRED_TOTAL, "Leases that ended by their deadline.", leases.expired
     )
+
+
+def _transfers(transfers: TransferCounts) -> Iterable[Metric]:
+    refused = {refusal.value: transfers.refused.get(refusal, 0) for refusal in Refusal}
+    yield labelled_counter(
+        metrics.TRANSFERS_REFUSED_TOTAL, "Pulled transfers that were void.", "reason", refused
+    )
+    exposed = {"used": transfers.exposed_bytes, "lost": transfers.lost_bytes}
+    yield labelled_gauge(metrics.EXPOSED_BYTES, "Memory that peers read.", "state", exposed)
 
 
 def _encoder_cache(cache: EncoderCacheStats) -> Iterable[Metric]:

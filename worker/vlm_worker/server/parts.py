@@ -10,7 +10,7 @@ from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encoder import EncoderRole
 from vlm_worker.roles.host import Host
 from vlm_worker.roles.prefill import PrefillRole
-from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
+from vlm_worker.server.state import LeaseCounts, Snapshot, TransferCounts, WorkerState
 from vlm_worker.wire.calls import Hello, Limits, Load
 
 
@@ -38,7 +38,9 @@ class Parts:
         engine = self.engine.stats()
         violations = engine.invariant_violations + self.host.num_violations
         engine = dataclasses.replace(engine, invariant_violations=violations)
-        return Snapshot(engine, counts, self.host.num_inflight)
+        ledger = self.host.transport.ledger
+        transfers = TransferCounts(dict(self.host.num_refused), ledger.used, ledger.lost)
+        return Snapshot(engine, counts, self.host.num_inflight, transfers)
 
     @property
     def complaint(self) -> str | None:

@@ -7,6 +7,7 @@ import enum
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from vlm_worker.core.rates import Rates
 from vlm_worker.engine.settings import EngineStats
@@ -17,6 +18,7 @@ from vlm_worker.errors import (
     IncompatibleError,
     InvalidRequestError,
     OverloadedError,
+    Refusal,
 )
 from vlm_worker.settings import WorkerSettings
 
@@ -136,9 +138,19 @@ class LeaseCounts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TransferCounts:
+    """Transfers that were void, by what was wrong, and bytes that peers read by themselves."""
+
+    refused: Mapping[Refusal, int] = dataclasses.field(default_factory=dict)
+    exposed_bytes: int = 0
+    lost_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the engine and the leases say at one moment; None before the model is loaded."""
 
     engine: EngineStats
     leases: LeaseCounts
     num_calls: int
+    transfers: TransferCounts = dataclasses.field(default_factory=TransferCounts)

@@ -79,7 +79,9 @@ def _add_model(parser: argparse.ArgumentParser, *, positional: bool = False) -> 
     parser.add_argument("--drain-timeout-seconds", type=_seconds, default=600.0)
     parser.add_argument("--compat", default="", help="hash of what workers must agree on")
     parser.add_argument("--exit-with", type=_at_least(2), help=argparse.SUPPRESS)
-    parser.add_argument("--timer-scale", type=_scale, default=1.0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--timer-scale", type=_scale, default=1.0, help="shorten every timer alike; for tests"
+    )
     parser.add_argument(
         "--inject-delay-ms",
         type=_delay,
