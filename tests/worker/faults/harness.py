@@ -36,6 +36,7 @@ LEASES = ("held", "reserved", "quarantined")
 SLACK = 3  # bounds are awaited at three times the promise
 START_SECONDS = 30.0
 ORDER_SECONDS = 30.0
+SAY_SECONDS = 20.0
 
 
 class Pod:
@@ -146,13 +147,24 @@ class Pod:
         report: dict[str, Any] = await self.do(report=True)
         return report
 
-    async def until_said(self, *, seconds: float = 20.0, **fields: str) -> dict[str, Any]:
+    async def until_said(self, **fields: str) -> dict[str, Any]:
         """Wait until it has said a line with these fields."""
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(SAY_SECONDS):
             while True:
                 for line in self.said:
                     if fields.items() <= line.items():
                         return line
+                self.news.clear()
+                await self.news.wait()
+
+    def num_said(self, key: str, value: str) -> int:
+        """How many such lines there were in this life."""
+        return sum(line.get(key) == value for line in self.said)
+
+    async def until_num_said(self, key: str, value: str, num: int) -> None:
+        """Wait until there were so many of them."""
+        async with asyncio.timeout(SAY_SECONDS):
+            while self.num_said(key, value) < num:
                 self.news.clear()
                 await self.news.wait()
 

@@ -50,7 +50,7 @@ _request: contextvars.ContextVar[str] = contextvars.ContextVar("request", defaul
 
 
 class Marks:
-    """What is held in this process."""
+    """What is held in this process. `computed` counts prompts computed, by request and attempt."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -58,6 +58,7 @@ class Marks:
         self._held: set[asyncio.Event] = set()
         self._scatter: tuple[tuple[str, ...], float] = ((), 0.0)
         self._times: Counter[tuple[str, str]] = Counter()
+        self.computed: Counter[Any] = Counter()
 
     def hold(self, stage: str, nth: int, request: str) -> None:
         """The request, or the first, that comes to the stage for its nth time waits there."""
@@ -144,6 +145,13 @@ def mark_worker(marks: Marks, parts: Parts) -> None:
         await marks.at("decode_queue")
         return await start(key, first_token_id)
 
+    submit = engine.submit_prefill
+
+    def at_submit(request: Any, *, hold: bool) -> Any:
+        marks.computed[request.key] += 1
+        return submit(request, hold=hold)
+
+    engine.submit_prefill = at_submit  # type: ignore[method-assign]
     host.delay = at_delay  # type: ignore[method-assign]
     engine.import_blocks = at_import  # type: ignore[method-assign]
     engine.start_decode = at_start  # type: ignore[method-assign]

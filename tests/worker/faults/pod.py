@@ -81,6 +81,8 @@ def take_worker(marks: Marks, server: WorkerServer, order: dict[str, Any]) -> An
             "calls": parts.host.num_inflight,
             "pinned": parts.engine.stats().num_pinned_embeddings,
             "held_at_peers": parts.host.peers.num_held,
+            "computed": sum(marks.computed.values()),
+            "computed_twice": [str(k) for k, n in marks.computed.items() if n > 1],
             "phase": stats["phase"],
             "num_requests": stats["counters"]["requests"],
         }

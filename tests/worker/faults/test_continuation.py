@@ -57,13 +57,10 @@ async def interrupt_some(service: Cluster, rng: random.Random) -> list[float]:
     asking = []
     for one in asked:
         token = rng.randrange(1, NUM_TOKENS - 1)
-        before = sum(line.get("at") == "token" for line in victim.said)
+        before = victim.num_said("at", "token")
         await victim.hold("token", token)
         asking.append(asyncio.create_task(service.ask(one)))
-        async with asyncio.timeout(20):
-            while sum(line.get("at") == "token" for line in victim.said) == before:
-                victim.news.clear()
-                await victim.news.wait()
+        await victim.until_num_said("at", "token", before + 1)
     await service.accept_all()
     await hit(victim, "SIGKILL")
     got = await asyncio.gather(*asking)
