@@ -19,7 +19,7 @@ from vlm_worker.server.state import ModelFacts
 from vlm_worker.server.worker import WorkerServer
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.testing import ChecksumRunner, assert_idle, plain_positions
-from vlm_worker.types import Request, RequestKey, SamplingParams
+from vlm_worker.types import Request, RequestKey, SamplingParams, Stage
 from vlm_worker.wire.calls import Accepted, PrefillCall
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
@@ -51,7 +51,8 @@ def settings_of(role: str, *flags: str) -> WorkerSettings:
 @contextlib.asynccontextmanager
 async def serving(role: str, *flags: str) -> AsyncIterator[Serving]:
     settings = settings_of(role, "--max-model-len=512", *flags)
-    runner = ChecksumRunner(129, block_size=4)
+    has_kv = settings.stages != {Stage.ENCODER}
+    runner = ChecksumRunner(129, block_size=4, has_kv=has_kv)
     facts = ModelFacts(8, 8, 1276, 0)
     loaded = Loaded(runner, FAMILY, plain_positions, (), "checksum", 512, facts)
     server = WorkerServer(settings)

@@ -29,7 +29,11 @@ class NeedItems:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ItemReady:
-    """One picture is encoded. Times are seconds on the engine's clock; a cache hit takes none."""
+    """One picture is encoded. Times are seconds on the engine's clock; a cache hit takes none.
+
+    `rows` are those of `Engine.export_embedding`, where no prompt is computed here: whoever fetches
+    them need not wait until the encoder is done with the next picture.
+    """
 
     item: int
     cache_hit: bool
@@ -37,6 +41,7 @@ class ItemReady:
     queued_at: float
     started_at: float
     finished_at: float
+    rows: memoryview | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ class Pictures:
         )
         self._pinned[job.key][item] = entry
         if found is Lookup.HIT:
-            self._settle(job, ItemReady(item, True, entry.num_bytes, now, now, now))
+            self._settle(job, self._ready(item, entry, cache_hit=True, times=(now, now, now)))
             return
         if found is Lookup.MINE:
             self.queue.push(entry, image, job.key)
@@ -240,8 +240,16 @@ class Pictures:
             self.release(job.key, item)
             self._settle(job, ItemFailed(item, error))
         else:
-            started, now = self.queue.batch_started, self._clock()
-            self._settle(job, ItemReady(item, False, entry.num_bytes, queued_at, started, now))
+            times = (queued_at, self.queue.batch_started, self._clock())
+            self._settle(job, self._ready(item, entry, cache_hit=False, times=times))
+
+    def _ready(
+        self, item: int, entry: Entry, *, cache_hit: bool, times: tuple[float, float, float]
+    ) -> ItemReady:
+        rows = None
+        if self._runner.kv_layout is None:  # only peers have a use for it
+            rows = self._runner.export_embedding(self.cache.get(entry))
+        return ItemReady(item, cache_hit, entry.num_bytes, *times, rows)
 
     def _settle(self, job: Job, event: EncodeEvent) -> None:
         self._outbox.emit(job.stream, event)

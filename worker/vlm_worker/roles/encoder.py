@@ -169,8 +169,9 @@ class EncoderRole:
         images = [prepared[i].result for i in good]
         pictures = [image for image in images if isinstance(image, PreparedImage)]
         transfers = [call.items[i].transfer_id for i in good]
+        rows: dict[int, memoryview] = {}
         offers = [
-            self._offer(call.key, index, transfers[index], picture)
+            self._offer(call.key, index, transfers[index], picture, rows)
             for index, picture in enumerate(pictures)
         ]
         num_left = len(good)
@@ -186,6 +187,8 @@ class EncoderRole:
                         offers[index].fail(event.error)
                         yield Reply(_failed(good[index], event.error), (), clock.now())
                         continue
+                    if event.rows is not None:
+                        rows[index] = event.rows
                     await host.delay("encode")
                     count = pictures[index].num_tokens
                     offers[index].finish(Commit(num_units=count, num_tokens=count))
@@ -198,15 +201,23 @@ class EncoderRole:
                 host.run(host.abandon(call.key))
 
     def _offer(
-        self, key: RequestKey, index: int, transfer_id: str, picture: PreparedImage
+        self,
+        key: RequestKey,
+        index: int,
+        transfer_id: str,
+        picture: PreparedImage,
+        rows: dict[int, memoryview],
     ) -> Outgoing:
+        """An item to be fetched: from `rows`, where the engine gave them, else from the engine."""
         layout = self._host.embed_layout
 
         async def export(first: int, count: int) -> memoryview:
-            rows = await self._host.engine.export_embedding(key, index)
-            if rows.nbytes != picture.num_tokens * layout.row_bytes:
+            whole = rows.get(index)
+            if whole is None:
+                whole = await self._host.engine.export_embedding(key, index)
+            if whole.nbytes != picture.num_tokens * layout.row_bytes:
                 raise InvalidRequestError("the embedding has another size than its layout")
-            return rows.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
+            return whole.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
 
         identity = self._host.life.transfer_id(key, transfer_id, layout.fingerprint)
         outgoing = Outgoing(
