@@ -116,8 +116,10 @@ class Stepping:
                 self._advanced(sequence, num_computed, num_blocks)
         tokens = zip(outcome.sequences, outcome.token_ids, outcome.indices, strict=True)
         for at, (sequence, token_id, index) in enumerate(tokens):
-            wanted = sequence.request.sampling.num_logprobs
-            logprobs = None if wanted is None else output.logprobs_of(at, wanted)
+            logprobs = None
+            if output.logprobs is not None:
+                wanted = sequence.request.sampling.num_logprobs
+                logprobs = None if wanted is None else output.logprobs_of(at, wanted)
             cached = self._cached(sequence, index)
             emit(sequence.sink.stream, TokenEvent(index, token_id, cached, logprobs))
         self.num_output_tokens += len(outcome.sequences)
