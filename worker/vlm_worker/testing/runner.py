@@ -1,41 +1,31 @@
-"""A model without a model: what it says is a checksum of what it reads.
+"""The checksum model behind `engine.runner.Runner`: its KV cache holds one number per token.
 
-Its KV cache holds one number per token, made of the token (or of the encoder row in its place) and
-of its position. The next token is the checksum of the numbers read back through the block table.
-Any mistake in blocks, slots, positions, chunks, images, transfers or preemption changes the text.
-
-`ChecksumRunner` implements `engine.runner.Runner`; `answer_alone` is the same model, bare.
+A number is made of the token (or of the encoder row in its place) and of its position. The next
+token is the checksum of the numbers read back through the block table. Any mistake in blocks,
+slots, positions, chunks, images, transfers or preemption changes the text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import hashlib
 import threading
-import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
-from vlm_worker.core.inputs import NOT_FINITE, LogitEdits, SampleParams, StepInputs, StepOutput
+from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
-from vlm_worker.types import (
-    EmbedLayout,
-    ImageItem,
-    KVLayout,
-    PreparedImage,
-    Request,
-    TokenLogprobs,
+from vlm_worker.testing.arithmetic import (
+    IMAGE_TOKEN,
+    UNWRITTEN,
+    VOCABULARY,
+    embed,
+    next_token,
+    slot_values,
+    token_logprobs,
+    told,
 )
-
-VOCABULARY = 997
-IMAGE_TOKEN = 7
-UNWRITTEN = -1
-
-_AXES = np.array([[0x9E3779B1], [0x85EBCA77], [0xC2B2AE3D]], np.int64)
+from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,106 +180,6 @@ class ChecksumRunner:
             self._never.wait(seconds)
 
 
-def slot_values(contents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """What a KV slot holds: int64 [T] of contents [T] and positions [P, T]."""
-    axes = _AXES[: len(positions)]
-    values: np.ndarray = contents.astype(np.int64) * 1_000_003 + (positions * axes).sum(axis=0)
-    return values
-
-
-def next_token(
-    context: np.ndarray, temperature: float, seed: int, index: int, *, edits: bytes = b""
-) -> int:
-    """The token after a context; drawn by (seed, index) where the temperature is not 0."""
-    drawn = f"{seed}/{index}".encode() if temperature else b""
-    return zlib.crc32(context.astype(np.int64).tobytes() + drawn + edits) % VOCABULARY
-
-
-def told(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
-    """All that penalties and biases depend on: numbers, biases, and the tokens of the answer."""
-    numbers = (edits.frequency_penalty, edits.presence_penalty, edits.repetition_penalty)
-    answer = token_ids[num_prompt:].astype(np.int32)
-    arrays = (np.array(numbers, np.float32), edits.bias_ids, edits.bias_values, answer)
-    return b"".join(array.tobytes() for array in arrays)
-
-
-def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
-    """What it says of the likelihood of a token: exact in float32, the token itself the best."""
-    best = -(token_id % 16 + 1) / 8
-    top = [((token_id + rank) % VOCABULARY, best - rank) for rank in range(num_top)]
-    return TokenLogprobs(best, tuple(top))
-
-
-def embed(image: PreparedImage) -> np.ndarray:
-    """The encoder: int64 [num_tokens]."""
-    digest = zlib.crc32(bytes(image.patches))
-    return digest * 31 + np.arange(image.num_tokens, dtype=np.int64)
-
-
-def make_image(number: int, *, num_tokens: int) -> PreparedImage:
-    """A picture that differs from those with another number or size."""
-    patches = np.full(4 * num_tokens, number, np.float32).tobytes()
-    key = hashlib.sha256(b"%d/%d" % (number, num_tokens)).digest()
-    return PreparedImage(key, (1, 2, 2 * num_tokens), num_tokens, memoryview(patches))
-
-
-def plain_positions(token_ids: Sequence[int], items: Sequence[ImageItem]) -> tuple[np.ndarray, int]:
-    """Positions 0, 1, 2 ...; for `Engine(positions=...)`."""
-    del items
-    return np.arange(len(token_ids), dtype=np.int64)[None], 0
-
-
-def folded_positions(
-    token_ids: Sequence[int], items: Sequence[ImageItem]
-) -> tuple[np.ndarray, int]:
-    """Three rows and a negative delta, as M-RoPE has them: an image advances by one."""
-    steps = np.ones(len(token_ids), np.int64)
-    column = np.zeros(len(token_ids), np.int64)
-    for item in items:
-        steps[item.offset : item.end - 1] = 0
-        column[item.offset : item.end] = np.arange(item.num_tokens)
-    line = np.cumsum(steps) - steps
-    last = int(line[-1]) + 1 if len(line) else 0
-    return np.stack([line, line, line + column]), last - len(token_ids)
-
-
-def answer_alone(
-    request: Request,
-    images: Sequence[PreparedImage] = (),
-    *,
-    positions: Callable[
-        [Sequence[int], Sequence[ImageItem]], tuple[np.ndarray, int]
-    ] = plain_positions,
-    max_model_len: int = 2**31,
-    eos_token_ids: Sequence[int] = (),
-) -> list[int]:
-    """The whole answer to a request, delivered tokens included; no blocks, batches or chunks."""
-    known, delta = positions(request.token_ids, request.items)
-    contents = np.array(request.token_ids, np.int64)
-    contents[contents == IMAGE_TOKEN] = UNWRITTEN
-    for item, image in zip(request.items, images, strict=True):
-        contents[item.offset : item.end] = embed(image)
-    values = list(slot_values(contents, known))
-    answer = list(request.token_ids[request.num_prompt_tokens :])
-    sampling = request.sampling
-    edits = LogitEdits.of(sampling)
-    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    while True:
-        known_ids = np.array([*request.token_ids[: request.num_prompt_tokens], *answer])
-        told_edits = b"" if edits is None else told(edits, known_ids, request.num_prompt_tokens)
-        token = next_token(
-            np.array(values), sampling.temperature, sampling.seed, len(answer), edits=told_edits
-        )
-        answer.append(token)
-        num_tokens = request.num_prompt_tokens + len(answer)
-        full = len(answer) >= sampling.max_tokens or num_tokens >= max_model_len
-        if token in stops or full:
-            return answer
-        position = np.full((len(known), 1), num_tokens - 1 + delta)
-        content = np.array([UNWRITTEN if token == IMAGE_TOKEN else token])
-        values.append(slot_values(content, position)[0])
-
-
 def _output(tokens: list[int], num_logprobs: np.ndarray | None) -> StepOutput:
     token_ids = np.array(tokens, np.int64)
     if num_logprobs is None:
@@ -312,29 +202,3 @@ def _check_whole_images(inputs: StepInputs) -> None:
         for start, end in spans:
             if start < context + count < end:
                 raise RuntimeError(f"a chunk ends inside the image [{start}, {end})")
-
-
-class Accountable(Protocol):
-    """A worker that can tell what it still owes: `server.worker.WorkerServer`."""
-
-    @property
-    def left(self) -> Mapping[str, int]:
-        """All that has not come back, by what it is."""
-
-    @property
-    def num_violations(self) -> int:
-        """Broken promises of its books so far."""
-
-
-async def assert_idle(worker: Accountable, *, within_seconds: float = 15.0) -> None:
-    """Wait until a worker has everything back: blocks, pins, leases, calls, tasks, segments.
-
-    Raises:
-        AssertionError: something did not come back, with its name and number, or the worker's own
-            books broke a promise.
-    """
-    deadline = time.monotonic() + within_seconds
-    while left := worker.left:
-        assert time.monotonic() < deadline, f"after {within_seconds:g} s there is left: {left}"
-        await asyncio.sleep(0.005)
-    assert not worker.num_violations, f"{worker.num_violations} broken promises"
