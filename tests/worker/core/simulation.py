@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from vlm_worker.core.batch import BatchBuilder
 from vlm_worker.core.blocks import BlockPool
+from vlm_worker.core.plan import Plan, Schedule
 from vlm_worker.core.scheduler import Scheduler
-from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.waves import AdmissionRules
 from vlm_worker.testing import (
     IMAGE_TOKEN,
     ChecksumRunner,
@@ -86,7 +88,14 @@ class Simulation:
     """Scheduler, builder and runner in one loop; checks the books after every step."""
 
     def __init__(
-        self, *, num_blocks: int, max_num_seqs: int, budget: int, whole_images: bool = False
+        self,
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        whole_images: bool = False,
+        long_prefill_tokens: int | None = None,
+        rules: AdmissionRules | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE)
         self.table = SequenceTable(
@@ -101,7 +110,10 @@ class Simulation:
             max_num_batched_tokens=budget,
             watermark_blocks=1,
             whole_images=whole_images,
+            long_prefill_tokens=long_prefill_tokens,
+            rules=rules,
         )
+        self.now = 0.0
         self.builder = BatchBuilder(
             self.table, max_num_batched_tokens=budget, whole_images=whole_images
         )
@@ -114,7 +126,7 @@ class Simulation:
         self.held: list[Sequence] = []
         self.max_chunk = 0
 
-    def add(self, work: Work, *, hold: bool = False) -> Sequence:
+    def add(self, work: Work, *, hold: bool = False, lane: Lane = Lane.TEXT) -> Sequence:
         request = work.request
         positions, delta = folded_positions(request.token_ids, request.items)
         sequence = Sequence(
@@ -123,6 +135,8 @@ class Simulation:
             token_ids=np.array(request.token_ids, np.int32),
             positions=positions,
             position_delta=delta,
+            arrived_at=self.now,
+            lane=lane,
             hold=hold,
             embeddings=[embed(image) for image in work.images],
         )
@@ -131,15 +145,14 @@ class Simulation:
         return sequence
 
     def step(self) -> bool:
-        schedule = self.scheduler.schedule(now=0.0)
+        """One step takes one second."""
+        self.now += 1.0
+        schedule = self.schedule()
         for sequence in schedule.admitted:
             self.cached[sequence.request.key.request_id] = sequence.num_cached_tokens
-        plan = schedule.plan
+        plan = self.check_plan(schedule)
         if plan is None:
             return bool(schedule.preempted)
-        assert plan.num_tokens <= self.budget
-        assert len(set(plan.rows.tolist())) == len(plan) <= self.max_num_seqs
-        self.max_chunk = max(self.max_chunk, int(plan.counts.max()))
         sampled = self.runner.execute(self.builder.build(plan)).token_ids
         outcome = self.scheduler.update(plan, sampled)
         for sequence, token_id, index in zip(
@@ -153,6 +166,17 @@ class Simulation:
         self.held += outcome.held
         self.check_books()
         return True
+
+    def schedule(self) -> Schedule:
+        return self.scheduler.schedule(now=self.now)
+
+    def check_plan(self, schedule: Schedule) -> Plan | None:
+        plan = schedule.plan
+        if plan is not None:
+            assert plan.num_tokens <= self.budget
+            assert len(set(plan.rows.tolist())) == len(plan) <= self.max_num_seqs
+            self.max_chunk = max(self.max_chunk, int(plan.counts.max()))
+        return plan
 
     def check_books(self) -> None:
         self.pool.check()

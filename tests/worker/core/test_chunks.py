@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.chunks import Chunk, next_chunk
-from vlm_worker.types import ImageItem
+from vlm_worker.core.chunks import Chunk, PromptShares, next_chunk
+from vlm_worker.core.sequence import Sequence
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+
+Prompt = tuple[int, tuple[ImageItem, ...], list[object | None]]
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> tuple[int, tuple[ImageItem, ...], list[object | None]]:
+def prompts(draw: st.DrawFn) -> Prompt:
     """Length, items, and which of them are on hand."""
     length, items, embeddings = 0, [], []
     for _ in range(draw(st.integers(0, 3))):
@@ -24,7 +28,7 @@ def prompts(draw: st.DrawFn) -> tuple[int, tuple[ImageItem, ...], list[object | 
 
 @given(prompts(), st.integers(0, 30), st.integers(1, 20), st.booleans())
 def test_a_chunk_fits_and_touches_only_images_on_hand(
-    prompt: tuple[int, tuple[ImageItem, ...], list[object | None]],
+    prompt: Prompt,
     start: int,
     budget: int,
     whole_images: bool,
@@ -66,3 +70,43 @@ def test_what_is_left_of_an_image_after_a_prefix_hit_runs_whole() -> None:
             4, 10, budget=budget, items=items, embeddings=["rows"], whole_images=True
         )
         assert chunk == Chunk(size)
+
+
+@given(
+    st.lists(st.tuples(prompts(), st.integers(0, 10)), max_size=5),
+    st.integers(1, 40),
+    st.none() | st.integers(1, 12),
+    st.booleans(),
+)
+def test_shares_fit_into_the_budget_and_leave_nothing_that_somebody_could_use(
+    todo: list[tuple[Prompt, int]], budget: int, cap: int | None, whole_images: bool
+) -> None:
+    shares = PromptShares(budget, cap=cap, whole_images=whole_images)
+    starts = {}
+    for number, ((length, items, embeddings), at) in enumerate(todo):
+        request = Request(RequestKey(str(number), 0), (), length, SamplingParams(1), items)
+        tokens, positions = np.zeros(length, np.int32), np.zeros((1, length), np.int64)
+        sequence = Sequence(request, number, tokens, positions, 0, embeddings=list(embeddings))
+        start = min(at, length - 1)
+        count = shares.offer(sequence, start)
+        if count:
+            starts[sequence] = start
+            shares.take(sequence, start, count)
+    early = dict(shares.chunks)
+    shares.give_rest()
+    assert shares.left + sum(count for _, count in shares.chunks) == budget
+    assert shares.left >= 0
+    for sequence, count in shares.chunks:
+        assert early[sequence] <= count <= sequence.num_tokens - starts[sequence]
+        chunk = next_chunk(
+            starts[sequence] + count,
+            sequence.num_tokens - starts[sequence] - count,
+            budget=shares.left,
+            items=sequence.items,
+            embeddings=sequence.embeddings,
+            whole_images=whole_images,
+        )
+        assert whole_images or not chunk.size
+    for sequence, _ in shares.stalled:
+        assert sequence.stalled
+        assert sequence not in early

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.work import WorkModel
+from vlm_worker.core.work import WorkModel, retry_after
 
 
 @given(st.floats(0, 0.1), st.floats(1e-6, 0.01), st.lists(st.integers(1, 2000), min_size=2))
@@ -36,3 +36,9 @@ def test_steps_of_one_size_give_their_mean_rate() -> None:
     for _ in range(10):
         model.observe(100, 0.5)
     assert model.predict(200, units_per_step=100) == pytest.approx(1.0)
+
+
+@given(st.floats(0, 1e9))
+def test_a_full_queue_says_to_come_back_when_it_is_computed_within_bounds(seconds: float) -> None:
+    assert 0.1 <= retry_after(seconds) <= 30
+    assert retry_after(seconds) == seconds or not 0.1 <= seconds <= 30

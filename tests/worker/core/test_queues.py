@@ -1,0 +1,161 @@
+"""The queue against a naive one: a list that is sorted whenever somebody asks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vlm_worker.core.queues import Heap, Waiting
+from vlm_worker.core.sequence import Lane, Sequence
+from vlm_worker.core.waves import AdmissionPolicy, AdmissionReason, AdmissionRules, turns
+from vlm_worker.types import Request, RequestKey, SamplingParams
+
+AGEING = 10.0
+
+
+def waiting_sequence(
+    arrival: int, *, priority: int = 0, lane: Lane = Lane.TEXT, now: float = 0.0
+) -> Sequence:
+    """A sequence that has just arrived, of as many tokens as its number says."""
+    request = Request(RequestKey(str(arrival), 0), (), 1, SamplingParams(1), priority=priority)
+    token_ids = np.zeros(arrival % 7 + 1, np.int32)
+    positions = np.zeros((1, 1), np.int64)
+    return Sequence(request, arrival, token_ids, positions, 0, arrived_at=now, lane=lane)
+
+
+@dataclasses.dataclass
+class NaiveQueue:
+    """All that wait, in a list."""
+
+    rules: AdmissionRules
+    waiting: list[Sequence] = dataclasses.field(default_factory=list)
+    last_first: Lane = Lane.VISION
+
+    def next(
+        self, seen: list[Sequence], entered: dict[Lane, int], backlog: dict[Lane, int], now: float
+    ) -> tuple[Sequence, AdmissionReason] | None:
+        """Whom a wave meets next that began with `backlog` and has `seen` and `entered` some."""
+        left = [s for s in self.waiting if not s.stalled and s not in seen]
+        dual = self.rules.policy is AdmissionPolicy.DUAL_QUEUE
+        bound = {lane: self.rules.bound(lane) if dual else 10**9 for lane in Lane}
+        aged = [s for s in left if now - s.arrived_at >= AGEING and entered[s.lane] < bound[s.lane]]
+        if aged:
+            return min(aged, key=lambda s: s.arrival), AdmissionReason.AGED
+        ranked = sorted(left, key=lambda s: (-s.priority, s.arrival))
+        if not dual:
+            return (ranked[0], AdmissionReason.ORDER) if ranked else None
+        for turn in turns(backlog, self.rules, last_first=self.last_first):
+            of_lane = [s for s in ranked if s.lane is turn.lane]
+            if of_lane and entered[turn.lane] < turn.room:
+                return of_lane[0], turn.reason
+        return None
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Both queues live through the same."""
+
+    policy = AdmissionPolicy.FCFS
+
+    def __init__(self) -> None:
+        super().__init__()
+        rules = AdmissionRules(self.policy, max_text=4, max_vision=2, ageing_seconds=AGEING)
+        self.queue = Waiting(rules)
+        self.naive = NaiveQueue(rules)
+        self.now = 0.0
+        self.num_arrivals = 0
+
+    @rule(
+        priority=st.integers(-1, 1),
+        lane=st.sampled_from(Lane),
+        stalled=st.booleans(),
+        count=st.integers(1, 5),
+    )
+    def arrive(self, priority: int, lane: Lane, stalled: bool, count: int) -> None:
+        for _ in range(count):
+            self.num_arrivals += 1
+            sequence = waiting_sequence(
+                self.num_arrivals, priority=priority, lane=lane, now=self.now
+            )
+            if stalled:
+                sequence.stall()
+            self.queue.add(sequence)
+            self.naive.waiting.append(sequence)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.naive.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.naive.waiting))
+        self.queue.remove(sequence)
+        self.naive.waiting.remove(sequence)
+        assert sequence.on_wake is None
+
+    @precondition(lambda self: any(s.stalled for s in self.naive.waiting))
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from([s for s in self.naive.waiting if s.stalled])).wake()
+
+    @rule(fates=st.lists(st.sampled_from(["admit", "stall", "pass"]), max_size=12))
+    def admit(self, fates: list[str]) -> None:
+        seen: list[Sequence] = []
+        entered = dict.fromkeys(Lane, 0)
+        awake = [s for s in self.naive.waiting if not s.stalled]
+        backlog = {lane: sum(s.lane is lane for s in awake) for lane in Lane}
+        first = turns(backlog, self.queue.rules, last_first=self.naive.last_first)[0].lane
+        with self.queue.wave(now=self.now) as wave:
+            for fate in fates:
+                expected = self.naive.next(seen, entered, backlog, self.now)
+                sequence = wave.next()
+                assert sequence is (expected[0] if expected else None)
+                if sequence is None or expected is None:
+                    break
+                seen.append(sequence)
+                if fate == "stall":
+                    sequence.stall()
+                if fate == "admit":
+                    assert wave.admit(sequence) is expected[1]
+                    entered[sequence.lane] += 1
+        for sequence in seen[: len(fates)]:
+            if sequence.on_wake is None:
+                self.naive.waiting.remove(sequence)
+        if any(s.on_wake is None and self.now - s.arrived_at < AGEING for s in seen):
+            self.naive.last_first = first
+
+    @invariant()
+    def they_tell_the_same(self) -> None:
+        waiting = self.naive.waiting
+        assert len(self.queue) == len(waiting)
+        assert self.queue.num_tokens == sum(s.num_tokens for s in waiting)
+        for lane in Lane:
+            assert self.queue.count(lane) == sum(s.lane is lane for s in waiting)
+        assert self.queue.oldest is min(waiting, key=lambda s: s.arrival, default=None)
+
+
+class DualQueueMachine(QueueMachine):
+    policy = AdmissionPolicy.DUAL_QUEUE
+
+
+TestFirstComeFirstServed = QueueMachine.TestCase
+TestFirstComeFirstServed.settings = settings(max_examples=50, stateful_step_count=40)
+TestDualQueue = DualQueueMachine.TestCase
+TestDualQueue.settings = settings(max_examples=50, stateful_step_count=40)
+
+
+def test_who_left_takes_no_room_for_long() -> None:
+    heap = Heap()
+    stays = waiting_sequence(0)
+    heap.push(0, stays)
+    for number in range(1, 20_000):
+        sequence = waiting_sequence(number)
+        heap.push(number, sequence)
+        heap.discard(sequence)
+        assert len(heap._entries) < 100
+    assert len(heap) == 1
+    assert heap.first is stays
