@@ -4,7 +4,7 @@
     make bench ARGS="scheduler"     one
 
 Each script interleaves what it compares in rounds and prints JSON lines; they are gathered, with
-what the machine is, in bench/results/latest.jsonl.
+what the machine is, in bench/results/latest.jsonl; what was not run again stays there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHES = ("scheduler", "model", "cache", "gateway_overhead")
+BENCHES = (
+    "scheduler",
+    "model",
+    "memory",
+    "trace",
+    "curves",
+    "cache",
+    "media",
+    "gateway_overhead",
+    "split_ttft",
+    "overload",
+)
 
 
 def main() -> int:
@@ -27,7 +38,7 @@ def main() -> int:
     if unknown:
         print(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(BENCHES)}")
         return 2
-    lines = [json.dumps(_machine())]
+    lines = [json.dumps(_machine()), *_kept(chosen)]
     worst = 0
     for name in chosen:
         print(f"== {name}", flush=True)
@@ -41,6 +52,17 @@ def main() -> int:
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / "latest.jsonl").write_text("\n".join(lines) + "\n")
     return worst
+
+
+def _kept(chosen: list[str]) -> list[str]:
+    """What earlier runs said of benchmarks that do not run now."""
+    latest = HERE / "results" / "latest.jsonl"
+    kept = []
+    for line in latest.read_text().splitlines() if latest.exists() else []:
+        name = json.loads(line)["bench"].partition(".")[0]
+        if name != "machine" and name not in chosen:
+            kept.append(line)
+    return kept
 
 
 def _machine() -> dict[str, object]:

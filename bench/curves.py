@@ -1,0 +1,138 @@
+"""Two curves that choose a service's limits: time between tokens, and KV by resolution.
+
+    python bench/run.py curves           python bench/curves.py [--tokens 24] [--threads 2]
+
+    curves.itl   gaps between the tokens of an answer, while 1 to 16 requests with pictures of 0 to
+                 256 visual tokens are answered at once, all put in the same moment; `p50` is the
+                 decode step, `max` holds a step that also computes somebody's prompt
+    curves.kv    KV bytes that a request with one square picture holds after its first token, and
+                 what the formula says: tokens, rounded up to blocks, times the bytes of one
+
+On the small random Qwen2-VL (`random_vlm`), bfloat16. One JSON line a point, about a minute; the
+same points as a plot in bench/results/curves.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import random_vlm  # noqa: E402
+from own_engine import OwnEngine, Picture, Prompt  # noqa: E402
+from plot import Line, Plot, write_svg  # noqa: E402
+
+CONCURRENCY = (1, 2, 4, 8, 16)
+VISUAL_TOKENS = (0, 64, 256)
+SIDES = (112, 224, 448, 672, 896)
+NUM_WORDS = 32
+PIXELS_OF_TOKEN = 28
+PATCH_DIM = 3 * 2 * 14 * 14
+
+_seeds = itertools.count(1)
+
+
+def prompt_of(side: int, num_output: int) -> Prompt:
+    """A new prompt with a new square picture of `side` pixels; 0 is none."""
+    rng = np.random.default_rng(next(_seeds))
+    words = rng.integers(random_vlm.FIRST_WORD, random_vlm.LAST_WORD, NUM_WORDS).tolist()
+    if not side:
+        return Prompt(words, num_output)
+    rows, num_tokens = side // 14, (side // PIXELS_OF_TOKEN) ** 2
+    patches = rng.standard_normal((rows * rows, PATCH_DIM), dtype=np.float32)
+    key = int(rng.integers(1 << 62))
+    picture = Picture(key, (1, rows, rows), num_tokens, patches)
+    placeholders = [random_vlm.IMAGE_TOKEN] * num_tokens
+    token_ids = [random_vlm.VISION_START, *placeholders, random_vlm.VISION_END, *words]
+    return Prompt(token_ids, num_output, picture, offset=1)
+
+
+def itl_points(engine: OwnEngine, num_output: int) -> Iterator[dict[str, Any]]:
+    """Gaps between tokens, in milliseconds."""
+    for visual_tokens in VISUAL_TOKENS:
+        side = round(visual_tokens**0.5) * PIXELS_OF_TOKEN
+        for concurrency in CONCURRENCY:
+            prompts = [prompt_of(side, num_output) for _ in range(concurrency)]
+            answers = engine.answer(prompts)
+            gaps = [b - a for times in answers for a, b in itertools.pairwise(times)]
+            yield {
+                "bench": "curves.itl",
+                "concurrency": concurrency,
+                "visual_tokens": visual_tokens,
+                "p50_ms": round(statistics.median(gaps) * 1e3, 2),
+                "p99_ms": round(float(np.quantile(gaps, 0.99)) * 1e3, 2),
+                "max_ms": round(max(gaps) * 1e3, 2),
+            }
+
+
+def kv_points(engine: OwnEngine) -> Iterator[dict[str, Any]]:
+    """KV of one request, held after its first token."""
+    layout = engine.runner.kv_layout
+    assert layout is not None
+    for side in SIDES:
+        prompt = prompt_of(side, 2)
+        num_blocks = -(-len(prompt.token_ids) // layout.block_size)
+        yield {
+            "bench": "curves.kv",
+            "side_pixels": side,
+            "prompt_tokens": len(prompt.token_ids),
+            "kv_bytes": engine.held_kv_bytes(prompt),
+            "formula_bytes": num_blocks * layout.block_bytes,
+        }
+
+
+def main() -> None:
+    """Print every point, and plot them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
+        model_dir = random_vlm.make_model(Path(directory), random_vlm.SMALL, max_side=max(SIDES))
+        engine = OwnEngine(model_dir, threads=args.threads)
+        engine.answer([prompt_of(224, 2)])  # what only the first request pays
+        itl, kv = [], []
+        for points, collected in ((itl_points(engine, args.tokens), itl), (kv_points(engine), kv)):
+            for point in points:
+                collected.append(point)
+                print(json.dumps(point), flush=True)
+        engine.close()
+    write_svg(ROOT / "bench/results/curves.svg", [itl_plot(itl), kv_plot(kv)])
+
+
+def itl_plot(points: list[dict[str, Any]]) -> Plot:
+    """One line for each number of visual tokens."""
+    lines = [
+        Line(
+            f"{visual_tokens} visual tokens",
+            [
+                (p["concurrency"], p["p50_ms"])
+                for p in points
+                if p["visual_tokens"] == visual_tokens
+            ],
+        )
+        for visual_tokens in VISUAL_TOKENS
+    ]
+    return Plot("time between tokens, median, ms", "requests at once", lines)
+
+
+def kv_plot(points: list[dict[str, Any]]) -> Plot:
+    """KV by the side of a square picture."""
+    line = Line("one request", [(p["side_pixels"], p["kv_bytes"] / 2**20) for p in points])
+    return Plot("KV of a request, MiB", "side of its picture, pixels", [line])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Our side of a benchmark: the engine on its thread over the model runner, all stages in one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
+
+from vlm_worker.engine.engine import Engine  # noqa: E402
+from vlm_worker.engine.settings import EngineSettings, EngineStats  # noqa: E402
+from vlm_worker.model.runner import RunnerSettings, build_runner  # noqa: E402
+from vlm_worker.types import (  # noqa: E402
+    FailedEvent,
+    ImageItem,
+    PreparedImage,
+    Request,
+    RequestKey,
+    SamplingParams,
+    Stage,
+    TokenEvent,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """What the vision tower reads: float32 `[t * h * w, patch_dim]`; `key` is its identity."""
+
+    key: int
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+    patches: np.ndarray
+
+    def prepared(self) -> PreparedImage:
+        """As the engine takes it."""
+        data = self.patches.reshape(-1).data.cast("B")
+        return PreparedImage(self._image_key, self.grid_thw, self.num_tokens, data)
+
+    def item(self, offset: int) -> ImageItem:
+        """Its place in a prompt."""
+        return ImageItem(self._image_key, offset, self.num_tokens, self.grid_thw)
+
+    @property
+    def _image_key(self) -> bytes:
+        return self.key.to_bytes(32, "little")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request: its tokens, its picture at `offset`, and how many tokens answer it."""
+
+    token_ids: Sequence[int]
+    num_output: int
+    picture: Picture | None = None
+    offset: int = 0
+
+
+class OwnEngine:
+    """Answers prompts and tells when each token came."""
+
+    def __init__(
+        self, model_dir: Path, *, dtype: str = "bfloat16", threads: int = 0, **options: Any
+    ) -> None:
+        """Load; `options` may set `packed_weights` and `max_batched_tokens`."""
+        packed = bool(options.get("packed_weights", True))
+        settings = RunnerSettings(
+            model_dir, tuple(Stage), dtype=dtype, kv_memory_bytes=1 << 30, num_threads=threads,
+            packed_weights=packed,
+        )  # fmt: skip
+        self.runner = build_runner(settings)
+        batched = int(options.get("max_batched_tokens", 2048))
+        self._engine = Engine(
+            self.runner,
+            settings=EngineSettings(
+                max_model_len=8192, max_num_seqs=min(256, batched), max_num_batched_tokens=batched
+            ),
+            positions=self.runner.family.positions,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._engine.start(self._loop)
+        self._number = 0
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Put all prompts at once; per prompt, the time of each token of its answer."""
+        return self._loop.run_until_complete(self._gather(prompts))
+
+    def held_kv_bytes(self, prompt: Prompt) -> int:
+        """KV bytes that a prompt holds after its first token, alone in the engine."""
+        request = self._loop.run_until_complete(self._prefill(prompt))
+        while (kv := self.stats.kv) is None or not kv.running_tokens:
+            time.sleep(0.001)  # a snapshot is at most so old
+        self._loop.run_until_complete(self._engine.cancel(request.key))
+        layout = self.runner.kv_layout
+        assert layout is not None
+        return kv.running_tokens * layout.token_bytes
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's latest."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.run_until_complete(self._engine.stop())
+        self._loop.close()
+
+    async def _gather(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        return await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
+
+    async def _answer(self, prompt: Prompt) -> list[float]:
+        request = self._submit(prompt)
+        times = await self._token_times(request, hold=False)
+        await self._engine.cancel(request.key)
+        return times
+
+    async def _prefill(self, prompt: Prompt) -> Request:
+        request = self._submit(prompt)
+        await self._token_times(request, hold=True)
+        return request
+
+    def _submit(self, prompt: Prompt) -> Request:
+        """Its request; its picture is on the way to the encoder."""
+        self._number += 1
+        picture = prompt.picture
+        request = Request(
+            RequestKey(f"r{self._number}", 0),
+            tuple(prompt.token_ids),
+            len(prompt.token_ids),
+            SamplingParams(max_tokens=prompt.num_output, ignore_eos=True),
+            () if picture is None else (picture.item(prompt.offset),),
+        )
+        if picture is not None:
+            self._engine.encode(request.key, [picture.prepared()])
+        return request
+
+    async def _token_times(self, request: Request, *, hold: bool) -> list[float]:
+        times = []
+        async for event in self._engine.submit_prefill(request, hold=hold):
+            if isinstance(event, FailedEvent):
+                raise event.error
+            if isinstance(event, TokenEvent):
+                times.append(time.perf_counter())
+        return times
