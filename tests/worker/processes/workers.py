@@ -61,7 +61,8 @@ def is_idle(stats: dict[str, Any]) -> bool:
     """Nothing is owed to anybody, and every KV block is free or cached."""
     kv, leases = stats["kv"], stats["leases"]
     blocks_back = not kv or kv["free_tokens"] + kv["cached_tokens"] == kv["capacity_tokens"]
-    return stats["inflight"] == 0 and blocks_back and not any(leases.values())
+    owed = any(leases[state] for state in ("held", "reserved", "quarantined"))
+    return stats["inflight"] == 0 and blocks_back and not owed
 
 
 @contextlib.asynccontextmanager
@@ -108,6 +109,7 @@ async def spawn(role: str, *flags: str, runner: str = "checksum") -> Process:
         "--max-model-len=1024",
         "--block-size=4",
         f"--runner={runner}",
+        "--strict",
         *flags,
         stderr=PIPE,
         limit=1 << 20,

@@ -6,6 +6,7 @@ Real servers over real gRPC in this process; every timer is a tenth of productio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -35,7 +36,9 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.server.state import Phase
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.testing import IMAGE_TOKEN, answer_alone, assert_idle, make_image
+from vlm_worker.transfer.peers import Peers
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.calls import (
     DecodeCall,
@@ -240,3 +243,52 @@ async def test_a_lost_device_fails_the_process_at_the_first_step() -> None:
         async with asyncio.timeout(TIMEOUT):
             await p.server.failed()
         assert p.server.state.phase is Phase.FAILED
+
+
+async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
+    """A consumer that queues a thousand requests of one producer keeps each of them alive."""
+    async with serving("prefill", TENTH) as p:
+        host = p.parts.host
+        await accept(p, request_of())
+        names = [f"lease-{number}" for number in range(1_200)]
+        for name in names:
+            host.offers.reserve(name, KEY)
+        peers = Peers(PRODUCTION.scaled(0.1))
+        async with contextlib.AsyncExitStack() as held:
+            for name in names:
+                source = Source(p.client.address, host.life.boot_id, name, b"f" * 16)
+                await held.enter_async_context(peers.hold(source))
+            deadline = max(lease.deadline for lease in host.offers.leases.of(KEY))
+            await until(
+                lambda: all(
+                    lease.deadline > deadline
+                    for lease in host.offers.leases.of(KEY)
+                    if lease.id != "t-1"
+                )
+            )
+        await peers.close()
+        await assert_idle(p.server)
+
+
+# ---- the books ---------------------------------------------------------------------------------
+
+
+async def test_what_nobody_is_owed_and_stays_fails_a_strict_worker() -> None:
+    async with serving("prefill", "--timer-scale=0.01") as p:
+        p.parts.host.offers._kept.add("forgotten")
+        with pytest.raises(AssertionError, match="kept by their maker"):
+            await assert_idle(p.server, within_seconds=0.0)
+        async with asyncio.timeout(TIMEOUT):
+            await p.server.failed()
+        assert p.server.state.phase is Phase.FAILED
+        assert p.server.num_violations == 1
+
+
+async def test_what_is_owed_to_somebody_is_no_broken_promise() -> None:
+    async with serving("decode", "--timer-scale=0.01") as d:
+        reservation = await d.client.reserve(ReserveCall(KEY, 40))
+        for _ in range(30):
+            await d.client.renew(reservation.boot_id, [reservation.reservation_id])
+            await asyncio.sleep(0.01)
+        await d.client.release(reservation.boot_id, reservation.reservation_id)
+        await assert_idle(d.server)

@@ -19,6 +19,7 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.errors import WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.types import Source
+from vlm_worker.wire.checks import MAX_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ class Peers:
                 await asyncio.sleep(self._timers.renew)
                 for boot_id in {boot_id for boot_id, _ in peer.held}:
                     held = [transfer for boot, transfer in peer.held if boot == boot_id]
-                    await self._renew_life(peer.client, boot_id, held)
+                    for start in range(0, len(held), MAX_IDS):
+                        batch = held[start : start + MAX_IDS]
+                        await self._renew_life(peer.client, boot_id, batch)
         finally:
             peer.renewing = None
 
