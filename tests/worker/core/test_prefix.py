@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,6 +130,14 @@ def test_chains_agree_exactly_as_far_as_the_pictures_do(
         until = (block + 1) * SIZE
         seen = [[item for item in items if item.offset < until] for _, items in (one, two)]
         assert (a == b) == (seen[0] == seen[1])
+
+
+def test_a_key_that_contains_another_pictures_fields_is_not_taken_for_both() -> None:
+    one, two = item(b"1", 0, 2), item(b"2", 2, 2)
+    fields = (one.offset, one.num_tokens, *one.grid_thw)
+    packed = b"".join(number.to_bytes(8, "little", signed=True) for number in fields)
+    both = dataclasses.replace(two, image_key=one.image_key + packed + two.image_key)
+    assert chain([7] * 4, (one, two)) != chain([7] * 4, (both,))
 
 
 def test_hits_are_counted_by_what_they_cover() -> None:
