@@ -38,10 +38,12 @@ class Answer:
 
 
 @functools.cache
-def shapes_reference(per_task: int = NUM_PER_TASK) -> tuple[tuple[Question, Answer], ...]:
-    """All questions with transformers' answers."""
+def shapes_reference(
+    per_task: int = NUM_PER_TASK, *, count: int | None = None
+) -> tuple[tuple[Question, Answer], ...]:
+    """The first `count` questions, or all, with transformers' answers."""
     model = load_reference(SHAPES)
-    return tuple((question, answer(model, question)) for question in questions(per_task))
+    return tuple((question, answer(model, question)) for question in questions(per_task)[:count])
 
 
 def load_reference(model_dir: Path) -> Any:

@@ -22,7 +22,7 @@ Pairs = tuple[tuple[Question, Answer], ...]
 shapes_of_steps = pytest.mark.parametrize(
     ("block_size", "max_num_batched_tokens"),
     [
-        pytest.param(64, 1024, id="block size 64"),
+        pytest.param(64, 1024, id="block size 64", marks=pytest.mark.full),
         pytest.param(4, 33, id="block size 4, steps of 33 tokens cut through images"),
     ],
 )
@@ -57,12 +57,12 @@ async def test_64_tokens_of_random_weights_together(
             await hold_law(Law(random_pairs), asker)
 
 
-@pytest.mark.parametrize("block_size", [64, 4])
+@pytest.mark.parametrize("block_size", [pytest.param(64, marks=pytest.mark.full), 4])
 async def test_encoder_prefill_and_decode_apart_are_one(
     shapes_pairs: Pairs, random_model_dir: Path, random_pairs: Pairs, block_size: int
 ) -> None:
     for model_dir, pairs, max_tokens in (
-        (SHAPES, shapes_pairs[:60], MAX_TOKENS),
+        (SHAPES, shapes_pairs[:40], MAX_TOKENS),
         (random_model_dir, random_pairs, NUM_TOKENS),
     ):
         async with contextlib.AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worker.identity.engines import Colocated, make_runner, running
+from worker.identity.engines import Stages, make_runner, running
 from worker.identity.questions import IMAGE_TOKEN_ID, Question, questions
 from worker.identity.reference import answer, load_reference
 
@@ -71,7 +71,7 @@ async def test_a_pictures_kv_is_shared_only_where_its_whole_prefix_is_equal(
     reference = load_reference(random_model_dir)
     want = answer(reference, third, max_tokens=NUM_TOKENS, ignore_eos=True)
     async with running(make_runner(random_model_dir, block_size=BLOCK_SIZE)) as engine:
-        asker = Colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
+        asker = Stages.colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
         await asker.ask(first)
         await asker.ask(second)
         before = engine.stats()
@@ -94,7 +94,7 @@ async def test_questions_about_one_picture_compute_it_once(
     todo = [about(text, pictures[0], question) for question in asked]
     reference = load_reference(random_model_dir)
     async with running(make_runner(random_model_dir, block_size=BLOCK_SIZE)) as engine:
-        asker = Colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
+        asker = Stages.colocated(engine, max_tokens=NUM_TOKENS, ignore_eos=True)
         for number, question in enumerate(todo):
             before = engine.stats()
             got = tuple(await asker.ask(question))

@@ -23,7 +23,7 @@ Pairs = tuple[tuple[Question, Answer], ...]
 blocks_and_chunks = pytest.mark.parametrize(
     ("block_size", "chunk"),
     [
-        pytest.param(64, 4096, id="whole prompts, block size 64"),
+        pytest.param(64, 4096, id="whole prompts, block size 64", marks=pytest.mark.full),
         pytest.param(4, 7, id="chunks of 7 cut through images, block size 4"),
     ],
 )
@@ -54,11 +54,11 @@ def test_64_tokens_of_random_weights_are_those_of_transformers(
     settle(runner, Law(random_pairs), max_tokens=NUM_TOKENS, chunk=chunk, eos=None)
 
 
-@pytest.mark.parametrize("chunk", [4096, 9])
+@pytest.mark.parametrize("chunk", [pytest.param(4096, marks=pytest.mark.full), 9])
 def test_logits_under_the_reference_tokens_differ_by_rounding_alone(
     shapes_pairs: Pairs, random_model_dir: Path, random_pairs: Pairs, chunk: int
 ) -> None:
-    for model_dir, pairs in ((SHAPES, shapes_pairs[:64]), (random_model_dir, random_pairs)):
+    for model_dir, pairs in ((SHAPES, shapes_pairs[:40]), (random_model_dir, random_pairs)):
         stepper = Stepper(make_runner(model_dir, 16))
         sequences = [stepper.start(question, (), max_tokens=NUM_TOKENS) for question, _ in pairs]
         logits = stepper.forced_logits(sequences, [a.token_ids for _, a in pairs], chunk=chunk)

@@ -160,6 +160,13 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
         embedding_cold_cache_bytes=cold_bytes,
         embedding_ttl_seconds=settings.embedding_ttl_seconds,
     )
+    room = bounds.max_num_batched_tokens - bounds.max_num_seqs
+    if bounds.whole_images and settings.stages != {Stage.ENCODER} and largest > room:
+        raise ModelConfigError(
+            f"--max-batched-tokens={settings.max_batched_tokens}: a picture of this model runs in "
+            f"one step, and has {largest} tokens; with --max-requests={settings.max_requests} it "
+            f"must be at least {largest + bounds.max_num_seqs}"
+        )
     try:
         return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
     except ValueError as error:
