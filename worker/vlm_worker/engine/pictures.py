@@ -202,11 +202,10 @@ class Pictures:
     def _overload(self, images: tuple[PreparedImage, ...]) -> OverloadedError | None:
         """Why so many more pictures may not wait; whatever their pixels, one call's may alone."""
         queue, settings = self.queue, self._settings
-        pixels = sum(num_pixels(image) for image in images)
-        most_pixels = max(settings.max_waiting_pixels, pixels)
+        more_pixels = sum(num_pixels(image) for image in images) if queue else 0
         for bound, queued, more, most in (
             (Bound.IMAGES, len(queue), len(images), settings.max_waiting_images),
-            (Bound.PIXELS, queue.num_pixels, pixels, most_pixels),
+            (Bound.PIXELS, queue.num_pixels, more_pixels, settings.max_waiting_pixels),
         ):
             if queued + more > most:
                 self.num_refused[bound] += 1

@@ -172,10 +172,10 @@ class Sequences:
     def _check_room(self, num_tokens: int) -> None:
         """Raise OverloadedError where so many more tokens may not wait; one prompt may alone."""
         waiting, settings = self.scheduler.waiting, self.settings
-        most_tokens = max(settings.max_waiting_tokens, num_tokens)
+        more_tokens = num_tokens if waiting else 0
         for bound, queued, more, most in (
             (Bound.REQUESTS, len(waiting), 1, settings.max_waiting),
-            (Bound.TOKENS, waiting.num_tokens, num_tokens, most_tokens),
+            (Bound.TOKENS, waiting.num_tokens, more_tokens, settings.max_waiting_tokens),
         ):
             if queued + more > most:
                 self.num_refused[bound] += 1

@@ -90,6 +90,13 @@ class EngineSettings:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step"
             )
+        room = self.max_num_batched_tokens - self.max_num_seqs
+        if self.whole_images and (self.max_image_tokens or 0) > room:
+            raise ValueError(
+                f"a picture of {self.max_image_tokens} tokens never fits into a step that may not "
+                f"cut it: max_num_batched_tokens ({self.max_num_batched_tokens}) less max_num_seqs "
+                f"({self.max_num_seqs}) is {room}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
