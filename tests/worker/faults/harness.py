@@ -143,8 +143,8 @@ class Pod:
         """Keep this request, or the next that comes there for its nth time."""
         await self.do(hold=stage, nth=nth, request=request)
 
-    async def report(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self.do(report=True)
+    async def report(self, kind: str = "settled") -> dict[str, Any]:
+        report: dict[str, Any] = await self.do(report=kind)
         return report
 
     async def until_said(self, **fields: str) -> dict[str, Any]:
@@ -244,13 +244,13 @@ class Cluster:
         while boots != wanted:
             assert time.monotonic() < deadline, (boots, wanted)
             await asyncio.sleep(0.02)
-            boots = (await self.gateway.report())["boots"]
+            boots = (await self.gateway.report("now"))["boots"]
 
-    async def reports(self) -> dict[str, dict[str, Any]]:
-        """What every process that lives has."""
+    async def reports(self, kind: str = "settled") -> dict[str, dict[str, Any]]:
+        """What every process that lives has; "now" collects no garbage first."""
         pods = [*self.pods.values(), self.gateway]
         alive = [pod for pod in pods if pod.alive]
-        found = await asyncio.gather(*(pod.report() for pod in alive))
+        found = await asyncio.gather(*(pod.report(kind) for pod in alive))
         return {pod.name: report for pod, report in zip(alive, found, strict=True)}
 
     async def until_idle(self, *, seconds: float) -> float:

@@ -3,7 +3,8 @@
 python -m worker.faults.pod encoder --model=... --runner=checksum      flags as of vlm-worker
 
 stdin    {"hold": stage, "nth": n, "request": id}  {"go": true}
-         {"scatter": [stages], "seconds": s}  {"pods": [...]}  {"step": seconds}  {"report": true}
+         {"scatter": [stages], "seconds": s}  {"pods": [...]}  {"step": seconds}
+         {"report": "settled" | "now"}
 stdout   {"ready": ports}  {"at": stage, "request": id}  {"cut": stage, "request": id}
          {"done": result, "order": number}
 """
@@ -72,11 +73,13 @@ def take_worker(marks: Marks, server: WorkerServer, order: dict[str, Any]) -> An
     parts = server._parts
     assert parts is not None
     if "report" in order:
+        collect(order)
         stats = stats_document(server.state, server._snapshot())
         return {
             **process_report(),
             "inflight": stats["inflight"],
             "kv": stats["kv"],
+            "waiting": stats["queue"]["requests"],
             "leases": stats["leases"],
             "calls": parts.host.num_inflight,
             "pinned": parts.engine.stats().num_pinned_embeddings,
@@ -115,10 +118,12 @@ def take_gateway(marks: Marks, gateway: Gateway, order: dict[str, Any]) -> Any:
     if "pods" in order:
         service.registry.apply([KnownPod(**pod) for pod in order["pods"]])
     if "report" in order:
+        collect(order)
         peers = service.registry.by_name.values()
         return {
             **process_report(),
             "inflight": service.num_inflight,
+            "waiting": service.recovery.room.num_waiting,
             "calls": sum(peer.num_inflight for peer in peers) + len(service.background._tasks),
             "boots": {c.name: c.boot_id.hex() for c in service.registry.candidates()},
         }
@@ -136,9 +141,14 @@ def take_marks(marks: Marks, order: dict[str, Any]) -> Any:
     return True
 
 
+def collect(order: dict[str, Any]) -> None:
+    """Garbage holds descriptors and memory; who only samples does not stop the world for it."""
+    if order["report"] == "settled":
+        gc.collect()
+
+
 def process_report() -> dict[str, Any]:
     """What any process can lose track of."""
-    gc.collect()
     return {
         "tasks": len(asyncio.all_tasks()),
         "fds": len(list(Path("/proc/self/fd").iterdir())),

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from vlm_worker.errors import InvalidImageError, WorkerError
@@ -20,7 +20,9 @@ from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_discon
 from vlm_worker.gateway.choices import Choices
 from vlm_worker.gateway.orchestrate.generation import Generation, NoRouteError
 from vlm_worker.gateway.orchestrate.job import Emit, Job
+from vlm_worker.gateway.orchestrate.recovery import Place
 from vlm_worker.gateway.orchestrate.trace import Trace
+from vlm_worker.gateway.pictures import Picture
 from vlm_worker.gateway.piecing import Piecing
 from vlm_worker.gateway.service import Service
 from vlm_worker.types import Modality
@@ -82,11 +84,29 @@ class Endpoint:
             raise errors.unavailable("This gateway is shutting down; another one takes requests.")
         timeout = timeout_of(scope)
         body = await read_body(scope, receive)
+        try:
+            place = service.recovery.room.enter()
+        except WorkerError as error:  # before anything is spent on it
+            raise _answer_to(error, exchange.request_id) from error
+        with place:
+            await self._serve(exchange, body, receive, response, place=place, timeout=timeout)
+
+    async def _serve(
+        self,
+        exchange: _Exchange,
+        body: bytes,
+        receive: Receive,
+        response: Response,
+        *,
+        place: Place,
+        timeout: float | None,
+    ) -> None:
+        service = self._service
         trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
         job, options = await self._prepare(body, exchange)
         exchange.options = options
         writer = self._writer(response, options, job, trace)
-        choices = exchange.choices = self._choices(job, options, writer, trace)
+        choices = exchange.choices = self._choices(job, options, writer, trace, place)
         try:
             await _watched(
                 choices.run(),
@@ -94,7 +114,7 @@ class Endpoint:
                 ping=writer.ping,
             )
         except WorkerError as error:
-            raise _answer_to(error, job, exchange.request_id) from error
+            raise _answer_to(error, exchange.request_id, job.pictures) from error
 
     async def _prepare(self, body: bytes, exchange: _Exchange) -> tuple[Job, Options]:
         service, config = self._service, self._service.live.now.config
@@ -151,7 +171,9 @@ class Endpoint:
 
         return on_token
 
-    def _choices(self, job: Job, options: Options, writer: Writer, trace: Trace) -> Choices:
+    def _choices(
+        self, job: Job, options: Options, writer: Writer, trace: Trace, place: Place
+    ) -> Choices:
         service = self._service
         service.meters.pictures(len(job.pictures), sum(p.num_tokens for p in job.pictures))
         waits = bool(job.pictures) and service.live.now.config.on_demand == "Queue"
@@ -165,6 +187,7 @@ class Endpoint:
                 registry=service.registry,
                 background=service.background,
                 recovery=service.recovery,
+                place=place,
                 heartbeat=writer.heartbeat,
                 stage_wait_seconds=job.max_wait_seconds if waits else 0.0,
             )
@@ -238,13 +261,13 @@ async def _last_word(response: Response, error: ApiError) -> None:
         logger.debug("nobody is there to hear of an error")
 
 
-def _answer_to(error: WorkerError, job: Job, request_id: str) -> ApiError:
+def _answer_to(error: WorkerError, request_id: str, pictures: Sequence[Picture] = ()) -> ApiError:
     """What the client is told of a worker's last word."""
     if isinstance(error, NoRouteError):
         return errors.unavailable(f"No worker is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
-    if isinstance(error, InvalidImageError) and error.item < len(job.pictures):
-        answer.param = job.pictures[error.item].path
+    if isinstance(error, InvalidImageError) and error.item < len(pictures):
+        answer.param = pictures[error.item].path
     if answer.status >= 500:
         logger.error("request lost", extra={"request_id": request_id, "reason": str(error)})
     return answer

@@ -18,7 +18,7 @@ from vlm_worker.errors import DrainingError, GoneError, PeerLostError, WorkerErr
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.encoding import Encoding
 from vlm_worker.gateway.orchestrate.job import Answer, Job, build_request
-from vlm_worker.gateway.orchestrate.recovery import WaitingRoom
+from vlm_worker.gateway.orchestrate.recovery import Place
 from vlm_worker.gateway.orchestrate.reserving import reserve
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
@@ -49,7 +49,7 @@ class Attempt:
         trace: Trace,
         registry: Registry,
         background: Background,
-        room: WaitingRoom,
+        place: Place,
     ) -> None:
         self._job = job
         self._route = route
@@ -60,7 +60,7 @@ class Attempt:
         self._registry = registry
         self._timers = registry.timers
         self._background = background
-        self._room = room
+        self._place = place
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._used = contextlib.ExitStack()
@@ -102,6 +102,7 @@ class Attempt:
         self._trace.gateway_waits()
         if self._route.reserve:
             await self._reserve()
+            self._place.leave()
         items = await encoding.decoded if encoding is not None else ()
         self._trace.gateway_works()
         request, kept = build_request(self._job, self._key, self._answer, items)
@@ -128,7 +129,6 @@ class Attempt:
                 reserve_on,
                 registry=self._registry,
                 may_wait=lambda: self._trace.clock() < deadline,
-                room=self._room,
             )
 
     async def _prefill(self, request: Request, sources: tuple[Source, ...]) -> None:
@@ -165,6 +165,7 @@ class Attempt:
 
     def _hand_over(self, request: Request, accepted: Accepted) -> None:
         self._accepted = True
+        self._place.leave()
         if self._decode_choice is not None:
             self._start(self._decode(request, accepted, self._decode_choice))
 

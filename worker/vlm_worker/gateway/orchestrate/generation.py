@@ -22,7 +22,7 @@ from vlm_worker.errors import (
 from vlm_worker.gateway.orchestrate.attempt import Attempt
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.job import Answer, Emit, Job
-from vlm_worker.gateway.orchestrate.recovery import Recovery
+from vlm_worker.gateway.orchestrate.recovery import Place, Recovery
 from vlm_worker.gateway.orchestrate.reserving import wait_seconds
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
@@ -58,7 +58,8 @@ class NoRouteError(WorkerError):
 class Generation:
     """One request. `answer` holds what was delivered, whatever happens.
 
-    `heartbeat` is called now and then while the client waits for a pod to come back.
+    `place` is left when a pod has room. `heartbeat` is called now and then while the client waits
+    for a pod to come back.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Generation:
         registry: Registry,
         background: Background,
         recovery: Recovery,
+        place: Place,
         heartbeat: Callable[[], Awaitable[None]],
         stage_wait_seconds: float = 0.0,
     ) -> None:
@@ -78,6 +80,7 @@ class Generation:
         self._registry = registry
         self._background = background
         self._recovery = recovery
+        self._place = place
         self._heartbeat = heartbeat
         self._stage_wait_seconds = stage_wait_seconds
         self._failed: set[bytes] = set()
@@ -94,8 +97,6 @@ class Generation:
         deadline = self._trace.clock() + self._job.max_wait_seconds
         number = 0
         self._recovery.budget.request()
-        if self._recovery.room.full:
-            raise self._recovery.room.refusal()
         while True:
             number += 1
             if len(self.answer.token_ids) >= self._job.sampling.max_tokens:
@@ -108,7 +109,7 @@ class Generation:
                 trace=self._trace,
                 registry=self._registry,
                 background=self._background,
-                room=self._recovery.room,
+                place=self._place,
             )
             num_delivered = len(self.answer.token_ids)
             try:
@@ -159,8 +160,7 @@ class Generation:
             return
         if self._trace.clock() >= deadline:
             raise error
-        with self._recovery.room.wait(error):
-            await asyncio.sleep(wait_seconds(error))
+        await asyncio.sleep(wait_seconds(error))
 
     def _retry(self, error: WorkerError, attempt: Attempt, number: int, *, went_on: bool) -> None:
         """Count a loss; raises it where it was one too many, for this request or for all."""

@@ -8,11 +8,10 @@ room      who finds it full is told at once when to come back
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Self
 
-from vlm_worker.errors import OverloadedError, WorkerError
+from vlm_worker.errors import OverloadedError
 
 # As many as one pod runs at once: all of its requests may be moved when it dies.
 BURST_RETRIES: Final = 256.0
@@ -44,41 +43,57 @@ class RetryBudget:
 
 
 class WaitingRoom:
-    """Requests that wait until a pod has room."""
+    """Requests for which no pod has room yet, from the door on."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.num_waiting = 0
+        self._places: set[Place] = set()
 
     @property
-    def full(self) -> bool:
-        """Nobody may come in."""
-        return self.num_waiting >= self._size
+    def num_waiting(self) -> int:
+        """How many are in it."""
+        return len(self._places)
 
-    @contextlib.contextmanager
-    def wait(self, cause: WorkerError) -> Iterator[None]:
-        """Wait inside; raises OverloadedError of `cause` at once where it is full."""
-        if self.full:
-            raise self.refusal() from cause
-        self.num_waiting += 1
-        try:
-            yield
-        finally:
-            self.num_waiting -= 1
+    def enter(self) -> Place:
+        """A place for one more request.
 
-    def refusal(self) -> OverloadedError:
-        """What one more request is told."""
-        return OverloadedError(
-            f"{self.num_waiting} requests wait for room already",
-            retry_after_seconds=RETRY_AFTER_SECONDS,
-        )
+        Raises:
+            OverloadedError: there is none; it says when to come back.
+        """
+        if len(self._places) >= self._size:
+            raise OverloadedError(
+                f"{len(self._places)} requests wait for room already",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        place = Place(self._places)
+        self._places.add(place)
+        return place
+
+
+class Place:
+    """One request's; it leaves when a pod has room for it, or when it is over."""
+
+    def __init__(self, places: set[Place]) -> None:
+        self._places = places
+
+    def leave(self) -> None:
+        """Somebody else may wait; idempotent."""
+        self._places.discard(self)
+
+    def __enter__(self) -> Self:
+        """It is taken already."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Leave."""
+        self.leave()
 
 
 class Recovery:
     """What all requests of a gateway share in it.
 
-    A request waits `patience_seconds` for another pod after the loss of a pool; at most
-    `max_waiting` requests wait for room at once.
+    A request waits `patience_seconds` for another pod after the loss of a pool; `max_waiting`
+    requests may be without room at once.
     """
 
     def __init__(

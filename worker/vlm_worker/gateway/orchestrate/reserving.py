@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from vlm_worker.errors import DrainingError, OverloadedError, PeerLostError
-from vlm_worker.gateway.orchestrate.recovery import WaitingRoom
 from vlm_worker.gateway.registry import Registry
 from vlm_worker.route import Choice, Demand, Route, another_decode
 from vlm_worker.wire.calls import Reservation
@@ -30,13 +29,11 @@ async def reserve(
     *,
     registry: Registry,
     may_wait: Callable[[], bool],
-    room: WaitingRoom,
 ) -> tuple[Choice, Reservation]:
     """Ask pod after pod; when all refused, wait as long as the last one says and begin again.
 
     Raises:
-        WorkerError: of the last pod, when the request may not wait longer or none is left;
-            OverloadedError when too many wait.
+        WorkerError: of the last pod, when the request may not wait longer or none is left.
     """
     assert route.decode is not None
     choice = route.decode
@@ -50,8 +47,7 @@ async def reserve(
             if other is None:
                 if not isinstance(error, OverloadedError) or not may_wait():
                     raise
-                with room.wait(error):
-                    await asyncio.sleep(wait_seconds(error))
+                await asyncio.sleep(wait_seconds(error))
                 refused.clear()
                 other = another_decode(registry.candidates(), demand, route, frozenset())
             choice = other or choice
