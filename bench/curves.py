@@ -19,21 +19,17 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import random_vlm
+from own_engine import OwnEngine, Picture, Prompt
+from plot import Line, Plot, write_svg
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
-
-import random_vlm  # noqa: E402
-from own_engine import OwnEngine, Picture, Prompt  # noqa: E402
-from plot import Line, Plot, write_svg  # noqa: E402
-
 CONCURRENCY = (1, 2, 4, 8, 16)
 VISUAL_TOKENS = (0, 64, 256)
 SIDES = (112, 224, 448, 672, 896)

@@ -18,11 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import random_vlm
+
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / part) for part in ("bench", "worker", "kernels")]
-
-import random_vlm  # noqa: E402
-
 ROLES = ("encoder", "prefill", "decode", "encoder,prefill,decode")
 GOAL = 1.15
 

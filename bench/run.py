@@ -22,6 +22,7 @@ BENCHES = (
     "model",
     "memory",
     "trace",
+    "generate",
     "curves",
     "cache",
     "media",

@@ -3,67 +3,20 @@
     python bench/run.py trace            python bench/trace.py --rounds 5 --threads 2
 
 Per round 3,923 prompt tokens and 960 answer tokens (32 to 128 a request), Qwen2-VL with random
-weights in bfloat16 (`random_vlm`). Each side is a process of its own and runs while the other
-rests; the order turns from round to round; the first round is not counted. No prompt or picture
-comes twice, so no cache helps. Both get token ids and patches: nobody's tokenizer is measured.
-
-    ours            engine and model runner, as `vlm-worker serve` puts them together
-    transformers    one static batch, padded left, greedy, as many tokens as the longest answer
+weights in bfloat16 (`random_vlm`), both sides in turn (`sides`). No prompt or picture comes twice,
+so no cache helps.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
-import os
 import random
-import resource
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
-
-import random_vlm  # noqa: E402
+import random_vlm
+from sides import Call, arguments, compare, read_bandwidth, start
 
 NUM_REQUESTS = 16
 GOAL = 0.60
-GRID = (1, 32, 32)
-PATCH_DIM = 3 * 2 * 14 * 14
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """One request of a trace; `seed` makes its tokens and its picture."""
-
-    num_words: int
-    has_image: bool
-    num_output: int
-    seed: int
-    num_template: int = 20
-
-    def token_ids(self) -> list[int]:
-        """Template, picture, words."""
-        rng = random.Random(self.seed)
-        words = range(random_vlm.FIRST_WORD, random_vlm.LAST_WORD)
-        plain = [rng.choice(words) for _ in range(self.num_words + self.num_template)]
-        if not self.has_image:
-            return plain
-        picture = [random_vlm.IMAGE_TOKEN] * random_vlm.PICTURE_TOKENS
-        return [*plain[:4], random_vlm.VISION_START, *picture, random_vlm.VISION_END, *plain[6:]]
-
-    def patches(self) -> np.ndarray:
-        """Float32 `[1024, 1176]`."""
-        rng = np.random.default_rng(self.seed)
-        return rng.standard_normal((GRID[1] * GRID[2], PATCH_DIM), dtype=np.float32)
 
 
 def mixed_trace(round_number: int) -> list[Call]:
@@ -80,208 +33,30 @@ def mixed_trace(round_number: int) -> list[Call]:
     return calls
 
 
-# ---- the two sides -------------------------------------------------------------------------------
-
-
-class Ours:
-    """The engine over the model runner, as `vlm-worker serve` puts them together."""
-
-    def __init__(self, model_dir: Path, threads: int, options: dict[str, Any]) -> None:
-        from own_engine import OwnEngine
-
-        self._engine = OwnEngine(model_dir, threads=threads, **options)
-
-    def run(self, calls: Sequence[Call]) -> int:
-        """Answer all of them at once; returns the number of answer tokens."""
-        return sum(map(len, self._engine.answer([self._prompt(call) for call in calls])))
-
-    def _prompt(self, call: Call) -> Any:
-        from own_engine import Picture, Prompt
-
-        token_ids = call.token_ids()
-        if not call.has_image:
-            return Prompt(token_ids, call.num_output)
-        picture = Picture(call.seed, GRID, random_vlm.PICTURE_TOKENS, call.patches())
-        offset = token_ids.index(random_vlm.IMAGE_TOKEN)
-        return Prompt(token_ids, call.num_output, picture, offset)
-
-    def check(self) -> None:
-        """Raise where a cache helped, or a request stayed behind."""
-        stats = self._engine.stats
-        assert stats.prefix_cache_hits == 0, stats
-        assert stats.encoder_cache.hits == 0, stats
-
-
-class Transformers:
-    """`generate()` of transformers with the settings of the reference: a static batch."""
-
-    def __init__(self, model_dir: Path, threads: int, _options: dict[str, Any]) -> None:
-        import torch
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration
-
-        torch.set_num_threads(threads)
-        self._torch = torch
-        self._model = Qwen2VLForConditionalGeneration.from_pretrained(
-            model_dir, dtype=torch.bfloat16
-        ).eval()
-
-    def run(self, calls: Sequence[Call]) -> int:
-        """Answer all of them in one batch; returns the number of answer tokens asked for."""
-        torch = self._torch
-        prompts = [call.token_ids() for call in calls]
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-        pictures = [torch.from_numpy(call.patches()) for call in calls if call.has_image]
-        if pictures:
-            inputs["pixel_values"] = torch.cat(pictures).to(torch.bfloat16)
-            inputs["image_grid_thw"] = torch.tensor([GRID] * len(pictures))
-            inputs["mm_token_type_ids"] = (ids == random_vlm.IMAGE_TOKEN).int()
-        num_tokens = max(call.num_output for call in calls)
-        with torch.inference_mode():
-            out = self._model.generate(
-                **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
-            )
-        assert out.shape == (len(calls), longest + num_tokens)
-        return sum(call.num_output for call in calls)
-
-    def check(self) -> None:
-        """Nothing is kept between rounds."""
-
-
-SIDES: dict[str, Callable[[Path, int, dict[str, Any]], Any]] = {
-    "ours": Ours,
-    "transformers": Transformers,
-}
-
-
-def serve_side(name: str, model_dir: Path, threads: int, options: dict[str, Any]) -> None:
-    """The child: one line in, a list of calls; one line out, what running them took."""
-    began = time.perf_counter()
-    side = SIDES[name](model_dir, threads, options)
-    print(json.dumps({"start_seconds": time.perf_counter() - began}), flush=True)
-    for line in sys.stdin:
-        calls = [Call(**fields) for fields in json.loads(line)]
-        before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        num_tokens = side.run(calls)
-        wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-        side.check()
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        print(json.dumps({"wall": wall, "cpu": cpu, "tokens": num_tokens}), flush=True)
-
-
-# ---- the parent ----------------------------------------------------------------------------------
-
-
-class Child:
-    """One side in a process of its own."""
-
-    def __init__(
-        self, name: str, model_dir: Path, threads: int, options: dict[str, Any], env: dict[str, str]
-    ) -> None:
-        command = [
-            "env", "HF_HUB_OFFLINE=1", *(f"{name}={value}" for name, value in env.items()),
-            sys.executable, __file__, "--side", name, "--model", str(model_dir),
-            "--threads", str(threads), "--options", json.dumps(options),
-        ]  # fmt: skip
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.start_seconds = float(self._read()["start_seconds"])
-
-    def run(self, calls: Sequence[Call]) -> dict[str, float]:
-        """Wall seconds, CPU seconds and answer tokens of these calls."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([dataclasses.asdict(call) for call in calls]) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """End it and wait."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _read(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a side ended with {self._process.wait()}; see above")
-        return dict(json.loads(line))
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second of summing 512 MiB, best of three."""
-    import torch
-
-    torch.set_num_threads(threads)
-    data = torch.ones(128 << 20, dtype=torch.float32)
-    best = 0.0
-    for _ in range(3):
-        began = time.perf_counter()
-        data.sum()
-        best = max(best, data.numel() * 4 / (time.perf_counter() - began))
-    return best
-
-
 def main() -> None:
     """Compare, and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=4, help="counted rounds")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    parser.add_argument("--options", type=json.loads, default={}, help="of our side, as JSON")
-    parser.add_argument("--wait-policy", default="PASSIVE", help="OMP_WAIT_POLICY of our side")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.side:
-        serve_side(args.side, args.model, args.threads, args.options)
-        return
-    own_env = {"OMP_WAIT_POLICY": args.wait_policy} if args.wait_policy else {}
+    args = arguments(__doc__).parse_args()
     with random_vlm.model_directory(args.model) as model_dir:
-        children = {
-            "ours": Child("ours", model_dir, args.threads, args.options, own_env),
-            "transformers": Child("transformers", model_dir, args.threads, {}, {}),
-        }
-        result = compare(children, args.rounds, args.threads)
+        children = start(args, model_dir)
+        bandwidths = [read_bandwidth(args.threads)]
+        (times,) = compare(children, [lambda number: [mixed_trace(number)]], args.rounds)
+        bandwidths.append(read_bandwidth(args.threads))
         for child in children.values():
             child.close()
-    print(json.dumps({"bench": "trace", **result, "options": args.options}), flush=True)
-
-
-def compare(children: dict[str, Child], rounds: int, threads: int) -> dict[str, Any]:
-    """Interleaved rounds, the first uncounted, and the medians of what is left."""
-    walls: dict[str, list[float]] = {name: [] for name in children}
-    cpus: dict[str, list[float]] = {name: [] for name in children}
-    bandwidths = []
-    for number in range(rounds + 1):
-        calls = mixed_trace(number)
-        order = list(children) if number % 2 == 0 else list(children)[::-1]
-        for name in order:
-            figures = children[name].run(calls)
-            assert figures["tokens"] == sum(call.num_output for call in calls)
-            if number:
-                walls[name].append(figures["wall"])
-                cpus[name].append(figures["cpu"])
-        bandwidths.append(read_bandwidth(threads) / 1e9)
-    ours, theirs = (statistics.median(walls[name]) for name in ("ours", "transformers"))
-    ratios = [a / b for a, b in zip(walls["ours"], walls["transformers"], strict=True)]
-    cpu_ratio = statistics.median(cpus["ours"]) / statistics.median(cpus["transformers"])
-    return {
-        "rounds": rounds,
-        "threads": threads,
+    figures = times.figures()
+    line = {
+        "bench": "trace",
+        "rounds": args.rounds,
+        "threads": args.threads,
+        "options": args.options,
         "prompt_tokens": sum(len(call.token_ids()) for call in mixed_trace(0)),
         "output_tokens": sum(call.num_output for call in mixed_trace(0)),
-        "ours_seconds": round(ours, 2),
-        "transformers_seconds": round(theirs, 2),
-        "ratio": round(ours / theirs, 3),
-        "ratio_per_round": [round(ratio, 3) for ratio in ratios],
-        "cpu_ratio": round(cpu_ratio, 3),
-        "read_gb_per_second": [round(value, 1) for value in bandwidths],
+        **figures,
+        "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
         "goal": GOAL,
-        "met": ours / theirs <= GOAL,
+        "met": figures["ratio"] <= GOAL,
     }
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
