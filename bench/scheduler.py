@@ -2,15 +2,16 @@
 
     python bench/scheduler.py        one JSON object on stdout, in about a minute
 
-A step here is all that the engine does besides the model: schedule, build the arrays, update; in CPU
-time of its thread. While
-`running` sequences decode, `waiting` ones are in the queue, in one of these ways:
+A step here is all that the engine does besides the model: schedule, build the arrays, update; in
+CPU time of its thread. While `running` sequences decode, `waiting` ones are in the queue, in one of
+these ways:
 
     full       every row is taken
     lacking    rows are free, and blocks are not: heads are tried in vain each step
     stalled    rows and blocks are free, and every one waits for a picture
     churn      each step one leaves, one enters and prefills, one comes, one that waits is cancelled
 
+The target of 150 us is for the first three; the last one counts two arrivals and two cancels too.
 All are measured in interleaved rounds, so that a slow moment falls on all of them; medians.
 """
 
@@ -159,7 +160,7 @@ def main() -> None:
         "ratio_10000_to_100_waiting": ratios,
         "target_us_at_256": TARGET_US,
         "target_ratio": TARGET_RATIO,
-        "met": max(step_us["full", 256, n] for n in WAITING) <= TARGET_US
+        "met": max(step_us[state, 256, n] for state in STATES[:3] for n in WAITING) <= TARGET_US
         and max(ratios.values()) <= TARGET_RATIO,
     }
     print(json.dumps(report))

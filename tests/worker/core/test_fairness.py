@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -71,8 +72,7 @@ class Crowd(Simulation):
         return schedule
 
 
-@settings(max_examples=60)
-@given(
+crowds = st.tuples(
     patterns,
     arrivals,
     st.sampled_from([FCFS, DUAL]),
@@ -80,7 +80,23 @@ class Crowd(Simulation):
     st.integers(1, 4),
     st.integers(6, 40),
 )
-def test_nobody_starves_whatever_arrives(
+
+
+@settings(max_examples=60)
+@given(crowds)
+def test_nobody_starves_whatever_arrives(drawn: tuple[Any, ...]) -> None:
+    everybody_is_served(*drawn)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@settings(max_examples=5_000)
+@given(crowds)
+def test_nobody_starves_in_thousands_of_crowds(drawn: tuple[Any, ...]) -> None:
+    everybody_is_served(*drawn)
+
+
+def everybody_is_served(
     pattern: list[list[Arrival]],
     arrival: Arrival,
     rules: AdmissionRules,
@@ -186,15 +202,32 @@ def test_planning_twice_plans_the_same_and_together_is_alone(
 # ---- whoever leaves, whenever --------------------------------------------------------------------
 
 
-@settings(max_examples=80)
-@given(
+departures = st.tuples(
     works(),
     st.lists(st.tuples(st.integers(0, 30), st.none() | st.integers(0, 30)), min_size=9, max_size=9),
     st.sampled_from([FCFS, DUAL]),
     st.integers(17, 40),
     st.integers(1, 4),
 )
+
+
+@settings(max_examples=80)
+@given(departures)
 def test_pictures_come_late_and_requests_are_cancelled_and_every_block_comes_back(
+    drawn: tuple[Any, ...],
+) -> None:
+    every_block_comes_back(*drawn)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@settings(max_examples=5_000)
+@given(departures)
+def test_every_block_comes_back_in_thousands_of_runs(drawn: tuple[Any, ...]) -> None:
+    every_block_comes_back(*drawn)
+
+
+def every_block_comes_back(
     todo: list[Work],
     fates: list[tuple[int, int | None]],
     rules: AdmissionRules,

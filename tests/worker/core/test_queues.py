@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -146,6 +147,18 @@ TestFirstComeFirstServed = QueueMachine.TestCase
 TestFirstComeFirstServed.settings = settings(max_examples=50, stateful_step_count=40)
 TestDualQueue = DualQueueMachine.TestCase
 TestDualQueue.settings = settings(max_examples=50, stateful_step_count=40)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+class TestFirstComeFirstServedAtLength(QueueMachine.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=3_000, stateful_step_count=100)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+class TestDualQueueAtLength(DualQueueMachine.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=3_000, stateful_step_count=100)
 
 
 def test_who_left_takes_no_room_for_long() -> None:
