@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from worker import tokenizers_by_code as by_code
 from worker.gateway.stack import MODEL
 
 from vlm_worker.gateway.detokenize import Detokenizer, StopScanner
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+def tokenizer(name: str = "shapes") -> Tokenizer:
+    if name == "shapes":
+        return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    made = {"llama": by_code.llama, "late llama": by_code.llama_of_late, "gemma": by_code.gemma}
+    return made[name]().backend_tokenizer
 
 
-def pieces(token_ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer())
+names = pytest.mark.parametrize("name", ["shapes", "llama", "late llama", "gemma"])
+
+
+def pieces(token_ids: list[int], name: str = "shapes") -> list[str]:
+    detokenizer = Detokenizer(tokenizer(name))
     return [*(detokenizer.feed(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
-@given(st.lists(st.integers(0, 996), max_size=60))
-def test_the_pieces_of_any_tokens_join_to_the_whole(token_ids: list[int]) -> None:
-    assert "".join(pieces(token_ids)) == tokenizer().decode(token_ids, skip_special_tokens=True)
+@names
+@given(token_ids=st.lists(st.integers(0, 996), max_size=60))
+def test_the_pieces_of_any_tokens_join_to_the_whole(name: str, token_ids: list[int]) -> None:
+    whole = tokenizer(name).decode(token_ids, skip_special_tokens=True)
+    assert "".join(pieces(token_ids, name)) == whole
 
 
-@given(st.text(max_size=40))
-def test_no_piece_of_a_text_holds_half_a_character(text: str) -> None:
-    found = pieces(tokenizer().encode(text, add_special_tokens=False).ids)
-    assert "".join(found) == text
+@names
+@given(text=st.text(max_size=40))
+def test_no_piece_of_a_text_holds_half_a_character(name: str, text: str) -> None:
+    token_ids = tokenizer(name).encode(text, add_special_tokens=False).ids
+    found = pieces(token_ids, name)
+    assert "".join(found) == tokenizer(name).decode(token_ids)
     assert not any("�" in piece for piece in found) or "�" in text
 
 

@@ -6,34 +6,56 @@ ids ──▶ Detokenizer ──▶ StopScanner ──▶ what may be sent now
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A byte of tokenizers that fall back to bytes: Llama's, Gemma's."""
 
 
 class Detokenizer:
-    """Text of one answer: what `feed` and `flush` return, joined, is `tokenizer.decode(ids)`."""
+    """Text of one answer: what `feed` and `flush` return, joined, is `tokenizer.decode(ids)`.
+
+        ids     . . . . [ shown | new ]     decoded together, as a token's text depends on the one
+                        start   end         before; what `shown` alone decodes to went before
+
+    Bytes that stand as tokens are decoded as a run, which is text or not as a whole: nothing of a
+    run goes before it ends. A token without text, as control tokens are, ends none.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
+        self._start = self._end = 0
+        self._shown = ""
         self._num_sent = 0
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is still incomplete."""
         self._ids.append(token_id)
-        text: str = self._stream.step(self._tokenizer, token_id) or ""
-        self._num_sent += len(text)
-        return text
+        if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") or not self._decode(-1):
+            return ""
+        text = self._decode(self._start)
+        new = text[len(self._shown) :]
+        if not new or new.endswith("\ufffd"):
+            return ""
+        self._start, self._end = self._end, len(self._ids)
+        self._shown = self._decode(self._start)
+        self._num_sent += len(new)
+        return new
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD, as in `decode`."""
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text = self._decode(0)
         rest = text[self._num_sent :]
         self._num_sent = len(text)
         return rest
+
+    def _decode(self, start: int) -> str:
+        text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        return text
 
 
 class StopScanner:
