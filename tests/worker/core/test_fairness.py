@@ -359,6 +359,18 @@ def test_whoever_lacks_blocks_is_passed_by_so_often_and_no_more() -> None:
     assert len(crowd.admitted) - before == MAX_OVERTAKEN + 1
 
 
+def test_a_backed_up_lane_that_does_not_fit_leaves_the_step_to_the_other() -> None:
+    simulation = Simulation(num_blocks=19, max_num_seqs=4, budget=64, rules=DUAL)
+    simulation.add(text("runs", 30, max_tokens=20))
+    simulation.step()
+    large = [simulation.add(text(f"large {n}", 60), lane=Lane.VISION) for n in range(6)]
+    small = simulation.add(text("small"))
+    simulation.step()
+    assert {sequence.status for sequence in large} == {Status.WAITING}
+    assert small.status is Status.RUNNING
+    assert simulation.scheduler.waiting.num_admitted[AdmissionReason.FILLING] == 1
+
+
 def test_whoever_was_passed_by_too_often_is_left_room_by_reservations() -> None:
     simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
     simulation.add(text("runs", 14, max_tokens=20))

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlm_worker.core.queues import Heap, Waiting
+from vlm_worker.core.queues import MAX_UNFIT, Heap, Waiting
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionReason, AdmissionRules, turns
 from vlm_worker.types import Request, RequestKey, SamplingParams
@@ -51,6 +51,9 @@ class NaiveQueue:
             return (ranked[0], AdmissionReason.ORDER) if ranked else None
         for turn in turns(backlog, self.rules, last_first=self.last_first):
             of_lane = [s for s in ranked if s.lane is turn.lane]
+            unfit = [s for s in seen if s.on_wake is not None and not s.stalled]
+            if sum(s.lane is turn.lane for s in unfit) >= MAX_UNFIT:
+                continue
             if of_lane and entered[turn.lane] < turn.room:
                 return of_lane[0], turn.reason
         return None

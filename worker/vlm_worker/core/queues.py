@@ -28,6 +28,9 @@ from vlm_worker.core.waves import (
 MIN_SWEEP: Final = 64
 """A heap with fewer entries of those who left is not worth sweeping."""
 
+MAX_UNFIT: Final = 2
+"""So many of one lane that do not fit are looked at in a wave; then it is the other's turn."""
+
 
 class Heap:
     """Sequences by key, the smallest first. Who leaves is marked; the marked are swept in bulk."""
@@ -207,9 +210,15 @@ class Wave:
             return (min(heads, key=rank), AdmissionReason.ORDER) if heads else None
         for turn in self._turns:
             head = waiting._ranked[turn.lane].first
-            if head is not None and self._room(turn.lane, turn.room):
+            if head is None or not self._room(turn.lane, turn.room):
+                continue
+            if self._num_unfit(turn.lane) < MAX_UNFIT:
                 return head, turn.reason
         return None
+
+    def _num_unfit(self, lane: Lane) -> int:
+        """Sequences of a lane that were seen, lack no embedding, and did not enter all the same."""
+        return sum(sequence.lane is lane and not sequence.stalled for sequence in self._seen)
 
     def _room(self, lane: Lane, bound: int) -> bool:
         return self._entered[lane] < bound
