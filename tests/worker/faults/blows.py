@@ -12,10 +12,12 @@ import dataclasses
 import random
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 from worker.faults.asking import Outcome, Question
-from worker.faults.harness import SLACK, Cluster, Pod, state_of, until
+from worker.faults.harness import SLACK, Cluster
 from worker.faults.marks import STAGES
+from worker.faults.process import Pod, state_of, until
 
 ROLES_HIT = ("encoder", "prefill", "decode")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP", "reset")
@@ -57,7 +59,7 @@ async def strike(
 ) -> list[Case]:
     """Hold a request in each of the stages, strike the first pod of the role, and judge."""
     for _ in range(TRIES):
-        held = await _held_in(service, stages, rng)
+        held = await held_in(service, stages, rng)
         if not any(one.slipped for one in held):
             break
         await _release(service)  # a timer of a tenth ran out before the last one was in place
@@ -73,13 +75,13 @@ async def strike(
         outcomes = await asyncio.gather(*(one.asking for one in held))
     finally:
         await _heal(service, victim, blow)
-    moves = await _moves(service, [one.request_id for one in held])
+    num_moves = await moves(service, [one.request_id for one in held])
     # only now, because what was computed before is found in caches and crosses no wire
     undisturbed = await asyncio.gather(*(service.ask(one.question) for one in held))
     assert not [one for one in undisturbed if one.defects or one.error]
     return [
-        Case(one.stage, role, blow, _result(got, was, num_moves), got.seconds, got)
-        for one, got, was, num_moves in zip(held, outcomes, undisturbed, moves, strict=True)
+        Case(one.stage, role, blow, _result(got, was, num), got.seconds, got)
+        for one, got, was, num in zip(held, outcomes, undisturbed, num_moves, strict=True)
     ]
 
 
@@ -99,24 +101,26 @@ class Held:
         return {"cut": self.stage, "request": self.request_id} in self.pod.said
 
 
-async def _held_in(service: Cluster, stages: Sequence[str], rng: random.Random) -> list[Held]:
+async def held_in(service: Cluster, stages: Sequence[str], rng: random.Random) -> list[Held]:
     """One request in each stage, all on the first pods; those that wait least come last."""
     await service.accept(*(name for name in service.pods if name.endswith("-0")))
     # chunk by chunk, so that KV crosses in pieces
     await service.pod("prefill-0").do(step=STEP_SECONDS)
     held = [
-        await _held(service, stage, question(rng.randrange(1 << 23)), rng)
+        await held_at(service, stage, question(rng.randrange(1 << 23)), rng)
         for stage in sorted(stages, key=lambda stage: (stage in IMPATIENT, stage == "gateway"))
     ]
     await service.pod("prefill-0").do(step=0.0)
     return held
 
 
-async def _held(service: Cluster, stage: str, one: Question, rng: random.Random) -> Held:
-    """A request on its way that is in this very stage now."""
+async def held_at(
+    service: Cluster, stage: str, one: Question, rng: random.Random, **more: Any
+) -> Held:
+    """A request on its way that is in this very stage now; `more` is for `Cluster.ask`."""
     name = f"{stage}-{rng.randrange(1 << 62):x}"
     await service.gateway.hold("gateway")
-    asking = asyncio.create_task(service.ask(one, seconds=HANG_SECONDS, name=name))
+    asking = asyncio.create_task(service.ask(one, seconds=HANG_SECONDS, name=name, **more))
     request_id = (await service.gateway.until_said(client=name))["enter"]
     await service.gateway.until_said(at="gateway", request=request_id)
     pod = service.gateway
@@ -172,7 +176,7 @@ async def _heal(service: Cluster, victim: Pod, blow: str) -> None:
     await service.until_idle(seconds=SLACK * IDLE_SECONDS)
 
 
-async def _moves(service: Cluster, request_ids: Sequence[str]) -> list[int]:
+async def moves(service: Cluster, request_ids: Sequence[str]) -> list[int]:
     """How often the gateway moved each request, from its log."""
 
     def retries() -> dict[str, int]:

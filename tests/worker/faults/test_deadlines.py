@@ -7,6 +7,7 @@ import random
 
 import pytest
 from worker.faults.asking import Question
+from worker.faults.blows import NUM_TOKENS, held_at, moves
 from worker.faults.figures import note
 from worker.faults.harness import SLACK, Cluster
 from worker.faults.marks import STAGES
@@ -24,17 +25,17 @@ async def test_a_deadline_ends_a_request_in_any_stage(service: Cluster) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     await service.accept(*(name for name in service.pods if name.endswith("-0")))
-    asking = []
-    for stage in sorted(IN_STAGES, key=lambda stage: stage == "decode_reserve"):
+    held = []
+    for stage in IN_STAGES:
         number = rng.randrange(1 << 23)
-        pod = service.pod(f"{STAGES[stage]}-0")
-        before = pod.num_said("at", stage)
-        await pod.hold(stage)
-        one = Question(f"Is this {number}? " * 8, num_tokens=16, colour=number)
+        one = Question(f"Is this {number}? " * 8, num_tokens=NUM_TOKENS, colour=number)
         headers = {"x-request-timeout": f"{DEADLINE_SECONDS:g}"}
-        asking.append(asyncio.create_task(service.ask(one, headers=headers)))
-        await pod.until_num_said("at", stage, before + 1)
-    got = await asyncio.gather(*asking)
+        held.append(await held_at(service, stage, one, rng, headers=headers))
+    outcomes = await asyncio.gather(*(one.asking for one in held))
+    num_moves = await moves(service, [one.request_id for one in held])
+    # on a busy machine a timer of a tenth may take a pod for lost: that request is held no more
+    got = [outcome for outcome, num in zip(outcomes, num_moves, strict=True) if num == 0]
+    assert len(got) > len(IN_STAGES) / 2
     for outcome in got:
         assert outcome.defects == []
         assert outcome.error == "deadline_exceeded", outcome
