@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 BENCHES = (
     "scheduler",
+    "admission",
     "model",
     "memory",
     "trace",
