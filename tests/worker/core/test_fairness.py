@@ -306,6 +306,15 @@ def test_no_more_run_than_the_limit_says_received_ones_included(limit: int) -> N
     assert most <= limit
 
 
+def test_one_of_many_long_answers_ends_soon() -> None:
+    simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=64)
+    assert simulation.table.steps_until_one_ends == 0
+    for number, max_tokens in enumerate((10, 20, 30)):
+        simulation.add(text(str(number), max_tokens=max_tokens))
+    simulation.step()
+    assert simulation.table.steps_until_one_ends == (9 + 19 + 29) / 3 / 3
+
+
 def test_a_long_prompt_leaves_room_for_a_short_one_and_takes_what_is_left() -> None:
     simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=16, long_prefill_tokens=8)
     long = simulation.add(text("long", 48))

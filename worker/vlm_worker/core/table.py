@@ -85,6 +85,14 @@ class SequenceTable:
         return len(self._free_rows)
 
     @property
+    def steps_until_one_ends(self) -> float:
+        """Expected steps, if each takes the tokens that it may, one a step; 0 where none runs."""
+        rows = self._running_rows
+        if not len(rows):
+            return 0.0
+        return float((self.limit[rows] - self.num_tokens[rows]).mean()) / len(rows)
+
+    @property
     def decode_rows(self) -> np.ndarray:
         """Rows that decode, oldest first, int64. The same array until membership changes."""
         if self._decode_rows is None:

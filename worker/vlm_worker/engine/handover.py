@@ -59,7 +59,7 @@ class Handover:
         if not self._pool.promise(count, keep=sequences.scheduler.kept_blocks):
             raise OverloadedError(
                 f"{num_tokens} tokens need {count} KV blocks; {available} are available",
-                retry_after_seconds=sequences.retry_after_seconds,
+                retry_after_seconds=sequences.room.retry_after_seconds,
             )
         sequences.reservations[key] = count
 
@@ -81,7 +81,7 @@ class Handover:
         if blocks is None:
             raise OverloadedError(
                 f"the reservation is of {reserved} KV blocks, the request needs {needed}",
-                retry_after_seconds=sequences.retry_after_seconds,
+                retry_after_seconds=sequences.room.retry_after_seconds,
             )
         del sequences.reservations[key]
         sequence.status = Status.RECEIVING

@@ -21,12 +21,12 @@ from vlm_worker.core.entrance import MAX_TRIES
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.table import SequenceTable
-from vlm_worker.core.work import WorkModel, retry_after
 from vlm_worker.engine.events import CancelOutcome, EventStream, PrefillEvent
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
+from vlm_worker.engine.room import Room
 from vlm_worker.engine.runner import Runner
-from vlm_worker.engine.settings import Bound, EngineSettings
+from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.engine.sink import Sink
 from vlm_worker.engine.unread import Unread
 from vlm_worker.engine.usage import KVUsage
@@ -36,7 +36,6 @@ from vlm_worker.errors import (
     DuplicateError,
     EngineError,
     GoneError,
-    OverloadedError,
     WorkerError,
 )
 from vlm_worker.types import FinishedEvent, FinishReason, ImageItem, Request, RequestKey
@@ -77,14 +76,13 @@ class Sequences:
             long_prefill_tokens=settings.long_prefill_tokens,
             rules=settings.admission,
         )
-        self.work = WorkModel()
         self.settings = settings
         self.live: dict[RequestKey, Sequence] = {}
         self.reservations: dict[RequestKey, int] = {}
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
         self.unread = Unread(capacity=self.pool.capacity, percent=settings.max_unread_percent)
-        self.num_refused = dict.fromkeys(Bound, 0)
+        self.room = Room(self.scheduler, settings=settings, unread=self.unread)
         self._positions = positions
         self._vocab_size = runner.vocab_size
         self._images = images
@@ -99,9 +97,7 @@ class Sequences:
         """See `Engine.submit_prefill`."""
         try:
             self.check_new(request.key)
-            self._check_room(len(request.token_ids))
-            if hold:
-                self._check_unread()
+            self.room.check(len(request.token_ids), hold=hold)
             sequence = self.make(request, hold=hold)
         except WorkerError as error:
             self._outbox.fail(stream, error)
@@ -153,46 +149,12 @@ class Sequences:
             embeddings=[None] * len(request.items),
         )
 
-    def predict(self, num_tokens: int) -> float:
-        """Predicted seconds to compute so many tokens of prompts."""
-        return self.work.predict(num_tokens, units_per_step=self.settings.max_num_batched_tokens)
-
-    @property
-    def retry_after_seconds(self) -> float:
-        """When to come back: after what waits now is computed."""
-        return retry_after(self.predict(self.scheduler.waiting.num_tokens))
-
     @property
     def num_held(self) -> int:
         """Sequences that nobody listens to: held for a peer, or being received."""
         scheduler = self.scheduler
         queued = len(scheduler.waiting) + len(scheduler.entrance.ready)
         return len(self.live) - queued - len(self.table)
-
-    def _check_room(self, num_tokens: int) -> None:
-        """Raise OverloadedError where so many more tokens may not wait; one prompt may alone."""
-        waiting, settings = self.scheduler.waiting, self.settings
-        more_tokens = num_tokens if waiting else 0
-        for bound, queued, more, most in (
-            (Bound.REQUESTS, len(waiting), 1, settings.max_waiting),
-            (Bound.TOKENS, waiting.num_tokens, more_tokens, settings.max_waiting_tokens),
-        ):
-            if queued + more > most:
-                self.num_refused[bound] += 1
-                raise OverloadedError(
-                    f"{queued} {bound.value} wait, {most} may",
-                    retry_after_seconds=self.retry_after_seconds,
-                )
-
-    def _check_unread(self) -> None:
-        """Raise OverloadedError where too much KV waits for peers already."""
-        unread = self.unread
-        if unread.too_much:
-            self.num_refused[Bound.UNREAD] += 1
-            raise OverloadedError(
-                f"{unread.num_blocks} KV blocks wait to be read, {unread.most_blocks} may",
-                retry_after_seconds=self.retry_after_seconds,
-            )
 
     def get(self, key: RequestKey, *, status: Status | None = None) -> Sequence:
         """The live sequence of a key, in the given status, or GoneError."""

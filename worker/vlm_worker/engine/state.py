@@ -171,7 +171,7 @@ class State:
             oldest_wait_seconds=self._clock() - oldest.arrived_at if oldest else 0.0,
             admitted={reason: waiting.num_admitted[reason] for reason in AdmissionReason},
             refused={
-                bound: self.sequences.num_refused[bound] + self.pictures.num_refused[bound]
+                bound: self.sequences.room.num_refused[bound] + self.pictures.num_refused[bound]
                 for bound in Bound
             },
             running_limit=limit.value,

@@ -88,11 +88,11 @@ class Stepping:
 
     def predict(self, num_tokens: int) -> float:
         """Predicted seconds to compute so many tokens of prompts."""
-        return self._sequences.predict(num_tokens)
+        return self._sequences.room.predict(num_tokens)
 
     def _measured(self, plan: Plan, seconds: float) -> None:
         """Learn from a step; those in which nobody decoded say nothing about a pace of answers."""
-        self._sequences.work.observe(plan.num_tokens, seconds)
+        self._sequences.room.work.observe(plan.num_tokens, seconds)
         if plan.num_decodes:
             limit = self.limit.observe(seconds, num_running=len(plan))
             self._scheduler.entrance.max_running = limit.value
