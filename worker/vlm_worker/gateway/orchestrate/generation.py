@@ -119,6 +119,7 @@ class Generation:
             except _RETRYABLE as error:
                 went_on = len(self.answer.token_ids) > num_delivered
                 self._retry(error, attempt, number, went_on=went_on)
+                await self._settle()
             self.answer.forget_early()
 
     async def _route(self, number: int) -> Route:
@@ -155,12 +156,23 @@ class Generation:
     async def _make_room(self, error: OverloadedError, attempt: Attempt, deadline: float) -> None:
         """Go where nobody refused; else come back when asked to, while it may wait."""
         self._failed |= attempt.blamed
-        route = self._choose()
-        if isinstance(route, Route) and self._failed.isdisjoint(p.boot_id for p in route.pods):
+        if self._has_other_pods():
             return
         if self._trace.clock() >= deadline:
             raise error
         await asyncio.sleep(wait_seconds(error))
+
+    def _has_other_pods(self) -> bool:
+        """There is a route without pods that failed this request."""
+        route = self._choose()
+        return isinstance(route, Route) and self._failed.isdisjoint(p.boot_id for p in route.pods)
+
+    async def _settle(self) -> None:
+        """Where there are no others, let lost pods be found lost, or come back, before going on."""
+        await self._registry.wait_until(
+            lambda: self._has_other_pods() or isinstance(self._choose(), NoRoute),
+            timeout=self._registry.timers.retry,
+        )
 
     def _retry(self, error: WorkerError, attempt: Attempt, number: int, *, went_on: bool) -> None:
         """Count a loss; raises it where it was one too many, for this request or for all."""
