@@ -24,10 +24,10 @@ STOP_SECONDS = 30.0
 
 
 @contextlib.asynccontextmanager
-async def served(*flags: str) -> AsyncIterator[tuple[Process, str, list[str]]]:
+async def served(*flags: str, model: Path = MODEL) -> AsyncIterator[tuple[Process, str, list[str]]]:
     """The process, the API's URL, and what it told the person who started it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "vlm_worker", "serve", str(MODEL), "--served-name=shapes",
+        sys.executable, "-m", "vlm_worker", "serve", str(model), "--served-name=shapes",
         "--port=0", "--max-model-len=512", *flags,
         stderr=PIPE,
     )  # fmt: skip

@@ -135,44 +135,37 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
     if cold_bytes is None:
         cold_bytes = 0 if loaded.device == "cpu" else COLD_CACHE_BYTES
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
-    bounds = EngineSettings(
-        max_model_len=max_model_len,
-        eos_token_ids=loaded.eos_token_ids,
-        max_num_seqs=settings.max_requests,
-        max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
-        watermark_percent=settings.kv_reserve_percent,
-        whole_images=loaded.family.spec.bidirectional_spans,
-        strict=settings.strict,
-        max_waiting=queues.max_waiting,
-        max_waiting_tokens=queues.max_waiting_tokens,
-        max_waiting_images=queues.max_waiting_images,
-        max_waiting_pixels=queues.max_waiting_pixels,
-        admission=AdmissionRules(
-            policy=AdmissionPolicy(queues.admission_policy),
-            max_text=queues.max_wave_text,
-            max_vision=queues.max_wave_vision,
-            ageing_seconds=queues.ageing_seconds,
-        ),
-        long_prefill_tokens=queues.long_prefill_tokens,
-        target_step_seconds=queues.target_step_ms / 1000 or None,
-        max_image_tokens=min(largest, max_model_len),
-        embedding_cache_bytes=settings.embedding_cache_bytes,
-        embedding_cold_cache_bytes=cold_bytes,
-        embedding_ttl_seconds=settings.embedding_ttl_seconds,
-    )
-    room = bounds.max_num_batched_tokens - bounds.max_num_seqs
-    if bounds.whole_images and settings.stages != {Stage.ENCODER} and largest > room:
-        raise ModelConfigError(
-            f"--max-batched-tokens={settings.max_batched_tokens}: a picture of this model runs in "
-            f"one step, and has {largest} tokens; with --max-requests={settings.max_requests} it "
-            f"must be at least {largest + bounds.max_num_seqs}"
-        )
     try:
+        bounds = EngineSettings(
+            max_model_len=max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            max_num_seqs=settings.max_requests,
+            max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_requests),
+            watermark_percent=settings.kv_reserve_percent,
+            whole_images=loaded.family.spec.bidirectional_spans,
+            strict=settings.strict,
+            max_waiting=queues.max_waiting,
+            max_waiting_tokens=queues.max_waiting_tokens,
+            max_waiting_images=queues.max_waiting_images,
+            max_waiting_pixels=queues.max_waiting_pixels,
+            admission=AdmissionRules(
+                policy=AdmissionPolicy(queues.admission_policy),
+                max_text=queues.max_wave_text,
+                max_vision=queues.max_wave_vision,
+                ageing_seconds=queues.ageing_seconds,
+            ),
+            long_prefill_tokens=queues.long_prefill_tokens,
+            target_step_seconds=queues.target_step_ms / 1000 or None,
+            max_image_tokens=min(largest, max_model_len),
+            embedding_cache_bytes=settings.embedding_cache_bytes,
+            embedding_cold_cache_bytes=cold_bytes,
+            embedding_ttl_seconds=settings.embedding_ttl_seconds,
+        )
         return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
     except ValueError as error:
         raise ModelConfigError(
-            f"{error} (--max-model-len, --kv-memory-bytes, --kv-memory-percent, "
-            "--embedding-cache-bytes)"
+            f"{error} (--max-model-len, --max-batched-tokens, --max-requests, "
+            "--kv-memory-bytes, --kv-memory-percent, --embedding-cache-bytes)"
         ) from error
 
 
