@@ -9,7 +9,7 @@ from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.media.header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
-from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings
+from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings, _refusal
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -100,3 +100,12 @@ async def test_a_damaged_file_is_the_pictures_error_and_the_child_lives(
     assert heard.refused == ["invalid_image"]
     assert pool.pids == before
     await works(pool)
+
+
+def test_a_child_that_a_file_has_taken_over_names_no_codes_of_its_own() -> None:
+    known = _refusal(b"image_too_large\0too many pixels", 3)
+    assert (known.code, known.item, str(known)) == ("image_too_large", 3, "too many pixels")
+    for body in (b"rm_rf\0/root/secret", b"", b"\xff\xfe", b"invalid_image"):
+        told = _refusal(body, 3)
+        assert told.code == "invalid_image"
+        assert "secret" not in str(told)

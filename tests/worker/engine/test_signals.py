@@ -1,0 +1,117 @@
+"""What the engine tells of its work: KV by request, patches, states that add up, no memory left."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
+
+from vlm_worker.core.inputs import StepInputs
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.step import is_out_of_memory
+from vlm_worker.errors import EngineError
+from vlm_worker.testing import ChecksumRunner
+from vlm_worker.types import FailedEvent, Modality
+
+
+class Starved(ChecksumRunner):
+    """Has no memory for so many coming steps, and for no picture while `blind`."""
+
+    num_starved = 0
+    blind = False
+
+    def execute(self, inputs: StepInputs) -> Any:
+        if self.num_starved:
+            self.num_starved -= 1
+            raise MemoryError("told to have none")
+        return super().execute(inputs)
+
+    def encode(self, images: Any) -> list[np.ndarray | Exception]:
+        if self.blind:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return super().encode(images)
+
+
+def ended(engine: Engine, modality: Modality) -> tuple[int, float]:
+    """Answers of a modality that ended here, and their KV in bytes."""
+    buckets = dict(engine.stats().kv_request_bytes)[modality]
+    return sum(buckets.counts), buckets.total
+
+
+async def test_the_kv_of_an_answer_is_counted_when_it_ends(start: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    request = text(length=10)
+    assert len(tokens(await events(engine.submit_prefill(request, hold=False)))) == 6
+    assert runner.kv_layout is not None
+    assert ended(engine, Modality.TEXT) == (1, math.ceil(16 / 4) * runner.kv_layout.block_bytes)
+    assert ended(engine, Modality.IMAGE) == (0, 0.0)
+    _ = [event async for event in engine.encode(about_image("seen").key, [IMAGE])]
+    told = await events(engine.submit_prefill(about_image("seen"), hold=False))
+    assert len(tokens(told)) == 4, told
+    assert ended(engine, Modality.IMAGE) == (1, math.ceil(12 / 4) * runner.kv_layout.block_bytes)
+    await engine.cancel(about_image("seen").key)
+
+
+async def test_an_answer_that_is_cut_short_is_counted_nowhere(start: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    stream = engine.submit_prefill(text("long", max_tokens=50), hold=False)
+    await anext(stream)
+    await engine.cancel(text("long").key)
+    assert isinstance((await events(stream))[-1], FailedEvent)
+    assert ended(engine, Modality.TEXT) == (0, 0.0)
+
+
+async def test_patches_are_counted_beside_visual_tokens(start: Any) -> None:
+    engine: Engine = start(ChecksumRunner())
+    _ = [event async for event in engine.encode(text().key, [IMAGE])]
+    stats = engine.stats()
+    assert (stats.images, stats.visual_tokens, stats.patches) == (1, 5, math.prod(IMAGE.grid_thw))
+    await engine.cancel(text().key)
+
+
+async def test_memory_that_runs_out_is_counted_and_costs_its_request_alone(
+    start: Any, until: Any
+) -> None:
+    runner = Starved()
+    engine: Engine = start(runner)
+    runner.num_starved = 1
+    assert isinstance(
+        error(await events(engine.submit_prefill(text("a"), hold=False))), EngineError
+    )
+    runner.blind = True
+    (failed,) = [event async for event in engine.encode(text("b").key, [IMAGE])]
+    assert isinstance(failed.error, EngineError)  # type: ignore[union-attr]
+    await until(lambda: engine.stats().out_of_memory == 2)
+    runner.blind = False
+    assert len(tokens(await events(engine.submit_prefill(text("c"), hold=False)))) == 6
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_memory"),
+    [
+        (MemoryError(), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("the step was told to crash"), False),
+        (None, False),
+    ],
+)
+def test_what_counts_as_memory_that_ran_out(failure: BaseException | None, is_memory: bool) -> None:
+    assert is_out_of_memory(failure) is is_memory
+
+
+async def test_the_states_of_kv_add_up_to_the_capacity_at_every_moment(start: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    streams = [engine.submit_prefill(text(str(i), length=10), hold=False) for i in range(6)]
+    for stream in streams:
+        async for _ in stream:
+            kv = engine.stats().kv
+            assert kv is not None
+            states = kv.running_tokens + kv.reserved_tokens + kv.cached_tokens + kv.free_tokens
+            assert states == kv.capacity_tokens
