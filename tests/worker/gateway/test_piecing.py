@@ -79,6 +79,20 @@ def test_no_token_behind_the_cut_of_a_stop_string_is_told(text: str, stops: list
     assert told == kept
 
 
+@given(words)
+def test_tokens_that_are_bytes_join_to_the_text_too(text: str) -> None:
+    """As sentencepiece falls back to them: here every token is a byte."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    piecing = Piecing(model, TokenTexts(model), stop=())
+    found = [piecing.feed(byte, TokenLogprobs(-1.0)) for byte in text.encode()]
+    found.append(piecing.finish())
+    told = [token for piece in found for token in piece.tokens]
+    assert text_of(found) == text
+    assert b"".join(token.chosen.octets for token in told) == text.encode()
+
+
 def test_a_stop_string_in_the_very_first_token_leaves_nothing() -> None:
     found = pieces(ids_of("red circle"), "r")
     assert len(found) == 2
