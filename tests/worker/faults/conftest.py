@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from worker.faults.figures import NOTES
+from worker.faults.figures import MATRIX, NOTES
 from worker.faults.harness import Cluster, cluster
 
 
@@ -18,7 +18,8 @@ async def service() -> AsyncIterator[Cluster]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The figures of the faults."""
-    if NOTES:
+    lines = [*NOTES, *MATRIX.lines()]
+    if lines:
         terminalreporter.section("faults")
-        for line in NOTES:
-            terminalreporter.write_line(line)
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -10,7 +10,7 @@ import random
 
 import pytest
 from worker.faults.blows import ROLES_HIT, SIGNALS, Case, strike
-from worker.faults.figures import note
+from worker.faults.figures import MATRIX
 from worker.faults.harness import Cluster
 from worker.faults.marks import STAGES
 
@@ -48,11 +48,14 @@ async def test_a_request_alone_survives_each_blow_in_each_stage(
 
 
 def judge(cases: list[Case]) -> None:
-    """Note the outcomes for the summary, and hold every case to the law."""
+    """Put the outcomes into the table, and hold every case to the law."""
     for case in cases:
-        note(
-            f"{case.blow:<8} {case.role:<8} x {case.stage:<14} {case.result:<10} "
-            f"{case.seconds:5.2f} s"
+        MATRIX.add(
+            stage=case.stage,
+            role=case.role,
+            blow=case.blow,
+            result=case.result,
+            seconds=case.seconds,
         )
     # a spare pod of each role is there: nobody has a reason to fail
     assert [case for case in cases if not case.result.startswith(("untouched", "moved"))] == []
