@@ -8,7 +8,7 @@ import random
 import pytest
 from worker.faults.asking import Question
 from worker.faults.blows import NUM_TOKENS, held_at, moves
-from worker.faults.figures import note
+from worker.faults.figures import note, quantile
 from worker.faults.harness import SLACK, Cluster
 from worker.faults.marks import STAGES
 
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 DEADLINE_SECONDS = 0.4  # sooner than any timer of a tenth
 LATE_SECONDS = 0.25
-CLEAN_SECONDS = 1.0
+CLEAN_SECONDS = 5.0
+NUM_TINY = 96
+TINY_AT_ONCE = 12
 IN_STAGES = tuple(stage for stage in STAGES if stage not in ("gateway", "kv_middle"))
 
 
@@ -58,3 +60,33 @@ async def test_a_deadline_that_is_no_number_of_seconds_is_refused(
 ) -> None:
     outcome = await service.ask(Question("Why?"), headers={"x-request-timeout": value})
     assert (outcome.status, outcome.error) == (400, "invalid_header")
+
+
+async def test_tiny_deadlines_fall_anywhere_and_leave_nothing(service: Cluster) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    await service.accept_all()
+    deadlines = [rng.uniform(0.001, 0.12) for _ in range(NUM_TINY)]
+    late: list[float] = []
+    for start in range(0, NUM_TINY, TINY_AT_ONCE):
+        some = deadlines[start : start + TINY_AT_ONCE]
+        asked = [Question(f"{rng.random()}? " * 8, colour=rng.randrange(1 << 23)) for _ in some]
+        got = await asyncio.gather(
+            *(
+                service.ask(one, headers={"x-request-timeout": f"{deadline:.4f}"})
+                for one, deadline in zip(asked, some, strict=True)
+            )
+        )
+        for outcome, deadline in zip(got, some, strict=True):
+            assert outcome.defects == []
+            assert outcome.error in (None, "deadline_exceeded")
+            if outcome.error:
+                late.append(outcome.seconds - deadline)
+    clean = await service.until_idle(seconds=SLACK * CLEAN_SECONDS)
+    note(
+        f"deadlines: {len(late)} of {NUM_TINY} tiny ones passed, told p95 "
+        f"{quantile(late, 0.95):.3f} s late; idle after {clean:.2f} s"
+    )
+    assert len(late) > NUM_TINY / 4, "the deadlines were no tiny ones"
+    assert quantile(late, 0.95) <= SLACK * LATE_SECONDS
