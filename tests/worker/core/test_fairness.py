@@ -16,8 +16,8 @@ from vlm_worker.core.entrance import MAX_OVERTAKEN
 from vlm_worker.core.plan import Schedule
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionReason, AdmissionRules
-from vlm_worker.testing import IMAGE_TOKEN, embed, make_image
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+from vlm_worker.testing import embed
+from vlm_worker.types import Request, RequestKey, SamplingParams
 
 AGEING = 12.0
 FCFS = AdmissionRules(ageing_seconds=AGEING)
@@ -262,98 +262,6 @@ def every_block_comes_back(
         assert answer == whole if goes is None else answer == whole[: len(answer)]
 
 
-# ---- who goes first, who gives way ---------------------------------------------------------------
-
-
-def test_a_higher_priority_enters_first_and_arrival_decides_among_equals() -> None:
-    simulation = Simulation(num_blocks=65, max_num_seqs=1, budget=64, rules=FCFS)
-    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 1)):
-        simulation.add(text(name, priority=priority, max_tokens=2))
-    simulation.run([])
-    assert list(simulation.reasons) == ["high", "first", "second", "low"]
-
-
-def test_the_lowest_priority_is_preempted_though_it_is_older() -> None:
-    simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
-    low = simulation.add(text("low", 14, max_tokens=40))
-    simulation.step()
-    simulation.add(text("high", 14, max_tokens=40, priority=1))
-    while simulation.scheduler.num_preemptions == 0:
-        simulation.step()
-    assert low.status is Status.WAITING
-    simulation.run([])
-    assert list(simulation.reasons) == ["high", "low"]
-    assert simulation.answers["low"] == alone(text("low", 14, max_tokens=40))
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_no_more_run_than_the_limit_says_received_ones_included(limit: int) -> None:
-    simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=64)
-    entrance = simulation.scheduler.entrance
-    held = simulation.add(text("held"), hold=True)
-    while held.status is not Status.HELD:
-        simulation.step()
-    simulation.held.remove(held)
-    entrance.max_running = limit
-    simulation.scheduler.resume(held)
-    for number in range(5):
-        simulation.add(text(str(number)))
-    most = 0
-    while simulation.step():
-        most = max(most, len(simulation.table))
-        assert len(simulation.table) <= limit
-    assert len(simulation.reasons) == 6
-    assert most <= limit
-
-
-def test_one_of_many_long_answers_ends_soon() -> None:
-    simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=64)
-    assert simulation.table.steps_until_one_ends == 0
-    for number, max_tokens in enumerate((10, 20, 30)):
-        simulation.add(text(str(number), max_tokens=max_tokens))
-    simulation.step()
-    assert simulation.table.steps_until_one_ends == (9 + 19 + 29) / 3 / 3
-
-
-def test_a_long_prompt_leaves_room_for_a_short_one_and_takes_what_is_left() -> None:
-    simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=16, long_prefill_tokens=8)
-    long = simulation.add(text("long", 48))
-    simulation.step()
-    assert simulation.table.num_computed[long.row] == 16  # nobody else: all of it
-    short = simulation.add(text("short", 5))
-    simulation.step()
-    assert simulation.table.num_computed[long.row] == 16 + 11
-    assert short.num_tokens == 5
-    assert len(simulation.answers["short"]) == 1
-    simulation.run([])
-    assert simulation.answers["long"] == alone(text("long", 48))
-
-
-def test_an_image_that_may_not_be_cut_goes_beyond_the_cap() -> None:
-    simulation = Simulation(
-        num_blocks=65, max_num_seqs=2, budget=16, whole_images=True, long_prefill_tokens=4
-    )
-    image = make_image(1, num_tokens=9)
-    item = ImageItem(image.image_key, 0, 9, image.grid_thw)
-    tokens = (*[IMAGE_TOKEN] * 9, 5)
-    work = Work(Request(RequestKey("0", 0), tokens, 10, SamplingParams(3), (item,)), (image,), 0)
-    simulation.run([work])
-    assert simulation.answers["0"] == alone(work)
-
-
-def test_a_picture_that_is_not_here_yet_has_its_blocks_already() -> None:
-    simulation = Simulation(num_blocks=65, max_num_seqs=2, budget=64)
-    image = make_image(1, num_tokens=30)
-    item = ImageItem(image.image_key, 2, 30, image.grid_thw)
-    tokens = (1, 2, *[IMAGE_TOKEN] * 30, 5)
-    request = Request(RequestKey("0", 0), tokens, 33, SamplingParams(3), (item,))
-    sequence = simulation.add(Work(request, (image,), 0))
-    sequence.embeddings = [None]
-    simulation.step()
-    assert sequence.status is Status.RUNNING
-    assert len(sequence.blocks) == 9  # of 33 tokens, not of the two before the picture
-
-
 def test_whoever_lacks_blocks_is_passed_by_so_often_and_no_more() -> None:
     patient = dataclasses.replace(FCFS, ageing_seconds=1e9)
     pattern = [[Arrival(9, 20, 0, Lane.TEXT)]]
@@ -366,27 +274,3 @@ def test_whoever_lacks_blocks_is_passed_by_so_often_and_no_more() -> None:
         crowd.step()
     assert crowd.admitted[-1] is big
     assert len(crowd.admitted) - before == MAX_OVERTAKEN + 1
-
-
-def test_a_backed_up_lane_that_does_not_fit_leaves_the_step_to_the_other() -> None:
-    simulation = Simulation(num_blocks=19, max_num_seqs=4, budget=64, rules=DUAL)
-    simulation.add(text("runs", 30, max_tokens=20))
-    simulation.step()
-    large = [simulation.add(text(f"large {n}", 60), lane=Lane.VISION) for n in range(6)]
-    small = simulation.add(text("small"))
-    simulation.step()
-    assert {sequence.status for sequence in large} == {Status.WAITING}
-    assert small.status is Status.RUNNING
-    assert simulation.scheduler.waiting.num_admitted[AdmissionReason.FILLING] == 1
-
-
-def test_whoever_was_passed_by_too_often_is_left_room_by_reservations() -> None:
-    simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
-    simulation.add(text("runs", 14, max_tokens=20))
-    simulation.step()
-    big = simulation.add(text("big", 60))
-    big.overtaken = MAX_OVERTAKEN
-    simulation.step()
-    assert simulation.scheduler.kept_blocks == 1 + 15  # the watermark, and its own
-    simulation.run([])
-    assert simulation.scheduler.kept_blocks == 0
