@@ -5,11 +5,8 @@ Two instances of a transport stand for two workers.
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -41,17 +38,6 @@ NOTHING = memoryview(b"")
 Make = Callable[[], Transport]
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A directory in memory, as a pod's emptyDir is."""
-    path = Path("/dev/shm") / f"triptych-test-{secrets.token_hex(8)}"
-    path.mkdir(mode=0o700)
-    yield path
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
-
-
 @pytest.fixture(params=["stream", "shared-memory", "nixl"])
 def make(request: pytest.FixtureRequest, directory: Path) -> Make:
     if request.param == "nixl":
@@ -69,10 +55,6 @@ def make(request: pytest.FixtureRequest, directory: Path) -> Make:
 
 def shared(directory: Path, *, leftover_seconds: float = 60.0) -> SharedMemory:
     return SharedMemory(directory, capacity_bytes=CAPACITY, leftover_seconds=leftover_seconds)
-
-
-def segments(directory: Path) -> list[str]:
-    return [f.name for f in directory.iterdir() if f.name != "triptych-domain"]
 
 
 class Producer:
@@ -275,122 +257,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 LedgerMachine.TestCase.settings = hypothesis_settings(max_examples=40)
 TestLedger = LedgerMachine.TestCase
-
-
-# ---- shared memory alone -----------------------------------------------------------------------
-
-
-def test_workers_of_other_directories_do_not_share(directory: Path) -> None:
-    inner = directory / "other"
-    inner.mkdir()
-    try:
-        ours, theirs = shared(directory), shared(inner)
-        assert ours.invitation() != theirs.invitation()
-        assert ours.expose(theirs.invitation(), 100) is None
-        assert ours.expose(shared(directory).invitation(), 100) is not None
-    finally:
-        for file in inner.iterdir():
-            file.unlink()
-        inner.rmdir()
-
-
-def test_a_segment_is_private_and_unlinked_at_the_end(directory: Path) -> None:
-    transport = shared(directory)
-    for end in ("close", "abandon"):
-        exposure = transport.expose(transport.invitation(), 5000)
-        assert exposure is not None
-        [name] = segments(directory)
-        assert (directory / name).stat().st_mode & 0o777 == 0o600
-        getattr(exposure, end)()
-        getattr(exposure, end)()
-        assert segments(directory) == []
-        with pytest.raises(GoneError):
-            exposure.place(0, memoryview(b"late"))
-
-
-@pytest.mark.parametrize("size", [0, 4999, 5001])
-def test_a_segment_of_another_size_than_we_expect_is_refused(directory: Path, size: int) -> None:
-    transport = shared(directory)
-    exposure = transport.expose(transport.invitation(), 5000)
-    assert exposure is not None
-    os.truncate(directory / segments(directory)[0], size)
-    with pytest.raises(CorruptTransferError, match="bytes where 5000 are due"):
-        transport.view(exposure.opening, 5000)
-    exposure.close()
-
-
-def test_a_segment_that_shrinks_under_its_reader_is_an_error_and_no_signal(directory: Path) -> None:
-    transport = shared(directory)
-    exposure = transport.expose(transport.invitation(), 50_000)
-    assert exposure is not None
-    view = transport.view(exposure.opening, 50_000)
-    os.truncate(directory / segments(directory)[0], 100)
-    with pytest.raises(CorruptTransferError, match="ends before"):
-        view.take(40_000, 10_000, NOTHING)
-    exposure.place(40_000, memoryview(b"x"))  # nor does it end its writer
-    view.close()
-    exposure.close()
-
-
-def test_what_is_no_file_of_ours_is_not_followed(directory: Path) -> None:
-    transport = shared(directory)
-    opening = secrets.token_bytes(16)
-    (directory / f"triptych-{opening.hex()}").symlink_to("/etc/passwd")
-    with pytest.raises(CorruptTransferError):
-        transport.view(opening, Path("/etc/passwd").stat().st_size)
-
-
-def test_without_memory_on_the_machine_the_transport_steps_aside(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = shared(directory)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert transport.expose(transport.invitation(), 100) is None
-    assert transport.ledger.used == 0
-    assert segments(directory) == []
-
-
-def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(directory: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from vlm_worker.transfer.shared_memory import SharedMemory\n"
-        "t = SharedMemory(Path(sys.argv[1]), capacity_bytes=10**6, leftover_seconds=60)\n"
-        "e = t.expose(t.invitation(), 1000); print(e.opening.hex(), flush=True); input()\n"
-    )
-    worker = str(Path(__file__).parents[3] / "worker")
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(directory), worker],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    name = f"triptych-{process.stdout.readline().strip()}"
-    os.utime(directory / name, (0, 0))
-    shared(directory)
-    assert segments(directory) == [name], "its producer lives"
-    process.kill()
-    process.communicate()
-    shared(directory)
-    assert segments(directory) == []
-
-
-def test_a_file_that_was_just_made_is_left_alone(directory: Path) -> None:
-    young = directory / f"triptych-{secrets.token_hex(16)}"
-    young.touch()
-    shared(directory)
-    assert segments(directory) == [young.name]
-    shared(directory, leftover_seconds=-60.0)
-    assert segments(directory) == []
-
-
-def test_many_that_come_first_agree_on_one_domain(directory: Path) -> None:
-    assert len({shared(directory).invitation() for _ in range(5)}) == 1
-    (directory / "triptych-domain").write_bytes(b"short")
-    with pytest.raises(OSError, match="not ours"):
-        shared(directory)
 
 
 # ---- the settings ------------------------------------------------------------------------------
