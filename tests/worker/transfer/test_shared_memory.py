@@ -84,18 +84,39 @@ def test_what_is_no_file_of_ours_is_not_followed(directory: Path) -> None:
         transport.view(opening, Path("/etc/passwd").stat().st_size)
 
 
+@pytest.mark.parametrize("what", ["no file", "no room"])
 def test_without_memory_on_the_machine_the_transport_steps_aside(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     transport = shared(directory)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    if what == "no file":
+        monkeypatch.setattr(os, "ftruncate", full)
+    else:
+        empty = os.statvfs_result((4096, 4096, 10, 0, 0, 10, 10, 10, 0, 255))
+        monkeypatch.setattr(os, "fstatvfs", lambda _: empty)
     assert transport.expose(transport.invitation(), 100) is None
     assert transport.ledger.used == 0
     assert segments(directory) == []
+
+
+def test_memory_that_ends_in_the_middle_ends_the_transfer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = shared(directory)
+    exposure = transport.expose(transport.invitation(), 100)
+    assert exposure is not None
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(GoneError, match="No space left"):
+        exposure.place(0, memoryview(b"x"))
+    exposure.close()
 
 
 def test_files_of_the_dead_are_removed_and_those_of_the_living_stay(directory: Path) -> None:

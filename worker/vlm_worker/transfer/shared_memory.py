@@ -57,11 +57,12 @@ class SharedMemory:
         """A file of so many bytes; None without room, or for a consumer of another directory."""
         if not secrets.compare_digest(invitation, self._domain) or num_bytes == 0:
             return None
-        if not self.ledger.take(num_bytes):
+        room = os.fstatvfs(self._directory)
+        if num_bytes > room.f_bavail * room.f_frsize or not self.ledger.take(num_bytes):
             return None
         try:
             return _Segment(self._directory, num_bytes, ledger=self.ledger)
-        except OSError:  # the machine has no memory left for it
+        except OSError:  # no more files, or no more memory
             self.ledger.give_back(num_bytes)
             return None
 
@@ -93,8 +94,8 @@ class _Segment:
         self._file: int | None = os.open(self._name, flags, 0o600, dir_fd=directory)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # now, so that a machine without memory says so here and not in the middle
-            os.posix_fallocate(self._file, 0, num_bytes)
+            # not allocated: that would write every page once more
+            os.ftruncate(self._file, num_bytes)
         except BaseException:
             self._remove()
             raise
@@ -105,8 +106,11 @@ class _Segment:
             raise GoneError("the transfer was given up")
         assert 0 <= position <= self.num_bytes - data.nbytes
         done = 0
-        while done < data.nbytes:
-            done += os.pwrite(self._file, data[done:], position + done)
+        try:
+            while done < data.nbytes:
+                done += os.pwrite(self._file, data[done:], position + done)
+        except OSError as error:
+            raise GoneError(f"shared memory: {os.strerror(error.errno or 0)}") from error
         return memoryview(b"")
 
     def close(self) -> None:
