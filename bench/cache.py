@@ -12,7 +12,8 @@ stand before it, and no text comes twice except where a prefix is to be found:
     picture again   new, its last words changed                             <= 0.20 x new
 
 `vlm-worker serve` answers, its token cache warm. Every round measures all of them in turn; a figure
-is the median over rounds of the ratio within a round, so that a slow moment falls on all. Measured
+is the median over rounds of the ratio within a round, so that a slow moment falls on all; `cpu` is
+the same of the processor time that the server took, which other processes hardly touch. Measured
 on `shapes`, where the way through HTTP is most of the time, and on random weights of the same form
 with 8 layers of 512, where the model is. What bounds each ratio from below is in the last column:
 `floor`, the share of an empty request (two tokens of text) in the prompt that it is compared with.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import dataclasses
 import io
 import json
 import random
@@ -64,8 +66,8 @@ def main() -> None:
             [args.model.resolve()] if args.model else [SHAPES, make_larger(Path(folder) / "larger")]
         )
         for model in models:
-            with serving(model, device=args.device) as client:
-                figures = measure(client, num_rounds=args.rounds, num_tokens=args.tokens)
+            with serving(model, device=args.device) as server:
+                figures = measure(server, num_rounds=args.rounds, num_tokens=args.tokens)
             name = model.parent.name if model.name == "model" else model.name
             print(json.dumps({"bench": "cache", "model": name, **figures}), flush=True)
 
@@ -89,9 +91,22 @@ def make_larger(directory: Path) -> Path:
     return directory
 
 
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """`vlm-worker serve`, and a client of it."""
+
+    client: httpx.Client
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its threads so far, as Linux counts it."""
+        times = (file.read_text() for file in Path(f"/proc/{self.pid}/task").glob("*/schedstat"))
+        return sum(int(line.split()[0]) for line in times) / 1e9
+
+
 @contextlib.contextmanager
-def serving(model: Path, *, device: str) -> Iterator[httpx.Client]:
-    """A client of `vlm-worker serve`, when it is ready."""
+def serving(model: Path, *, device: str) -> Iterator[Server]:
+    """A server that is ready."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = int(sock.getsockname()[1])
     command = [sys.executable, "-m", "vlm_worker", "serve", str(model), f"--port={port}"]
@@ -103,7 +118,7 @@ def serving(model: Path, *, device: str) -> Iterator[httpx.Client]:
             while not _is_ready(client):
                 assert time.monotonic() < deadline, "the server did not start"
                 time.sleep(0.2)  # noqa: TID251  another process, and not a test
-            yield client
+            yield Server(client, running.pid)
     finally:
         running.terminate()
         running.wait()
@@ -150,25 +165,27 @@ class Prompts:
         return {"type": "text", "text": "".join(self._rng.choices(WORDS, k=count))}
 
 
-def ask(client: httpx.Client, content: list[dict[str, Any]]) -> tuple[float, int]:
-    """Seconds to an answer of one token, and the tokens of the prompt."""
+def ask(server: Server, content: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """Seconds to an answer of one token, the server's CPU seconds, and the tokens of the prompt."""
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
     data = json.dumps(body).encode()
-    started = time.perf_counter()
-    response = client.post(
+    cpu, started = server.cpu_seconds(), time.perf_counter()
+    response = server.client.post(
         "/v1/chat/completions", content=data, headers={"Content-Type": "application/json"}
     )
     seconds = time.perf_counter() - started
     assert response.status_code == 200, response.text
-    return seconds, response.json()["usage"]["prompt_tokens"]
+    cpu = server.cpu_seconds() - cpu
+    return seconds, cpu, response.json()["usage"]["prompt_tokens"]
 
 
-def measure(client: httpx.Client, *, num_rounds: int, num_tokens: int) -> dict[str, Any]:
+def measure(server: Server, *, num_rounds: int, num_tokens: int) -> dict[str, Any]:
     """Medians in milliseconds, and ratios within rounds."""
-    _, overhead = ask(client, [{"type": "text", "text": WORDS[0]}])
+    *_, overhead = ask(server, [{"type": "text", "text": WORDS[0]}])
     prompts = Prompts(num_tokens=num_tokens, overhead=overhead - 1)
     known = prompts.picture()
     seconds: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
     for number in range(num_rounds + 2):
         text, new = prompts.text(), prompts.about(prompts.picture())
         contents = {
@@ -180,10 +197,11 @@ def measure(client: httpx.Client, *, num_rounds: int, num_tokens: int) -> dict[s
             "picture again": prompts.again(new),
         }
         for kind, content in contents.items():
-            taken, counted = ask(client, content)
+            taken, used, counted = ask(server, content)
             assert kind == "empty" or counted == num_tokens, (kind, counted)
             if number >= 2:  # the first rounds warm up, and make `known` known
                 seconds.setdefault(kind, []).append(taken)
+                cpu.setdefault(kind, []).append(used)
     figures: dict[str, Any] = {
         "tokens": num_tokens,
         "rounds": num_rounds,
@@ -197,6 +215,7 @@ def measure(client: httpx.Client, *, num_rounds: int, num_tokens: int) -> dict[s
             "goal": goal,
             "met": ratio <= goal,
             "floor": _median_ratio(seconds["empty"], base),
+            "cpu": _median_ratio(cpu[kind], cpu[COMPARED_WITH[kind]]),
         }
     return figures
 
