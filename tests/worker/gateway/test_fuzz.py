@@ -24,6 +24,7 @@ from vlm_worker.gateway.prompt import Language
 from vlm_worker.gateway.service import Service
 
 SAMPLE = 50_000
+LONG = (pytest.mark.full, pytest.mark.timeout(3600))
 WARM_UP = 2_000
 # Addresses in memory, paths, stack traces, module names.
 LEAKS = re.compile(
@@ -66,9 +67,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize(
-    "count", [SAMPLE, pytest.param(1_000_000, marks=pytest.mark.full)], ids="{:,}".format
-)
+@pytest.mark.parametrize("count", [SAMPLE, pytest.param(1_000_000, marks=LONG)], ids="{:,}".format)
 async def test_whatever_is_asked_the_answer_is_well_formed_and_discreet(
     count: int, caplog: pytest.LogCaptureFixture
 ) -> None:

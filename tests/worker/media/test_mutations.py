@@ -27,6 +27,7 @@ FILES = small_files()
 # What the child meets must be able to hurt it: small pictures alone would never be slow.
 LARGER = {f"{fmt} 700x500": make(700, 500) for fmt, make in OF_SIZE.items()}
 HEADER_SECONDS = 0.005
+LONG = (pytest.mark.full, pytest.mark.timeout(3600))
 LEAKS = re.compile(r"0x[0-9a-f]{6,}\b(?! pixels)|PIL|/|Error")
 
 
@@ -117,9 +118,7 @@ def _status(pid: int, name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-@pytest.mark.parametrize(
-    "num_files", [5_000, pytest.param(100_000, marks=pytest.mark.full)], ids="{:,}".format
-)
+@pytest.mark.parametrize("num_files", [5_000, pytest.param(100_000, marks=LONG)], ids="{:,}".format)
 async def test_a_damaged_file_is_a_picture_or_one_typed_error(num_files: int) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
