@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -69,6 +70,7 @@ class Model:
             self.forget(known)
         elif known.filled:
             self.use(known, now)
+            self.make_room(now)
 
     def make_room(self, now: float) -> None:
         if self.size(cold=False) <= HOT:
@@ -135,7 +137,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.use(known, self.now)
         known.pins.add(self.owners)
         self.pins.append((known, self.owners))
-        self.model.make_room(self.now)
+        if entry.ready:  # one that begins takes no room yet
+            self.model.make_room(self.now)
 
     @precondition(lambda self: self.filling)
     @rule(num_bytes=st.integers(1, 150))
@@ -166,7 +169,6 @@ class CacheMachine(RuleBasedStateMachine):
         known, owner = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
         known.pins.discard(owner)
         self.model.unpin(known, self.now)
-        self.model.make_room(self.now)
         self.cache.unpin(known.entry, owner, now=self.now)
         self.cache.unpin(known.entry, owner, now=self.now)  # twice is once
 
@@ -198,6 +200,14 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestCache = CacheMachine.TestCase
+
+
+class LongCacheMachine(CacheMachine):
+    """The same, for longer."""
+
+
+LongCacheMachine.TestCase.settings = settings(max_examples=5000, stateful_step_count=60)
+TestCacheAtLength = pytest.mark.full(LongCacheMachine.TestCase)
 
 
 def filled(cache: EncoderCache, key: bytes, num_bytes: int, *, now: float = 0.0) -> Entry:
