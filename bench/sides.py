@@ -258,6 +258,8 @@ def compare(
         for case, kept in zip(cases, times, strict=True):
             for name in order:
                 *before, last = (children[name].run(calls) for calls in case(number))
+                told = {key: round(value, 2) for key, value in last.items()}
+                print(f"round {number} of {rounds}: {name} {told}", file=sys.stderr, flush=True)
                 if number:
                     kept.wall[name].append(last["wall"] - sum(run["wall"] for run in before))
                     kept.cpu[name].append(last["cpu"] - sum(run["cpu"] for run in before))
