@@ -12,6 +12,7 @@ stdout   {"ready": ports}  {"at": stage, "request": id}  {"cut": stage, "request
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -147,11 +148,21 @@ def collect(order: dict[str, Any]) -> None:
         gc.collect()
 
 
+def open_files() -> list[str]:
+    """What the descriptors are."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(link.readlink()))
+    return sorted(found)
+
+
 def process_report() -> dict[str, Any]:
     """What any process can lose track of."""
     return {
         "tasks": len(asyncio.all_tasks()),
-        "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "fds": len(files := open_files()),
+        "files": files,
         "rss_kib": int(Path("/proc/self/statm").read_text().split()[1])
         * (resource.getpagesize() >> 10),
     }

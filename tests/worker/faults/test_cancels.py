@@ -156,6 +156,9 @@ async def clean(service: Cluster, before: dict[str, dict[str, Any]]) -> float:
             for what in ("tasks", "fds"):
                 if report[what] > before[name][what]:
                     left[f"{name} {what}"] = (before[name][what], report[what])
+                    left[f"{name} files"] = sorted(
+                        set(report["files"]) - set(before[name]["files"])
+                    )
         took = time.monotonic() - begun
         if not left:
             return took

@@ -60,7 +60,10 @@ async def interrupt_some(service: Cluster, rng: random.Random) -> list[float]:
         before = victim.num_said("at", "token")
         await victim.hold("token", token)
         asking.append(asyncio.create_task(service.ask(one)))
-        await victim.until_num_said("at", "token", before + 1)
+        held = asyncio.create_task(victim.until_num_said("at", "token", before + 1))
+        await asyncio.wait({asking[-1], held}, return_when=asyncio.FIRST_COMPLETED)
+        assert held.done(), f"it was never on {victim.name}: {asking[-1].result()}"
+        await held
     await service.accept_all()
     await hit(victim, "SIGKILL")
     got = await asyncio.gather(*asking)
