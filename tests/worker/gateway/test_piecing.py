@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from worker.gateway.test_detokenize import cut, tokenizer
 
+from vlm_worker.gateway.api.logprobs import ChosenToken
 from vlm_worker.gateway.piecing import Piece, Piecing
 from vlm_worker.gateway.token_texts import TokenTexts
 from vlm_worker.types import TokenLogprobs
@@ -79,18 +81,58 @@ def test_no_token_behind_the_cut_of_a_stop_string_is_told(text: str, stops: list
     assert told == kept
 
 
-@given(words)
-def test_tokens_that_are_bytes_join_to_the_text_too(text: str) -> None:
-    """As sentencepiece falls back to them: here every token is a byte."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+@functools.cache
+def falls_back() -> Tokenizer:
+    """As sentencepiece does: "a" and "re" are tokens, all else is bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "re": 257}
     model = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    piecing = Piecing(model, TokenTexts(model), stop=())
-    found = [piecing.feed(byte, TokenLogprobs(-1.0)) for byte in text.encode()]
+    return model
+
+
+def with_bytes(text: str) -> list[int]:
+    """The tokens of a text for `falls_back`."""
+    found: list[int] = []
+    for part in re.split("(a|re)", text):
+        found += [{"a": 256, "re": 257}[part]] if part in ("a", "re") else part.encode()
+    return found
+
+
+def told_with_bytes(token_ids: list[int], *stop: str) -> tuple[str, list[ChosenToken]]:
+    piecing = Piecing(falls_back(), TokenTexts(falls_back()), stop=stop)
+    found = []
+    for token_id in token_ids:
+        found.append(piecing.feed(token_id, TokenLogprobs(-1.0)))
+        if piecing.stopped:
+            break
     found.append(piecing.finish())
-    told = [token for piece in found for token in piece.tokens]
-    assert text_of(found) == text
-    assert b"".join(token.chosen.octets for token in told) == text.encode()
+    return text_of(found), [token for piece in found for token in piece.tokens]
+
+
+@given(words, st.text(st.sampled_from([*"are ", *EMOJI]), min_size=1, max_size=3) | st.none())
+def test_tokens_that_are_bytes_join_to_the_text_too(text: str, stop: str | None) -> None:
+    """Also to a text that is cut amid a run of them, unless the cut is amid a token."""
+    stops = [stop] if stop else []
+    want = cut(text, stops)
+    shown, told = told_with_bytes(with_bytes(text), *stops)
+    assert shown == want
+    joined = b"".join(token.chosen.octets for token in told).decode()
+    assert joined.removesuffix("e") == want.removesuffix("e")
+    for token in told:
+        here = text[token.offset :].encode()
+        assert token.chosen.octets in here[:4]
+
+
+def test_a_token_behind_a_run_of_bytes_begins_behind_it() -> None:
+    text, told = told_with_bytes(with_bytes("é한are"))
+    assert text == "é한are"
+    assert [token.offset for token in told] == [0, 0, 1, 1, 1, 2, 3]
+
+
+def test_bytes_that_are_no_text_show_one_by_one() -> None:
+    text, told = told_with_bytes([0xF0, 0x9F, 256])
+    assert text == "\ufffd\ufffda"
+    assert [token.offset for token in told] == [0, 1, 2]
 
 
 def test_a_stop_string_in_the_very_first_token_leaves_nothing() -> None:

@@ -1,16 +1,18 @@
 """One choice's tokens as pieces of text that may be sent, each with the tokens that it shows.
 
 token ─▶ Detokenizer ─▶ StopScanner ─▶ text that may go
-     └─▶ its log-probabilities, held until text goes that comes after its own beginning
+     │        └─▶ where in the text the token begins, once there is text
+     └─▶ its log-probabilities, held until text goes that comes after that
 
 Text is held back while a character is incomplete, or while it may become a stop string; a token
 goes with the first text that reaches past where it begins. What begins at or behind the cut of a
-stop string never goes.
+stop string never goes. A token in the middle of a character begins where that character does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -41,6 +43,7 @@ class Piecing:
         self._scanner = StopScanner(stop)
         self._num_decoded = 0
         self._num_sent = 0
+        self._textless: list[ChosenToken] = []
         self._held: list[ChosenToken] = []
 
     @property
@@ -51,19 +54,31 @@ class Piecing:
     def feed(self, token_id: int, logprobs: TokenLogprobs | None) -> Piece:
         """What this token lets go."""
         if logprobs is not None and self._texts.is_text(token_id):
-            self._held.append(self._chosen(token_id, logprobs))
+            self._textless.append(self._chosen(token_id, logprobs))
         text = self._detokenizer.feed(token_id)
-        self._num_decoded += len(text)
+        if text:
+            self._place(text)
         return self._release(self._scanner.feed(text))
 
     def finish(self) -> Piece:
         """What is left at the end."""
-        text = self._scanner.feed(self._detokenizer.flush()) + self._scanner.flush()
-        piece = self._release(text)
+        text = self._detokenizer.flush()
+        self._place(text)
+        piece = self._release(self._scanner.feed(text) + self._scanner.flush())
         if self.stopped:
             return piece
         rest, self._held = self._held, []
         return Piece(piece.text, (*piece.tokens, *rest))
+
+    def _place(self, text: str) -> None:
+        """Say of the tokens that were without text where in it they begin."""
+        begins = begins_in(text, [token.chosen.octets for token in self._textless])
+        self._held += [
+            dataclasses.replace(token, offset=self._num_decoded + begin)
+            for token, begin in zip(self._textless, begins, strict=True)
+        ]
+        self._textless.clear()
+        self._num_decoded += len(text)
 
     def _release(self, text: str) -> Piece:
         self._num_sent += len(text)
@@ -80,3 +95,31 @@ class Piecing:
 
     def _likely(self, token_id: int, logprob: float) -> LikelyToken:
         return LikelyToken(*self._texts.of(token_id), logprob)
+
+
+def begins_in(text: str, octets: Sequence[bytes]) -> list[int]:
+    """Characters of `text` before each of the tokens that make it.
+
+    Bytes that are no UTF-8 together show as U+FFFD, as many as there are, where bytes stand as
+    tokens; elsewhere the figure is near. A space that is not shown comes before the first word.
+    """
+    begins, count = [], 0
+    valid = _is_text(b"".join(octets))
+    for one in octets:
+        inside = valid and not _begins_character(one[0])
+        begins.append(count - inside)
+        count += sum(map(_begins_character, one)) if valid else len(one.decode(errors="replace"))
+    hidden = max(count - len(text), 0)
+    return [min(max(begin - hidden, 0), max(len(text) - 1, 0)) for begin in begins]
+
+
+def _begins_character(byte: int) -> bool:
+    return byte & 0xC0 != 0x80
+
+
+def _is_text(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
