@@ -22,7 +22,7 @@ BENCHES = (
     "admission",
     "model",
     "memory",
-    "trace",
+    "mixed_trace",
     "generate",
     "curves",
     "cache",

@@ -1,6 +1,6 @@
 """The mixed trace: 16 requests at once, 8 with a picture, ours against transformers' `generate`.
 
-    python bench/run.py trace            python bench/trace.py --rounds 5 --threads 2
+    python bench/run.py mixed_trace      python bench/mixed_trace.py --rounds 5 --threads 2
 
 Per round 3,923 prompt tokens and 960 answer tokens (32 to 128 a request), Qwen2-VL with random
 weights in bfloat16 (`random_vlm`), both sides in turn (`sides`). No prompt or picture comes twice,
@@ -45,7 +45,7 @@ def main() -> None:
             child.close()
     figures = times.figures()
     line = {
-        "bench": "trace",
+        "bench": "mixed_trace",
         "rounds": args.rounds,
         "threads": args.threads,
         "options": args.options,
