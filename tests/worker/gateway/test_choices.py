@@ -176,7 +176,7 @@ async def test_what_a_client_may_ask_beyond_openai_reaches_the_engine(served: St
             return str(answer.choices[0].message.content)
 
         plain = await text({})
-        assert await text({"priority": -3, "top_k": 5, "min_p": 0.5, "ignore_eos": True}) == plain
+        assert await text({"priority": 3, "top_k": 5, "min_p": 0.5, "ignore_eos": True}) == plain
         edited = [
             await text({"repetition_penalty": 1.5}),
             await text({}, frequency_penalty=0.5),

@@ -43,7 +43,7 @@ VALUES: dict[str, Any] = {
     "metadata": {"a": "b"}, "messages": CHAT_BODY["messages"], "prompt": "hi",
     "role": "user", "content": "hi", "n": 2, "frequency_penalty": 0.5, "presence_penalty": -2,
     "logit_bias": {"7": -100, "9": 1.5}, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1,
-    "ignore_eos": True, "priority": -5,
+    "ignore_eos": True, "priority": -5, "best_of": 1,
 }  # fmt: skip
 # What goes only with something else, or has another form at the other endpoint.
 TOGETHER: dict[tuple[str, str], Any] = {
@@ -175,6 +175,14 @@ def test_likeliest_tokens_need_log_probabilities(changes: dict[str, Any]) -> Non
     with pytest.raises(ApiError) as refused:
         parse(CHAT, changes)
     assert refused.value.param == "top_logprobs"
+
+
+@pytest.mark.parametrize("changes", [{"best_of": 2}, {"n": 2, "best_of": 1}])
+def test_choices_that_are_not_returned_are_refused(changes: dict[str, Any]) -> None:
+    assert parse(COMPLETION, {"n": 2, "best_of": 2}).options.num_choices == 2
+    with pytest.raises(ApiError) as refused:
+        parse(COMPLETION, changes)
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "best_of")
 
 
 def test_sampling_is_taken_as_it_is_meant() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -33,7 +34,7 @@ def prepared(tmp_path: Path, generation: dict[str, Any]) -> Preparer:
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "generation_config.json").write_text(json.dumps(generation))
-    return Preparer(Language(model), "m", 256, BLOCK_SIZE)
+    return Preparer(Language(model), "m", 256, BLOCK_SIZE, any_priority=True)
 
 
 async def job(preparer: Preparer, **said: Any) -> Job:
@@ -57,6 +58,14 @@ async def test_what_the_client_says_goes_before_them(preparer: Preparer) -> None
         16, temperature=1.0, top_p=0.5, seed=3, ignore_eos=True, frequency_penalty=1.0,
         presence_penalty=-1.0, logit_bias=((9, 1.0),), num_logprobs=3,
     )  # fmt: skip
+
+
+async def test_no_client_goes_before_the_others_unless_it_may(preparer: Preparer) -> None:
+    closed = dataclasses.replace(preparer, any_priority=False)
+    assert (await job(closed, priority=3)).priority == -3
+    with pytest.raises(ApiError, match="'priority' must be 0 or more") as refused:
+        await job(closed, priority=-1)
+    assert (refused.value.status, refused.value.param) == (400, "priority")
 
 
 async def test_a_nucleus_of_nothing_is_greedy(preparer: Preparer) -> None:

@@ -36,12 +36,13 @@ MAX_WAIT_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Preparer:
-    """What all requests are prepared with."""
+    """What all requests are prepared with; `any_priority`: clients may go before others."""
 
     language: Language
     served_name: str
     max_model_len: int
     block_size: int
+    any_priority: bool = False
 
     async def chat(
         self, request: ChatRequest, config: Config, *, request_id: str, tenant: str
@@ -81,6 +82,7 @@ class Preparer:
         pictures: tuple[Picture, ...],
     ) -> Job:
         self._check_biases(ask.options.sampling)
+        self._check_priority(ask.options.sampling)
         max_tokens = check_context(
             prompt_without(frozenset()),
             ask.options.max_tokens,
@@ -121,6 +123,15 @@ class Preparer:
                 f"'logit_bias' names a token that the model does not have; its ids are below "
                 f"{vocab_size}.",
                 param="logit_bias",
+                code="invalid_value",
+            )
+
+    def _check_priority(self, options: SamplingOptions) -> None:
+        if options.priority > 0 and not self.any_priority:
+            raise invalid(
+                "'priority' must be 0 or more: on this service a client may let others go first, "
+                "not go before them.",
+                param="priority",
                 code="invalid_value",
             )
 

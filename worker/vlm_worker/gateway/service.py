@@ -56,6 +56,7 @@ class Service:
             served_name=settings.served_name,
             max_model_len=settings.max_model_len,
             block_size=settings.block_size,
+            any_priority=settings.any_priority,
         )
         self.boot_id = secrets.token_hex(16)
         self.started = clock()

@@ -62,7 +62,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     if args.command == "serve":
         worker = _worker(args, common, role=Role.DECODE, bind=args.host, stages=frozenset(Stage))
         gateway = GatewaySettings(
-            **common, bind=args.host, http_port=args.port, admin_port=args.admin_port
+            **common,
+            bind=args.host,
+            http_port=args.port,
+            admin_port=args.admin_port,
+            any_priority=args.client_priority == "any",
         )
         return ServeSettings(
             host=args.host, port=args.port, split=args.split, worker=worker, gateway=gateway
@@ -85,6 +89,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
             api_keys_dir=args.api_keys_dir,
             patience_seconds=args.patience_seconds,
             max_waiting=args.max_waiting,
+            any_priority=args.client_priority == "any",
         )
     role = Role(args.command)
     stages = args.stages or frozenset({Stage(args.command)})

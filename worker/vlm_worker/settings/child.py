@@ -56,6 +56,7 @@ def gateway_argv(settings: GatewaySettings, *, workers: Iterable[str], parent: i
         f"--admin-port={settings.admin_port}",
         f"--patience-seconds={settings.patience_seconds:g}",
         f"--max-waiting={settings.max_waiting}",
+        f"--client-priority={'any' if settings.any_priority else 'later'}",
         *(f"--worker={address}" for address in workers),
     ]
 

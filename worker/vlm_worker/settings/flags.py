@@ -14,6 +14,7 @@ KV_DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 PACKINGS = ("auto", "off")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
+CLIENT_PRIORITIES = ("later", "any")
 RUNNERS = ("model", "checksum")
 TRANSPORTS = ("stream", "shared-memory", "nixl")
 DELAYS = (*STAGES, "kv_transfer")
@@ -50,6 +51,7 @@ def command_line() -> argparse.ArgumentParser:
         "--patience-seconds", type=_seconds, default=10.0, help="for a pool without pods"
     )
     gateway.add_argument("--max-waiting", type=_at_least(0), default=512, help="for room at once")
+    _add_client_priority(gateway)
     gateway.set_defaults(parser=gateway)
     serve = commands.add_parser("serve", help="all roles on this machine", allow_abbrev=False)
     _add_model(serve, positional=True)
@@ -57,6 +59,7 @@ def command_line() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=_port, default=8000)
     serve.add_argument("--split", action="store_true", help="one process per role")
     _add_engine(serve)
+    _add_client_priority(serve)
     serve.set_defaults(
         parser=serve, grpc_port=0, worker_http_port=0, admin_port=0, drain_timeout_seconds=5.0
     )
@@ -145,6 +148,15 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strict", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
+
+
+def _add_client_priority(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--client-priority",
+        choices=CLIENT_PRIORITIES,
+        default="later",
+        help="whether a client may only let others go first, or go first itself",
+    )
 
 
 def _add_queues(parser: argparse.ArgumentParser) -> None:

@@ -132,7 +132,7 @@ class GatewaySettings:
     mounted Secret with one bearer key per file, whose name is the tenant; None is open.
     `api_server` is the cluster's, as https://host:port; empty outside of one. A request waits
     `patience_seconds` for a pod after its pool has lost the last one; at most `max_waiting` wait
-    for room at once.
+    for room at once. With `any_priority`, a client may put its requests before those of others.
     """
 
     model: ModelSource
@@ -151,6 +151,7 @@ class GatewaySettings:
     drain_timeout_seconds: float = 600.0
     patience_seconds: float = 10.0
     max_waiting: int = 512
+    any_priority: bool = False
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timers: Timers = PRODUCTION

@@ -102,7 +102,7 @@ COMPLETION: Final = (
     _supported("max_tokens", "1 to the context; default: 16, as with OpenAI"),
     *_SHARED,
     _supported("logprobs", "0 to 20 likeliest tokens beside each of the answer's; see below"),
-    _neutral("best_of", "every choice is returned", 1),
+    _supported("best_of", "the same as `n`: every choice is returned"),
     _neutral("echo", "the prompt is not repeated", False),
     _refused("suffix", "the model completes, it does not fill in"),
 )
@@ -116,7 +116,11 @@ EXTRA: Final = (
         "0.01 to 10, for tokens of prompt and answer; default: `generation_config.json`",
     ),
     _supported("ignore_eos", "go on to `max_tokens`, past the model's end of the answer"),
-    _supported("priority", "-1000 to 1000, 0 by default: a smaller one goes first"),
+    _supported(
+        "priority",
+        "0 to 1000, 0 by default: a smaller one goes first; "
+        "from -1000 where the gateway runs with `--client-priority=any`",
+    ),
 )
 
 # Fields of a message, by OpenAI's client; what is not listed for a role is unknown there.

@@ -86,7 +86,10 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     prompt = _prompt(fields)
     max_tokens, param = _max_tokens(fields, ("max_tokens",))
     sampling = parse_sampling(fields, completion_logprobs(fields))
+    best_of = fields.integer("best_of", minimum=1, maximum=MAX_CHOICES)
     options = _options(fields, 16 if max_tokens is None else max_tokens, param, sampling)
+    if best_of not in (None, options.num_choices):
+        raise unsupported("best_of", "'best_of' must equal 'n': every choice is returned.")
     fields.done()
     return CompletionRequest(options, prompt)
 
