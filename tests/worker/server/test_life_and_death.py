@@ -125,11 +125,10 @@ def encoding(
     worker: Serving, image: Any, key: RequestKey = KEY
 ) -> tuple[Source, asyncio.Task[Any]]:
     """A picture that a worker encodes, behind its media pool; and where to fetch it."""
+    from vlm_worker.roles.encoder import EncoderRole
     from vlm_worker.roles.times import CallClock
     from vlm_worker.wire.calls import EncodeCall, EncodeItem
 
-    role = worker.parts.encoder
-    assert role is not None
     item = EncodeItem("e-1", 1, 28, 28, image.num_tokens, 0, "PNG")
     call = EncodeCall(key, (item,), bytes(32))
 
@@ -143,7 +142,7 @@ def encoding(
         async def prepare(self, data: Any, spec: Any) -> Any:
             return image
 
-    role._media = Known()
+    role = EncoderRole(worker.parts.host, Known())
 
     async def run() -> None:
         async with aclosing(role.encode(call, chunks(), CallClock())) as replies:

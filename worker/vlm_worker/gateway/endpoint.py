@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from vlm_worker.errors import InvalidImageError, WorkerError
@@ -25,11 +25,10 @@ from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.pictures import Picture
 from vlm_worker.gateway.piecing import Piecing
 from vlm_worker.gateway.service import Service
+from vlm_worker.gateway.watching import cut, too_late, watched
 from vlm_worker.types import Modality
 
 logger = logging.getLogger(__name__)
-
-PING_SECONDS = 15.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,9 +107,9 @@ class Endpoint:
         writer = self._writer(response, options, job, trace)
         choices = exchange.choices = self._choices(job, options, writer, trace, place)
         try:
-            await _watched(
+            await watched(
                 choices.run(),
-                ends=(until_disconnect(receive), _cut(service), _too_late(trace, timeout)),
+                ends=(until_disconnect(receive), cut(service), too_late(trace, timeout)),
                 ping=writer.ping,
             )
         except WorkerError as error:
@@ -212,46 +211,6 @@ class Endpoint:
                 "labels": options.logged if options else {},
             },
         )
-
-
-async def _watched(
-    work: Awaitable[None],
-    *,
-    ends: tuple[Awaitable[Exception], ...],
-    ping: Callable[[], Awaitable[None]],
-) -> None:
-    """Run `work`; cancel it and raise what the first of `ends` gives, when that comes first."""
-    task = asyncio.ensure_future(work)
-    watchers = [asyncio.ensure_future(end) for end in ends]
-    try:
-        while True:
-            done, _ = await asyncio.wait(
-                (task, *watchers), timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
-            if task in done:
-                return await task
-            for end in watchers:
-                if end in done:
-                    raise end.result()
-            await ping()
-    finally:
-        for one in (task, *watchers):
-            one.cancel()
-        await asyncio.gather(task, *watchers, return_exceptions=True)
-
-
-async def _cut(service: Service) -> Exception:
-    await service.cut.wait()
-    return errors.unavailable("This gateway is shutting down and its time to drain is over.")
-
-
-async def _too_late(trace: Trace, timeout: float | None) -> Exception:
-    """Returns when the client's own time is over, which began when its request was complete."""
-    if timeout is None:
-        await asyncio.get_running_loop().create_future()
-    else:
-        await asyncio.sleep(trace.received + timeout - trace.clock())
-    return errors.too_late()
 
 
 async def _last_word(response: Response, error: ApiError) -> None:

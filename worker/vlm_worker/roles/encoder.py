@@ -8,18 +8,14 @@ chunks ─▶ media pool ─▶ Decoded ─▶ engine.encode ─▶ Ready, Ready
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Final, Protocol
 
 from vlm_worker.engine.events import ItemReady as EngineItemReady
-from vlm_worker.errors import InvalidImageError, InvalidRequestError, OverloadedError
-from vlm_worker.media.pool import ImageSpec, KnownImage
+from vlm_worker.errors import InvalidRequestError
 from vlm_worker.roles.host import Host
 from vlm_worker.roles.times import CallClock
+from vlm_worker.roles.uploads import Chunk, Media, Prepared, Uploads
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.types import PreparedImage, RequestKey, StageSpan
 from vlm_worker.wire.calls import (
@@ -34,38 +30,13 @@ from vlm_worker.wire.calls import (
 )
 from vlm_worker.wire.frames import Commit
 
-MAX_UPLOAD_BYTES: Final = 512 << 20
-RETRY_AFTER_SECONDS: Final = 1.0
-
-Chunk = tuple[int, bytes]
-"""Index of the item, and the next bytes of its file."""
-
-
-class Media(Protocol):
-    """What decodes pictures: `media.pool.MediaPool`."""
-
-    async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
-        """What this very file became before; no decoding."""
-
-    async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
-        """Decode and preprocess one picture, or raise InvalidImageError."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What became of one picture, and when."""
-
-    result: PreparedImage | InvalidImageError
-    done: float
-
 
 class EncoderRole:
     """Encode and FetchEmbedding."""
 
     def __init__(self, host: Host, media: Media) -> None:
         self._host = host
-        self._media = media
-        self._upload_bytes = 0
+        self._uploads = Uploads(host, media)
 
     async def encode(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], clock: CallClock
@@ -79,7 +50,7 @@ class EncoderRole:
         """
         with self._host.scope("Encode", call.key, last_resort=call.last_resort):
             try:
-                prepared = await self._prepare_all(call, chunks)
+                prepared = await self._uploads.prepare(call, chunks)
                 yield _decoded(prepared, clock)
                 good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
                 if len(good) < len(prepared) and not call.skip_corrupt:
@@ -103,66 +74,8 @@ class EncoderRole:
             async for frame in frames:
                 yield frame
 
-    # ---- from bytes to patches -----------------------------------------------------------------
-
-    async def _prepare_all(self, call: EncodeCall, chunks: AsyncIterator[Chunk]) -> list[_Prepared]:
-        num_bytes = sum(item.num_bytes for item in call.items)
-        if num_bytes > MAX_UPLOAD_BYTES:
-            raise InvalidRequestError(
-                f"the pictures have {num_bytes} bytes, {MAX_UPLOAD_BYTES} may come in one request"
-            )
-        if self._upload_bytes + num_bytes > MAX_UPLOAD_BYTES:
-            raise OverloadedError(
-                f"{self._upload_bytes} bytes of pictures are being received",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
-        self._upload_bytes += num_bytes
-        tasks: list[asyncio.Task[_Prepared]] = []
-        try:
-            async for item, data in _files(call, chunks):
-                tasks.append(asyncio.create_task(self._prepare(call, item, data)))
-            return list(await asyncio.gather(*tasks))
-        finally:
-            self._upload_bytes -= num_bytes
-            for task in tasks:
-                task.cancel()
-
-    async def _prepare(self, call: EncodeCall, item: int, data: bytearray) -> _Prepared:
-        said = call.items[item]
-        spec = ImageSpec(
-            item=item,
-            format=said.format,
-            width=said.width,
-            height=said.height,
-            num_tokens=said.num_tokens,
-            max_pixels=said.max_pixels,
-            salt=call.cache_salt,
-        )
-        await self._host.delay("media")
-        result: PreparedImage | InvalidImageError | None
-        try:
-            result = await self._known(call.key, data, spec)
-            if result is None:
-                result = await self._media.prepare(memoryview(data), spec)
-        except InvalidImageError as error:
-            result = error
-        return _Prepared(result, done=time.monotonic())
-
-    async def _known(
-        self, key: RequestKey, data: bytearray, spec: ImageSpec
-    ) -> PreparedImage | None:
-        """The picture without patches, where its embedding is still in the cache."""
-        known = await self._media.known_key(memoryview(data), spec)
-        if known is None:
-            return None
-        if not await self._host.engine.hold_known(key, known.image_key, known.num_tokens):
-            return None
-        return PreparedImage(known.image_key, known.grid_thw, known.num_tokens, memoryview(b""))
-
-    # ---- from patches to embeddings ------------------------------------------------------------
-
     async def _encode(
-        self, call: EncodeCall, prepared: Sequence[_Prepared], good: Sequence[int], clock: CallClock
+        self, call: EncodeCall, prepared: Sequence[Prepared], good: Sequence[int], clock: CallClock
     ) -> AsyncGenerator[Reply[EncodeEvent]]:
         """Encode the items `good`; the engine counts them from 0."""
         host = self._host
@@ -231,26 +144,7 @@ class EncoderRole:
         return outgoing
 
 
-async def _files(
-    call: EncodeCall, chunks: AsyncIterator[Chunk]
-) -> AsyncIterator[tuple[int, bytearray]]:
-    """Each file when it is complete; files come in order, none longer than announced."""
-    current, data = 0, bytearray()
-    async for item, part in chunks:
-        if item != current or item >= len(call.items):
-            raise InvalidRequestError(f"chunk of item {item} where item {current} is due")
-        data += part
-        expected = call.items[item].num_bytes
-        if len(data) > expected:
-            raise InvalidRequestError(f"item {item} has more than its {expected} bytes")
-        if len(data) == expected:
-            yield item, data
-            current, data = current + 1, bytearray()
-    if current != len(call.items):
-        raise InvalidRequestError(f"the stream ended within item {current}")
-
-
-def _decoded(prepared: Sequence[_Prepared], clock: CallClock) -> Reply[EncodeEvent]:
+def _decoded(prepared: Sequence[Prepared], clock: CallClock) -> Reply[EncodeEvent]:
     items = []
     spans = []
     for index, one in enumerate(prepared):
