@@ -26,7 +26,7 @@ from vlm_worker.wire import calls, decode, encode, identity, prefill
 from vlm_worker.wire.credentials import open_channel
 from vlm_worker.wire.errors import error_of_call
 from vlm_worker.wire.methods import METHODS
-from vlm_worker.wire.options import CHUNK_BYTES
+from vlm_worker.wire.options import CHUNK_BYTES, SEND_PICTURES
 
 T = TypeVar("T")
 
@@ -74,8 +74,9 @@ class WorkerClient:
         self, call: calls.EncodeCall, pictures: Sequence[bytes], *, timeout: float
     ) -> AsyncGenerator[calls.Reply[calls.EncodeEvent]]:
         """Send pictures; yields Decoded once, then ItemReady or ItemFailed for each."""
-        upload = _upload(call, pictures)
-        async with aclosing(self._stream("Encode", upload, timeout)) as replies:
+        wanted = asyncio.get_running_loop().create_future()
+        upload = _upload(call, pictures, wanted)
+        async with aclosing(self._stream("Encode", upload, timeout, wanted)) as replies:
             async for message in replies:
                 yield self._read(encode.encode_reply_of, message)
 
@@ -183,9 +184,18 @@ class WorkerClient:
         finally:
             call.cancel()
 
-    async def _stream(self, name: str, request: Any, timeout: float | None) -> AsyncGenerator[Any]:
+    async def _stream(
+        self,
+        name: str,
+        request: Any,
+        timeout: float | None,
+        wanted: asyncio.Future[bool] | None = None,
+    ) -> AsyncGenerator[Any]:
+        """The messages of a call; `wanted` learns whether the worker asks for what is to follow."""
         call = self._call(name, request, timeout)
         try:
+            if wanted is not None:
+                wanted.set_result(SEND_PICTURES in dict(await call.initial_metadata()))
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
@@ -194,6 +204,8 @@ class WorkerClient:
             self._raise_if_closed()
             raise
         finally:
+            if wanted is not None and not wanted.done():
+                wanted.set_result(False)
             call.cancel()
 
     def _raise_if_closed(self) -> None:
@@ -204,9 +216,15 @@ class WorkerClient:
 
 
 async def _upload(
-    call: calls.EncodeCall, pictures: Sequence[bytes]
+    call: calls.EncodeCall, pictures: Sequence[bytes], wanted: asyncio.Future[bool]
 ) -> AsyncIterator[pb.EncodeRequest]:
+    """The call, then its pictures if they are `wanted`.
+
+    Not before: grpc.aio loses the status of a call that ends while it writes.
+    """
     yield encode.encode_call_to(call)
+    if not await wanted:
+        return
     for item, picture in enumerate(pictures):
         view = memoryview(picture)
         for start in range(0, len(view), CHUNK_BYTES):

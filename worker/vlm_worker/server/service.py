@@ -19,6 +19,7 @@ from vlm_worker.errors import (
     DrainingError,
     IncompatibleError,
     InvalidRequestError,
+    PeerLostError,
     WorkerError,
 )
 from vlm_worker.pb import worker_pb2 as pb
@@ -28,7 +29,7 @@ from vlm_worker.server.state import WorkerState
 from vlm_worker.wire import checks, decode, encode, identity, prefill
 from vlm_worker.wire.errors import status_of
 from vlm_worker.wire.methods import METHODS, PACKAGE, Method
-from vlm_worker.wire.options import CHUNK_BYTES
+from vlm_worker.wire.options import CHUNK_BYTES, SEND_PICTURES
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +125,12 @@ class Service:
     async def _Encode(self, requests: AsyncIterator[pb.EncodeRequest], context: Any) -> None:  # noqa: N802
         clock = CallClock()
         role = _loaded(self._ready().encoder, "encoder")
-        first = await anext(aiter(requests), None)
+        within = self._state.settings.timers.no_progress
+        first = await _next(requests, within)
         if first is None or first.WhichOneof("kind") != "begin":
             raise InvalidRequestError("an Encode stream starts with `begin`")
         call = encode.encode_call_of(first.begin)
-        replies = role.encode(call, _chunks(requests), clock)
+        replies = role.encode(call, _chunks(requests, context, within), clock)
         await _write_all(replies, encode.encode_reply_to, context)
 
     async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
@@ -192,11 +194,26 @@ async def _write_all(
             await context.write(to_message(reply))
 
 
-async def _chunks(requests: AsyncIterator[pb.EncodeRequest]) -> AsyncIterator[tuple[int, bytes]]:
-    async for message in requests:
+async def _chunks(
+    requests: AsyncIterator[pb.EncodeRequest], context: Any, within: float
+) -> AsyncIterator[tuple[int, bytes]]:
+    """The chunks; they are asked for when the first one is, which is when the call is taken."""
+    await context.send_initial_metadata(((SEND_PICTURES, "1"),))
+    while (message := await _next(requests, within)) is not None:
         if message.WhichOneof("kind") != "chunk":
             raise InvalidRequestError("an Encode stream goes on with chunks")
         yield message.chunk.item, checks.at_most(message.chunk.data, "chunk.data", CHUNK_BYTES)
+
+
+async def _next(
+    requests: AsyncIterator[pb.EncodeRequest], within: float
+) -> pb.EncodeRequest | None:
+    """The next message of an upload, None at its end; PeerLostError after so many seconds."""
+    try:
+        async with asyncio.timeout(within):
+            return await anext(aiter(requests), None)
+    except TimeoutError:
+        raise PeerLostError(f"no bytes of the pictures came for {within:g} s") from None
 
 
 def _same(frame: bytes) -> bytes:

@@ -11,6 +11,8 @@ from vlm_worker.settings.timers import Timers
 MAX_MESSAGE_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20
 MAX_STREAMS = 1024
+SEND_PICTURES = "vlm-send-pictures"
+"""In the initial metadata of an Encode that is taken: the chunks may come."""
 
 Options = list[tuple[str, int]]
 

@@ -1,0 +1,51 @@
+"""Pictures on their way up: none before the call is taken, and none for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from worker.server.pairs import KEY, TENTH, TIMEOUT
+from worker.server.serving import serving
+
+from vlm_worker.errors import DrainingError
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.testing import assert_idle
+from vlm_worker.wire import encode
+from vlm_worker.wire.calls import EncodeCall, EncodeItem
+from vlm_worker.wire.methods import METHODS
+from vlm_worker.wire.options import SEND_PICTURES
+
+CALL = EncodeCall(KEY, (EncodeItem("e-1", 100, 8, 8, 4, 0, "PNG"),), bytes(32))
+
+
+class Kept(list[bytes]):
+    """Pictures that nobody may send."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        raise AssertionError("a picture was sent")
+
+
+async def test_a_call_that_is_refused_sends_no_picture_and_keeps_its_reason() -> None:
+    async with serving("encoder") as worker:
+        worker.parts.host.accepting = False
+        with pytest.raises(DrainingError):
+            _ = [r async for r in worker.client.encode(CALL, Kept([b"x"]), timeout=TIMEOUT)]
+
+
+async def test_an_upload_that_stands_still_ends_and_is_free_to_come_again_elsewhere() -> None:
+    async with (
+        serving("encoder", TENTH) as worker,
+        grpc.aio.insecure_channel(worker.client.address) as channel,
+    ):
+        method = METHODS["Encode"]
+        call = channel.stream_stream(
+            method.path, method.request_to_bytes, method.response_from_bytes
+        )()
+        await call.write(encode.encode_call_to(CALL))
+        assert SEND_PICTURES in dict(await call.initial_metadata())
+        await call.write(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=b"x")))
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no bytes of the pictures came for 0.8 s" in await call.details()
+        await assert_idle(worker.server)
