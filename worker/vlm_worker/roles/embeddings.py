@@ -47,13 +47,15 @@ class Embeddings:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """End what still fetches, and release the leases."""
+        """End what still fetches, and release the leases, even where we are cancelled once more."""
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        for source in self._call.sources:
-            self._host.offers.release(source.boot_id, source.transfer_id)
-        await self._stack.aclose()
+        try:
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        finally:
+            for source in self._call.sources:
+                self._host.offers.release(source.boot_id, source.transfer_id)
+            await self._stack.aclose()
 
     def need(self, items: Iterable[int]) -> None:
         """Fetch these items and put them into the engine."""

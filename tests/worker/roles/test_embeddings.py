@@ -1,0 +1,49 @@
+"""The leases of a prompt's pictures end with the call that holds them, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from worker.server.pairs import TENTH, until
+from worker.server.serving import KEY, serving
+from worker.server.test_life_and_death import IMAGES, about, encoding
+
+from vlm_worker.roles.embeddings import Embeddings
+from vlm_worker.testing import assert_idle
+from vlm_worker.wire.calls import PrefillCall
+
+MAX_TURNS = 4
+
+
+@pytest.mark.parametrize("num_turns", range(MAX_TURNS))
+async def test_a_call_that_is_cancelled_twice_releases_its_leases(num_turns: int) -> None:
+    """Its caller hangs up and sends a Cancel: both end it, any number of turns apart."""
+    async with serving("encoder", TENTH) as encoder, serving("prefill", TENTH) as prefill:
+        encoder.runner.gate.clear()
+        source, encode = encoding(encoder, IMAGES[0])
+        await until(lambda: encoder.parts.host.offers.leases.of(KEY))
+        call = PrefillCall(about(IMAGES[:1]), "t-1", (source,))
+        embeddings = Embeddings(prefill.parts.host, call)
+        fetching = asyncio.create_task(fetch(embeddings))
+        await until(lambda: encoder.server._service.live["FetchEmbedding"] == 1)
+        assert prefill.parts.host.peers.num_held == 1
+        fetching.cancel()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        fetching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await fetching
+        await until(lambda: prefill.parts.host.peers.num_held == 0)
+        encoder.runner.gate.set()
+        await encode
+        await assert_idle(prefill.server)
+        await assert_idle(encoder.server)
+
+
+async def fetch(embeddings: Embeddings) -> None:
+    """Hold and fetch a picture, as a call does that waits for it."""
+    async with embeddings:
+        embeddings.need([0])
+        await asyncio.Event().wait()
