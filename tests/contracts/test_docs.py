@@ -36,6 +36,16 @@ def test_a_walk_can_be_read_in_one_sitting(walk, budget):
     assert sum(lines.values()) <= budget, lines
 
 
+@pytest.mark.parametrize("name", ["request.md", "failures.md"])
+def test_what_a_page_on_the_worker_names_beside_its_links_exists(name):
+    named = re.findall(
+        r"`([a-z_]+(?:/[a-z_]+)*/(?:[a-z_]+\.py)?)`", (ROOT / "docs" / name).read_text()
+    )
+    assert named
+    roots = (ROOT, ROOT / "worker" / "vlm_worker")
+    assert not [one for one in named if not any((root / one).exists() for root in roots)]
+
+
 def test_the_style_guide_names_files_that_exist():
     named = re.findall(
         r"`((?:operator|worker|docs|tests)/[\w/.]+)`", (ROOT / "AGENTS.md").read_text()

@@ -12,13 +12,12 @@ stop string never goes. A token in the middle of a character begins where that c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from vlm_worker.gateway.api.logprobs import ChosenToken, LikelyToken
 from vlm_worker.gateway.detokenize import Detokenizer, StopScanner
-from vlm_worker.gateway.token_texts import TokenTexts
+from vlm_worker.gateway.token_texts import TokenTexts, begins_in
 from vlm_worker.types import TokenLogprobs
 
 
@@ -95,31 +94,3 @@ class Piecing:
 
     def _likely(self, token_id: int, logprob: float) -> LikelyToken:
         return LikelyToken(*self._texts.of(token_id), logprob)
-
-
-def begins_in(text: str, octets: Sequence[bytes]) -> list[int]:
-    """Characters of `text` before each of the tokens that make it.
-
-    Bytes that are no UTF-8 together show as U+FFFD, as many as there are, where bytes stand as
-    tokens; elsewhere the figure is near. A space that is not shown comes before the first word.
-    """
-    begins, count = [], 0
-    valid = _is_text(b"".join(octets))
-    for one in octets:
-        inside = valid and not _begins_character(one[0])
-        begins.append(count - inside)
-        count += sum(map(_begins_character, one)) if valid else len(one.decode(errors="replace"))
-    hidden = max(count - len(text), 0)
-    return [min(max(begin - hidden, 0), max(len(text) - 1, 0)) for begin in begins]
-
-
-def _begins_character(byte: int) -> bool:
-    return byte & 0xC0 != 0x80
-
-
-def _is_text(octets: bytes) -> bool:
-    try:
-        octets.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What a single token reads like, for log-probabilities: its bytes, and a text that shows them.
+"""What a single token reads like, for log-probabilities: its bytes, their text, and their place.
 
     byte-level vocabularies   "Ġred"  ->  " red"        "ðŁĺ"  ->  f0 9f 98
     sentencepiece's           "▁red"  ->  " red"        "<0xF0>"  ->  f0
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -71,3 +72,31 @@ def _byte_table() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
     return table | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+def begins_in(text: str, octets: Sequence[bytes]) -> list[int]:
+    """Characters of `text` before each of the tokens that make it.
+
+    Bytes that are no UTF-8 together show as U+FFFD, as many as there are, where bytes stand as
+    tokens; elsewhere the figure is near. A space that is not shown comes before the first word.
+    """
+    begins, count = [], 0
+    valid = _is_text(b"".join(octets))
+    for one in octets:
+        inside = valid and not _begins_character(one[0])
+        begins.append(count - inside)
+        count += sum(map(_begins_character, one)) if valid else len(one.decode(errors="replace"))
+    hidden = max(count - len(text), 0)
+    return [min(max(begin - hidden, 0), max(len(text) - 1, 0)) for begin in begins]
+
+
+def _begins_character(byte: int) -> bool:
+    return byte & 0xC0 != 0x80
+
+
+def _is_text(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
