@@ -63,11 +63,13 @@ def test_it_is_found_by_its_request_alone() -> None:
         table.offers.find(FetchCall("t", b"x" * 16, LAYOUT, KEY), fingerprint=LAYOUT)
 
 
-def test_the_name_of_somebody_elses_transfer_is_refused() -> None:
+@pytest.mark.parametrize("key", [KEY, RequestKey("r-2", 1)])
+def test_the_name_of_another_transfer_is_refused(key: RequestKey) -> None:
+    """Nobody would give back what the first one holds."""
     table = Table()
     table.offer()
     with pytest.raises(InvalidRequestError):
-        table.offer(key=RequestKey("r-2", 1))
+        table.offer(key=key)
 
 
 def test_a_release_frees_once() -> None:
@@ -107,6 +109,21 @@ def test_what_its_maker_keeps_does_not_expire_and_then_has_a_whole_lease() -> No
     table.now += 2
     table.offers.sweep()
     assert table.freed == ["t"]
+
+
+def test_what_two_keep_is_kept_until_both_are_done() -> None:
+    """The encoder that makes it, and the prompt in the same process that waits for its turn."""
+    table = Table()
+    table.offer()
+    with table.offers.keep(["t"]):
+        with table.offers.keep(["t"]):
+            pass
+        for _ in range(3):
+            table.now += 8.0
+            table.offers.sweep()
+        assert table.freed == []
+        assert table.offers.left["leases kept by their maker"] == 1
+    assert table.offers.left["leases kept by their maker"] == 0
 
 
 def test_what_is_claimed_is_not_freed_and_not_claimed_again() -> None:

@@ -43,6 +43,7 @@ from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Sou
 from vlm_worker.wire.calls import (
     DecodeCall,
     FetchCall,
+    FirstToken,
     PrefillCall,
     ReserveCall,
 )
@@ -93,6 +94,42 @@ async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_
         cached = engine.stats().kv
         assert cached is not None
         assert 0 < cached.cached_tokens < 400
+
+
+async def test_a_consumer_that_gives_up_while_prefill_computes_leaves_nothing_there() -> None:
+    """The prompt is computed to its first token, and then nobody will come for it."""
+    async with serving("prefill", "--max-requests=4", "--max-batched-tokens=8", TENTH) as p:
+        p.runner.gate.clear()
+        prefilling = asyncio.create_task(collect(p, PrefillCall(request_of(), "t-1", ())))
+        offers = p.parts.host.offers
+        await until(lambda: offers.holds("t-1"))
+        await p.client.release(p.parts.host.life.boot_id, "t-1")
+        assert not offers.holds("t-1")
+        p.runner.gate.set()
+        assert isinstance((await prefilling)[1], FirstToken)
+        await assert_idle(p.server)
+
+
+async def test_a_call_that_comes_while_the_one_before_is_given_up_goes_on() -> None:
+    """The same attempt may ask again after a refusal for want of room."""
+    async with serving("prefill", TENTH) as p:
+        host, begun = p.parts.host, asyncio.Event()
+        p.runner.gate.clear()
+
+        async def work() -> str:
+            with host.scope("Prefill", KEY):
+                begun.set()
+                await host.engine.release(KEY)
+            return "done"
+
+        giving_up = asyncio.create_task(host.abandon(KEY))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(work())
+        await begun.wait()
+        assert not giving_up.done()
+        p.runner.gate.set()
+        await giving_up
+        assert await again == "done"
 
 
 async def test_a_handle_of_prefill_before_its_restart_is_not_found() -> None:
@@ -274,7 +311,7 @@ async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
 
 async def test_what_nobody_is_owed_and_stays_fails_a_strict_worker() -> None:
     async with serving("prefill", "--timer-scale=0.01") as p:
-        p.parts.host.offers._kept.add("forgotten")
+        p.parts.host.offers._kept["forgotten"] += 1
         with pytest.raises(AssertionError, match="kept by their maker"):
             await assert_idle(p.server, within_seconds=0.0)
         async with asyncio.timeout(TIMEOUT):

@@ -64,8 +64,11 @@ def _reply(event: Any) -> Any:
 
 def server_doors() -> dict[str, Door]:
     """What a worker is asked, by call."""
-    picture = calls.EncodeItem("e-1", 100, 64, 48, 4, 0, "PNG")
-    encoding = calls.EncodeCall(KEY, (picture, picture), b"s" * 32)
+    pictures = (
+        calls.EncodeItem("e-1", 100, 64, 48, 4, 0, "PNG"),
+        calls.EncodeItem("e-2", 90, 64, 48, 4, 0, "PNG"),
+    )
+    encoding = calls.EncodeCall(KEY, pictures, b"s" * 32)
     prefilling = calls.PrefillCall(REQUEST, "t-1", (SOURCE,))
     decoding = calls.DecodeCall(REQUEST, "res-1", SOURCE, b"b" * 16)
     fetch = calls.FetchCall("t-1", b"b" * 16, b"f" * 16, KEY, 3, "shared-memory", b"i" * 16)

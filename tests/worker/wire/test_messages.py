@@ -85,10 +85,8 @@ def test_a_decode_call_survives(request: Request) -> None:
 
 
 def test_an_encode_call_survives() -> None:
-    item = calls.EncodeItem("t", 100, 640, 480, 12, 5000, "JPEG")
-    call = calls.EncodeCall(
-        KEY, (item, item), b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3
-    )
+    items = tuple(calls.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
+    call = calls.EncodeCall(KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3)
     message = pb.EncodeRequest.FromString(encode.encode_call_to(call).SerializeToString())
     assert encode.encode_call_of(message.begin) == call
 

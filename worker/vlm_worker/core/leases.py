@@ -85,14 +85,13 @@ class LeaseTable:
         kind: LeaseKind = LeaseKind.HELD,
         item: int | None = None,
     ) -> Lease:
-        """A new lease; the same id again, by the same owner, is the same lease renewed.
+        """A new lease.
 
         Raises:
-            ValueError: the id belongs to another owner.
+            ValueError: there is one of this id, and what it holds would be forgotten.
         """
-        known = self._leases.get(lease_id)
-        if known is not None and known.owner != owner:
-            raise ValueError(f"lease {lease_id!r} belongs to another request")
+        if lease_id in self._leases:
+            raise ValueError(f"lease {lease_id!r} is held already")
         lease = Lease(lease_id, owner, kind, now + self._seconds[kind], item)
         self._leases[lease_id] = lease
         return lease

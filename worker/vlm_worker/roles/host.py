@@ -191,10 +191,12 @@ class Host:
         return await self._end(key, error)
 
     async def _end(self, key: RequestKey, error: CancelledError) -> CancelOutcome:
+        ending = [scope for scope in self._scopes if scope.key == key]
         in_flight = self.offers.cancel(key, error)
         outcome = CancelOutcome((await self.engine.cancel(key)).value)
-        for scope in self._scopes:
-            if scope.key == key and scope.error is None:
+        # one that came meanwhile is another call: what was refused for want of room may come again
+        for scope in self._scopes.intersection(ending):
+            if scope.error is None:
                 scope.error = error
                 scope.task.cancel()
         return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT if in_flight else outcome

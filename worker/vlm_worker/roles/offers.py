@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from vlm_worker.core.leases import Lease, LeaseKind, LeaseTable
@@ -59,7 +60,7 @@ class Offers:
         self._free = free
         self._clock = clock
         self._outgoing: dict[str, Outgoing] = {}
-        self._kept: set[str] = set()
+        self._kept: Counter[str] = Counter()
 
     def offer(
         self, transfer_id: str, key: RequestKey, outgoing: Outgoing, *, item: int | None = None
@@ -67,7 +68,7 @@ class Offers:
         """Let consumers fetch it, under a lease.
 
         Raises:
-            InvalidRequestError: another request has a transfer of this name.
+            InvalidRequestError: there is a transfer of this name.
         """
         self._grant(transfer_id, key, kind=LeaseKind.HELD, item=item)
         self._outgoing[transfer_id] = outgoing
@@ -109,11 +110,11 @@ class Offers:
     def keep(self, transfer_ids: Iterable[str]) -> Iterator[None]:
         """These leases do not end inside, and begin anew at the end: their maker is at work."""
         ids = set(transfer_ids)
-        self._kept |= ids
+        self._kept.update(ids)
         try:
             yield
         finally:
-            self._kept -= ids
+            self._kept -= Counter(ids)  # others may keep them, too
             self.leases.renew(ids, now=self._clock())
 
     def renew(self, boot_id: bytes, lease_ids: Iterable[str]) -> list[str]:
@@ -121,6 +122,11 @@ class Offers:
         if boot_id != self._life.boot_id:
             return list(lease_ids)
         return self.leases.renew(lease_ids, now=self._clock())
+
+    def holds(self, lease_id: str) -> bool:
+        """Whether somebody may still come for it."""
+        lease = self.leases.get(lease_id)
+        return lease is not None and lease.kind is not LeaseKind.QUARANTINED
 
     def release(self, boot_id: bytes, lease_id: str) -> None:
         """The consumer has all that it needs, and reads no more; idempotent."""

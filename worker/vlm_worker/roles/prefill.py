@@ -81,6 +81,9 @@ class PrefillRole:
                     spans = (*embeddings.spans(clock), *_spans(progress, clock))
                 # from here on the lease decides, not whether this caller stays
                 finished = True
+                if not host.offers.holds(call.transfer_id):
+                    # it ended while the prompt was computed; what was adopted stays
+                    host.run(host.engine.release(key))
                 yield Reply(_first_token(progress), spans, clock.now())
                 yield Reply(PrefillDone(), (), clock.now())
             finally:

@@ -10,6 +10,8 @@ from vlm_worker.wire import calls, checks, values
 def encode_call_of(message: pb.EncodeBegin) -> calls.EncodeCall:
     """The first message of an Encode stream."""
     checks.between(len(message.items), "items", 1, checks.MAX_ITEMS)
+    if len({item.transfer_id for item in message.items}) < len(message.items):
+        raise InvalidRequestError("items.transfer_id must be another for each item")
     return calls.EncodeCall(
         key=values.key_of(message),
         items=tuple(
