@@ -98,9 +98,9 @@ async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_
 
 async def test_a_consumer_that_gives_up_while_prefill_computes_leaves_nothing_there() -> None:
     """The prompt is computed to its first token, and then nobody will come for it."""
-    async with serving("prefill", "--max-requests=4", "--max-batched-tokens=8", TENTH) as p:
+    async with serving("prefill", "--max-requests=4", "--max-batched-tokens=16", TENTH) as p:
         p.runner.gate.clear()
-        prefilling = asyncio.create_task(collect(p, PrefillCall(request_of(), "t-1", ())))
+        prefilling = asyncio.create_task(collect(p, PrefillCall(request_of(60), "t-1", ())))
         offers = p.parts.host.offers
         await until(lambda: offers.holds("t-1"))
         await p.client.release(p.parts.host.life.boot_id, "t-1")
