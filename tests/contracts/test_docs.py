@@ -46,6 +46,13 @@ def test_what_a_page_on_the_worker_names_beside_its_links_exists(name):
     assert not [one for one in named if not any((root / one).exists() for root in roots)]
 
 
+def test_decisions_are_numbered_without_gaps_as_their_titles_say():
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [page.name[:4] for page in pages] == [f"{i:04}" for i in range(1, len(pages) + 1)]
+    titles = [page.read_text().split(". ", 1)[0] for page in pages]
+    assert titles == [f"# {i}" for i in range(1, len(pages) + 1)]
+
+
 def test_the_style_guide_names_files_that_exist():
     named = re.findall(
         r"`((?:operator|worker|docs|tests)/[\w/.]+)`", (ROOT / "AGENTS.md").read_text()

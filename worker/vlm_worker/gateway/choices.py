@@ -4,7 +4,9 @@ choice 0  encode ─ prefill ─ token ─ token ─ ...
 choice 1                       └─ prefill, its prompt cached ─ token ─ ...
 choice 2                       └─ ...
 
-So the pictures of a request are encoded, and its prompt is computed, once. The choices differ by
+So the pictures of a request are encoded, and its prompt is computed, once: to the workers each
+choice is a request of its own, that finds in their caches what the first has left there. The bytes
+of a picture, by which the encoder knows it again, travel once per choice. The choices differ by
 their seeds alone. What fails one of them fails the answer, and the others are cancelled.
 """
 
