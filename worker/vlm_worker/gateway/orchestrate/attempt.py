@@ -77,19 +77,19 @@ class Attempt:
         Raises:
             WorkerError: of the call that failed first.
         """
-        try:
-            if self._route.decode is not None:
-                # counted before anybody else chooses, so that requests of one moment spread
-                self._client(self._route.decode.pod)
-            self._start(self._serve())
-            return await self._ended
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            if not self._clean:
-                self._cancel_everywhere()
-            self._used.close()
+        with self._used:
+            try:
+                if self._route.decode is not None:
+                    # counted before anybody else chooses, so that requests of one moment spread
+                    self._client(self._route.decode.pod)
+                self._start(self._serve())
+                return await self._ended
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+                if not self._clean:
+                    self._cancel_everywhere()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- the steps -----------------------------------------------------------------------------
 
