@@ -15,10 +15,12 @@ from worker.identity.questions import Question
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.errors import OverloadedError
 from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
 from vlm_worker.types import (
     FailedEvent,
     FinishedEvent,
+    FinishReason,
     Request,
     Stage,
     TokenEvent,
@@ -84,6 +86,7 @@ class Stages:
         self._encoder, self._prefill, self._decode = encoder, prefill, decode
         self._block_size = block_size
         self._max_tokens, self._ignore_eos = max_tokens, ignore_eos
+        self.num_continued = 0
 
     @classmethod
     def colocated(cls, engine: Engine, *, max_tokens: int, ignore_eos: bool = False) -> Self:
@@ -93,7 +96,17 @@ class Stages:
         )
 
     async def ask(self, question: Question, delivered: Sequence[int] = ()) -> list[int]:
-        """The answer's tokens after the delivered ones."""
+        """The answer's tokens after the delivered ones, continued as often as decode ends it."""
+        tokens, drained = await self._attempt(question, delivered)
+        while drained:
+            self.num_continued += 1
+            more, drained = await self._attempt(question, (*delivered, *tokens))
+            tokens += more
+        return tokens
+
+    async def _attempt(
+        self, question: Question, delivered: Sequence[int]
+    ) -> tuple[list[int], bool]:
         request = request_for(
             question,
             delivered,
@@ -113,23 +126,32 @@ class Stages:
             await engine.release(request.key)
         return answer
 
-    async def _answer(self, request: Request) -> list[int]:
+    async def _answer(self, request: Request) -> tuple[list[int], bool]:
         apart = self._decode is not self._prefill
         if apart:
-            await self._decode.reserve(request.key, request.num_prompt_tokens + self._max_tokens)
+            await self._reserve(request)
         embeddings = None if self._encoder is self._prefill else self._encoder
         first = await collect(self._prefill, request, hold=apart, embeddings=embeddings)
         num_tokens = len(request.token_ids) - request.num_prompt_tokens + len(first)
         ended = first[-1] == EOS and not self._ignore_eos
         if not apart or ended or num_tokens == self._max_tokens:
-            return first
+            return first, False
         start = await self._decode.receive(request)
         end = -(-len(request.token_ids) // self._block_size)
         if start < end:
             blocks = await self._prefill.export_blocks(request.key, start, end - start)
             await self._decode.import_blocks(request.key, start, memoryview(bytes(blocks)))
         stream = await self._decode.start_decode(request.key, first[-1])
-        return first + await drain(stream)
+        rest, reason = await drain(stream)
+        return first + rest, reason is FinishReason.DRAINED
+
+    async def _reserve(self, request: Request) -> None:
+        """Hold room for what is known and one token, as the gateway does, once there is."""
+        while True:
+            try:
+                return await self._decode.reserve(request.key, len(request.token_ids) + 1)
+            except OverloadedError:
+                await asyncio.sleep(0.005)
 
 
 async def all_ready(pictures: AsyncIterator[object]) -> None:
@@ -155,8 +177,8 @@ async def collect(
     return tokens
 
 
-async def drain(stream: AsyncIterator[object]) -> list[int]:
-    """Tokens of a stream, which must end with FinishedEvent."""
+async def drain(stream: AsyncIterator[object]) -> tuple[list[int], FinishReason]:
+    """Tokens of a stream, which must end with FinishedEvent, and its reason."""
     tokens, last = [], None
     async for event in stream:
         last = event
@@ -165,7 +187,7 @@ async def drain(stream: AsyncIterator[object]) -> list[int]:
         elif isinstance(event, FailedEvent):
             raise event.error
     assert isinstance(last, FinishedEvent), last
-    return tokens
+    return tokens, last.reason
 
 
 async def hold_law(law: Law, asker: Stages) -> None:

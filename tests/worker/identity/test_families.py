@@ -47,14 +47,18 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @contextlib.asynccontextmanager
 async def stages(
-    case: Case, topology: str, *, kv_memory_bytes: int = 1 << 24, **bounds: int
+    case: Case, topology: str, *, decode_bytes: int = 1 << 24, **bounds: int
 ) -> AsyncIterator[tuple[Stages, list[Engine]]]:
-    """The engines of a topology, each with its own half of the weights."""
+    """The engines of a topology, each with its own half of the weights.
+
+    `decode_bytes` is the KV memory of the one that decodes.
+    """
     async with contextlib.AsyncExitStack() as stack:
         at: dict[Stage, Engine] = {}
         for own in TOPOLOGIES[topology]:
+            memory = decode_bytes if DECODE in own else 1 << 24
             runner = make_runner(
-                case.model_dir, *own, block_size=BLOCK_SIZE, kv_memory_bytes=kv_memory_bytes
+                case.model_dir, *own, block_size=BLOCK_SIZE, kv_memory_bytes=memory
             )
             bounds = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 12, **bounds}
             engine = await stack.enter_async_context(running(runner, **bounds))
@@ -84,19 +88,21 @@ async def test_answers_are_those_of_transformers_in_chunks_from_caches_and_conti
         await hold_law(Law(case.pairs, num_delivered=NUM_TOKENS // 3), route)
 
 
-@pytest.mark.parametrize("topology", ["colocated", "E-PD"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_preempted_sequences_answer_the_same(case: Case, topology: str) -> None:
-    """Where decode is apart it reserves whole answers, so nothing is ever taken from it."""
+    """Apart, decode computes text again, and hands back what it has no picture for."""
     layout = make_runner(case.model_dir, *ALL, block_size=BLOCK_SIZE).kv_layout
     assert layout is not None
     num_blocks = 2 * longest(case) // BLOCK_SIZE
     memory = layout.block_bytes * num_blocks
-    async with stages(case, topology, kv_memory_bytes=memory, max_model_len=longest(case)) as (
+    async with stages(case, topology, decode_bytes=memory, max_model_len=longest(case)) as (
         route,
-        (_, prefill, _),
+        (_, prefill, decode),
     ):
         await hold_law(Law(case.pairs), route)
-        assert prefill.stats().preemptions > 0, "memory was not tight enough to preempt"
+        assert decode.stats().preemptions > 0, "memory was not tight enough to preempt"
+        if prefill is not decode:
+            assert route.num_continued > 0, "no answer with a picture was handed back"
 
 
 @pytest.mark.parametrize("chunk", [4096, 9])
