@@ -126,22 +126,7 @@ def load_model(
         import_seconds=imported - began,
         load_seconds=time.perf_counter() - imported,
     )
-    logger.info(
-        "model loaded",
-        extra={
-            "model": str(checkpoint.path),
-            "stages": sorted(wanted),
-            "dtype": str(chosen).removeprefix("torch."),
-            "device": str(target),
-            "weights_bytes": loaded.weights_bytes,
-            "linear_backend": loaded.packing.backend,
-            "packed_layers": loaded.packing.num_layers,
-            "packed_bytes": loaded.packing.num_bytes,
-            "copied_bytes": loaded.packing.copied_bytes,
-            "import_seconds": round(loaded.import_seconds, 3),
-            "load_seconds": round(loaded.load_seconds, 3),
-        },
-    )
+    _log(loaded)
     return loaded
 
 
@@ -225,3 +210,22 @@ def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) 
     unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unread, f"never read: {unread[:3]}"
     return model
+
+
+def _log(loaded: LoadedModel) -> None:
+    logger.info(
+        "model loaded",
+        extra={
+            "model": str(loaded.checkpoint.path),
+            "stages": sorted(loaded.stages),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "device": str(loaded.device),
+            "weights_bytes": loaded.weights_bytes,
+            "linear_backend": loaded.packing.backend,
+            "packed_layers": loaded.packing.num_layers,
+            "packed_bytes": loaded.packing.num_bytes,
+            "copied_bytes": loaded.packing.copied_bytes,
+            "import_seconds": round(loaded.import_seconds, 3),
+            "load_seconds": round(loaded.load_seconds, 3),
+        },
+    )
