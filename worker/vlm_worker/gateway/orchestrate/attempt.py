@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from vlm_worker.client import WorkerClient
 from vlm_worker.errors import DrainingError, GoneError, PeerLostError, WorkerError
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.encoding import Encoding
+from vlm_worker.gateway.orchestrate.engaged import Engaged
 from vlm_worker.gateway.orchestrate.job import Answer, Job, build_request
 from vlm_worker.gateway.orchestrate.recovery import Place
 from vlm_worker.gateway.orchestrate.reserving import reserve
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
-from vlm_worker.route import Candidate, Choice, Route
+from vlm_worker.route import Choice, Route
 from vlm_worker.types import FinishReason, Request, RequestKey, Source
 from vlm_worker.wire.calls import (
     Accepted,
@@ -37,7 +37,7 @@ from vlm_worker.wire.calls import (
 
 
 class Attempt:
-    """`blamed` holds, after a failure, the boot ids of the pods to avoid next time."""
+    """One try; `run` is called once."""
 
     def __init__(
         self,
@@ -59,17 +59,18 @@ class Attempt:
         self._trace = trace
         self._registry = registry
         self._timers = registry.timers
-        self._background = background
         self._place = place
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._used = contextlib.ExitStack()
-        self._engaged: dict[str, WorkerClient] = {}
+        self._pods = Engaged(self._key, registry=registry, background=background)
         self._reservation: Reservation | None = None
         self._accepted = False
-        self._decoding = False
         self._clean = False
-        self.blamed: set[bytes] = set()
+
+    @property
+    def blamed(self) -> set[bytes]:
+        """After a failure, the boot ids of the pods to avoid next time."""
+        return self._pods.blamed
 
     async def run(self) -> FinishReason:
         """Serve; every call is over when this returns or raises.
@@ -77,18 +78,18 @@ class Attempt:
         Raises:
             WorkerError: of the call that failed first.
         """
-        with self._used:
+        with self._pods:
             try:
                 if self._route.decode is not None:
                     # counted before anybody else chooses, so that requests of one moment spread
-                    self._client(self._route.decode.pod)
+                    self._pods.client(self._route.decode.pod)
                 self._start(self._serve())
                 return await self._ended
             finally:
                 for task in self._tasks:
                     task.cancel()
                 if not self._clean:
-                    self._cancel_everywhere()
+                    self._pods.cancel_everywhere()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- the steps -----------------------------------------------------------------------------
@@ -110,8 +111,8 @@ class Attempt:
         await self._prefill(request, sources)
 
     async def _pictures(self, encoding: Encoding, choice: Choice) -> None:
-        with self._blame(choice.pod):
-            await encoding.run(self._client(choice.pod))
+        with self._pods.blame(choice.pod):
+            await encoding.run(self._pods.client(choice.pod))
 
     async def _reserve(self) -> None:
         demand = self._job.demand(len(self._answer.token_ids))
@@ -119,8 +120,8 @@ class Attempt:
 
         async def reserve_on(choice: Choice) -> Reservation:
             call = ReserveCall(self._key, demand.num_tokens, last_resort=choice.last_resort)
-            with self._blame(choice.pod):
-                return await self._client(choice.pod).reserve(call)
+            with self._pods.blame(choice.pod):
+                return await self._pods.client(choice.pod).reserve(call)
 
         with self._trace.stage("decode_reserve"):
             self._decode_choice, self._reservation = await reserve(
@@ -143,8 +144,8 @@ class Attempt:
         self._trace.gateway_waits()
         open_call = self._trace.call()
         encoder = (self._route.encoder.pod,) if self._route.encoder else ()
-        with self._blame(choice.pod, *encoder):
-            client = self._client(choice.pod)
+        with self._pods.blame(choice.pod, *encoder):
+            client = self._pods.client(choice.pod)
             first_token = False
             async with aclosing(client.prefill(call, timeout=self._timers.prefill)) as replies:
                 try:
@@ -197,13 +198,13 @@ class Attempt:
             boot_id=reservation.boot_id if reservation else choice.pod.boot_id,
         )
         self._reservation = None
-        with self._blame(choice.pod, prefill):
-            client = self._client(choice.pod)
+        with self._pods.blame(choice.pod, prefill):
+            client = self._pods.client(choice.pod)
             async with aclosing(client.decode(call, timeout=self._timers.decode)) as replies:
                 async for reply in replies:
                     match reply.event:
                         case Tokens() as tokens:
-                            self._decoding = True
+                            self._pods.decoding = True
                             await self._answer.take(
                                 tokens.first_index, tokens.token_ids, tokens.logprobs
                             )
@@ -232,15 +233,15 @@ class Attempt:
             await asyncio.sleep(self._timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
-                client = self._client(self._decode_choice.pod)
-                with self._blame(self._decode_choice.pod):
+                client = self._pods.client(self._decode_choice.pod)
+                with self._pods.blame(self._decode_choice.pod):
                     if await client.renew(held.boot_id, [held.reservation_id]):
                         raise GoneError("the reservation on the decode pod is gone")
             if encoding is not None and self._route.encoder is not None and not self._accepted:
                 pod = self._route.encoder.pod
                 # What is gone here, prefill will notice.
                 with contextlib.suppress(WorkerError):
-                    await self._client(pod).renew(pod.boot_id, encoding.transfer_ids)
+                    await self._pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
 
     # ---- helpers -------------------------------------------------------------------------------
 
@@ -258,35 +259,3 @@ class Attempt:
     def _end(self, reason: FinishReason) -> None:
         if not self._ended.done():
             self._ended.set_result(reason)
-
-    def _client(self, pod: Candidate) -> WorkerClient:
-        """A pod's client, counted as used by this attempt until it ends."""
-        client = self._engaged.get(pod.name)
-        if client is None:
-            client = self._used.enter_context(self._registry.use(pod.name))
-            self._engaged[pod.name] = client
-        return client
-
-    @contextlib.contextmanager
-    def _blame(self, pod: Candidate, *producers: Candidate) -> Iterator[None]:
-        """Note who failed: the pod that was called, and those that it had to pull from."""
-        try:
-            yield
-        except DrainingError:
-            self._registry.refused(pod.boot_id)
-            self.blamed.add(pod.boot_id)
-            raise
-        except WorkerError:
-            self.blamed.add(pod.boot_id)
-            if not self._decoding:
-                self.blamed.update(producer.boot_id for producer in producers)
-            raise
-
-    def _cancel_everywhere(self) -> None:
-        for name in self._engaged:
-            self._background.start(self._cancel(name), name=f"cancel {self._key.request_id}")
-
-    async def _cancel(self, name: str) -> None:
-        """Free what the attempt holds there; a pod that is gone holds nothing."""
-        with contextlib.suppress(WorkerError), self._registry.use(name) as client:
-            await client.cancel(self._key, timeout=self._timers.cancel)
