@@ -95,6 +95,7 @@ class Simulation:
         budget: int,
         whole_images: bool = False,
         long_prefill_tokens: int | None = None,
+        max_unread_blocks: int | None = None,
         rules: AdmissionRules | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE)
@@ -111,6 +112,7 @@ class Simulation:
             watermark_blocks=1,
             whole_images=whole_images,
             long_prefill_tokens=long_prefill_tokens,
+            max_unread_blocks=max_unread_blocks,
             rules=rules,
         )
         self.now = 0.0

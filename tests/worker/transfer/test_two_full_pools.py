@@ -102,6 +102,7 @@ class Pools:
                     return None
                 first = await self._pull(decode, request, outgoing)
                 await making
+                await prefill.release(key)  # read whole, as the consumer says then
                 return await first
             finally:
                 making.cancel()
@@ -237,7 +238,7 @@ async def test_a_prefill_pool_half_full_of_unread_kv_takes_no_more_for_peers() -
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         held = Request(RequestKey("held", 1), tuple(range(18)), 18, sampling)
         assert [e async for e in engine.submit_prefill(held, hold=True)]
-        assert engine._thread._state.sequences.unread.num_blocks == 5
+        assert engine._thread._state.sequences.scheduler.unread.num_held_blocks == 5
         late = Request(RequestKey("late", 1), tuple(range(50, 54)), 4, sampling)
         [refused] = [e async for e in engine.submit_prefill(late, hold=True)]
         assert isinstance(refused, FailedEvent)

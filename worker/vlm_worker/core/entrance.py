@@ -14,6 +14,7 @@ from vlm_worker.core.chunks import PromptShares
 from vlm_worker.core.queues import Waiting
 from vlm_worker.core.sequence import MIN_PRIORITY, Sequence
 from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.unread import Unread
 from vlm_worker.core.waves import AdmissionReason, AdmissionRules
 
 MAX_OVERTAKEN: Final = 64
@@ -30,6 +31,7 @@ class Entrance:
         waiting: the queue.
         ready: who enters before it, in order.
         max_running: sequences that may run; whoever runs already goes on.
+        unread: bounds what is computed for peers.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Entrance:
         table: SequenceTable,
         *,
         watermark_blocks: int,
+        unread: Unread,
         rules: AdmissionRules,
     ) -> None:
         self.waiting = Waiting(rules)
         self.ready: dict[Sequence, None] = {}
         self.max_running = len(table.sequences)
+        self.unread = unread
         self._pool = pool
         self._table = table
         self._watermark_blocks = watermark_blocks
@@ -120,9 +124,14 @@ class Entrance:
 
     def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether there is room for the whole prompt, pictures that are not here included."""
-        needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+        num_blocks = self._pool.blocks_for(sequence.num_tokens)
+        if _is_for_peer(sequence) and not self.unread.has_room(num_blocks):
+            return False
         return self._pool.can_take(
-            needed, shared=shared, promised=sequence.promised, keep=self._watermark
+            num_blocks - len(shared),
+            shared=shared,
+            promised=sequence.promised,
+            keep=self._watermark,
         )
 
     def _raise(self, sequence: Sequence) -> None:
@@ -134,8 +143,15 @@ class Entrance:
         needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
         blocks = self._pool.take(needed, shared=shared, promised=sequence.promised)
         assert blocks is not None, "there was room a moment ago"
-        sequence.promised, sequence.overtaken = 0, 0
         sequence.blocks = shared + blocks
+        if _is_for_peer(sequence):
+            self.unread.admit(sequence)
+        sequence.promised, sequence.overtaken = 0, 0
         sequence.num_computed_tokens = len(shared) * self._pool.block_size
         sequence.num_cached_tokens = sequence.num_computed_tokens
         self._table.enter(sequence)
+
+
+def _is_for_peer(sequence: Sequence) -> bool:
+    """Whether a peer is to read its KV; where blocks were set aside, it is to go on here."""
+    return sequence.hold and not sequence.promised

@@ -24,6 +24,7 @@ from vlm_worker.core.plan import Outcome, Plan, Schedule
 from vlm_worker.core.publish import publish_written
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.unread import Unread
 from vlm_worker.core.waves import AdmissionRules, precedence
 from vlm_worker.types import FinishReason
 
@@ -33,6 +34,7 @@ class Scheduler:
 
     Attributes:
         entrance: who enters the batch, from the queue `waiting` and before it.
+        unread: what is computed for peers.
     """
 
     def __init__(
@@ -42,14 +44,21 @@ class Scheduler:
         *,
         max_num_batched_tokens: int,
         watermark_blocks: int = 0,
+        max_unread_blocks: int | None = None,
         whole_images: bool = False,
         long_prefill_tokens: int | None = None,
         rules: AdmissionRules | None = None,
     ) -> None:
         self.pool = pool
         self.table = table
+        most_blocks = pool.capacity if max_unread_blocks is None else max_unread_blocks
+        self.unread = Unread(most_blocks=most_blocks)
         self.entrance = Entrance(
-            pool, table, watermark_blocks=watermark_blocks, rules=rules or AdmissionRules()
+            pool,
+            table,
+            watermark_blocks=watermark_blocks,
+            unread=self.unread,
+            rules=rules or AdmissionRules(),
         )
         self.waiting = self.entrance.waiting
         self.num_preemptions = 0
@@ -77,6 +86,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.entrance.ready.pop(sequence, None)
+        self.unread.discard(sequence)
         self.pool.unpromise(sequence.promised)
         self.pool.release(sequence.blocks)
         sequence.promised, sequence.blocks = 0, []
@@ -231,4 +241,5 @@ class Scheduler:
             ):
                 self.table.leave(sequence)
                 sequence.move(Status.HELD)
+                self.unread.hold(sequence)
                 outcome.held.append(sequence)

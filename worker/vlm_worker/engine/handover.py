@@ -136,7 +136,7 @@ class Handover:
             self._outbox.fail(stream, GoneError(f"{request.key.request_id} is not held here"))
             return
         sequence.hold = False
-        self._sequences.unread.discard(sequence)
+        self._sequences.scheduler.unread.discard(sequence)
         if sequence.status is Status.HELD:
             sequence.sink.stream = stream
             self._sequences.scheduler.resume(sequence)

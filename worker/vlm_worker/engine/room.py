@@ -5,7 +5,6 @@ from __future__ import annotations
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.work import WorkModel, retry_after
 from vlm_worker.engine.settings import Bound, EngineSettings
-from vlm_worker.engine.unread import Unread
 from vlm_worker.errors import OverloadedError
 
 
@@ -17,12 +16,11 @@ class Room:
         num_refused: requests that found something full, by what it was.
     """
 
-    def __init__(self, scheduler: Scheduler, *, settings: EngineSettings, unread: Unread) -> None:
+    def __init__(self, scheduler: Scheduler, *, settings: EngineSettings) -> None:
         self.work = WorkModel()
         self.num_refused = dict.fromkeys(Bound, 0)
         self._scheduler = scheduler
         self._settings = settings
-        self._unread = unread
 
     def check(self, num_tokens: int, *, hold: bool) -> None:
         """Raise OverloadedError where a prompt of `num_tokens` may not wait.
@@ -38,11 +36,11 @@ class Room:
         ):
             if queued + more > most:
                 raise self._refusal(bound, f"{queued} {bound.value} wait, {most} may")
-        unread = self._unread
+        unread = self._scheduler.unread
         if hold and unread.too_much:
             raise self._refusal(
                 Bound.UNREAD,
-                f"{unread.num_blocks} KV blocks wait to be read, {unread.most_blocks} may",
+                f"{unread.num_held_blocks} KV blocks wait to be read, {unread.most_blocks} may",
             )
 
     def predict(self, num_tokens: int) -> float:

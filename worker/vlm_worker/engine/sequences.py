@@ -28,7 +28,6 @@ from vlm_worker.engine.room import Room
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.engine.sink import Sink
-from vlm_worker.engine.unread import Unread
 from vlm_worker.engine.usage import KVUsage
 from vlm_worker.errors import (
     CancelledError,
@@ -72,6 +71,7 @@ class Sequences:
             self.table,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             watermark_blocks=self.pool.capacity * settings.watermark_percent // 100,
+            max_unread_blocks=self.pool.capacity * settings.max_unread_percent // 100,
             whole_images=settings.whole_images,
             long_prefill_tokens=settings.long_prefill_tokens,
             rules=settings.admission,
@@ -81,8 +81,7 @@ class Sequences:
         self.reservations: dict[RequestKey, int] = {}
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
-        self.unread = Unread(capacity=self.pool.capacity, percent=settings.max_unread_percent)
-        self.room = Room(self.scheduler, settings=settings, unread=self.unread)
+        self.room = Room(self.scheduler, settings=settings)
         self._positions = positions
         self._vocab_size = runner.vocab_size
         self._images = images
@@ -240,7 +239,6 @@ class Sequences:
         self._images.drop_all(sequence)
         if sequence.status is not Status.FINISHED:  # the scheduler ends those that it finishes
             self.scheduler.remove(sequence)
-        self.unread.discard(sequence)
         del self.live[sequence.request.key]
         self._ended[sequence.request.key] = None
         if len(self._ended) > NUM_REMEMBERED:

@@ -45,8 +45,8 @@ class EngineSettings:
         long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
         target_step_seconds: how many sequences run at once follows from this; None: as many as
             there are rows.
-        max_unread_percent: share of the KV blocks that may wait for peers to read them; beyond it
-            no prompt is begun for a peer.
+        max_unread_percent: share of the KV blocks that prompts for peers may have until these have
+            read them; beyond it they wait, and where so much is computed already, they are refused.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         whole_images: the family attends in both directions inside an image, so that a chunk of
             prefill never cuts one.

@@ -113,7 +113,7 @@ class State:
         left = {
             "KV blocks in use": pool.num_used,
             "KV blocks promised": pool.num_promised,
-            "KV blocks unread": self.sequences.unread.num_blocks,
+            "KV blocks unread": self.sequences.scheduler.unread.num_blocks,
             "rows in use": len(self.sequences.table),
             "sequences queued": len(self.sequences.scheduler.waiting)
             + len(self.sequences.scheduler.entrance.ready),

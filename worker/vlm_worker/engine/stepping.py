@@ -125,8 +125,6 @@ class Stepping:
         self.num_output_tokens += len(outcome.sequences)
         for sequence, reason in outcome.finished:
             self._sequences.finish(sequence, reason)
-        for sequence in outcome.held:
-            self._sequences.unread.add(sequence)
         for sequence, _, _ in outcome.prefilled:
             self._pass_on(sequence)
         for sequence in outcome.failed:
