@@ -14,7 +14,7 @@ from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.logprobs import ChosenToken
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.piecing import Piece, Piecing
-from vlm_worker.types import TokenLogprobs
+from vlm_worker.types import FinishReason, TokenLogprobs
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -113,8 +113,11 @@ class Writer:
         return not piecing.stopped
 
     async def finish(self, index: int, finish_reason: str) -> None:
-        """The last words of a choice."""
-        await self._put(index, self._pieces[index].finish())
+        """The last words of a choice; a stop string may be in what was held back until now."""
+        piecing = self._pieces[index]
+        await self._put(index, piecing.finish())
+        if piecing.stopped:
+            finish_reason = FinishReason.STOP
         shape = self._envelope.shape
         if self._stream:
             last = shape.last(index, finish_reason)
