@@ -133,11 +133,11 @@ class CacheMachine(RuleBasedStateMachine):
             if entry.ready:
                 self.buffers[entry.id] = Tier.HOT  # what the caller brings up
             self.cache.use(entry, self.owners, now=self.now)
-            known.cold = False
             self.model.use(known, self.now)
         known.pins.add(self.owners)
         self.pins.append((known, self.owners))
-        if entry.ready:  # one that begins takes no room yet
+        if known.cold:  # only what comes up takes room
+            known.cold = False
             self.model.make_room(self.now)
 
     @precondition(lambda self: self.filling)

@@ -102,10 +102,10 @@ class EncoderCache:
             entry.tier = Tier.HOT
             self.hot.add(entry)
             self.num_promotions += 1
+            self._make_room(now)
         if entry.ready:
             entry.expires = now + self._ttl_seconds
         self._pin(entry, owner)
-        self._make_room(now)
 
     def begin(self, image_key: bytes, owner: Hashable, *, num_tokens: int) -> Entry:
         """A new entry, pinned for `owner`, who has it completed or failed; replaces what is there.
