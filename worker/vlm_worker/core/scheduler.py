@@ -7,7 +7,8 @@ one budget. In this order:
 
     1  sequences that hold KV already (received, adopted) enter: only by finishing they free it
     2  decoding sequences get their one token; one that finds no block preempts the least important
-    3  running prompts get chunks, oldest first, which may cut through an image that is on hand
+    3  running prompts get chunks, the most important first, the oldest of equals; a chunk may cut
+       through an image that is on hand
     4  waiting sequences enter if the whole prompt fits; if not, others may pass, so often
 
 1 and 4 are in `entrance`; who of the waiting comes next in `waves`, where they wait in `queues`.
@@ -124,13 +125,11 @@ class Scheduler:
             cap=self._long_prefill_tokens,
             whole_images=self._whole_images,
         )
-        for row in self.table.prefill_rows:
-            running = self.table.sequences[row]
-            assert running is not None
-            start = int(self.table.num_computed[row])
-            count = shares.offer(running, start)
+        for prompt in sorted(self.table.prompts, key=precedence):
+            start = int(self.table.num_computed[prompt.row])
+            count = shares.offer(prompt, start)
             if count:
-                shares.take(running, start, count)
+                shares.take(prompt, start, count)
         admitted: list[Sequence] = []
         roomless: list[Sequence] = []
         if not preempted:

@@ -71,7 +71,7 @@ class SequenceTable:
         self.logit_edits: dict[int, LogitEdits] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._decode_rows: np.ndarray | None = None
-        self._prefill_rows: list[int] | None = None
+        self._prompts: list[Sequence] | None = None
         self._member_rows: np.ndarray | None = None
         self._members: list[Sequence] = []
 
@@ -101,12 +101,12 @@ class SequenceTable:
         return self._decode_rows
 
     @property
-    def prefill_rows(self) -> list[int]:
-        """Rows with prompt tokens to compute, oldest first."""
-        if self._prefill_rows is None:
+    def prompts(self) -> list[Sequence]:
+        """Sequences with prompt tokens to compute, oldest first."""
+        if self._prompts is None:
             rows = self._running_rows
-            self._prefill_rows = rows[self.prefilling[rows]].tolist()
-        return self._prefill_rows
+            self._prompts = self.members(rows[self.prefilling[rows]])
+        return self._prompts
 
     @property
     def _running_rows(self) -> np.ndarray:
@@ -190,7 +190,7 @@ class SequenceTable:
         self.stop_ids[row, : len(ids)] = ids
 
     def _members_changed(self) -> None:
-        self._decode_rows = self._prefill_rows = self._member_rows = None
+        self._decode_rows = self._prompts = self._member_rows = None
 
 
 def answer_limit(sequence: Sequence, *, max_model_len: int) -> int:
