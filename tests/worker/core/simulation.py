@@ -128,7 +128,10 @@ class Simulation:
         self.held: list[Sequence] = []
         self.max_chunk = 0
 
-    def add(self, work: Work, *, hold: bool = False, lane: Lane = Lane.TEXT) -> Sequence:
+    def add(
+        self, work: Work, *, hold: bool = False, lane: Lane = Lane.TEXT, reserved: bool = False
+    ) -> Sequence:
+        """Let a request wait; `reserved` sets blocks aside for it, if there are any to be had."""
         request = work.request
         positions, delta = folded_positions(request.token_ids, request.items)
         sequence = Sequence(
@@ -142,6 +145,9 @@ class Simulation:
             hold=hold,
             embeddings=[embed(image) for image in work.images],
         )
+        num_blocks = self.pool.blocks_for(sequence.num_tokens)
+        if reserved and self.pool.promise(num_blocks, keep=self.scheduler.kept_blocks):
+            sequence.promised = num_blocks
         self.answers[request.key.request_id] = list(request.token_ids[request.num_prompt_tokens :])
         self.scheduler.add(sequence)
         return sequence

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from worker.core.simulation import Simulation, Work, alone
 from worker.core.test_fairness import DUAL, FCFS, text
 
 from vlm_worker.core.entrance import MAX_OVERTAKEN
 from vlm_worker.core.sequence import Lane, Status
-from vlm_worker.core.waves import AdmissionReason
+from vlm_worker.core.waves import AdmissionReason, AdmissionRules
 from vlm_worker.testing import IMAGE_TOKEN, make_image
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
@@ -75,6 +77,58 @@ def test_a_long_prompt_leaves_room_for_a_short_one_and_takes_what_is_left() -> N
     assert len(simulation.answers["short"]) == 1
     simulation.run([])
     assert simulation.answers["long"] == alone(text("long", 48))
+
+
+def test_of_two_running_prompts_the_more_important_one_is_computed_first() -> None:
+    simulation = Simulation(num_blocks=65, max_num_seqs=4, budget=12, long_prefill_tokens=8)
+    low = simulation.add(text("low", 60))
+    simulation.step()
+    high = simulation.add(text("high", 60, priority=1))
+    simulation.step()
+    before = [int(simulation.table.num_computed[sequence.row]) for sequence in (low, high)]
+    assert before == [12 + 8, 4]
+    simulation.step()
+    after = [int(simulation.table.num_computed[sequence.row]) for sequence in (low, high)]
+    assert after == [20 + 4, 4 + 8]
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans(), st.sampled_from(Lane)), max_size=12),
+    st.sampled_from([FCFS, DUAL]),
+)
+def test_blocks_set_aside_never_stop_those_who_lack_them_for_ever(
+    arrivals: list[tuple[int, bool, Lane]], rules: AdmissionRules
+) -> None:
+    simulation = Simulation(num_blocks=21, max_num_seqs=2, budget=64, rules=rules)
+    for number, (length, reserved, lane) in enumerate(arrivals):
+        simulation.add(text(str(number), length, max_tokens=3), lane=lane, reserved=reserved)
+    simulation.run([])
+    assert len(simulation.reasons) == len(arrivals)
+
+
+@pytest.mark.parametrize("num_before", [1, 4, 6])
+def test_whoever_has_blocks_set_aside_enters_past_those_who_lack_them(num_before: int) -> None:
+    simulation = Simulation(num_blocks=21, max_num_seqs=2, budget=64, rules=FCFS)
+    large = [simulation.add(text(f"large {n}", 60)) for n in range(num_before)]
+    for sequence in large:
+        sequence.overtaken = MAX_OVERTAKEN
+    reserved = simulation.add(text("reserved", 40), reserved=True)
+    assert simulation.pool.num_available == 10
+    simulation.step()
+    assert reserved.status is Status.RUNNING
+    assert simulation.scheduler.waiting.num_admitted == {AdmissionReason.RESERVED: 1}
+    simulation.run([])
+
+
+def test_a_watermark_does_not_hold_back_whoever_has_blocks_set_aside() -> None:
+    simulation = Simulation(num_blocks=21, max_num_seqs=2, budget=64)
+    runs = simulation.add(text("runs", 57))
+    simulation.step()
+    late = simulation.add(text("late", 16), reserved=True)
+    assert simulation.pool.promise(simulation.pool.num_available)  # nothing is left to keep
+    simulation.step()
+    assert (runs.status, late.status) == (Status.RUNNING, Status.RUNNING)
 
 
 def test_an_image_that_may_not_be_cut_goes_beyond_the_cap() -> None:

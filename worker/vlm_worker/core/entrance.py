@@ -1,7 +1,8 @@
 """Who enters the running batch, and with which blocks. Pure.
 
 ready      KV is complete already (received, adopted): first, for only by finishing they free it
-waiting    if the whole prompt fits, its pictures included; if not, others may pass, so often
+waiting    if the whole prompt fits, its pictures included; if not, others may pass, so often;
+           who has blocks set aside passes however often, for nobody else can use these
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 
 from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import PromptShares
-from vlm_worker.core.queues import Waiting
+from vlm_worker.core.queues import Waiting, Wave
 from vlm_worker.core.sequence import MIN_PRIORITY, Sequence
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.core.unread import Unread
@@ -80,12 +81,11 @@ class Entrance:
         lacking: list[Sequence] = []
         roomless: list[Sequence] = []
         self._awaited_blocks = 0
-        places = self._num_places
-        if not (self.waiting and shares.left and places):
+        if not (self.waiting and shares.left and self._num_places):
             return admitted, roomless
         with self.waiting.wave(now=now) as wave:
-            while shares.left and len(admitted) < places and len(lacking) < MAX_TRIES:
-                sequence = wave.next()
+            while shares.left and self._num_places:
+                sequence = self._next(wave, num_lacking=len(lacking))
                 if sequence is None:
                     break
                 shared = self.match(sequence)
@@ -98,9 +98,7 @@ class Entrance:
                 if sequence.stalled:
                     continue
                 if count:
-                    if wave.admit(sequence) is AdmissionReason.AGED:
-                        self._raise(sequence)
-                    self._enter(sequence, shared)
+                    self._enter(sequence, shared, reason=wave.admit(sequence))
                     shares.take(sequence, start, count)
                     admitted.append(sequence)
                     for other in lacking:
@@ -109,7 +107,6 @@ class Entrance:
                     lacking.append(sequence)
                 else:
                     self._awaited_blocks = self._pool.blocks_for(sequence.num_tokens)
-                    break
         return admitted, roomless
 
     @property
@@ -122,6 +119,13 @@ class Entrance:
         """Blocks that whoever comes new leaves to those who run, for their growth."""
         return self._watermark_blocks if len(self._table) else 0
 
+    def _next(self, wave: Wave, *, num_lacking: int) -> Sequence | None:
+        """Who is to be tried: in order, until enough lack something or one is waited for."""
+        sequence = None
+        if num_lacking < MAX_TRIES and not self._awaited_blocks:
+            sequence = wave.next()
+        return wave.next_reserved() if sequence is None else sequence
+
     def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether there is room for the whole prompt, pictures that are not here included."""
         num_blocks = self._pool.blocks_for(sequence.num_tokens)
@@ -131,7 +135,7 @@ class Entrance:
             num_blocks - len(shared),
             shared=shared,
             promised=sequence.promised,
-            keep=self._watermark,
+            keep=0 if sequence.promised else self._watermark,
         )
 
     def _raise(self, sequence: Sequence) -> None:
@@ -139,7 +143,9 @@ class Entrance:
         running = self._table.running
         sequence.raised_priority = max((s.priority for s in running), default=MIN_PRIORITY)
 
-    def _enter(self, sequence: Sequence, shared: list[int]) -> None:
+    def _enter(self, sequence: Sequence, shared: list[int], *, reason: AdmissionReason) -> None:
+        if reason is AdmissionReason.AGED:
+            self._raise(sequence)
         needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
         blocks = self._pool.take(needed, shared=shared, promised=sequence.promised)
         assert blocks is not None, "there was room a moment ago"

@@ -3,6 +3,7 @@
                  by rank      by age          rank: priority, then arrival
     text lane    heap         heap            age: arrival alone
     vision lane  heap         heap
+    reserved                  heap            those of both lanes who have blocks set aside
     stalled                   heap            nobody looks at them until they are woken
 
 A step opens a `Wave` over the queue, takes candidates out one by one, admits some and closes it:
@@ -91,6 +92,7 @@ class Waiting:
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
         self._ranked = {lane: Heap() for lane in Lane}
         self._aging = {lane: Heap() for lane in Lane}
+        self._reserved = Heap()
         self._stalled = Heap()
         self._count = dict.fromkeys(Lane, 0)
         self._last_first = Lane.VISION
@@ -133,9 +135,12 @@ class Waiting:
         else:
             self._ranked[sequence.lane].push(rank(sequence), sequence)
             self._aging[sequence.lane].push(sequence.arrival, sequence)
+            if sequence.promised:
+                self._reserved.push(sequence.arrival, sequence)
 
     def _out(self, sequence: Sequence) -> None:
         self._stalled.discard(sequence)
+        self._reserved.discard(sequence)
         self._ranked[sequence.lane].discard(sequence)
         self._aging[sequence.lane].discard(sequence)
 
@@ -175,13 +180,12 @@ class Wave:
     def next(self) -> Sequence | None:
         """The next candidate; each comes once in a wave. None: nobody else may enter now."""
         choice = self._choose()
-        if choice is None:
-            return None
-        sequence, self._reason = choice
-        self._waiting._ranked[sequence.lane].discard(sequence)
-        self._waiting._aging[sequence.lane].discard(sequence)
-        self._seen.append(sequence)
-        return sequence
+        return None if choice is None else self._see(*choice)
+
+    def next_reserved(self) -> Sequence | None:
+        """The oldest candidate left that has blocks set aside, whosever turn it is."""
+        sequence = self._waiting._reserved.first
+        return None if sequence is None else self._see(sequence, AdmissionReason.RESERVED)
 
     def admit(self, sequence: Sequence) -> AdmissionReason:
         """Let the candidate that came last leave the queue; returns why it was its turn."""
@@ -190,9 +194,15 @@ class Wave:
         self._entered[sequence.lane] += 1
         self._waiting._forget(sequence)
         self._waiting.num_admitted[self._reason] += 1
-        if self._turns and self._reason is not AdmissionReason.AGED:
+        if self._reason in {turn.reason for turn in self._turns}:
             self._waiting._last_first = self._turns[0].lane
         return self._reason
+
+    def _see(self, sequence: Sequence, reason: AdmissionReason) -> Sequence:
+        self._reason = reason
+        self._waiting._out(sequence)
+        self._seen.append(sequence)
+        return sequence
 
     def _choose(self) -> tuple[Sequence, AdmissionReason] | None:
         rules, waiting = self._waiting.rules, self._waiting

@@ -66,7 +66,7 @@ class Sequence:
         hold: keep the KV for a peer after the first token. Such a sequence is not preempted.
         blocks: its KV blocks, in order.
         hashes: the hash chain of its full blocks.
-        promised: blocks that a reservation set aside for it.
+        promised: blocks that a reservation set aside for it: its whole prompt's, or none.
         embeddings: per item, the encoder output that is on hand for it.
         raised_priority: of those who ran when it entered by its age; it is preempted by this.
         overtaken: how often another was admitted before it for want of blocks or budget.

@@ -30,7 +30,8 @@ class AdmissionReason(enum.StrEnum):
     """Why a sequence was the next to enter.
 
     ORDER: by priority and arrival (`fcfs`). AGED: it had waited for so long. BACKLOG: its lane was
-    backed up. FILLING: the backed-up lane left room. BALANCED: no lane was backed up.
+    backed up. FILLING: the backed-up lane left room. BALANCED: no lane was backed up. RESERVED: its
+    blocks are set aside, and whoever was before it could not enter.
     """
 
     ORDER = "order"
@@ -38,6 +39,7 @@ class AdmissionReason(enum.StrEnum):
     BACKLOG = "backlog"
     FILLING = "filling"
     BALANCED = "balanced"
+    RESERVED = "reserved"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Sequences:
         except WorkerError as error:
             self._outbox.fail(stream, error)
             return
-        sequence.promised = self.reservations.pop(request.key, 0)
+        sequence.promised = self._claim(request.key, num_tokens=sequence.num_tokens)
         sequence.sink = Sink(stream=stream, first_only=hold, supplied=True)
         self.live[request.key] = sequence
         start = self.scheduler.look_up(sequence)
@@ -147,6 +147,14 @@ class Sequences:
             hold=hold,
             embeddings=[None] * len(request.items),
         )
+
+    def _claim(self, key: RequestKey, *, num_tokens: int) -> int:
+        """Blocks that a reservation set aside; one too small for the prompt is given back."""
+        promised = self.reservations.pop(key, 0)
+        if promised < self.pool.blocks_for(num_tokens):
+            self.pool.unpromise(promised)
+            return 0
+        return promised
 
     @property
     def num_held(self) -> int:
