@@ -3,7 +3,7 @@
     EncoderCache (who, how long, how much)  --moves-->  hot   what the runner made, on its device
                                                         cold  the same rows as bytes, on the host
 
-Copies between the tiers are made on the engine thread, between two steps.
+Copies between the tiers are made on the engine thread, between two steps, which wait for them.
 """
 
 from __future__ import annotations

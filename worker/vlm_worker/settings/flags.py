@@ -126,7 +126,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embedding-cold-cache-bytes",
         type=_at_least(0),
-        help="of host memory, behind it (1 GiB, and 0 on a CPU: there both are host memory)",
+        help="of host memory, behind it; a copy between the two delays a step "
+        "(1 GiB, and 0 on a CPU: there both are host memory)",
     )
     parser.add_argument(
         "--embedding-ttl-seconds", type=_seconds, default=600.0, help="of one that is not used"
