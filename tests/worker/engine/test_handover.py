@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from worker.engine.by_hand import ByHand
 from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.engine.engine import Engine
@@ -124,6 +125,20 @@ async def test_a_reservation_is_used_up_by_a_prefill_under_its_key(start: Any) -
     told = await events(engine.submit_prefill(text(), hold=False))
     assert isinstance(told[-1], FinishedEvent)
     assert engine.stats().inflight == 0
+
+
+def test_a_reservation_too_small_for_its_prompt_is_given_back() -> None:
+    engine = ByHand()
+    pool = engine.state.sequences.pool
+    for name, num_tokens, num_promised in (("large", 12, 3), ("small", 8, 0)):
+        request = text(name, length=12)
+        engine.state.handover.reserve(request.key, num_tokens)
+        engine.submit(request)
+        assert pool.num_promised == num_promised
+        while engine.turn():
+            pass
+        assert engine.tokens(name) == answer_alone(request)
+        assert pool.num_promised == 0
 
 
 async def test_receiving_needs_a_reservation_and_every_block(start: Any) -> None:

@@ -1,0 +1,39 @@
+"""A worker that cannot work as it was told to says which flags to change."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from worker.checkpoints import make_checkpoint
+
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.serve.worker import worker
+from vlm_worker.settings import WorkerSettings, parse
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "match"),
+    [
+        ("gemma3", ("--max-requests=256",), r"never fits into a step .*--max-batched-tokens"),
+        ("llava", ("--embedding-cache-bytes=1",), r"largest picture .*--embedding-cache-bytes"),
+    ],
+)
+async def test_bounds_that_contradict_each_other_end_the_start_naming_flags(
+    tmp_path: Path, family: str, flags: tuple[str, ...], match: str
+) -> None:
+    model = make_checkpoint(tmp_path / family, family)
+    settings = parse(
+        [
+            "prefill", f"--model={model}", "--served-name=tiny", "--stages=encoder,prefill",
+            "--runner=checksum", "--bind=127.0.0.1", "--grpc-port=0", "--http-port=0",
+            "--max-model-len=512", "--max-batched-tokens=16", *flags,
+        ],
+        {},
+    )  # fmt: skip
+    assert isinstance(settings, WorkerSettings)
+    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with pytest.raises(ModelConfigError, match=match):
+        async with worker(settings, stopping=stopping):
+            pass
