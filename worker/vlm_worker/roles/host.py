@@ -250,7 +250,8 @@ class Host:
     def _check_idle(self) -> None:
         """Find what nobody is owed and is here all the same, so many sweeps in a row.
 
-        The engine may be in a long step before it does what it was told.
+        Calls that peers merely keep open are no promise of ours; they end by deadline or ping. The
+        engine may be in a long step before it does what it was told.
         """
         owed = self._scopes or self._tasks or self.offers.leases
         left = {**self.left, "sequences, reservations and pins": self.engine.stats().inflight}

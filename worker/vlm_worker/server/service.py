@@ -135,7 +135,19 @@ class Service:
 
     async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
         role = _loaded(self._ready().encoder, "encoder")
-        await _write_all(role.fetch(identity.fetch_call_of(request)), _same, context)
+        await self._send(role.fetch(identity.fetch_call_of(request)), context)
+
+    async def _send(self, frames: AsyncGenerator[bytes], context: Any) -> None:
+        """Frames, as long as their consumer takes them: its lease does not outlive this."""
+        timers = self._state.settings.timers
+        within = timers.no_progress + timers.lease
+        async with aclosing(frames):
+            async for frame in frames:
+                try:
+                    async with asyncio.timeout(within):
+                        await context.write(frame)
+                except TimeoutError:
+                    raise PeerLostError(f"no frame was taken for {within:g} s") from None
 
     # ---- Prefill -------------------------------------------------------------------------------
 
@@ -147,7 +159,7 @@ class Service:
 
     async def _FetchKV(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
         role = _loaded(self._ready().prefill, "prefill")
-        await _write_all(role.fetch(identity.fetch_call_of(request)), _same, context)
+        await self._send(role.fetch(identity.fetch_call_of(request)), context)
 
     # ---- Decode --------------------------------------------------------------------------------
 
@@ -214,7 +226,3 @@ async def _next(
             return await anext(aiter(requests), None)
     except TimeoutError:
         raise PeerLostError(f"no bytes of the pictures came for {within:g} s") from None
-
-
-def _same(frame: bytes) -> bytes:
-    return frame

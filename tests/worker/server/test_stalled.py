@@ -1,15 +1,17 @@
-"""Pictures on their way up: none before the call is taken, and none for ever."""
+"""Peers that stand still in the middle of a stream, and pictures that nobody asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import grpc
 import pytest
 from worker.server.pairs import KEY, TENTH, TIMEOUT
 from worker.server.serving import serving
 
-from vlm_worker.errors import DrainingError
+from vlm_worker.errors import DrainingError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.testing import assert_idle
 from vlm_worker.wire import encode
@@ -34,7 +36,7 @@ async def test_a_call_that_is_refused_sends_no_picture_and_keeps_its_reason() ->
             _ = [r async for r in worker.client.encode(CALL, Kept([b"x"]), timeout=TIMEOUT)]
 
 
-async def test_an_upload_that_stands_still_ends_and_is_free_to_come_again_elsewhere() -> None:
+async def test_an_upload_that_stands_still_ends_and_leaves_nothing() -> None:
     async with (
         serving("encoder", TENTH) as worker,
         grpc.aio.insecure_channel(worker.client.address) as channel,
@@ -49,3 +51,23 @@ async def test_an_upload_that_stands_still_ends_and_is_free_to_come_again_elsewh
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         assert "no bytes of the pictures came for 0.8 s" in await call.details()
         await assert_idle(worker.server)
+
+
+async def test_a_consumer_that_takes_no_frame_loses_its_stream() -> None:
+    async with serving("prefill", "--timer-scale=0.01") as worker:
+        ended = False
+
+        async def frames() -> AsyncGenerator[bytes]:
+            nonlocal ended
+            try:
+                yield b"frame"
+            finally:
+                ended = True
+
+        class Stuck:
+            async def write(self, _: Any) -> None:
+                await asyncio.Event().wait()
+
+        with pytest.raises(PeerLostError, match="no frame was taken"):
+            await worker.server._service._send(frames(), Stuck())
+        assert ended
