@@ -207,7 +207,7 @@ class LongCacheMachine(CacheMachine):
 
 
 LongCacheMachine.TestCase.settings = settings(max_examples=5000, stateful_step_count=60)
-TestCacheAtLength = pytest.mark.full(LongCacheMachine.TestCase)
+TestCacheAtLength = pytest.mark.timeout(1800)(pytest.mark.full(LongCacheMachine.TestCase))
 
 
 def filled(cache: EncoderCache, key: bytes, num_bytes: int, *, now: float = 0.0) -> Entry:

@@ -58,6 +58,12 @@ class NaiveQueue:
                 return of_lane[0], turn.reason
         return None
 
+    def next_reserved(self, seen: list[Sequence]) -> tuple[Sequence, AdmissionReason] | None:
+        """Whom a wave meets next out of turn."""
+        left = [s for s in self.waiting if s.promised and not s.stalled and s not in seen]
+        oldest = min(left, key=lambda s: s.arrival, default=None)
+        return None if oldest is None else (oldest, AdmissionReason.RESERVED)
+
 
 class QueueMachine(RuleBasedStateMachine):
     """Both queues live through the same."""
@@ -76,14 +82,16 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         lane=st.sampled_from(Lane),
         stalled=st.booleans(),
+        promised=st.sampled_from([0, 0, 3]),
         count=st.integers(1, 5),
     )
-    def arrive(self, priority: int, lane: Lane, stalled: bool, count: int) -> None:
+    def arrive(self, priority: int, lane: Lane, stalled: bool, promised: int, count: int) -> None:
         for _ in range(count):
             self.num_arrivals += 1
             sequence = waiting_sequence(
                 self.num_arrivals, priority=priority, lane=lane, now=self.now
             )
+            sequence.promised = promised
             if stalled:
                 sequence.stall()
             self.queue.add(sequence)
@@ -106,30 +114,40 @@ class QueueMachine(RuleBasedStateMachine):
     def wake(self, data: st.DataObject) -> None:
         data.draw(st.sampled_from([s for s in self.naive.waiting if s.stalled])).wake()
 
-    @rule(fates=st.lists(st.sampled_from(["admit", "stall", "pass"]), max_size=12))
-    def admit(self, fates: list[str]) -> None:
+    @rule(
+        fates=st.lists(
+            st.tuples(st.booleans(), st.sampled_from(["admit", "stall", "pass"])), max_size=12
+        )
+    )
+    def admit(self, fates: list[tuple[bool, str]]) -> None:
         seen: list[Sequence] = []
+        in_turn = False
         entered = dict.fromkeys(Lane, 0)
         awake = [s for s in self.naive.waiting if not s.stalled]
         backlog = {lane: sum(s.lane is lane for s in awake) for lane in Lane}
         first = turns(backlog, self.queue.rules, last_first=self.naive.last_first)[0].lane
         with self.queue.wave(now=self.now) as wave:
-            for fate in fates:
-                expected = self.naive.next(seen, entered, backlog, self.now)
-                sequence = wave.next()
+            for out_of_turn, fate in fates:
+                if out_of_turn:
+                    expected = self.naive.next_reserved(seen)
+                    sequence = wave.next_reserved()
+                else:
+                    expected = self.naive.next(seen, entered, backlog, self.now)
+                    sequence = wave.next()
                 assert sequence is (expected[0] if expected else None)
                 if sequence is None or expected is None:
-                    break
+                    continue
                 seen.append(sequence)
                 if fate == "stall":
                     sequence.stall()
                 if fate == "admit":
                     assert wave.admit(sequence) is expected[1]
                     entered[sequence.lane] += 1
-        for sequence in seen[: len(fates)]:
+                    in_turn |= expected[1] not in {AdmissionReason.AGED, AdmissionReason.RESERVED}
+        for sequence in seen:
             if sequence.on_wake is None:
                 self.naive.waiting.remove(sequence)
-        if any(s.on_wake is None and self.now - s.arrived_at < AGEING for s in seen):
+        if in_turn:
             self.naive.last_first = first
 
     @invariant()
