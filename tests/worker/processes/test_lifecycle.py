@@ -15,6 +15,9 @@ from worker.processes.driver import Attempt, Driver, Prompt
 from worker.processes.workers import read_until, spawn, started
 
 from vlm_worker.client import WorkerClient
+from vlm_worker.errors import EngineError
+from vlm_worker.types import Request, RequestKey, SamplingParams
+from vlm_worker.wire.calls import PrefillCall
 
 PROMISE_SECONDS = 2.0
 SLACK = 3
@@ -144,3 +147,20 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_process_whose_device_is_lost_says_so_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing but a new process can have the device again, and the kubelet starts one."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    async with started("prefill", module="worker.processes.lost_device") as worker:
+        async with WorkerClient(worker.address) as client:
+            request = Request(RequestKey("r-1", 1), (1, 2, 3), 3, SamplingParams(8))
+            call = PrefillCall(request, "t-1", ())
+            with pytest.raises(EngineError, match="illegal memory access"):
+                _ = [reply async for reply in client.prefill(call, timeout=5.0)]
+        begun = time.monotonic()
+        async with asyncio.timeout(SLACK * PROMISE_SECONDS):
+            assert await worker.process.wait() == 1
+        print(f"exited after {time.monotonic() - begun:.2f} s (promised {PROMISE_SECONDS:g})")

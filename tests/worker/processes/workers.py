@@ -66,9 +66,11 @@ def is_idle(stats: dict[str, Any]) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def started(role: str, *flags: str, runner: str = "checksum") -> AsyncIterator[Worker]:
+async def started(
+    role: str, *flags: str, runner: str = "checksum", module: str = "vlm_worker"
+) -> AsyncIterator[Worker]:
     """A worker process; killed at the end where it still runs."""
-    process = await spawn(role, *flags, runner=runner)
+    process = await spawn(role, *flags, runner=runner, module=module)
     log: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(START_SECONDS):
@@ -94,12 +96,14 @@ async def started(role: str, *flags: str, runner: str = "checksum") -> AsyncIter
         process._transport.close()  # type: ignore[attr-defined]
 
 
-async def spawn(role: str, *flags: str, runner: str = "checksum") -> Process:
-    """The bare process, as the operator starts it."""
+async def spawn(
+    role: str, *flags: str, runner: str = "checksum", module: str = "vlm_worker"
+) -> Process:
+    """The bare process, as the operator starts it, or of a module that changes it first."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "vlm_worker",
+        module,
         role,
         f"--model={MODEL}",
         "--served-name=shapes",

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from worker.server.pairs import collect, until
 from worker.server.serving import (
     KEY,
     TIMEOUT,
@@ -26,6 +27,7 @@ from vlm_worker.errors import (
     DrainingError,
     GoneError,
     PeerLostError,
+    WorkerError,
 )
 from vlm_worker.server.worker import WorkerServer
 from vlm_worker.types import RequestKey, Source, Stage
@@ -96,6 +98,24 @@ async def test_a_dead_engine_is_neither_healthy_nor_ready_and_fails_the_process(
         assert await health(worker.server, "") == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await page(worker.server, "/healthz"))[0] == 503
         assert (await page(worker.server, "/readyz"))[0] == 503
+
+
+async def test_a_worker_whose_step_never_ends_closes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vlm_worker.server.worker.STOP_SECONDS", 0.1)
+    async with serving("prefill") as worker:
+        worker.runner.gate.clear()
+        asking = asyncio.create_task(collect(worker, PrefillCall(request_of(), "t-1", ())))
+        engine = worker.parts.engine
+        await until(lambda: engine._thread._turn_started is not None)
+        async with asyncio.timeout(TIMEOUT):
+            await worker.server.close()
+        assert engine._thread._turn_started is not None, "the step had ended"
+        with pytest.raises(WorkerError):
+            await asking
+        worker.runner.gate.set()
+        await engine.stop()
 
 
 async def test_metrics_have_the_names_of_the_contract() -> None:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MONITOR_SECONDS: Final = 0.5
 EMPTY_POLL_SECONDS: Final = 0.05
+STOP_SECONDS: Final = 10.0
+"""An engine that does not end its step within so long is left behind: the process ends anyway."""
 
 
 class WorkerServer:
@@ -107,15 +109,12 @@ class WorkerServer:
         """Close both ports and stop what runs behind them."""
         if self._monitor is not None:
             self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
         if self._grpc is not None:
             await self._set_health(serving=False)
             await self._grpc.stop(grace=0.5)
         if self._parts is not None:
-            await self._parts.host.close()
-            try:
-                await self._parts.engine.stop()
-            except Exception:
-                logger.exception("the engine had failed")
+            await _close(self._parts)
         await self._http.stop()
 
     @property
@@ -157,3 +156,14 @@ class WorkerServer:
                 return False
             await asyncio.sleep(EMPTY_POLL_SECONDS)
         return True
+
+
+async def _close(parts: Parts) -> None:
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await parts.host.close()
+            await parts.engine.stop()
+    except TimeoutError:
+        logger.exception("the engine is stuck")
+    except Exception:
+        logger.exception("the engine had failed")
