@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import re
 
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from worker.gateway.test_detokenize import cut, tokenizer
 
-from vlm_worker.gateway.api.logprobs import ChosenToken
+from vlm_worker.gateway.api.logprobs import ChosenToken, chat_body, completion_body
 from vlm_worker.gateway.piecing import Piece, Piecing
 from vlm_worker.gateway.token_texts import TokenTexts
 from vlm_worker.types import TokenLogprobs
+from vlm_worker.wire.sampling import logprobs_of, logprobs_to
 
 EMOJI = "😀é한"
 
@@ -37,6 +40,14 @@ def pieces(token_ids: list[int], *stop: str) -> list[Piece]:
         if piecing.stopped:
             break
     return [*found, piecing.finish()]
+
+
+def test_a_token_without_any_probability_is_json_from_the_wire_on() -> None:
+    (token_id, other) = ids_of("ab")
+    on_the_wire = logprobs_to(TokenLogprobs(-math.inf, ((other, -0.5), (token_id, -math.inf))))
+    piece = Piecing(tokenizer(), texts(), stop=[]).feed(token_id, logprobs_of(on_the_wire))
+    for body in (chat_body(piece.tokens), completion_body(piece.tokens)):
+        assert "-9999.0" in json.dumps(body, allow_nan=False)
 
 
 def text_of(found: list[Piece]) -> str:

@@ -15,7 +15,7 @@ import dataclasses
 
 from tokenizers import Tokenizer
 
-from vlm_worker.gateway.api.logprobs import ChosenToken, LikelyToken
+from vlm_worker.gateway.api.logprobs import LEAST_LOGPROB, ChosenToken, LikelyToken
 from vlm_worker.gateway.detokenize import Detokenizer, StopScanner
 from vlm_worker.gateway.token_texts import TokenTexts, begins_in
 from vlm_worker.types import TokenLogprobs
@@ -93,4 +93,4 @@ class Piecing:
         )
 
     def _likely(self, token_id: int, logprob: float) -> LikelyToken:
-        return LikelyToken(*self._texts.of(token_id), logprob)
+        return LikelyToken(*self._texts.of(token_id), max(logprob, LEAST_LOGPROB))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+LEAST_LOGPROB: Final = -9999.0
+"""What OpenAI says of a token without any probability: JSON has no infinity."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
