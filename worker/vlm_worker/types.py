@@ -104,7 +104,8 @@ class Request:
     `token_ids` is the prompt with image placeholders expanded, followed by the tokens of the answer
     that earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
     bytes) separates tenants in the prefix cache, `adapter` (a digest, empty for the base model) the
-    weights that the KV was made with. A larger `priority` goes first.
+    weights that the KV was made with; nothing loads adapters, and no message carries one. A larger
+    `priority` goes first.
     """
 
     key: RequestKey

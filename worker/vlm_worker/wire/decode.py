@@ -39,6 +39,7 @@ def decode_call_of(message: pb.DecodeRequest) -> calls.DecodeCall:
 def decode_call_to(call: calls.DecodeCall) -> pb.DecodeRequest:
     """The message of a Decode call."""
     request = call.request
+    assert not request.adapter, "no message carries one"
     return pb.DecodeRequest(
         request_id=request.key.request_id,
         attempt=request.key.attempt,

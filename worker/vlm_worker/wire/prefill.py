@@ -21,6 +21,7 @@ def prefill_call_of(message: pb.PrefillRequest) -> calls.PrefillCall:
 def prefill_call_to(call: calls.PrefillCall) -> pb.PrefillRequest:
     """The message of a Prefill call."""
     request = call.request
+    assert not request.adapter, "no message carries one"
     return pb.PrefillRequest(
         request_id=request.key.request_id,
         attempt=request.key.attempt,
