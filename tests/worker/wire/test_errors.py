@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import grpc
 import pytest
 
@@ -70,3 +72,9 @@ def test_metadata_of_a_stranger_is_no_reason_to_fail() -> None:
     assert isinstance(back, errors.OverloadedError)
     assert back.retry_after_seconds == 0
     assert len(str(back)) == 700
+
+
+def test_a_long_message_in_any_script_fits_into_the_trailing_metadata() -> None:
+    _, message, _ = status_of(errors.EngineError("x" + "\N{GRINNING FACE}" * 5000))
+    assert message.startswith("x\N{GRINNING FACE}")
+    assert len(quote(message)) < 3 * 1024

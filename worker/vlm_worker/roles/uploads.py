@@ -78,6 +78,7 @@ class Uploads:
             self._num_bytes -= num_bytes
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(self, call: EncodeCall, item: int, data: bytearray) -> Prepared:
         said = call.items[item]

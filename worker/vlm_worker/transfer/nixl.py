@@ -11,6 +11,7 @@ Source: NIXL's Python interface, nixl._api.
 from __future__ import annotations
 
 import importlib
+import logging
 import secrets
 import struct
 import time
@@ -21,6 +22,8 @@ import numpy as np
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
 from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PAYLOAD_BYTES
+
+logger = logging.getLogger(__name__)
 
 NAME: Final = "nixl"
 _MODULES: Final = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
@@ -66,7 +69,12 @@ class Nixl:
         """A registered buffer; None without room, or for a consumer without NIXL."""
         if invitation != NAME.encode() or num_bytes == 0 or not self.ledger.take(num_bytes):
             return None
-        exposure = _NixlExposure(self._agent, num_bytes, ledger=self.ledger)
+        try:
+            exposure = _NixlExposure(self._agent, num_bytes, ledger=self.ledger)
+        except Exception:  # NIXL raises types of its own, by backend
+            self.ledger.give_back(num_bytes)
+            logger.warning("memory not registered: bytes travel in the frames", exc_info=True)
+            return None
         if len(exposure.opening) + 1 + len(NAME) > MAX_OPENING_BYTES:
             exposure.close()
             return None

@@ -83,7 +83,9 @@ class Peers:
         peer = self._peers.pop(address, None) or _Peer(address, self._timers)
         self._peers[address] = peer  # the most recently used is last
         idle = [
-            known for known, other in self._peers.items() if not other.held and other is not peer
+            known
+            for known, other in self._peers.items()
+            if not other.held and other.renewing is None and other is not peer
         ]
         for known in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:
             self._run(self._peers.pop(known).client.close())

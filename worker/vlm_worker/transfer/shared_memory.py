@@ -155,7 +155,11 @@ class _SegmentView:
         if travelled.nbytes or self._file is None:
             raise _missing("its bytes travelled as well")
         data = bytearray(num_bytes)
-        if os.preadv(self._file, [data], position) != num_bytes:
+        try:
+            num_read = os.preadv(self._file, [data], position)
+        except OSError as error:
+            raise _missing(os.strerror(error.errno or 0)) from error
+        if num_read != num_bytes:
             raise _missing(f"it ends before byte {position + num_bytes}")
         return memoryview(data)
 

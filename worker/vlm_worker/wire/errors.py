@@ -42,7 +42,7 @@ _CODES: dict[type[WorkerError], grpc.StatusCode] = {
     EngineError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in _CODES}
-# all of it together stays below the 8 KiB that metadata may have, percent-encoded
+# bytes: all of it together stays below the 8 KiB that metadata may have, percent-encoded
 _MAX_MESSAGE = 700
 _MAX_FIELD = 300
 _RETRY_AFTER_SECONDS = 1.0
@@ -74,7 +74,7 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
         metadata.append((_ITEM, str(error.item)))
     if isinstance(error, OverloadedError):
         metadata.append((_RETRY_AFTER, str(round(error.retry_after_seconds * 1000))))
-    return _CODES[kind], str(error)[:_MAX_MESSAGE], tuple(metadata)
+    return _CODES[kind], _cut(str(error)), tuple(metadata)
 
 
 def error_of(
@@ -116,6 +116,10 @@ def _of_transport(code: grpc.StatusCode, message: str, *, peer: str) -> WorkerEr
     if code is grpc.StatusCode.CANCELLED:
         return CancelledError(said)
     return PeerLostError(said)
+
+
+def _cut(text: str) -> str:
+    return text.encode(errors="replace")[:_MAX_MESSAGE].decode(errors="ignore")
 
 
 def _text(value: Any) -> str | None:
