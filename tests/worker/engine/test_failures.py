@@ -6,18 +6,18 @@ import asyncio
 from typing import Any
 
 import pytest
+from worker.engine.talk import IMAGE, about_image, events, tokens
 
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.events import EventStream, PrefillEvent
+from vlm_worker.engine.events import NeedItems, PrefillEvent
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import ChecksumRunner, answer_alone
+from vlm_worker.testing import ChecksumRunner, answer_alone, embed
 from vlm_worker.types import (
     FailedEvent,
     FinishedEvent,
     Request,
     RequestKey,
     SamplingParams,
-    TokenEvent,
 )
 
 BAD = 13
@@ -28,14 +28,6 @@ def text(name: str, *, token: int = 1, length: int = 6, max_tokens: int = 8) -> 
     return Request(
         RequestKey(name, 0), token_ids, length, SamplingParams(max_tokens, ignore_eos=True)
     )
-
-
-async def events(stream: EventStream[PrefillEvent]) -> list[PrefillEvent]:
-    return [event async for event in stream]
-
-
-def tokens(told: list[PrefillEvent]) -> list[int]:
-    return [event.token_id for event in told if isinstance(event, TokenEvent)]
 
 
 async def submit_together(
@@ -133,20 +125,22 @@ async def test_a_runner_that_returns_nonsense_is_not_believed(start: Any) -> Non
     assert "sampled rows" in str(told[-1].error)
 
 
-class LeakyRunner(ChecksumRunner):
+class BrokenRunner(ChecksumRunner):
     """Breaks the thread itself, where no request can be blamed."""
 
-    def export_blocks(self, block_ids: Any) -> memoryview:
+    def embedding_bytes(self, embedding: Any) -> int:
         raise ZeroDivisionError
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_thread_fails_everybody_and_reports_its_cause(start: Any) -> None:
-    engine: Engine = start(LeakyRunner(), dies=True)
-    await events(engine.submit_prefill(text("held"), hold=True))
+    engine: Engine = start(BrokenRunner(), dies=True)
+    pictured = engine.submit_prefill(about_image("pictured"), hold=False)
+    assert await anext(pictured) == NeedItems((0,))
     endless = engine.submit_prefill(text("endless", max_tokens=50), hold=False)
+    rows = memoryview(embed(IMAGE).tobytes())
     with pytest.raises(EngineError, match="ZeroDivisionError"):
-        await engine.export_blocks(RequestKey("held", 0), 0, 1)
+        await engine.put_embedding(RequestKey("pictured", 0), 0, rows)
     told = await events(endless)
     assert isinstance(told[-1], FailedEvent | FinishedEvent)
     with pytest.raises(ZeroDivisionError):

@@ -208,9 +208,12 @@ async def test_a_full_queue_answers_overloaded_with_a_time_to_come_back(start: A
     assert told[0].error.retry_after_seconds > 0
 
 
-async def test_a_key_is_encoded_once_at_a_time(start: Any) -> None:
+@pytest.mark.timeout(10)
+async def test_a_key_is_encoded_once_and_the_first_who_asked_is_answered(start: Any) -> None:
     engine: Engine = start()
-    await events(engine.encode(key("a"), [picture(1)]))
+    first, second = (engine.encode(key("a"), [picture(1)]) for _ in range(2))
+    assert errors(await events(second)) == [DuplicateError]
+    assert [type(event) for event in await events(first)] == [ItemReady]
     assert errors(await events(engine.encode(key("a"), [picture(1)]))) == [DuplicateError]
     await engine.cancel(key("a"))
 

@@ -17,6 +17,7 @@ from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.engine.sink import Sink
+from vlm_worker.engine.step import guarded
 from vlm_worker.errors import (
     CorruptTransferError,
     DuplicateError,
@@ -45,7 +46,8 @@ class Handover:
                 f"blocks {first_block} to {end} were asked for; {num_ready} are ready"
             )
         sequence.sink.exported = True
-        return self._runner.export_blocks(sequence.blocks[first_block:end])
+        blocks = sequence.blocks[first_block:end]
+        return guarded("copying KV blocks out", lambda: self._runner.export_blocks(blocks))
 
     def reserve(self, key: RequestKey, num_tokens: int) -> None:
         """See `Engine.reserve`."""
@@ -104,7 +106,8 @@ class Handover:
                 f"{data.nbytes} bytes came for block {first_block} on; a block has "
                 f"{layout.block_bytes} bytes, and blocks {sorted(missing)} are missing"
             )
-        self._runner.import_blocks([sequence.blocks[number] for number in numbers], data)
+        blocks = [sequence.blocks[number] for number in numbers]
+        guarded("writing KV blocks", lambda: self._runner.import_blocks(blocks, data))
         missing.difference_update(numbers)
         for number in numbers:
             if number < len(sequence.hashes):

@@ -22,9 +22,11 @@ from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemR
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import Bound, EngineSettings
+from vlm_worker.engine.step import guarded
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
+    EngineError,
     GoneError,
     OverloadedError,
     WorkerError,
@@ -117,7 +119,7 @@ class Pictures:
         entry = self._pinned.get(key, {}).get(item)
         if entry is None or not entry.ready:
             raise GoneError(f"embedding {item} of {key.request_id} is not held here")
-        return self._runner.export_embedding(self.cache.get(entry))
+        return self._rows(entry)
 
     def release(self, key: RequestKey, item: int) -> None:
         """See `Engine.release_embedding`."""
@@ -222,7 +224,7 @@ class Pictures:
         )
         self._pinned[job.key][item] = entry
         if found is Lookup.HIT:
-            self._settle(job, self._ready(item, entry, cache_hit=True, times=(now, now, now)))
+            self._ready(job, item, entry, cache_hit=True, times=(now, now, now))
             return
         if found is Lookup.MINE:
             self.queue.push(entry, image, job.key)
@@ -236,26 +238,47 @@ class Pictures:
         if self._jobs.get(job.key) is not job:  # cancelled
             return
         if error is not None:
-            self.release(job.key, item)
-            self._settle(job, ItemFailed(item, error))
+            self._failed(job, item, error)
         else:
             times = (queued_at, self.queue.batch_started, self._clock())
-            self._settle(job, self._ready(item, entry, cache_hit=False, times=times))
+            self._ready(job, item, entry, cache_hit=False, times=times)
 
     def _ready(
-        self, item: int, entry: Entry, *, cache_hit: bool, times: tuple[float, float, float]
-    ) -> ItemReady:
+        self,
+        job: Job,
+        item: int,
+        entry: Entry,
+        *,
+        cache_hit: bool,
+        times: tuple[float, float, float],
+    ) -> None:
         rows = None
         if self._runner.kv_layout is None:  # only peers have a use for it
-            rows = self._runner.export_embedding(self.cache.get(entry))
-        return ItemReady(item, cache_hit, entry.num_bytes, *times, rows)
+            try:
+                rows = self._rows(entry)
+            except EngineError as error:
+                self._failed(job, item, error)
+                return
+        self._settle(job, ItemReady(item, cache_hit, entry.num_bytes, *times, rows))
+
+    def _failed(self, job: Job, item: int, error: Exception) -> None:
+        self.release(job.key, item)
+        self._settle(job, ItemFailed(item, error))
 
     def _settle(self, job: Job, event: EncodeEvent) -> None:
         self._outbox.emit(job.stream, event)
         job.pending.discard(event.item)
-        if not job.pending:
-            self._outbox.end(job.stream)
-            self._jobs.pop(job.key, None)
+        if job.pending:
+            return
+        self._outbox.end(job.stream)
+        if self._jobs.get(job.key) is job:  # not one that was refused
+            del self._jobs[job.key]
+            if not self._pinned[job.key]:
+                del self._pinned[job.key]
+
+    def _rows(self, entry: Entry) -> memoryview:
+        embedding = self.cache.get(entry)
+        return guarded("copying an embedding out", lambda: self._runner.export_embedding(embedding))
 
 
 def _check_capacity(runner: Runner, settings: EngineSettings) -> None:

@@ -18,6 +18,7 @@ from vlm_worker.engine.events import NeedItems
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.pictures import Pictures
 from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.step import guarded
 from vlm_worker.errors import InvalidRequestError
 
 
@@ -56,13 +57,22 @@ class PromptImages:
         return all(self._pictures.is_ready(item) for item in sequence.items if item.end > start)
 
     def put(self, sequence: Sequence, number: int, rows: memoryview) -> None:
-        """Take in what was asked for. Raises CorruptTransferError on a wrong size."""
+        """Take in what was asked for.
+
+        Raises:
+            InvalidRequestError: there is no such item.
+            CorruptTransferError: a wrong size, or values that are not finite.
+            EngineError: the device has no room for it, or fails otherwise.
+        """
         if not 0 <= number < len(sequence.items):
             raise InvalidRequestError(f"the request has no item {number}", param="item")
         if number not in sequence.sink.asked:
             return
         item = sequence.items[number]
-        embedding = self._runner.import_embedding(rows, item.num_tokens)
+        embedding = guarded(
+            "taking in an embedding",
+            lambda: self._runner.import_embedding(rows, item.num_tokens),
+        )
         self._asked_no_more(sequence, number)
         sequence.embeddings[number] = embedding
         sequence.wake()

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from vlm_worker.core.batch import BatchBuilder
 from vlm_worker.core.inputs import StepOutput
 from vlm_worker.core.plan import Plan
 from vlm_worker.engine.runner import Runner
-from vlm_worker.errors import EngineError
+from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import PreparedImage
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,20 @@ def encode_guarded(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]
         return [result for image in images for result in encode_guarded(runner, [image])]
     missing = EngineError("the encoder returned nothing for this picture")
     return [missing if result is None else result for result in results]
+
+
+def guarded(what: str, call: Callable[[], T]) -> T:
+    """What a runner's copy of bytes returns; raises EngineError where the device fails it.
+
+    A full device fails the request whose bytes these are, and a lost one every step after.
+    """
+    try:
+        return call()
+    except WorkerError:
+        raise
+    except Exception as error:  # a runner may raise anything; the request gets it as last word
+        logger.exception("a copy failed", extra={"what": what})
+        raise EngineError(f"{what} failed: {error!r}") from error
 
 
 def is_device_lost(error: BaseException | None) -> bool:
