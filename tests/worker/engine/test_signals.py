@@ -11,7 +11,7 @@ from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.core.inputs import StepInputs
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.step import is_out_of_memory
+from vlm_worker.engine.guard import is_out_of_memory
 from vlm_worker.errors import EngineError
 from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import FailedEvent, Modality

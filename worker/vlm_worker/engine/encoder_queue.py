@@ -19,9 +19,9 @@ from typing import Any, Final
 from vlm_worker.cache.embeddings import EmbeddingCache
 from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.core.work import WorkModel
+from vlm_worker.engine.guard import encode_guarded, is_device_lost, is_out_of_memory
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.engine.step import encode_guarded, is_device_lost, is_out_of_memory
 from vlm_worker.errors import CancelledError
 from vlm_worker.types import PreparedImage, RequestKey
 

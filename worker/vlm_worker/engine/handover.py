@@ -13,11 +13,11 @@ from vlm_worker.core.admission import check_reservation
 from vlm_worker.core.sequence import Status
 from vlm_worker.core.table import answer_limit, stop_ids
 from vlm_worker.engine.events import EventStream, PrefillEvent
+from vlm_worker.engine.guard import guarded
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.engine.sink import Sink
-from vlm_worker.engine.step import guarded
 from vlm_worker.errors import (
     CorruptTransferError,
     DuplicateError,

@@ -4,7 +4,7 @@
                         --JOIN-> wait with whoever began it
                         --MINE-> EncoderQueue -> cache -> all who wait
 
-Prompts wait here too: an embedding made by this engine reaches its prefill without a copy.
+Prompts (`prompt_images`) wait here too: what this engine makes reaches its prefill without a copy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.core.work import retry_after
 from vlm_worker.engine.encoder_queue import EncoderQueue, num_pixels
 from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemReady
+from vlm_worker.engine.guard import guarded
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import Bound, EngineSettings
-from vlm_worker.engine.step import guarded
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,

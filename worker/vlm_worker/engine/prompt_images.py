@@ -15,10 +15,10 @@ from collections.abc import Callable
 from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.engine.events import NeedItems
+from vlm_worker.engine.guard import guarded
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.pictures import Pictures
 from vlm_worker.engine.runner import Runner
-from vlm_worker.engine.step import guarded
 from vlm_worker.errors import InvalidRequestError
 
 

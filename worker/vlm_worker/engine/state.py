@@ -1,4 +1,8 @@
-"""Everything that the engine thread owns, and one turn of it."""
+"""Everything that the engine thread owns, and one turn of it.
+
+turn:  a batch of pictures (`encoder_queue`) -> a step of the language model (`stepping`)
+rest:  what should have come back by now (`violations`)        any time:  the numbers (`snapshot`)
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One step of the language model, and what everybody is told about it.
 
-schedule -> (preempted, stalled: gather embeddings) -> guarded run -> update -> events
+schedule -> preempted, stalled: gather embeddings -> guarded run -> update -> events
+         -> roomless: let them go
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from vlm_worker.core.inputs import StepOutput
 from vlm_worker.core.plan import Outcome, Plan
 from vlm_worker.core.prefix import PrefixCounts
 from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.engine.guard import StepGuard
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.engine.step import StepGuard
 from vlm_worker.errors import EngineError
 from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent
 
