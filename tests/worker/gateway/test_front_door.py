@@ -190,3 +190,11 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
     async with serving(gateway_settings([])) as gateway:
         answer = await raw(gateway.url, "POST /v1/chat/completions HTTP/1.1", "{", **headers)
     assert b" 408 " in answer.splitlines()[0]
+
+
+async def test_who_finds_no_place_is_told_before_the_body_is_read() -> None:
+    headers = {"content-type": "application/json", "content-length": "50"}
+    async with serving(gateway_settings([], max_waiting=0)) as gateway:
+        answer = await raw(gateway.url, "POST /v1/chat/completions HTTP/1.1", "{", **headers)
+    assert b" 429 " in answer.splitlines()[0]
+    assert b"retry-after: " in answer

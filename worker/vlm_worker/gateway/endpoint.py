@@ -38,6 +38,7 @@ class _Exchange:
     request_id: str
     tenant: str
     client_request_id: str
+    arrived: float
     outcome: str = "error"
     options: Options | None = None
     trace: Trace | None = None
@@ -56,7 +57,12 @@ class Endpoint:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request; whatever happens, it gets its last word, here and in the log."""
         state = scope["state"]
-        exchange = _Exchange(state["request_id"], state["tenant"], state["client_request_id"])
+        exchange = _Exchange(
+            state["request_id"],
+            state["tenant"],
+            state["client_request_id"],
+            arrived=self._service.clock(),
+        )
         response = Response(send)
         self._service.enter()
         try:
@@ -82,10 +88,12 @@ class Endpoint:
         if service.refusing:
             raise errors.unavailable("This gateway is shutting down; another one takes requests.")
         timeout = timeout_of(scope)
-        body = await read_body(scope, receive)
+        room = service.recovery.room
         try:
-            place = service.recovery.room.enter()
-        except WorkerError as error:  # before anything is spent on it
+            room.check()  # before anything is spent on it
+            body = await read_body(scope, receive)
+            place = room.enter()
+        except WorkerError as error:
             raise _answer_to(error, exchange.request_id) from error
         with place:
             await self._serve(exchange, body, receive, response, place=place, timeout=timeout)
@@ -207,6 +215,7 @@ class Endpoint:
                 "reason": exchange.reason,
                 "num_output_tokens": choices.num_output_tokens if choices else 0,
                 "num_retries": choices.num_retries if choices else 0,
+                "seconds": self._service.clock() - exchange.arrived,
                 "ttft_seconds": ttft,
                 "labels": options.logged if options else {},
             },

@@ -54,17 +54,17 @@ class WaitingRoom:
         """How many are in it."""
         return len(self._places)
 
-    def enter(self) -> Place:
-        """A place for one more request.
-
-        Raises:
-            OverloadedError: there is none; it says when to come back.
-        """
+    def check(self) -> None:
+        """Raise OverloadedError, which says when to come back, where there is no place."""
         if len(self._places) >= self._size:
             raise OverloadedError(
                 f"{len(self._places)} requests wait for room already",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
+
+    def enter(self) -> Place:
+        """A place for one more request; raises as `check` does."""
+        self.check()
         place = Place(self._places)
         self._places.add(place)
         return place
