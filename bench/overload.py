@@ -3,7 +3,8 @@
     python bench/overload.py [--seconds 20] [--factor 10]
 
 The service is that of the fault tests: real processes with arithmetic for a model and steps of a
-set length. One JSON line; `met` says which of the promises hold.
+set length. One JSON line; `met` says which of the promises hold. Refusals are timed by the gateway,
+and by the crowd, which has to share its processors with all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ async def main() -> None:
         "exact": got.accepted + got.rejected + got.cancelled == got.sent
         and sum(got.own_account.values()) == got.sent,
         "bounded": got.longest_queue <= MAX_QUEUED and got.longest_wait_for_room <= MAX_WAITING,
-        "reject_p99_within_20_ms": quantile(got.reject_seconds, 0.99) <= REJECT_SECONDS,
+        "reject_p99_within_20_ms": quantile(got.own_reject_seconds, 0.99) <= REJECT_SECONDS,
+        "also_as_the_crowd_sees_it": quantile(got.reject_seconds, 0.99) <= REJECT_SECONDS,
         "recovered_within_10_s": got.recovered_seconds <= RECOVERED_SECONDS,
     }
     figure = {

@@ -11,7 +11,8 @@ import asyncio
 import dataclasses
 import random
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from worker.faults.asking import Outcome, Question
@@ -87,18 +88,23 @@ async def strike(
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A request that was seen to be in a stage."""
+    """A request that is in a stage, if it has not `slipped`.
+
+    `released` is when the gateway took it up.
+    """
 
     stage: str
     question: Question
     request_id: str
     pod: Pod
     asking: asyncio.Task[Outcome]
+    released: float
 
     @property
     def slipped(self) -> bool:
-        """It is there no more."""
-        return {"cut": self.stage, "request": self.request_id} in self.pod.said
+        """It is there no more, or never was."""
+        cut = self.pod.find(cut=self.stage, request=self.request_id)
+        return cut is not None or self.asking.done()
 
 
 async def held_in(service: Cluster, stages: Sequence[str], rng: random.Random) -> list[Held]:
@@ -115,25 +121,31 @@ async def held_in(service: Cluster, stages: Sequence[str], rng: random.Random) -
 
 
 async def held_at(
-    service: Cluster, stage: str, one: Question, rng: random.Random, **more: Any
+    service: Cluster,
+    stage: str,
+    one: Question,
+    rng: random.Random,
+    *,
+    seconds: float = HANG_SECONDS,
+    **more: Any,
 ) -> Held:
-    """A request on its way that is in this very stage now; `more` is for `Cluster.ask`."""
+    """A request on its way that is in this very stage now; `seconds`, `more` as `Cluster.ask`."""
     name = f"{stage}-{rng.randrange(1 << 62):x}"
     await service.gateway.hold("gateway")
-    asking = asyncio.create_task(service.ask(one, seconds=HANG_SECONDS, name=name, **more))
+    asking = asyncio.create_task(service.ask(one, seconds=seconds, name=name, **more))
     request_id = (await service.gateway.until_said(client=name))["enter"]
     await service.gateway.until_said(at="gateway", request=request_id)
-    pod = service.gateway
+    pod, released = service.gateway, time.monotonic()
     if stage != "gateway":
         pod = service.pod(f"{STAGES[stage]}-0")
-        nth = rng.randrange(1, NUM_TOKENS - 1) if stage == "token" else 1
+        nth = rng.randrange(1, one.num_tokens - 1) if stage == "token" else 1
         await pod.hold(stage, nth, request=request_id)
+        released = time.monotonic()
         await service.gateway.do(go=True)
-        try:
-            await pod.until_said(at=stage, request=request_id)
-        except TimeoutError:
-            raise AssertionError(f"it did not come to {stage}: {asking}, {pod.said}") from None
-    return Held(stage, one, request_id, pod, asking)
+        arriving = asyncio.create_task(pod.until_said(at=stage, request=request_id))
+        await asyncio.wait({arriving, asking}, return_when=asyncio.FIRST_COMPLETED)
+        arriving.cancel()
+    return Held(stage, one, request_id, pod, asking, released)
 
 
 async def _release(service: Cluster) -> None:
@@ -143,26 +155,26 @@ async def _release(service: Cluster) -> None:
             pod.tell(go=True)
 
 
-async def hit(pod: Pod, blow: str) -> None:
-    """The fault, and that it took effect."""
+async def hit(pod: Pod, blow: str, *, seconds: float = SLACK) -> None:
+    """The fault, and that it takes effect within so many seconds."""
+    proxy = pod.proxy
+    connections, num_swallowed, num_lines = proxy.connections, proxy.num_swallowed, len(pod.log)
     if blow == "reset":
-        assert pod.proxy.reset() > 0, "there was no connection to reset"
-        return
-    number = signal.Signals[blow]
-    pid = pod.pid
-    pod.signal(number)
-    if blow == "SIGKILL":
-        assert pod.process is not None
-        assert await pod.process.wait() == -signal.SIGKILL
-        assert state_of(pid) in ("", "Z")
-    elif blow == "SIGSTOP":
-        await until(lambda: state_of(pid) == "T", seconds=SLACK, what="the process stands still")
+        assert connections, "there is nothing to reset"
+        proxy.reset()
+    elif blow == "silence":
+        proxy.silence()
     else:
-        await until(
-            lambda: any(line.get("message") == "draining" for line in pod.log) or not pod.alive,
-            seconds=SLACK,
-            what="the process drains",
-        )
+        pod.signal(signal.Signals[blow])
+    effects: dict[str, tuple[Callable[[], bool], str]] = {
+        "SIGKILL": (lambda: not pod.alive, "it is dead"),
+        "SIGSTOP": (lambda: state_of(pod.pid) == "T", "it stands still"),
+        "SIGTERM": (lambda: not pod.alive or pod.drains(num_lines), "it drains"),
+        "reset": (lambda: connections.isdisjoint(proxy.connections), "its connections are cut"),
+        "silence": (lambda: proxy.num_swallowed > num_swallowed, "what is sent is lost"),
+    }
+    holds, what = effects[blow]
+    await until(holds, seconds=seconds, what=what)
 
 
 async def _heal(service: Cluster, victim: Pod, blow: str) -> None:

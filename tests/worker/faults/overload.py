@@ -33,7 +33,11 @@ GIVE_UP_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What came of it. `own_account` is the gateway's, from its log."""
+    """What came of it.
+
+    `own_account` and `own_reject_seconds` are the gateway's, from its log: from the arrival of a
+    request to its last word. The crowd's own seconds count what it waits for itself, too.
+    """
 
     sent: int
     accepted: int
@@ -43,6 +47,7 @@ class Figures:
     own_account: dict[str, int]
     num_without_retry_after: int
     reject_seconds: list[float]
+    own_reject_seconds: list[float]
     accepted_seconds: list[float]
     longest_queue: int
     longest_wait_for_room: int
@@ -59,6 +64,8 @@ class Figures:
             "other": len(self.other),
             "reject_p50_ms": round(1e3 * quantile(self.reject_seconds, 0.5), 1),
             "reject_p99_ms": round(1e3 * quantile(self.reject_seconds, 0.99), 1),
+            "own_reject_p50_ms": round(1e3 * quantile(self.own_reject_seconds, 0.5), 1),
+            "own_reject_p99_ms": round(1e3 * quantile(self.own_reject_seconds, 0.99), 1),
             "accepted_p95_s": round(quantile(self.accepted_seconds, 0.95), 2),
             "longest_queue": self.longest_queue,
             "longest_wait_for_room": self.longest_wait_for_room,
@@ -87,11 +94,11 @@ async def overload(seconds: float, *, factor: float = 10.0, seed: int = 0) -> Fi
         sampling.cancel()
         await asyncio.gather(sampling, return_exceptions=True)
         await service.until_idle(seconds=15)
-        own = Counter(
-            line["outcome"]
+        own = [
+            (line["outcome"], line["seconds"])
             for line in service.gateway.log[log_from:]
             if line.get("message") == "request" and line["client_request_id"].startswith("crowd")
-        )
+        ]
         return figures(got, own, queues, recovered)
 
 
@@ -150,7 +157,7 @@ async def back_to_normal(service: Cluster, normal: float) -> float:
 
 def figures(
     got: list[Outcome | None],
-    own: Counter[str],
+    own: list[tuple[str, float]],
     queues: list[tuple[int, int]],
     recovered: float,
 ) -> Figures:
@@ -164,9 +171,10 @@ def figures(
         rejected=len(rejected),
         cancelled=len(got) - len(present),
         other=[one for one in present if one not in rejected and one not in accepted],
-        own_account=dict(own),
+        own_account=dict(Counter(outcome for outcome, _ in own)),
         num_without_retry_after=sum(one.retry_after is None for one in rejected),
         reject_seconds=[one.seconds for one in rejected],
+        own_reject_seconds=[seconds for outcome, seconds in own if outcome == "rejected"],
         accepted_seconds=[one.seconds for one in accepted],
         longest_queue=max(longest for longest, _ in queues),
         longest_wait_for_room=max(waiting for _, waiting in queues),

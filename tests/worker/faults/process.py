@@ -132,12 +132,18 @@ class Pod:
     async def until_said(self, **fields: str) -> dict[str, Any]:
         """Wait until it has said a line with these fields."""
         async with asyncio.timeout(SAY_SECONDS):
-            while True:
-                for line in self.said:
-                    if fields.items() <= line.items():
-                        return line
+            while (line := self.find(**fields)) is None:
                 self.news.clear()
                 await self.news.wait()
+            return line
+
+    def find(self, **fields: str) -> dict[str, Any] | None:
+        """The first line with these fields that it said in this life; `heard` is when."""
+        return next((line for line in self.said if fields.items() <= line.items()), None)
+
+    def drains(self, since: int) -> bool:
+        """Whether it has logged so, from this line of its log on."""
+        return any(line.get("message") == "draining" for line in self.log[since:])
 
     def num_said(self, key: str, value: str) -> int:
         """How many such lines there were in this life."""
@@ -172,7 +178,7 @@ class Pod:
             assert self._ready is not None
             self._ready.set_result(line)
         else:
-            self.said.append(line)
+            self.said.append(line | {"heard": time.monotonic()})
             self.on_line(line)
             self.news.set()
 

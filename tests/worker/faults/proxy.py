@@ -24,13 +24,16 @@ class Proxy:
         port = server.sockets[0].getsockname()[1]
         self.address = f"127.0.0.1:{port}"
 
-    def reset(self) -> int:
-        """RST to both ends of every connection; how many connections there were."""
-        ends = list(self._ends)
-        for end in ends:
+    @property
+    def connections(self) -> frozenset[object]:
+        """Those to the pod behind it, each told from all others."""
+        return frozenset(end for end in self._ends if end.reaches_pod)
+
+    def reset(self) -> None:
+        """RST to both ends of every connection."""
+        self.num_resets += len(self.connections)
+        for end in list(self._ends):
             end.reset()
-        self.num_resets += len(ends)
-        return len(ends) // 2
 
     def silence(self) -> None:
         """From now on nothing passes, and nobody is told: what is sent is lost."""
@@ -48,6 +51,7 @@ class _End(asyncio.Protocol):
     def __init__(self, proxy: Proxy, *, other: _End | None = None) -> None:
         self._proxy = proxy
         self._other = other
+        self.reaches_pod = other is not None
         self._early: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[None] | None = None

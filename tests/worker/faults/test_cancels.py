@@ -23,6 +23,13 @@ NUM_CANCELS_FULL = 10_000
 AT_ONCE = 24
 STAGE_SECONDS = 0.04
 CLEAN_SECONDS = 5.0
+TRIES = 5
+# Of the gateway: grpcio gives back no buffer of a call that is cancelled while it waits, 0.2 KiB of
+# a stream and 0.9 KiB of any other; tokenizers remembers 10,000 words.
+GROWTH_KIB = 1.6
+NOISE_KIB = 4096
+# The gateway, and the two pods of the next role, which fetch.
+NUM_CALLERS = {"encoder": 3, "prefill": 3, "decode": 1}
 # kv_middle is there only while prefill still runs
 CANCELLED_IN = tuple(stage for stage in STAGES if stage != "kv_middle")
 
@@ -42,9 +49,7 @@ async def leave(service: Cluster, num_cancels: int) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     crowd = Crowd(service, random.Random(seed))
-    await connect(service, crowd)
-    await service.until_idle(seconds=SLACK * CLEAN_SECONDS)
-    before = await service.reports()
+    before = await connected(service, crowd)
     pods = (*service.pods.values(), service.gateway)
     for pod in pods:
         pod.on_line = crowd.hear
@@ -59,17 +64,15 @@ async def leave(service: Cluster, num_cancels: int) -> None:
             await pod.do(scatter=[], seconds=0.0)
     seconds = await clean(service, before)
     after = await service.reports()
-    drift = {name: after[name]["rss_kib"] / half[name]["rss_kib"] - 1 for name in after}
-    worst = max(drift, key=lambda name: drift[name])
+    grown = {name: after[name]["rss_kib"] - half[name]["rss_kib"] for name in after}
+    most = max(grown, key=lambda name: grown[name])
+    a_cancel = grown[most] / (num_cancels - num_cancels // 2)
     note(f"cancels by stage: {dict(sorted(crowd.left.items()))}")
     note(
         f"{crowd.num_left} cancels, {crowd.num_late} came too late; clean after {seconds:.2f} s "
-        f"(promised {CLEAN_SECONDS:g})"
+        f"(promised {CLEAN_SECONDS:g}); {most} grew most, {a_cancel:.2f} KiB a cancel"
     )
-    note(
-        f"cancels: largest drift of RSS in the second half {drift[worst]:+.1%} ({worst}), "
-        "promised 2%"
-    )
+    assert grown[most] <= NOISE_KIB + SLACK * GROWTH_KIB * num_cancels / 2
     assert crowd.num_left == num_cancels
     assert set(crowd.left) == set(CANCELLED_IN), "a stage was never left"
     assert min(crowd.left.values()) >= num_cancels / len(CANCELLED_IN) / 2
@@ -136,14 +139,24 @@ class Crowd:
                 await asking
 
 
-async def connect(service: Cluster, crowd: Crowd) -> None:
-    """Every pod has a connection to every other that it will ever talk to."""
-    for route in itertools.product(*([f"{role}-0", f"{role}-1"] for role in ROLES)):
-        await service.accept(*route)
-        outcome = await service.ask(crowd.question())
-        assert outcome.error is None
-    await service.accept_all()
-    await asyncio.gather(*(service.ask(crowd.question()) for _ in range(AT_ONCE)))
+async def connected(service: Cluster, crowd: Crowd) -> dict[str, dict[str, Any]]:
+    """What everybody has at rest, with a connection to all whom they will ever talk to.
+
+    On a busy machine an idle one may be lost, and is made again only when it is used.
+    """
+    for _ in range(TRIES):
+        for route in itertools.product(*([f"{role}-0", f"{role}-1"] for role in ROLES)):
+            await service.accept(*route)
+            outcome = await service.ask(crowd.question())
+            assert outcome.error is None
+        await service.accept_all()
+        await service.until_idle(seconds=SLACK * CLEAN_SECONDS)
+        reports = await service.reports()
+        if all(
+            len(pod.proxy.connections) == NUM_CALLERS[pod.role] for pod in service.pods.values()
+        ):
+            return reports
+    raise AssertionError("connections are lost as fast as they are made")
 
 
 async def clean(service: Cluster, before: dict[str, dict[str, Any]]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from worker.faults.figures import note
+from worker.faults.figures import note, quantile
 from worker.faults.harness import SLACK
 from worker.faults.overload import CAPACITY, MAX_QUEUED, MAX_WAITING, overload
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SECONDS = 4.0
 RECOVERED_SECONDS = 10.0
+REJECT_SECONDS = 0.020
 
 
 async def test_an_overload_is_refused_at_once_and_accounted_for_exactly() -> None:
@@ -32,4 +33,5 @@ async def test_an_overload_is_refused_at_once_and_accounted_for_exactly() -> Non
     assert got.own_account["rejected"] >= got.rejected
     assert got.longest_queue <= MAX_QUEUED
     assert got.longest_wait_for_room <= MAX_WAITING
+    assert quantile(got.own_reject_seconds, 0.99) <= SLACK * REJECT_SECONDS
     assert got.recovered_seconds <= SLACK * RECOVERED_SECONDS

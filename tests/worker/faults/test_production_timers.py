@@ -82,12 +82,9 @@ async def held(
 
 async def strike(service: Cluster, name: str, blow: str) -> float:
     """Hit the pod; when that was."""
-    pod = service.pod(name)
-    if blow == "silence":
-        pod.proxy.silence()
-    else:
-        await hit(pod, blow)
-    return time.monotonic()
+    struck = time.monotonic()
+    await hit(service.pod(name), blow)
+    return struck
 
 
 def moved_after(outcome: Outcome, struck: float) -> float:

@@ -57,8 +57,9 @@ async def test_a_storm_of_resets_doubles_no_work_and_loses_no_last_word(service:
             assert outcome.error == "service_unavailable"
     assert [name for name, one in reports.items() if one.get("computed_twice")] == []
     note(
-        f"storm: {num_resets} ends reset, {NUM_REQUESTS} requests, {num_errors} errors, {extra} "
-        f"prompts computed again ({extra / NUM_REQUESTS:.0%}), {barren} attempts without a token"
+        f"storm: {num_resets} connections reset, {NUM_REQUESTS} requests, {num_errors} errors, "
+        f"{extra} prompts computed again ({extra / NUM_REQUESTS:.0%}), "
+        f"{barren} attempts without a token"
     )
 
 
