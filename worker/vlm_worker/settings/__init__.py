@@ -72,30 +72,37 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
             host=args.host, port=args.port, split=args.split, worker=worker, gateway=gateway
         )
     if args.command == "gateway":
-        if bool(args.worker) == bool(args.namespace or args.service):
-            fail("give --namespace and --service to watch pods, or --worker=HOST:PORT, not both")
-        if not args.worker and not (args.namespace and args.service):
-            fail("--namespace and --service go together")
-        return GatewaySettings(
-            **common,
-            bind=args.bind,
-            http_port=args.http_port,
-            admin_port=args.admin_port,
-            namespace=args.namespace,
-            service=args.service,
-            workers=tuple(args.worker),
-            api_server=_api_server(environ),
-            config=args.config,
-            api_keys_dir=args.api_keys_dir,
-            patience_seconds=args.patience_seconds,
-            max_waiting=args.max_waiting,
-            any_priority=args.client_priority == "any",
-        )
+        return _gateway(args, common, environ)
     role = Role(args.command)
     stages = args.stages or frozenset({Stage(args.command)})
     if Stage(args.command) not in stages:
         fail(f"--stages: must name {args.command} itself, it is this role's own stage")
     return _worker(args, common, role=role, bind=args.bind, stages=stages)
+
+
+def _gateway(
+    args: argparse.Namespace, common: Mapping[str, Any], environ: Mapping[str, str]
+) -> GatewaySettings:
+    fail: Callable[[str], NoReturn] = args.parser.error
+    if bool(args.worker) == bool(args.namespace or args.service):
+        fail("give --namespace and --service to watch pods, or --worker=HOST:PORT, not both")
+    if not args.worker and not (args.namespace and args.service):
+        fail("--namespace and --service go together")
+    return GatewaySettings(
+        **common,
+        bind=args.bind,
+        http_port=args.http_port,
+        admin_port=args.admin_port,
+        namespace=args.namespace,
+        service=args.service,
+        workers=tuple(args.worker),
+        api_server=_api_server(environ),
+        config=args.config,
+        api_keys_dir=args.api_keys_dir,
+        patience_seconds=args.patience_seconds,
+        max_waiting=args.max_waiting,
+        any_priority=args.client_priority == "any",
+    )
 
 
 def _name_of(model: str) -> str:
