@@ -4,8 +4,10 @@ an item is   on hand   Sequence.embeddings[item], its cache entry pinned
              coming    this engine is encoding it
              asked     NeedItems was said; put_embedding brings it
 
-KV blocks come before embeddings: a sequence that waits for blocks, or stands so far back in the
-queue that nobody looks at it yet, holds none, however many wait (E4).
+KV blocks come before embeddings: a sequence that is looked at and finds no blocks, or stands so far
+back in the queue that nobody looks at it yet, holds none (E4). Of several that would each find
+blocks, and not all of them together, each asks; whoever comes too late for the blocks lets go when
+it is looked at again, and pins until then.
 """
 
 from __future__ import annotations
