@@ -25,6 +25,7 @@ class Question:
     colour: int | None = None
     temperature: float = 0.0
     seed: int = 0
+    ignore_eos: bool = False
 
     @property
     def body(self) -> dict[str, Any]:
@@ -37,6 +38,7 @@ class Question:
             "max_tokens": self.num_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

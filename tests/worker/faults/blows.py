@@ -81,7 +81,7 @@ async def strike(
     undisturbed = await asyncio.gather(*(service.ask(one.question) for one in held))
     assert not [one for one in undisturbed if one.defects or one.error]
     return [
-        Case(one.stage, role, blow, _result(got, was, num), got.seconds, got)
+        Case(one.stage, role, blow, result(got, was, num), got.seconds, got)
         for one, got, was, num in zip(held, outcomes, undisturbed, num_moves, strict=True)
     ]
 
@@ -205,7 +205,7 @@ async def moves(service: Cluster, request_ids: Sequence[str]) -> list[int]:
     return [found[request_id] for request_id in request_ids]
 
 
-def _result(got: Outcome, undisturbed: Outcome, num_moves: int) -> str:
+def result(got: Outcome, undisturbed: Outcome, num_moves: int) -> str:
     """In a word; what is wrong is said in full."""
     if got.defects:
         return f"WRONG: {got.defects}"

@@ -5,8 +5,8 @@
         asking = asyncio.create_task(served.ask("why?"))
         await served.pod("decode-0").until_at("token")
 
-Pods run with arithmetic for a model and are respawned only where a fault ended them. A pod's
-address is its proxy's, so that it stays the same over its lives.
+Pods run with arithmetic for a model where not told otherwise, and are respawned only where a fault
+ended them. A pod's address is its proxy's, so that it stays the same over its lives.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ async def cluster(
     scale: float = 0.1,
     counts: dict[str, int] | None = None,
     gateway_flags: tuple[str, ...] = (),
+    runner: str = "checksum",
     **flags: tuple[str, ...],
 ) -> AsyncIterator[Cluster]:
     """A service, found by its gateway; killed at the end. `flags` are for pods, by role."""
@@ -151,7 +152,7 @@ async def cluster(
         "--max-model-len=1024", f"--timer-scale={scale:g}",
     )  # fmt: skip
     worker = (
-        *common, "--grpc-port=0", "--http-port=0", "--runner=checksum",
+        *common, "--grpc-port=0", "--http-port=0", f"--runner={runner}",
         "--max-requests=48", "--max-batched-tokens=48",
     )  # fmt: skip
     names = [f"{r}-{i}" for r in ROLES for i in range((counts or {}).get(r, 2))]

@@ -16,7 +16,7 @@ from typing import Any
 from worker.faults.proxy import Proxy
 
 ROOT = Path(__file__).parents[3]
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 ORDER_SECONDS = 30.0
 SAY_SECONDS = 20.0
 
