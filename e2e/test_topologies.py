@@ -10,6 +10,7 @@ import pytest
 from served import ANSWER, Served, elapsed, example, place
 
 from vlm_operator import names
+from vlm_operator.local.client import Object
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 from vlm_operator.names import Role
@@ -17,6 +18,10 @@ from vlm_operator.names import Role
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 LONG = 800  # tokens: seconds of decoding, which a deletion has to wait for
 HALFWAY = 200  # pieces, each of a token or a few, of such an answer
+DRAIN_SECONDS = 20
+# Kubernetes deletes a namespace's pods first, and where it finds them still there it looks again
+# after half of their grace: half of the drain and of the 30 s that follow it.
+GONE_SECONDS = (DRAIN_SECONDS + 30) / 2 + 30
 CHILDREN = (
     "deployments.apps,replicasets.apps,pods,services,configmaps,serviceaccounts,"
     "networkpolicies.networking.k8s.io,poddisruptionbudgets.policy,"
@@ -48,7 +53,7 @@ async def test_a_topology_answers_and_ends_clean_with_an_answer_in_flight(
         async with operator.client() as api:
             served = Served(operator, api, topology, topology)
             began = time.monotonic()
-            await served.apply(example(topology))
+            await served.apply(_soon_drained(example(topology)))
             service = await served.ready()
             print(f"{topology} Ready after {elapsed(began)}")
             shape, roles = TOPOLOGIES[topology]
@@ -65,6 +70,14 @@ async def test_a_topology_answers_and_ends_clean_with_an_answer_in_flight(
     uids = [pod["metadata"]["uid"] for pod in pods]
     lines = processes_of(operator.folder / "pods")
     assert [line for line in lines if any(uid in line for uid in uids)] == []
+
+
+def _soon_drained(manifest: Object) -> Object:
+    """The same service, its pods told to be gone soon."""
+    spec = manifest["spec"]
+    for part in (*spec["pools"].values(), spec.setdefault("gateway", {})):
+        part["drain"] = {"timeoutSeconds": DRAIN_SECONDS}
+    return manifest
 
 
 async def _delete_with_an_answer_in_flight(served: Served, deletion: str, expected: str) -> None:
@@ -142,7 +155,7 @@ async def _nothing_is_left(served: Served) -> None:
 
     began = time.monotonic()
     try:
-        await until(none, seconds=30, awaited="the service and its children to go")
+        await until(none, seconds=GONE_SECONDS, awaited="the service and its children to go")
     except TimeoutError as error:
         raise AssertionError(f"{error}: {await left()}") from error
     print(f"nothing left {elapsed(began)} later")
