@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import pytest
 from worker.processes.alone import expected
 from worker.processes.conftest import png
 from worker.processes.driver import Driver, Prompt
 from worker.processes.workers import Worker, started
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """As an emptyDir in memory that three containers of a pod mount."""
-    path = Path("/dev/shm") / f"triptych-test-{secrets.token_hex(8)}"
-    path.mkdir(mode=0o700)
-    yield path
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
 
 
 def segments(directory: Path) -> list[str]:

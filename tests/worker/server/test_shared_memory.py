@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,21 +21,14 @@ from worker.server.serving import serving
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.server.state import Phase
 from vlm_worker.testing import answer_alone, assert_idle
-from vlm_worker.wire.calls import (
-    FetchCall,
-)
+from vlm_worker.wire.calls import FetchCall
 
 
 @pytest.fixture
-def shared() -> Iterator[tuple[Path, list[str]]]:
+def shared(directory: Path) -> Iterator[tuple[Path, list[str]]]:
     """A directory in memory and the flags that opt in to it."""
-    path = Path("/dev/shm") / f"triptych-test-{secrets.token_hex(8)}"
-    path.mkdir(mode=0o700)
-    yield path, ["--transport=shared-memory", f"--shared-memory-dir={path}"]
-    left = [file.name for file in path.iterdir() if file.name != "triptych-domain"]
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
+    yield directory, ["--transport=shared-memory", f"--shared-memory-dir={directory}"]
+    left = [file.name for file in directory.iterdir() if file.name != "triptych-domain"]
     assert left == [], "segments outlived their workers"
 
 

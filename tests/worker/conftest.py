@@ -1,4 +1,4 @@
-"""A directory in memory, as a pod's emptyDir is."""
+"""What several parts of the worker are tested with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A directory in memory, as a pod's emptyDir is."""
+    """A directory in memory, as an emptyDir that the containers of a pod mount."""
     path = Path("/dev/shm") / f"triptych-test-{secrets.token_hex(8)}"
     path.mkdir(mode=0o700)
     yield path
