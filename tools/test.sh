@@ -3,14 +3,15 @@
 # Each suite says what it is, how long it took and what it skipped; a failure does not hide later ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-marks='not full'; [ "${1:-}" != --full ] || marks='full or not full'
+marks='not full' examples=ci  # the same examples each time
+[ "${1:-}" != --full ] || { marks='full or not full'; examples=default; }  # new ones each time
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 start=$SECONDS; failed=()
 
 suite() {  # suite NAME PATH...
   local name=$1 begun=$SECONDS; shift
   printf '\n\033[1m== %s\033[0m\n' "$name"
-  .venv/bin/python -m pytest -q --no-header -m "$marks" "$@"
+  .venv/bin/python -m pytest -q --no-header -m "$marks" --hypothesis-profile="$examples" "$@"
   local status=$?
   [ $status -eq 0 ] || failed+=("$name")
   printf '== %s: %ds\n' "$name" $((SECONDS - begun))
