@@ -40,10 +40,40 @@ class ModelFacts:
 
 @dataclasses.dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one stage, summed over requests that met and that missed their target."""
+    """Seconds of one stage, summed over requests that met and that missed their target.
+
+    Attributes:
+        buckets: upper bound in seconds → requests whose stage took that long or less.
+    """
 
     met: float
     missed: float
+    buckets: Mapping[float, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Busy:
+    """What a worker has computed for one kind of work since it started. All of these only grow.
+
+    encode    a call is one batch, an item one picture, a unit one patch, squares Σ patches²
+    prefill   a call is one chunk, an item one prompt, a unit one token computed,
+              squares Σ n·(h + n/2) for n tokens after h cached ones
+    decode    a call is one step, an item one sequence of a step, a unit one KV token of a step
+    """
+
+    seconds: float
+    calls: int
+    items: int
+    units: int
+    squares: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaps:
+    """Times between tokens at one gateway, counted since it started."""
+
+    count: int
+    buckets: Mapping[float, int]  # upper bound in seconds → gaps at or below it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +105,9 @@ class Sample:
     model: ModelFacts | None
     ttft: Mapping[str, Ttft]  # by modality; empty on workers
     config_hash: str | None
+    busy: Mapping[str, Busy] = dataclasses.field(default_factory=dict)  # "encode", "prefill", …
+    gaps: Gaps | None = None  # of gateways
+    held_for: Mapping[str, int] = dataclasses.field(default_factory=dict)  # gateways: role → count
 
 
 @dataclasses.dataclass(frozen=True)
