@@ -75,6 +75,27 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What `estimate` makes of a view: what each pool needs, and what may be trusted.
+
+    Attributes:
+        attributions: one for each modality with traffic.
+        needs: of every pool that the service has.
+        fresh: enough pods answered for numbers to change.
+        missing_seconds: how long that has not been so; 0 while it is.
+        startup: 90th percentile from a pod's creation until it takes work, by role and variant.
+        itl_p95_seconds: of the time between tokens over the window; None where too few are known.
+    """
+
+    attributions: tuple[Attribution, ...]
+    needs: Mapping[Role, Need]
+    fresh: bool
+    missing_seconds: float
+    startup: Mapping[tuple[Role, str], float] = dataclasses.field(default_factory=dict)
+    itl_p95_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision:
     """A pool's number, and everything it rests on. Named as in `status.pools.*.lastDecision`.
 
@@ -90,6 +111,9 @@ class Decision:
         cost_per_hour: of the pool after it, None where nobody said.
         conflict: two managers write the same number; it is held.
         held: metrics are missing or doubtful.
+        flapping: its window is longer for a while, because it went up and down too often.
+        capacity: which node types gave no node, and until when they are not tried; "" where all is
+            well.
     """
 
     time: float
@@ -106,3 +130,5 @@ class Decision:
     cost_per_hour: float | None = None
     conflict: bool = False
     held: bool = False
+    flapping: bool = False
+    capacity: str = ""

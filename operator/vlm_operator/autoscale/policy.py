@@ -28,12 +28,15 @@ class Tuning:
         consolidation: share of the waiting budget and of the KV cap that one replica fewer may use.
         after_growth_seconds: without shrinking after any pool of the service grew.
         write_off: multiple of the start-up time after which a starting pod is no capacity.
+        spot_risk: how much dearer, as a share of its price, a spot replica counts in choosing: it
+            may be taken away and must start again.
         exhausted_seconds: without another try of a variant that got no node; doubles each time.
         startup_seconds: until a variant's own is known.
         startups_kept: of each variant, for its 90th percentile.
         growth_cap: most growth that a slope may foresee within one start-up time, as a share.
         stale_ticks: without an answer after which a pod is silent.
         fresh_share: of ready pods that must answer.
+        fresh_down_share: of ready pods that must answer before shrinking.
         missing_seconds: of silence before fallback replicas are taken.
         flap_changes, flap_seconds: changes of direction within a time that double the window.
         max_down_seconds: to which it may be doubled.
@@ -56,12 +59,14 @@ class Tuning:
     consolidation: float = 0.8
     after_growth_seconds: float = 60.0
     write_off: float = 2.0
+    spot_risk: float = 0.1
     exhausted_seconds: float = 600.0
     startup_seconds: float = 180.0
     startups_kept: int = 20
     growth_cap: float = 1.0
     stale_ticks: int = 3
     fresh_share: float = 0.7
+    fresh_down_share: float = 0.9
     missing_seconds: float = 300.0
     flap_changes: int = 3
     flap_seconds: float = 900.0
@@ -119,7 +124,8 @@ class PoolPolicy:
         down_seconds: how long less must have been enough.
         down_pods: most pods taken in a minute.
         inline: this pool encodes pictures itself when no encoder does.
-        priority: whose unmet demand goes first within a budget, the greater first.
+        priority: whose unmet demand goes first within a budget, the greater first; None: decode,
+            then prefill, then encoder.
     """
 
     role: Role
@@ -139,6 +145,7 @@ class PoolPolicy:
     down_pods: int = 1
     zero: ZeroPolicy | None = None
     inline: bool = False
+    priority: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
