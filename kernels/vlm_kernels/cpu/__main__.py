@@ -1,0 +1,24 @@
+"""`python -m vlm_kernels.cpu DIR`: compile every variant into a directory, for an image."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from vlm_kernels.cpu import native
+
+
+def main() -> None:
+    """Compile, or exit with the reason."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m vlm_kernels.cpu DIR")
+    try:
+        places = native.Places.of(os.environ)  # noqa: TID251  an entry point of its own
+        native.prebuild(Path(sys.argv[1]), places)
+    except native.NativeError as error:
+        sys.exit(f"native kernels: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The native library is built once for all; where it cannot be, that is said and torch computes."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from vlm_kernels.cpu import native
+
+PORTABLE = native.VARIANTS[-1]
+
+ANSWER = """
+#include "threads.h"
+TRIPTYCH_EXPORT int triptych_answer() { return ANSWER; }
+TRIPTYCH_EXPORT int triptych_sum(int count, int num_threads) {
+  std::atomic<int> sum{0};
+  triptych::parallel_for(num_threads, count, [&](std::ptrdiff_t i) { sum += int(i); });
+  return sum;
+}
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Sources of a small library, which compile in a second."""
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    for name in ("threads.h", "threads.cpp"):
+        shutil.copy(native.SOURCES / name, directory)
+    (directory / "answer.h").write_text("#define ANSWER 41\n")
+    (directory / "answer.cpp").write_text('#include "answer.h"' + ANSWER)
+    return directory
+
+
+@pytest.fixture
+def compiler() -> str:
+    found = next((path for name in native.COMPILERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no C++ compiler on this machine: there is nothing to build")
+    return found
+
+
+class Places:
+    """Directories of a test, and a compiler that counts its calls."""
+
+    def __init__(self, root: Path, compiler: str) -> None:
+        self.calls = root / "calls"
+        script = root / "counting-compiler"
+        script.write_text(f'#!/bin/sh\necho "$@" >> {self.calls}\nexec {compiler} "$@"\n')
+        script.chmod(0o755)
+        self.value = native.Places(root / "prebuilt", root / "cache", (str(script),))
+
+    @property
+    def num_links(self) -> int:
+        return self.calls.read_text().count("-shared") if self.calls.exists() else 0
+
+
+@pytest.fixture
+def places(tmp_path: Path, compiler: str) -> Places:
+    return Places(tmp_path, compiler)
+
+
+def answer(path: Path) -> int:
+    value = native.typed(native.load(path), "triptych_answer", returns=ctypes.c_int)()
+    assert isinstance(value, int)
+    return value
+
+
+def test_a_library_is_compiled_once_and_again_when_a_header_changes(
+    sources: Path, places: Places
+) -> None:
+    first = native.build(PORTABLE, places.value, sources=sources)
+    assert answer(first) == 41
+    assert native.build(PORTABLE, places.value, sources=sources) == first
+    assert places.num_links == 1
+    (sources / "answer.h").write_text("#define ANSWER 42\n")
+    second = native.build(PORTABLE, places.value, sources=sources)
+    assert second != first
+    assert answer(second) == 42
+    assert places.num_links == 2
+
+
+def test_all_who_build_at_once_wait_for_one_compiler(sources: Path, places: Places) -> None:
+    found: list[Path] = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(native.build(PORTABLE, places.value, sources=sources))
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert answer(found[0]) == 41
+    assert places.num_links == 1
+    assert [path for path in places.value.cache.iterdir() if path.name.startswith("build")] == []
+
+
+def test_work_is_shared_by_threads_and_each_piece_is_done_once(
+    sources: Path, places: Places
+) -> None:
+    library = native.load(native.build(PORTABLE, places.value, sources=sources))
+    add = native.typed(library, "triptych_sum", ctypes.c_int, ctypes.c_int, returns=ctypes.c_int)
+    for num_threads in (1, 2, 5):
+        assert add(1000, num_threads) == 499_500
+
+
+def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
+    if native.library() is None:
+        pytest.skip("no native library on this machine")
+    mapped = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line or "libiomp" in line or "libomp" in line
+    }
+    assert len(mapped) == 1, f"torch and the kernels would fight for the cores: {mapped}"
+
+
+def test_a_prebuilt_library_needs_no_compiler(sources: Path, places: Places) -> None:
+    built = native.build(PORTABLE, places.value, sources=sources)
+    prebuilt = places.value.prebuilt
+    prebuilt.mkdir()
+    target = prebuilt / f"{PORTABLE.name}-{native._hash(sources, PORTABLE)}.so"
+    shutil.copy(built, target)
+    without = native.Places(prebuilt, places.value.cache, ("no-such-compiler",))
+    assert native.build(PORTABLE, without, sources=sources) == target
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        pytest.param(None, "no C\\+\\+ compiler: install one of", id="no compiler"),
+        pytest.param("#!/bin/sh\nexit 3\n", "status 3", id="a compiler that fails"),
+        pytest.param(
+            '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.cpp:1: error: no header" >&2\n'
+            "exit 1\n",
+            "no header",
+            id="a header is missing",
+        ),
+    ],
+)
+def test_without_a_library_the_reason_is_said_and_torch_computes(
+    script: str | None, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+    places = native.Places(tmp_path / "none", tmp_path / "cache", (str(compiler),))
+    with pytest.raises(native.NativeError, match=reason):
+        native.build(PORTABLE, places)
+    with caplog.at_level(logging.INFO):
+        assert native._find(places, (PORTABLE,)) is None
+    assert caplog.records[-1].getMessage() == (
+        "no native kernels at all: torch computes instead, slower"
+    )
+
+
+def test_a_damaged_library_is_no_reason_to_fail(tmp_path: Path) -> None:
+    damaged = tmp_path / "library.so"
+    damaged.write_bytes(b"not a library")
+    with pytest.raises(native.NativeError, match="cannot be loaded"):
+        native.load(damaged)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    sources: Path, places: Places, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    nowhere = native.Places(tmp_path / "none", tmp_path / "file" / "x", places.value.compilers)
+    with pytest.raises(native.NativeError, match="cannot be written"):
+        native.build(PORTABLE, nowhere, sources=sources)
+
+
+def test_the_best_variant_that_the_cpu_can_run_comes_first(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert [v.name for v in native.supported(cpuinfo)] == ["portable"]
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma f16c bmi2\n")
+    assert [v.name for v in native.supported(cpuinfo)] == ["avx2", "portable"]
+    flags = " ".join(native.VARIANTS[0].needs | {"avx2", "bmi2"})
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert [v.name for v in native.supported(cpuinfo)] == ["avx512bf16", "avx2", "portable"]
+
+
+def test_the_environment_says_where_a_library_comes_from() -> None:
+    chosen = native.Places.of({"XDG_CACHE_HOME": "/c", "CXX": "mine", "TRIPTYCH_NATIVE_DIR": "/p"})
+    assert chosen == native.Places(Path("/p"), Path("/c/triptych/native"), ("mine",))
+    plain = native.Places.of({"HOME": "/h"})
+    assert plain.cache == Path("/h/.cache/triptych/native")
+    assert plain.prebuilt == Path(sys.prefix) / "lib" / "triptych"
+    assert plain.compilers == native.COMPILERS
+
+
+@pytest.mark.full
+def test_every_variant_compiles_for_an_image(tmp_path: Path, compiler: str) -> None:
+    places = native.Places(tmp_path / "none", tmp_path / "cache", (compiler,))
+    made = native.prebuild(tmp_path / "image", places)
+    assert len(made) == len(native.VARIANTS)
+    without = native.Places(tmp_path / "image", tmp_path / "none", ())
+    for variant in native.supported():
+        native.load(native.build(variant, without))
