@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_operator import names
+from vlm_operator.api import quantity
 from vlm_operator.cluster import (
     CHILD_KINDS,
     POD,
@@ -49,7 +50,7 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
             (item["kind"], item["metadata"]["name"]): item for items in found for item in items
         },
         pods=pod_states(pods),
-        node_classes={item["metadata"]["name"]: _node_class(item) for item in classes},
+        node_classes={item["metadata"]["name"]: node_class(item) for item in classes},
         samples={},
         now=now,
     )
@@ -95,12 +96,21 @@ def _pod(item: Manifest) -> PodState:
         restarts=sum(int(entry.get("restartCount", 0)) for entry in statuses),
         deletion_cost=int(cost) if re.fullmatch(r"-?\d{1,9}", cost) else 0,
         blocked=_blocked(spec, status, conditions),
+        ready_since=_since(conditions, "Ready"),
+        compat=labels.get(names.LABEL_COMPAT, ""),
     )
 
 
 def _holds(conditions: Mapping[str, Any], name: str) -> bool:
     found = conditions.get(name)
     return found is not None and found["status"] == "True"
+
+
+def _since(conditions: Mapping[str, Any], name: str) -> float | None:
+    found = conditions.get(name)
+    if found is None or found["status"] != "True":
+        return None
+    return seconds(found["lastTransitionTime"])
 
 
 def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) -> str:
@@ -156,15 +166,25 @@ def _one_line(text: str, *, limit: int = 300) -> str:
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
-def _node_class(item: Manifest) -> NodeClassState:
+def node_class(item: Manifest) -> NodeClassState:
+    """Read a VLMNodeClass; the API server has checked its fields."""
     spec, status = item.get("spec", {}), item.get("status", {})
     accelerator, cost = spec.get("accelerator") or {}, spec.get("cost") or {}
+    spot = bool(spec.get("spot", False))
+    price = cost.get("spotPerHour", cost.get("perHour")) if spot else cost.get("perHour")
+    expected = spec.get("expectedStartupSeconds", NodeClassState.startup_seconds)
     return NodeClassState(
         name=item["metadata"]["name"],
         node_selector=spec.get("nodeSelector", {}),
         tolerations=tuple(spec.get("tolerations", [])),
         accelerator=accelerator.get("resourceName"),
         accelerators=int(accelerator.get("count", 1)) if accelerator else 0,
-        cost_per_hour=float(cost.get("perHour", 0)),
-        startup_p90_seconds=status.get("measuredStartupP90Seconds"),
+        cost_per_hour=None if price is None else float(quantity.parse(str(price))),
+        spot=spot,
+        speed={
+            Role(entry["role"]): entry.get("relativePercent", 100) / 100
+            for entry in spec.get("speed", [])
+        },
+        roles=frozenset(Role(role) for role in spec.get("roles", [])),
+        startup_seconds=float(status.get("measuredStartupP90Seconds", expected)),
     )

@@ -6,6 +6,7 @@ Values only; `observe` and `scrape` fill them.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -117,6 +118,7 @@ class PodState:
     Attributes:
         accepting: the readiness gate; None until it was set.
         gate_since: when the gate last changed, seconds since the epoch.
+        ready_since: when it last became ready; None while it is not.
         blocked: the one thing that keeps it from being ready, "" when nothing is known to.
         created: seconds since the epoch.
     """
@@ -139,6 +141,8 @@ class PodState:
     restarts: int
     deletion_cost: int
     blocked: str
+    ready_since: float | None = None
+    compat: str = ""
 
     @property
     def draining(self) -> bool:
@@ -158,15 +162,27 @@ class PodState:
 
 @dataclasses.dataclass(frozen=True)
 class NodeClassState:
-    """What a VLMNodeClass says that decisions need."""
+    """What a VLMNodeClass says that decisions need.
+
+    Attributes:
+        accelerator: resource name of its devices, None where it has none.
+        accelerators: devices of one pod.
+        cost_per_hour: of one replica, the spot price on spot nodes; None where nobody said.
+        speed: work per second of each role relative to other classes, 1.0 where nobody said.
+        roles: that may run here; empty is all.
+        startup_seconds: from creation to ready, measured (90th percentile) or else expected.
+    """
 
     name: str
-    node_selector: Mapping[str, str]
-    tolerations: tuple[Mapping[str, Any], ...]
-    accelerator: str | None  # resource name
-    accelerators: int  # per pod
-    cost_per_hour: float
-    startup_p90_seconds: int | None
+    node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    accelerator: str | None = None
+    accelerators: int = 0
+    cost_per_hour: float | None = None
+    spot: bool = False
+    speed: Mapping[Role, float] = dataclasses.field(default_factory=dict)
+    roles: frozenset[Role] = frozenset()
+    startup_seconds: float = 180.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +229,15 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class DeploymentState:
-    """One Deployment: one role, variant and revision."""
+    """One Deployment: one role, variant and revision.
+
+    Attributes:
+        available: pods that are ready, and have been for `minReadySeconds`.
+        stages: what its workers load; empty where nobody said.
+        initial: what it had when a rollout first took some of it; None before that.
+        failed: why its revision is not tried again, "" where it is.
+        created: seconds since the epoch.
+    """
 
     name: str
     role: Role
@@ -226,6 +250,11 @@ class DeploymentState:
     replicas: int
     ready: int
     deleting: bool
+    available: int = 0
+    stages: frozenset[str] = frozenset()
+    initial: int | None = None
+    failed: str = ""
+    created: float = 0.0
 
     @classmethod
     def of(cls, manifest: Manifest) -> DeploymentState:
@@ -244,12 +273,35 @@ class DeploymentState:
             replicas=int(status.get("replicas", 0)),
             ready=int(status.get("readyReplicas", 0)),
             deleting=meta.get("deletionTimestamp") is not None,
+            available=int(status.get("availableReplicas", 0)),
+            stages=_stages(manifest),
+            initial=int(noted) if (noted := notes.get(ANNOTATION_INITIAL, "")).isdecimal() else None,
+            failed=notes.get(ANNOTATION_FAILED, ""),
+            created=_seconds(meta.get("creationTimestamp")),
         )
+
+
+def _stages(manifest: Manifest) -> frozenset[str]:
+    """Read the stages off the command line of a worker."""
+    pod = manifest["spec"].get("template", {}).get("spec", {})
+    for container in pod.get("containers", []):
+        for argument in container.get("args", []):
+            if argument.startswith(STAGES_FLAG):
+                return frozenset(argument.removeprefix(STAGES_FLAG).split(","))
+    return frozenset()
+
+
+def _seconds(moment: str | None) -> float:
+    return 0.0 if moment is None else datetime.datetime.fromisoformat(moment).timestamp()
 
 
 # On each Deployment: what its revision was made of, so that a new operator renders the same pods.
 ANNOTATION_INPUTS = f"{names.GROUP}/inputs"
 ANNOTATION_RESOLVED = f"{names.GROUP}/resolved"
+# On Deployments of a rollout: what an old one had at first, why a new one is not tried again.
+ANNOTATION_INITIAL = f"{names.GROUP}/initial"
+ANNOTATION_FAILED = f"{names.GROUP}/failed"
+STAGES_FLAG = "--stages="
 # Kubernetes' own: pods with a lower one go first when a Deployment shrinks.
 ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 # On each child: the digest of what was last applied.

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from vlm_operator.api import quantity
 from vlm_operator.api.base import (
     LabelKey,
     LabelValue,
@@ -18,8 +19,9 @@ from vlm_operator.api.base import (
     Rule,
     VariantName,
     field,
-    not_built,
 )
+
+_DEVICE = "/"  # extended resources have a domain, cpu and memory have none
 
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
 Resources = Annotated[dict[ResourceName, Quantity], Field(max_length=16)]
@@ -108,11 +110,10 @@ class Variant(Model):
             message="set exactly one of nodeClassRef and placement; placement: {} is any node",
             at=".placement",
         ),
-        not_built(
-            "node-class",
-            "!has(self.nodeClassRef)",
-            "node classes",
-            at=".nodeClassRef",
-            instead="use placement",
-        ),
     )
+
+    @property
+    def accelerators(self) -> int:
+        """Devices of one replica: extended resources in its limits."""
+        limits = self.resources.limits.items()
+        return sum(int(quantity.parse(value)) for name, value in limits if _DEVICE in name)

@@ -17,6 +17,7 @@ from vlm_operator.api.enums import (
     RolloutStrategy,
     TransferMode,
 )
+from vlm_operator.api.tuning import Tuning
 from vlm_operator.names import Role
 
 PoolRole = Annotated[Role, Field(json_schema_extra={"enum": ["encoder", "prefill", "decode"]})]
@@ -49,7 +50,7 @@ class Slo(Model):
         unset="no goal",
     )
     window_seconds: int = field(
-        300, "Seconds over which percentiles are taken.", example=600, ge=30, le=3600
+        300, "Seconds over which percentiles are taken.", example=600, ge=1, le=3600
     )
     overrides: list[SloOverride] = field(
         [], "Other goals for single modalities.", keys="modality", max_length=3
@@ -132,6 +133,7 @@ class Autoscaling(Model):
     fallback_replicas: FallbackReplicas | None = field(
         None, "Replicas to hold with missingMetrics Fallback.", unset="as they are"
     )
+    tuning: Tuning = field(Tuning(), "The constants of the method (docs/autoscaling.md).")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         not_built(

@@ -12,7 +12,7 @@ class ScaleToZero(Model):
     """When a pool without work goes away, and what happens to work that comes then."""
 
     idle_seconds: int = field(
-        600, "Seconds without pictures before it goes to zero.", example=900, ge=60, le=86400
+        600, "Seconds without pictures before it goes to zero.", example=900, ge=1, le=86400
     )
     on_demand: OnDemand = field(
         OnDemand.INLINE_AT_PREFILL,

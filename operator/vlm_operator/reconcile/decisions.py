@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from vlm_operator import names
 from vlm_operator.api import ScalingMode, VLMService
 from vlm_operator.autoscale import Decision, History, Policy, PoolNow, decide
+from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.names import Role
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.plan import Plan, plan
+from vlm_operator.pods import place
 from vlm_operator.rollout import (
     Gate,
     Step,
@@ -21,7 +23,7 @@ from vlm_operator.rollout import (
     settle,
     spread,
 )
-from vlm_operator.state import DeploymentState, Manifest, Observed, Revision
+from vlm_operator.state import DeploymentState, Observed, Revision
 
 Key = tuple[Role, str, str]
 
@@ -67,9 +69,14 @@ def intend(
     *,
     options: Options,
 ) -> Intent:
-    """Decide everything about one service from one view of it."""
+    """Decide everything about one service from one view of it.
+
+    Raises:
+        SpecError: the cluster does not allow what the manifest asks for.
+    """
     deployments = observed.deployments()
-    service, shared = keep_defaults(written, deployments, worker_image=options.worker_image)
+    placed = place(written, observed.node_classes)
+    service, shared = keep_defaults(placed, deployments, worker_image=options.worker_image)
     revisions = current_revisions(service, shared, deployments)
     decided = _decide(service, observed, deployments, revisions, histories)
     decisions = {role: decision for role, (decision, _) in decided.items()}
@@ -109,17 +116,27 @@ def intend(
     )
 
 
-def pool_owner(pool: Manifest | None) -> str | None:
-    """Return the field manager that owns `spec.replicas` of a VLMPool, None where nobody does."""
-    if pool is None:
-        return None
-    owners = [
-        entry["manager"]
-        for entry in pool["metadata"].get("managedFields", [])
-        if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
-    ]
-    others = [name for name in owners if name != names.MANAGER_AUTOSCALER]
-    return others[0] if others else next(iter(owners), None)
+def held_gates(observed: Observed) -> tuple[Gate, ...]:
+    """What pods are told while their manifest is refused: what comes up takes work, none drains."""
+    gates: list[Gate] = []
+    for item in observed.deployments():
+        pods = [
+            pod
+            for pod in observed.of(item.role)
+            if (pod.variant, pod.revision) == (item.variant, item.revision)
+        ]
+        if item.role is not Role.GATEWAY:
+            settled = settle(
+                item,
+                pods,
+                observed.samples,
+                want=item.desired,
+                timeout=drain_seconds(item, None),
+                at_once=0,
+                now=observed.now,
+            )
+            gates += settled.gates
+    return tuple(gates)
 
 
 def _decide(

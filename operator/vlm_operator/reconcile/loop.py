@@ -14,14 +14,14 @@ from collections.abc import Callable
 
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
-from vlm_operator.apply import Accepted
+from vlm_operator.apply import Accepted, apply_gates
 from vlm_operator.autoscale import History
 from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.metrics import forget
 from vlm_operator.names import Role
 from vlm_operator.observe import observe
-from vlm_operator.reconcile.decisions import Intent, Options, intend
+from vlm_operator.reconcile.decisions import Intent, Options, held_gates, intend
 from vlm_operator.reconcile.deletion import Deletion
 from vlm_operator.reconcile.report import Reporter, stored_histories
 from vlm_operator.reconcile.writing import carry_out
@@ -98,15 +98,10 @@ class Loop:
         previous: Manifest = body.get("status", {})
         try:
             written = parse(body)
+            histories = self._remember(observed, written)
+            intent = intend(written, observed, histories, options=self._options)
         except SpecError as error:
-            failure = Failure("SpecInvalid", str(error), accepted=False)
-            status = refused_status(
-                failure, previous, generation=body["metadata"]["generation"], now=observed.now
-            )
-            await self._tell(body, status, events(previous, status))
-            return self._resync
-        histories = self._remember(observed, written)
-        intent = intend(written, observed, histories, options=self._options)
+            return await self._refuse(observed, body, error)
         failure_found, wrote = await carry_out(
             self._cluster, intent, observed, accepted=self._accepted
         )
@@ -145,6 +140,18 @@ class Loop:
             forget(self._namespace, self._name)
             return None
         return DRAIN_TICK_SECONDS
+
+    async def _refuse(self, observed: Observed, body: Manifest, error: SpecError) -> float:
+        """Say what is wrong and leave what serves alone."""
+        gates = held_gates(observed)
+        if await apply_gates(self._cluster, gates, namespace=self._namespace, now=observed.now):
+            self._seen = None
+        failure = Failure("SpecInvalid", str(error), accepted=False)
+        previous: Manifest = body.get("status", {})
+        generation = int(body["metadata"]["generation"])
+        status = refused_status(failure, previous, generation=generation, now=observed.now)
+        await self._tell(body, status, events(previous, status))
+        return self._resync
 
     async def _observe(self, woken: bool) -> Observed:
         now = self._clock()

@@ -1,7 +1,9 @@
 """What a user reads: conditions, the whole status, events. Pure; computed from what was seen.
 
-view.py        what one turn knows                              View, Failure
-conditions.py  a list of predicates, in reading order            conditions
+view.py        what one turn knows                              View, Failure, Verdict
+conditions.py  a list of predicates, in reading order            verdicts
+readiness.py   of roles: the one thing that blocks
+sizing.py      of sizes: who decides, on what, is there room, does it help
 pools.py       the pools: counts, load, decisions
 slo.py         TTFT per modality over a window                   SloWindow
 build.py       all of it, rounded                                build_status

@@ -12,11 +12,10 @@ from vlm_operator.names import Role
 from vlm_operator.pods import selector
 from vlm_operator.rollout import service_revision
 from vlm_operator.state import Manifest, Sample
-from vlm_operator.status.conditions import Verdict, round_ms, verdicts
+from vlm_operator.status.conditions import verdicts
 from vlm_operator.status.pools import kv_occupancy_percent, pool_status
-from vlm_operator.status.view import Failure, View
-
-_DEVICE = "/"  # extended resources have a domain, cpu and memory have none
+from vlm_operator.status.sizing import round_ms
+from vlm_operator.status.view import Failure, Verdict, View
 
 
 def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
@@ -145,14 +144,7 @@ def _accelerators(view: View) -> int:
     """Devices that pods with a node hold: extended resources in their variants' limits."""
     total = 0
     for role, pool in view.service.spec.pools.present.items():
-        devices = {
-            variant.name: sum(
-                int(float(value))
-                for name, value in variant.resources.limits.items()
-                if _DEVICE in name
-            )
-            for variant in pool.variants
-        }
+        devices = {variant.name: variant.accelerators for variant in pool.variants}
         total += sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
     return total
 

@@ -81,6 +81,8 @@ def _variants(view: View, role: Role) -> list[dict[str, Any]]:
         known = view.observed.node_classes.get(reference.name) if reference else None
         if known is not None:
             entry["nodeClass"] = known.name
-            entry["costPerHour"] = f"{known.cost_per_hour * len(pods):.2f}"
+            entry["startupP90Seconds"] = round(known.startup_seconds / 5) * 5
+            if known.cost_per_hour is not None:
+                entry["costPerHour"] = f"{known.cost_per_hour * len(pods):.2f}"
         found.append(entry)
     return found

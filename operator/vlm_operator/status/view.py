@@ -29,6 +29,16 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One condition without its times. `status` is None where nobody knows."""
+
+    type: str
+    status: bool | None
+    reason: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
 class View:
     """One service, as decided and seen in this turn.
 

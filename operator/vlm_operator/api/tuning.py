@@ -1,0 +1,82 @@
+"""`spec.autoscaling.tuning`: the constants of the autoscaler, each with its unit in the name.
+
+They are `autoscale.policy.Tuning` in integers; docs/autoscaling.md argues for the defaults. Bounds
+reach down to seconds, so that a trial need not wait for minutes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from vlm_operator.api.base import Model, Rule, field
+
+_DAY = 86400
+
+
+def _seconds(default: int, what: str, *, least: int = 1, most: int = _DAY) -> Any:
+    return field(default, what, example=default, ge=least, le=most)
+
+
+def _percent(default: int, what: str, *, least: int = 1, most: int = 100) -> Any:
+    return field(default, what, example=default, ge=least, le=most)
+
+
+def _count(default: int, what: str, *, most: int) -> Any:
+    return field(default, what, example=default, ge=1, le=most)
+
+
+class Tuning(Model):
+    """The constants of the autoscaler."""
+
+    min_requests: int = _count(50, "Fewer in the window widen it threefold.", most=10_000)
+    min_misses: int = _count(20, "Fewer are made up from the slowest tenth.", most=10_000)
+    slow_seconds: int = _seconds(60, "Between two calibrations.")
+    smoothing_seconds: int = _seconds(30, "Time constant of admitted work.")
+    drain_seconds: int = _seconds(30, "Within which a backlog should be done.")
+    wait_floor_milliseconds: int = _seconds(20, "Least budget for waiting.", most=60_000)
+    band_up_percent: int = _percent(85, "Use above which a pool grows.")
+    band_down_percent: int = _percent(70, "Use below which it may shrink.")
+    guilty_share_percent: int = _percent(20, "Least part in the overrun to grow.", least=0)
+    ttft_margin_percent: int = _percent(90, "TTFT over target for shrinking, at most.")
+    itl_margin_percent: int = _percent(80, "The same of the time between tokens.")
+    consolidation_percent: int = _percent(80, "Of the waiting budget that one less may use.")
+    after_growth_seconds: int = _seconds(60, "Without shrinking after growth.", least=0)
+    write_off_percent: int = _percent(
+        200,
+        "Of the start-up time, after which a starting pod does not count.",
+        least=100,
+        most=1000,
+    )
+    spot_risk_percent: int = _percent(10, "By which spot counts as dearer.", least=0, most=1000)
+    exhausted_seconds: int = _seconds(600, "Before a variant without nodes is tried again.")
+    startup_seconds: int = _seconds(180, "Until a variant's own start-up is known.")
+    startups_kept: int = _count(20, "Of each variant, for its percentile.", most=100)
+    growth_cap_percent: int = _percent(
+        100, "Most growth foreseen in one start-up.", least=0, most=1000
+    )
+    stale_ticks: int = _count(3, "Without an answer make a pod silent.", most=100)
+    fresh_share_percent: int = _percent(70, "Of ready pods that must answer.")
+    fresh_down_share_percent: int = _percent(90, "The same before a pool shrinks.")
+    missing_seconds: int = _seconds(300, "Of silence before fallbackReplicas.")
+    flap_changes: int = _count(3, "Changes of direction that double the window.", most=100)
+    flap_seconds: int = _seconds(900, "Within which these are counted.")
+    max_down_seconds: int = _seconds(1800, "To which the window may double.")
+    fit_points: int = _count(10, "Least rows of a fit.", most=1000)
+    fit_spread_percent: int = _percent(30, "Least spread of its regressor.")
+    fit_seconds: int = _seconds(1800, "Memory of a fit.")
+    fit_shift_percent: int = _percent(20, "Change of shape that starts it afresh.", most=1000)
+    forecast_seconds: int = _seconds(
+        2 * _DAY, "Of load known before a forecast counts.", most=30 * _DAY
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="tuning-bands",
+            holds="(has(self.bandDownPercent) ? self.bandDownPercent : 70) < "
+            "(has(self.bandUpPercent) ? self.bandUpPercent : 85)",
+            message="must be less than bandUpPercent: between them nothing moves",
+            says="'must be less than bandUpPercent (%d): between them nothing moves'"
+            ".format([has(self.bandUpPercent) ? self.bandUpPercent : 85])",
+            at=".bandDownPercent",
+        ),
+    )

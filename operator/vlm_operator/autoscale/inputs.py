@@ -1,0 +1,256 @@
+"""From a manifest, its node classes and what was seen to what a decision is made from.
+
+VLMService, NodeClassState ─▶ ServicePolicy        Observed ─▶ View
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.api import Pool, Variant, VLMService, quantity
+from vlm_operator.api import tuning as tuning_api
+from vlm_operator.api.enums import LendingMode, OnDemand
+from vlm_operator.api.scaling import Behavior, Targets
+from vlm_operator.autoscale.policy import (
+    Budget,
+    PoolPolicy,
+    Ratio,
+    ServicePolicy,
+    Tuning,
+    VariantPolicy,
+    ZeroPolicy,
+)
+from vlm_operator.autoscale.view import PodPhase, PodView, PoolView, View
+from vlm_operator.names import Role
+from vlm_operator.state import DeploymentState, Manifest, NodeClassState, Observed, PodState
+
+# API suffix, the constant's own suffix, and how many of the former are one of the latter.
+_UNITS = (
+    ("_milliseconds", "_seconds", 1000.0),
+    ("_percent", "", 100.0),
+)
+
+
+def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -> ServicePolicy:
+    """Read everything that a decision takes from the manifest.
+
+    Args:
+        service: with every default and its node classes filled in (`pods.place`, `api.resolve`).
+        classes: the cluster's VLMNodeClasses by name.
+    """
+    spec = service.spec
+    pools = {role: _pool(service, role, pool, classes) for role, pool in spec.pools.present.items()}
+    fallback = spec.autoscaling.fallback_replicas
+    itl = spec.slo.itl_p95_milliseconds
+    return ServicePolicy(
+        pools=pools,
+        ttft_seconds=_targets(service),
+        itl_seconds=None if itl is None else itl / 1000,
+        window_seconds=float(spec.slo.window_seconds),
+        budget=_budget(service, pools),
+        coupling=tuple(
+            Ratio(
+                item.numerator, item.denominator, _share(item.min_percent), _share(item.max_percent)
+            )
+            for item in spec.coupling
+        ),
+        apply=spec.autoscaling.policy,
+        missing=spec.autoscaling.missing_metrics,
+        fallback={}
+        if fallback is None
+        else {Role(role): count for role, count in fallback.to_dict().items()},
+        tick_seconds=float(spec.autoscaling.tick_seconds),
+        tuning=constants(spec.autoscaling.tuning),
+    )
+
+
+def constants(written: tuning_api.Tuning) -> Tuning:
+    """Turn the API's integers into the method's own units."""
+    found: dict[str, Any] = {}
+    for name in tuning_api.Tuning.model_fields:
+        value = getattr(written, name)
+        for suffix, own, scale in _UNITS:
+            if name.endswith(suffix):
+                found[name.removesuffix(suffix) + own] = value / scale
+                break
+        else:
+            found[name] = value
+    found["forecast_days"] = found.pop("forecast_seconds") / 86400
+    return Tuning(**found)
+
+
+def service_view(
+    service: VLMService,
+    observed: Observed,
+    deployments: Iterable[DeploymentState],
+    current: Iterable[tuple[Role, str]],
+) -> View:
+    """Say what is there, in the terms of a decision.
+
+    Args:
+        service: whose pools are looked at.
+        observed: this turn's reading.
+        deployments: of all roles.
+        current: role and revision of what each pool should run.
+    """
+    newest = set(current)
+    live = list(deployments)
+    return View(
+        now=observed.now,
+        pools={
+            role: _pool_view(service, role, observed, live, newest)
+            for role in service.spec.pools.present
+        },
+        samples=observed.samples,
+    )
+
+
+def pool_owner(pool: Manifest | None) -> str | None:
+    """Return the field manager that owns `spec.replicas` of a VLMPool, None where nobody does."""
+    if pool is None:
+        return None
+    owners = [
+        entry["manager"]
+        for entry in pool["metadata"].get("managedFields", [])
+        if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+    ]
+    others = [name for name in owners if name != names.MANAGER_AUTOSCALER]
+    return others[0] if others else next(iter(owners), None)
+
+
+def _pool(
+    service: VLMService, role: Role, pool: Pool, classes: Mapping[str, NodeClassState]
+) -> PoolPolicy:
+    scaling = pool.scaling
+    behavior, targets = scaling.behavior or Behavior(), scaling.targets or Targets()
+    up, down, zero = behavior.scale_up, behavior.scale_down, scaling.scale_to_zero
+    return PoolPolicy(
+        role=role,
+        mode=scaling.mode,
+        replicas=scaling.replicas or 0,
+        minimum=scaling.min_replicas or 0,
+        maximum=scaling.max_replicas or 0,
+        variants=tuple(_variant(role, variant, classes) for variant in pool.variants),
+        utilization=targets.utilization_percent / 100,
+        kv_occupancy=targets.kv_occupancy_percent / 100,
+        up_seconds=float(up.stabilization_seconds),
+        up_pods=up.max_pods_per_minute,
+        up_share=up.max_percent_per_minute / 100,
+        panic=up.panic_percent / 100,
+        panic_hold_seconds=float(up.panic_hold_seconds),
+        down_seconds=float(down.stabilization_seconds),
+        down_pods=down.max_pods_per_minute,
+        zero=None if zero is None else ZeroPolicy(float(zero.idle_seconds), zero.on_demand),
+        inline=_inline(service, role, pool),
+    )
+
+
+def _inline(service: VLMService, role: Role, pool: Pool) -> bool:
+    """Whether pictures are encoded here while no encoder takes them."""
+    encoder = service.spec.pools.encoder
+    if role is Role.ENCODER or encoder is None:
+        return False
+    zero = encoder.scaling.scale_to_zero
+    lends = pool.lending.mode is LendingMode.INLINE_ENCODE
+    return lends and (zero is None or zero.on_demand is OnDemand.INLINE_AT_PREFILL)
+
+
+def _variant(role: Role, variant: Variant, classes: Mapping[str, NodeClassState]) -> VariantPolicy:
+    reference = variant.node_class_ref
+    known = None if reference is None else classes.get(reference.name)
+    plain = VariantPolicy(
+        name=variant.name,
+        accelerators=variant.accelerators,
+        preference=variant.preference,
+        max_replicas=variant.max_replicas,
+    )
+    if known is None:
+        return plain
+    return dataclasses.replace(
+        plain,
+        cost_per_hour=known.cost_per_hour,
+        speed=known.speed.get(role, 1.0),
+        spot=known.spot,
+        startup_seconds=known.startup_seconds,
+    )
+
+
+def _targets(service: VLMService) -> dict[str, float]:
+    goals = service.spec.slo
+    found: dict[str, float] = {}
+    if goals.ttft_p95_milliseconds is not None:
+        found = dict.fromkeys(("text", "image"), goals.ttft_p95_milliseconds / 1000)
+    return found | {
+        item.modality.value.lower(): item.ttft_p95_milliseconds / 1000 for item in goals.overrides
+    }
+
+
+def _budget(service: VLMService, pools: Mapping[Role, PoolPolicy]) -> Budget:
+    written = service.spec.budget
+    if written is None:
+        return Budget()
+    cost = written.max_cost_per_hour
+    unknown = [
+        f"{role} variant {variant.name}"
+        for role, pool in pools.items()
+        for variant in pool.variants
+        if variant.cost_per_hour is None
+    ]
+    unreadable = ""
+    if cost is not None and unknown:
+        unreadable = (
+            f"the cost of {unknown[0]} is unknown: give it a nodeClassRef whose class has cost"
+        )
+    return Budget(
+        accelerators=written.max_accelerators,
+        cost_per_hour=None if cost is None else float(quantity.parse(cost)),
+        unreadable=unreadable,
+    )
+
+
+def _share(percent: int | None) -> float | None:
+    return None if percent is None else percent / 100
+
+
+def _pool_view(
+    service: VLMService,
+    role: Role,
+    observed: Observed,
+    deployments: list[DeploymentState],
+    current: set[tuple[Role, str]],
+) -> PoolView:
+    own = [item for item in deployments if item.role is role]
+    newest = [item for item in own if (role, item.revision) in current]
+    older = [item for item in own if (role, item.revision) not in current]
+    manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
+    return PoolView(
+        replicas=observed.pool_replicas(service.name, role),
+        owner=pool_owner(manifest),
+        live=_asked(newest) if any(item.desired for item in newest) else _asked(older),
+        pods=tuple(_pod(pod) for pod in observed.of(role)),
+        rolling=bool(older),
+    )
+
+
+def _asked(deployments: Iterable[DeploymentState]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for item in deployments:
+        found[item.variant] = found.get(item.variant, 0) + item.desired
+    return found
+
+
+def _pod(pod: PodState) -> PodView:
+    phase: PodPhase = "starting"
+    if pod.draining:
+        phase = "draining"
+    elif not pod.scheduled:
+        phase = "pending"
+    elif pod.ready:
+        phase = "ready"
+    # readiness may flap and a drain may be called off: the earlier of the two is the start
+    began = [at for at in (pod.ready_since, pod.gate_since) if at is not None]
+    taken = min(began) if pod.ready and began else None
+    return PodView(pod.uid, pod.variant, phase, pod.created, taken)

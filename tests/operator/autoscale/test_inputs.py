@@ -1,0 +1,166 @@
+"""What a decision is made from is what the manifest, the classes and the cluster say."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+from operator_support import World, body, external, pool, service
+
+from vlm_operator.api import parse, resolve
+from vlm_operator.api.tuning import Tuning as WrittenTuning
+from vlm_operator.autoscale.inputs import constants, service_policy, service_view
+from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.names import Role
+from vlm_operator.observe import node_class, observe, pod_states
+from vlm_operator.pods import place
+from vlm_operator.rollout import current_revisions, keep_defaults
+from vlm_operator.testing import settle
+
+AUTO: dict[str, Any] = {"mode": "Auto", "minReplicas": 1, "maxReplicas": 6}
+ZERO: dict[str, Any] = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3}
+SPOT = node_class(
+    {
+        "metadata": {"name": "spot"},
+        "spec": {
+            "accelerator": {"resourceName": "nvidia.com/gpu"},
+            "cost": {"perHour": "2.0", "spotPerHour": "700m"},
+            "spot": True,
+            "speed": [{"role": "decode", "relativePercent": 150}],
+            "expectedStartupSeconds": 90,
+        },
+    }
+)
+
+
+def policy(manifest, *classes):
+    known = {item.name: item for item in classes}
+    return service_policy(resolve(place(service(manifest), known), worker_image="w"), known)
+
+
+def test_the_constants_of_an_empty_manifest_are_the_methods_own():
+    assert constants(WrittenTuning()) == Tuning()
+
+
+def test_every_constant_of_the_method_is_a_field():
+    changed = {name: getattr(WrittenTuning(), name) + 1 for name in WrittenTuning.model_fields}
+    found = constants(WrittenTuning(**changed))
+    still = [
+        item.name
+        for item in dataclasses.fields(Tuning)
+        if getattr(found, item.name) == getattr(Tuning(), item.name)
+    ]
+    assert still == []
+
+
+def test_a_pool_says_its_bounds_pace_and_targets():
+    scaling = AUTO | {
+        "behavior": {
+            "scaleUp": {"stabilizationSeconds": 7, "panicPercent": 300, "panicHoldSeconds": 9},
+            "scaleDown": {"stabilizationSeconds": 11, "maxPodsPerMinute": 2},
+        },
+        "targets": {"utilizationPercent": 60},
+    }
+    found = policy(body({"slo": {"ttftP95Milliseconds": 900}}, decode={"scaling": scaling}))
+    decode = found.pools[Role.DECODE]
+    assert (decode.minimum, decode.maximum, decode.utilization) == (1, 6, 0.6)
+    assert (decode.up_seconds, decode.panic, decode.panic_hold_seconds) == (7, 3.0, 9)
+    assert (decode.down_seconds, decode.down_pods) == (11, 2)
+    assert found.ttft_seconds == {"text": 0.9, "image": 0.9}
+
+
+def test_an_override_is_that_modalitys_target():
+    slo = {
+        "ttftP95Milliseconds": 900,
+        "overrides": [{"modality": "Image", "ttftP95Milliseconds": 2500}],
+    }
+    assert policy(body({"slo": slo})).ttft_seconds == {"text": 0.9, "image": 2.5}
+
+
+def test_a_spot_class_gives_its_spot_price_speed_and_start():
+    found = policy(
+        body(decode=pool(variants=[{"name": "s", "nodeClassRef": {"name": "spot"}}])), SPOT
+    )
+    (variant,) = found.pools[Role.DECODE].variants
+    assert (variant.cost_per_hour, variant.speed, variant.spot) == (0.7, 1.5, True)
+    assert (variant.accelerators, variant.startup_seconds) == (1, 90)
+
+
+def test_a_measured_start_wins_over_the_expected_one():
+    manifest = {"metadata": {"name": "a"}, "spec": {}, "status": {"measuredStartupP90Seconds": 35}}
+    assert node_class(manifest).startup_seconds == 35
+
+
+def test_a_cost_that_nobody_said_makes_the_budget_unreadable():
+    spec = {"budget": {"maxCostPerHour": "10"}}
+    unknown = policy(body(spec, decode=pool()))
+    assert "cost of decode variant default is unknown" in unknown.budget.unreadable
+    named = [{"name": "s", "nodeClassRef": {"name": "spot"}}]
+    assert policy(body(spec, decode=pool(variants=named)), SPOT).budget.unreadable == ""
+    assert policy(body({"budget": {"maxAccelerators": 3}})).budget.unreadable == ""
+
+
+@pytest.mark.parametrize(
+    ("on_demand", "inline"), [("InlineAtPrefill", True), ("Queue", False), ("Reject", False)]
+)
+def test_pictures_are_encoded_inline_only_where_the_manifest_says_so(on_demand, inline):
+    zero = ZERO | {"scaleToZero": {"idleSeconds": 5, "onDemand": on_demand}}
+    found = policy(
+        body(
+            {"slo": {"ttftP95Milliseconds": 900}},
+            encoder={"scaling": zero},
+            prefill=pool(lending={"mode": "InlineEncode"}),
+            decode=pool(),
+        )
+    )
+    assert found.pools[Role.PREFILL].inline is inline
+    assert found.pools[Role.ENCODER].zero.idle_seconds == 5
+
+
+def test_a_view_names_the_phase_of_every_pod_and_who_owns_the_number():
+    world = World(body(decode=external(1, 4)))
+    world.turn()
+    settle(world.cluster, start=False)
+    decode = view_of(world).pools[Role.DECODE]
+    assert [pod.phase for pod in decode.pods] == ["pending"]
+    assert decode.owner == "vlm-autoscaler"
+    world.converge()
+    world.scale("decode", 2)
+    decode = view_of(world).pools[Role.DECODE]
+    assert [pod.phase for pod in decode.pods] == ["ready"]
+    assert decode.pods[0].ready_since >= decode.pods[0].created
+    assert (decode.owner, decode.replicas, decode.live) == ("kubectl", 2, {"default": 1})
+    assert not decode.rolling
+
+
+def view_of(world: World):
+    """What the next decision would see."""
+    now = world.cluster.clock.now
+    observed = asyncio.run(observe(world.cluster, "ns", "demo", now=now))
+    deployments = observed.deployments()
+    written, shared = keep_defaults(
+        parse(observed.service), deployments, worker_image="triptych/worker:dev"
+    )
+    current = current_revisions(written, shared, deployments)
+    return service_view(
+        written, observed, deployments, [(role, item.id) for (role, _), item in current.items()]
+    )
+
+
+def test_a_pod_that_is_not_ready_has_not_begun():
+    manifest = {
+        "metadata": {
+            "name": "p",
+            "uid": "u",
+            "labels": {"triptych.dev/role": "decode"},
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": {"nodeName": "n"},
+        "status": {
+            "conditions": [
+                {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:00:09Z"}
+            ]
+        },
+    }
+    (found,) = pod_states([manifest])
+    assert found.ready_since is None
