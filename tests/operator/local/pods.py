@@ -7,7 +7,7 @@ from typing import Any
 from vlm_operator.local.client import ApiError, Client, Object
 from vlm_operator.local.waiting import until
 
-SECONDS = 20.0
+SECONDS = 60.0
 SERVER = """
 import http.server, os, signal, sys, threading
 class Handler(http.server.BaseHTTPRequestHandler):

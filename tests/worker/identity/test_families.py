@@ -30,6 +30,7 @@ from vlm_worker.types import Stage
 BLOCK_SIZE = 4
 BUDGET = 30
 MAX_LOGIT_DIFFERENCE = 1e-3
+PREEMPTION_ROUNDS = 8
 ALL, ENCODER, PREFILL, DECODE = tuple(Stage), Stage.ENCODER, Stage.PREFILL, Stage.DECODE
 TOPOLOGIES = {
     "colocated": (ALL,),
@@ -99,9 +100,13 @@ async def test_preempted_sequences_answer_the_same(case: Case, topology: str) ->
         route,
         (_, prefill, decode),
     ):
-        await hold_law(Law(case.pairs), route)
+        apart = prefill is not decode
+        for _ in range(PREEMPTION_ROUNDS):  # who meets whom in the batch is a matter of timing
+            await hold_law(Law(case.pairs), route)
+            if decode.stats().preemptions and (route.num_continued or not apart):
+                break
         assert decode.stats().preemptions > 0, "memory was not tight enough to preempt"
-        if prefill is not decode:
+        if apart:
             assert route.num_continued > 0, "no answer with a picture was handed back"
 
 
