@@ -2,8 +2,12 @@
 
     store_kv           write the keys and values of new tokens into KV blocks
     paged_attention    attention of packed queries over KV blocks
+    decode_attention   its part for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
     dense_attention    attention of a batch of equal shapes, which both are made of
+    packed_linear      linear layers on packed weights, and what usually follows them
+    rms_norm           RMSNorm of packed tokens
+    rope               rotary positions, in place
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
 The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`: one block is one
@@ -13,16 +17,23 @@ contiguous piece.
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.gather_blocks import gather_blocks, scatter_blocks
+from vlm_kernels.packed_linear import PackedWeights, packed_linear
 from vlm_kernels.paged_attention import paged_attention
+from vlm_kernels.rms_norm import rms_norm
+from vlm_kernels.rope import rope
 from vlm_kernels.store_kv import store_kv
 from vlm_kernels.varlen_attention import varlen_attention
 
 __all__ = [
     "AttentionPlan",
+    "PackedWeights",
     "dense_attention",
     "gather_blocks",
+    "packed_linear",
     "paged_attention",
     "plan_attention",
+    "rms_norm",
+    "rope",
     "scatter_blocks",
     "store_kv",
     "varlen_attention",

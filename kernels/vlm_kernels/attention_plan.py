@@ -1,10 +1,11 @@
-"""What one step of paged attention reads: sequences in groups, their cache rows, their masks.
+"""What one step of paged attention reads: decoding rows, and sequences in groups with their masks.
 
 Shapes: S sequences, H KV heads, G query heads per KV head, D head size, P slots per block,
 B blocks per sequence; the cache is `[N, L, 2, H, P * D]`.
 
-A group is either the decoding sequences of similar length, padded to the longest, or one sequence
-with a chunk of prefill. A plan is made once per step and used by all layers.
+Decoding sequences, one query each, are rows of one native call. Where there is no native kernel,
+those of similar length are a group, padded to the longest; a sequence with a chunk of prefill is
+a group by itself. A plan is made once per step and used by all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vlm_kernels.decode_attention import DecodeRows, can_attend_decode, plan_decode
+
 Spans = Sequence[Sequence[tuple[int, int]]]
 """Per sequence, the [start, end) ranges that attend in both directions."""
 
@@ -24,8 +27,8 @@ class Group:
     """Sequences that are computed in one call.
 
     Attributes:
-        tokens: [S * Q] int64 packed positions of the queries; None where they are the whole batch,
-            in order.
+        tokens: packed positions of the queries, a slice or [S * Q] int64; None where they are the
+            whole batch, in order.
         num_seqs: S.
         num_queries: Q, the same for all.
         num_kv: KV positions that are read, after `kv_pieces` are laid out.
@@ -37,7 +40,7 @@ class Group:
         causal: the mask is the plain lower triangle.
     """
 
-    tokens: torch.Tensor | None
+    tokens: slice | torch.Tensor | None
     num_seqs: int
     num_queries: int
     num_kv: int
@@ -49,8 +52,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What one step reads; the same for all layers of one window."""
+    """What one step reads; the same for all layers of one window.
 
+    Attributes:
+        rows: decoding sequences, for the native kernel; None where there are none for it.
+        groups: all others.
+    """
+
+    rows: DecodeRows | None
     groups: tuple[Group, ...]
 
 
@@ -64,6 +73,7 @@ def plan_attention(
     dtype: torch.dtype,
     spans: Spans = (),
     window: int | None = None,
+    use_native: bool = True,
 ) -> AttentionPlan:
     """Lay out one step.
 
@@ -79,25 +89,36 @@ def plan_attention(
             this step.
         window: tokens that a sliding-window layer sees, itself included; it bounds the past alone,
             in spans too, as transformers' masks do.
+        use_native: compute decoding sequences by the native kernel, where there is one.
     """
     num_queries = np.diff(query_start).astype(np.int64)
     num_kv = context_lens.astype(np.int64) + num_queries
     assert (num_queries > 0).all()
     layout = _Layout(kv_cache, head_dim, dtype)
     decoding = np.flatnonzero(num_queries == 1)
+    rows = None
+    if use_native and len(decoding) and can_attend_decode(kv_cache, dtype):
+        rows = plan_decode(
+            query_start[decoding],
+            num_kv[decoding],
+            block_table[decoding],
+            kv_cache,
+            head_dim=head_dim,
+            dtype=dtype,
+            window=window,
+        )
+        decoding = decoding[:0]
     members = [
         *_similar(decoding, num_kv),
         *([s] for s in np.flatnonzero(num_queries > 1).tolist()),
     ]
-    alone = len(members) == 1
+    alone = len(members) == 1 and rows is None
     groups = []
     for seqs in members:
         in_order = alone and list(seqs) == list(range(len(seqs)))
-        start = query_start[np.asarray(seqs)].astype(np.int64)
-        tokens = (start[:, None] + np.arange(num_queries[seqs[0]])).reshape(-1)
         groups.append(
             layout.group(
-                tokens=None if in_order else tokens,
+                tokens=None if in_order else _tokens(query_start, num_queries, seqs),
                 num_queries=int(num_queries[seqs[0]]),
                 num_kv=num_kv[np.asarray(seqs)],
                 blocks=block_table[np.asarray(seqs)],
@@ -105,7 +126,17 @@ def plan_attention(
                 window=window,
             )
         )
-    return AttentionPlan(tuple(groups))
+    return AttentionPlan(rows, tuple(groups))
+
+
+def _tokens(
+    query_start: np.ndarray, num_queries: np.ndarray, seqs: Sequence[int]
+) -> slice | np.ndarray:
+    """Packed positions of the queries of a group."""
+    if len(seqs) == 1:
+        start = int(query_start[seqs[0]])
+        return slice(start, start + int(num_queries[seqs[0]]))
+    return query_start[np.asarray(seqs)].astype(np.int64)  # decoding: one query each
 
 
 class _Layout:
@@ -119,7 +150,7 @@ class _Layout:
     def group(
         self,
         *,
-        tokens: np.ndarray | None,
+        tokens: slice | np.ndarray | None,
         num_queries: int,
         num_kv: np.ndarray,
         blocks: np.ndarray,
@@ -132,7 +163,7 @@ class _Layout:
         blocks = np.where(used, blocks[:, :num_blocks], 0).astype(np.int64)
         mask, causal = self._mask(num_queries, num_kv, spans, window)
         return Group(
-            tokens=None if tokens is None else self._tensor(tokens),
+            tokens=self._tensor(tokens) if isinstance(tokens, np.ndarray) else tokens,
             num_seqs=num_seqs,
             num_queries=num_queries,
             num_kv=longest,

@@ -8,7 +8,8 @@ P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`. Th
 themselves is stored before.
 
     plan = plan_attention(...)          once per step
-    paged_attention(q, ..., plan)       once per layer: gather, then dense attention per group
+    paged_attention(q, ..., plan)       once per layer: decoding rows by the native kernel
+                                        (`decode_attention`), then group by group: gather, attend
 
 Query heads of one KV head share its gathered rows; nothing is repeated in memory.
 """
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
+from vlm_kernels.decode_attention import attend_decode
 from vlm_kernels.dense_attention import dense_attention
 
 
@@ -84,8 +86,11 @@ def paged_attention(
         `[T, H * G, D]`, every element written.
     """
     num_kv_heads, head_dim = kv_cache.shape[3], q_THD.shape[-1]
-    pieces = kv_cache.view(-1, kv_cache.shape[-1])
     o_THD: torch.Tensor | None = None
+    if plan.rows is not None:
+        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        attend_decode(plan.rows, q_THD, layer, o_THD, scale=scale)
+    pieces = kv_cache.view(-1, kv_cache.shape[-1])
     for group in plan.groups:
         rows = group.kv_pieces + layer * 2 * num_kv_heads
         kv = pieces.index_select(0, rows).view(-1, head_dim)

@@ -1,0 +1,159 @@
+// Vectors of floats as wide as the variant's registers, and the two types that KV is kept in.
+//
+// Plain C++ over the compiler's vector types, so that one kernel text serves every variant; only
+// the sum across a register is written once per instruction set.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace triptych {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+constexpr int NUM_REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+constexpr int NUM_REGISTERS = 16;
+#else
+constexpr int WIDTH = 4;
+constexpr int NUM_REGISTERS = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+
+inline Floats broadcast(float x) { return Floats{} + x; }
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+// The upper half of a float: its sign, its exponent, 7 bits of its fraction.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(Bfloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof(y));
+  return y;
+}
+
+inline void from_float(float x, float* y) { *y = x; }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline void from_float(float x, Bfloat16* y) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  y->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
+}
+
+// 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats lie
+// one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes a shift
+// and a mask, and no shuffle.
+struct Pair {
+  Floats a, b;
+};
+
+constexpr int PAIR = 2 * WIDTH;
+
+inline Pair load_pair(const float* from) { return {load(from), load(from + WIDTH)}; }
+
+inline Pair load_pair(const Bfloat16* from) {
+  Bits bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  const Bits even = bits << 16, odd = bits & 0xffff0000u;
+  Pair pair;
+  std::memcpy(&pair.a, &even, sizeof(even));
+  std::memcpy(&pair.b, &odd, sizeof(odd));
+  return pair;
+}
+
+// The first `count` values; the others are zero and not read.
+template <class T>
+inline Pair load_pair(const T* from, int count) {
+  if (count >= PAIR) return load_pair(from);
+  T padded[PAIR] = {};
+  std::memcpy(padded, from, count * sizeof(T));
+  return load_pair(padded);
+}
+
+// Index in the 2 * WIDTH floats of a stored pair of its i-th value.
+template <class T>
+inline int place(int i) {
+  return sizeof(T) == 2 ? (i % 2) * WIDTH + i / 2 : i;
+}
+
+// The sums of four registers.
+inline void sum_four(const Floats x[4], float sums[4]) {
+#if defined(__AVX512F__)
+  const __m512 s[4] = {(__m512)x[0], (__m512)x[1], (__m512)x[2], (__m512)x[3]};
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(s[0], s[1]), _mm512_unpackhi_ps(s[0], s[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3]));
+  const __m512d l = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d h = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(l), _mm512_castpd_ps(h));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX2__)
+  const __m256 ab = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
+  const __m256 cd = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
+  const __m256 abcd = _mm256_hadd_ps(ab, cd);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+#else
+  for (int i = 0; i < 4; i++) {
+    float sum = 0;
+    for (int lane = 0; lane < WIDTH; lane++) sum += x[i][lane];
+    sums[i] = sum;
+  }
+#endif
+}
+
+inline float largest(Floats x) {
+  float y = x[0];
+  for (int lane = 1; lane < WIDTH; lane++) y = x[lane] > y ? x[lane] : y;
+  return y;
+}
+
+inline float sum(Floats x) {
+  float y = 0;
+  for (int lane = 0; lane < WIDTH; lane++) y += x[lane];
+  return y;
+}
+
+// e^x for x <= 0, to 2 units in the last place; 0 below -87, NaN of NaN.
+//
+//   e^x = 2^n e^r,  n = round(x / ln 2),  |r| <= ln 2 / 2,  e^r by a polynomial of degree 7
+inline Floats exp_of_negative(Floats x) {
+  const Floats shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats biased = x * 1.44269504f + shift;
+  const Floats n = biased - shift;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  Bits power;
+  std::memcpy(&power, &biased, sizeof(power));
+  power = (power << 23) + (127u << 23);  // the integer's low bits move to the exponent
+  Floats scale;
+  std::memcpy(&scale, &power, sizeof(scale));
+  return x < -87.f ? Floats{} : p * scale;
+}
+
+}  // namespace triptych

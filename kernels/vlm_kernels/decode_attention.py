@@ -1,0 +1,202 @@
+"""Paged attention of decoding sequences: one query token each, over the KV blocks of its sequence.
+
+The mathematics stands in `paged_attention.py`, whose reference defines the answer, and the kernel
+in `cpu/paged_attention.cpp`. Scores, weights and sums are float32 for every type of q and KV: of
+bfloat16 KV the answer differs from the float32 one by its own rounding alone, where transformers'
+`eager` and `sdpa` round scores and weights too.
+
+    rows = plan_decode(...)             once per step: numbers and addresses
+    attend_decode(rows, q, ..., out)    once per layer: one call, all rows
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlm_kernels.cpu import native
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+class _Step(ctypes.Structure):
+    """`Step` in cpu/paged_attention.cpp."""
+
+    _fields_ = (
+        ("block_table", ctypes.c_void_p),
+        ("num_kv", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("cache", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_rows", "table_width", "window",
+                "num_layers", "num_kv_heads", "num_groups", "head_dim", "block_size",
+                "q_is_bf16", "kv_is_bf16", "num_threads",
+            )
+        ),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The decoding sequences of one step, as the kernel reads them.
+
+    Attributes:
+        step: what all layers share; it points into `arrays` and `kv_cache`.
+        arrays: kept for as long as `step` is.
+        kv_cache: likewise.
+        num_tokens: least number of packed tokens that q has.
+        num_heads: query heads per KV head are known when q is, at the first layer.
+        dtype: of q.
+    """
+
+    step: _Step
+    arrays: tuple[np.ndarray, ...]
+    kv_cache: torch.Tensor
+    num_tokens: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def can_attend_decode(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes this, on this machine."""
+    return (
+        kv_cache.device.type == "cpu"
+        and kv_cache.dtype in TYPES
+        and dtype in TYPES
+        and _kernel() is not None
+    )
+
+
+def plan_decode(
+    tokens: np.ndarray,
+    num_kv: np.ndarray,
+    block_table: np.ndarray,
+    kv_cache: torch.Tensor,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> DecodeRows:
+    """Check and lay out the rows of one step.
+
+    Args:
+        tokens: `[R]` where each row's query lies among the packed tokens.
+        num_kv: `[R]` positions of each row's sequence, its own included.
+        block_table: `[R, B]`; entries behind a sequence's end are not read.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32 or bfloat16, on the CPU.
+        head_dim: D.
+        dtype: of q, float32 or bfloat16.
+        window: positions that a row sees, its own included; None is all.
+
+    Raises:
+        ValueError: a shape, type or block number is wrong; says which.
+    """
+    _check_cache(kv_cache, head_dim, dtype)
+    num_blocks, num_layers, _, num_kv_heads, inner = kv_cache.shape
+    block_size, num_rows = inner // head_dim, len(tokens)
+    if tokens.shape != (num_rows,) or num_kv.shape != (num_rows,) or num_rows == 0:
+        raise ValueError(f"tokens {tokens.shape} and num_kv {num_kv.shape}: one of each per row")
+    if block_table.ndim != 2 or len(block_table) != num_rows:
+        raise ValueError(f"block_table {block_table.shape}: must have {num_rows} rows")
+    width = block_table.shape[1]
+    if (num_kv < 1).any() or (num_kv > width * block_size).any() or (tokens < 0).any():
+        raise ValueError(f"num_kv must be 1 to {width * block_size}, and tokens at least 0")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window}: must be at least 1")
+    used = np.arange(width) * block_size < num_kv[:, None]
+    read = block_table[used]
+    if (read < 0).any() or (read >= num_blocks).any():
+        raise ValueError(f"block_table: a block that is read is not in 0 to {num_blocks - 1}")
+    arrays = (
+        np.ascontiguousarray(block_table, np.int32),
+        np.ascontiguousarray(num_kv, np.int32),
+        np.ascontiguousarray(tokens, np.int64),
+    )
+    step = _Step(
+        *(array.ctypes.data for array in arrays),
+        kv_cache.data_ptr(),
+        num_rows=num_rows,
+        table_width=width,
+        window=window or 0,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        q_is_bf16=dtype == torch.bfloat16,
+        kv_is_bf16=kv_cache.dtype == torch.bfloat16,
+        num_threads=torch.get_num_threads(),
+    )
+    return DecodeRows(step, arrays, kv_cache, int(tokens.max()) + 1, head_dim, dtype)
+
+
+def attend_decode(
+    rows: DecodeRows, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor, *, scale: float
+) -> None:
+    """Write the answers of the rows into their places of `out_THD`; others are left alone.
+
+    Args:
+        rows: of this step.
+        q_THD: packed queries `[T, H * G, D]`, the inner stride 1; head h reads KV head h // G.
+        layer: which layer of the cache.
+        out_THD: like q, contiguous.
+        scale: factor of the scores.
+
+    Raises:
+        ValueError: a shape, type or stride is wrong; says which.
+    """
+    step = rows.step
+    num_tokens, num_heads, head_dim = q_THD.shape
+    if q_THD.dtype != rows.dtype or out_THD.dtype != rows.dtype:
+        raise ValueError(f"q is {q_THD.dtype}, out {out_THD.dtype}: planned for {rows.dtype}")
+    if head_dim != rows.head_dim or num_tokens < rows.num_tokens or num_heads % step.num_kv_heads:
+        raise ValueError(
+            f"q {tuple(q_THD.shape)}: must be [{rows.num_tokens} or more, a multiple of "
+            f"{step.num_kv_heads}, {rows.head_dim}]"
+        )
+    token_stride, head_stride, inner = q_THD.stride()
+    if inner != 1 and head_dim > 1:
+        raise ValueError(f"q has inner stride {inner}: must be 1")
+    if out_THD.shape != q_THD.shape or not out_THD.is_contiguous():
+        raise ValueError(f"out {tuple(out_THD.shape)}: must be contiguous and like q")
+    if not 0 <= layer < step.num_layers:
+        raise ValueError(f"layer {layer}: the cache has {step.num_layers}")
+    if q_THD.device.type != "cpu" or out_THD.device.type != "cpu":
+        raise ValueError("q and out must be on the CPU")
+    step.num_groups = num_heads // step.num_kv_heads
+    kernel = _kernel()
+    assert kernel is not None
+    kernel(
+        ctypes.byref(step),
+        q_THD.data_ptr(),
+        token_stride,
+        head_stride,
+        out_THD.data_ptr(),
+        layer,
+        scale,
+    )
+
+
+def _check_cache(kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
+    if kv_cache.ndim != 5 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(f"kv_cache {tuple(kv_cache.shape)}: must be contiguous [N, L, 2, H, P*D]")
+    if head_dim < 1 or kv_cache.shape[4] % head_dim:
+        raise ValueError(f"head_dim {head_dim}: does not divide P*D = {kv_cache.shape[4]}")
+    if kv_cache.dtype not in TYPES or dtype not in TYPES or kv_cache.device.type != "cpu":
+        raise ValueError(f"kv_cache {kv_cache.dtype} on {kv_cache.device}, q {dtype}: not built")
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    return native.function(
+        "triptych_paged_attention",
+        pointer, pointer, number, number, pointer, number, ctypes.c_float,
+    )  # fmt: skip
