@@ -18,13 +18,16 @@
 // depend on the rows beside it, nor on the number of threads. Rounding is transformers': bf16 after
 // the product, after SiLU, and after each sum or product of two tensors.
 
+#include <cstdint>
+
+#include "threads.h"
+
+#ifdef TRIPTYCH_AVX512BF16
+
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
-
-#include "team.h"
 
 namespace {
 
@@ -32,9 +35,11 @@ using bf16 = uint16_t;
 
 constexpr int kPanel = 32;        // outputs of a panel
 constexpr int kAhead = 4096;      // bytes that few rows are prefetched ahead
+constexpr int kFewRows = 16;      // up to so many, W comes from memory faster than sums are made
 constexpr int kMostRows = 14;     // 14 x 2 sums, and 2 lines of W, in 32 registers
-constexpr int kRowsManyRows = 12;
-constexpr int kPanelsPerItem = 4;
+constexpr int kTileRows = 12;     // when rows are many: x comes out of the cache, too
+constexpr int kMostPanels = 4;     // of one item of work
+constexpr int kBlockBytes = 512 << 10;  // of x that pass by a panel: half of a core's own cache
 
 enum Epilogue : int { kPlain = 0, kResidual = 1, kGated = 2 };
 
@@ -174,24 +179,24 @@ void few_rows(const Job& job, int begin, int end) {
   }
 }
 
-#ifndef MANY
-#define MANY 0
-#endif
-void many_rows(const Job& job, int begin, int end, int row_begin, int row_end) {
-#if MANY == 0
-  for (int panel = begin; panel < end; ++panel)
-    for (int row = row_begin; row < row_end; row += kRowsManyRows)
-      rows_of<1, false>(job, row, std::min(kRowsManyRows, row_end - row), panel);
-#else
-  for (int panel = begin; panel < end; panel += 2)
-    for (int row = row_begin; row < row_end; row += 6)
-      panel + 1 < end ? rows_of<2, false>(job, row, std::min(6, row_end - row), panel) : rows_of<1, false>(job, row, std::min(6, row_end - row), panel);
-#endif
+void many_rows(const Job& job, int begin, int end) {
+  const int fitting = kBlockBytes / (job.k * int(sizeof(bf16))) / kTileRows * kTileRows;
+  const int block = std::max(kTileRows, fitting);
+  for (int first_row = 0; first_row < job.m; first_row += block) {
+    const int end_row = std::min(first_row + block, job.m);
+    for (int panel = begin; panel < end; ++panel) {
+      for (int row = first_row; row < end_row; row += kTileRows) {
+        rows_of<1, false>(job, row, std::min(kTileRows, end_row - row), panel);
+      }
+    }
+  }
 }
 
 }  // namespace
 
-extern "C" void triptych_linear_bf16(const void* x, int64_t x_stride, const void* w,
+TRIPTYCH_EXPORT int triptych_has_linear_bf16() { return 1; }
+
+TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const void* w,
                                      const void* bias, const void* residual,
                                      int64_t residual_stride, void* y, int64_t y_stride, int m,
                                      int n, int k, int epilogue, int num_threads) {
@@ -208,14 +213,20 @@ extern "C" void triptych_linear_bf16(const void* x, int64_t x_stride, const void
                 k,
                 static_cast<Epilogue>(epilogue)};
   const int num_panels = (n + kPanel - 1) / kPanel;
-  const int num_items = (num_panels + kPanelsPerItem - 1) / kPanelsPerItem;
-  triptych::Team::shared().run(num_threads, num_items, [&](int item) {
-    const int begin = item * kPanelsPerItem;
-    const int end = std::min(begin + kPanelsPerItem, num_panels);
-    if (m <= 16) {
-      few_rows(job, begin, end);
-    } else {
-      many_rows(job, begin, end, 0, m);
-    }
+  const int share = num_panels / (4 * num_threads) / 2 * 2;
+  const int per_item = std::max(2, std::min(kMostPanels, share));
+  triptych::parallel_for(num_threads, (num_panels + per_item - 1) / per_item, [&](std::ptrdiff_t i) {
+    const int begin = int(i) * per_item, end = std::min(begin + per_item, num_panels);
+    m <= kFewRows ? few_rows(job, begin, end) : many_rows(job, begin, end);
   });
 }
+
+#else
+
+TRIPTYCH_EXPORT int triptych_has_linear_bf16() { return 0; }
+
+TRIPTYCH_EXPORT void triptych_linear_bf16(const void*, int64_t, const void*, const void*,
+                                          const void*, int64_t, void*, int64_t, int, int, int, int,
+                                          int) {}
+
+#endif

@@ -1,0 +1,74 @@
+"""RMSNorm:  y_t = (x_t / sqrt(mean(x_t^2) + eps)) * w      for each token t.
+
+Shapes: T tokens, D features. The mean is in float32; the scaled x is rounded to its type before it
+is multiplied by w, as in transformers' Llama and Qwen. C++ on CPUs (`cpu/norm.cpp`): one pass
+instead of six.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vlm_kernels.cpu import native
+
+
+def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """The definition."""
+    wide = x_TD.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_D * scaled.to(x_TD.dtype)
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Normalise each row.
+
+    Args:
+        x_TD: float32 or bfloat16; rows may lie apart.
+        weight_D: of the same type.
+        eps: added to the mean square.
+
+    Returns:
+        `[T, D]`, every element written.
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    if x_TD.dim() != 2 or weight_D.shape != x_TD.shape[1:]:
+        raise ValueError(f"rms_norm: x {tuple(x_TD.shape)}, weight {tuple(weight_D.shape)}")
+    if x_TD.dtype != weight_D.dtype or x_TD.device != weight_D.device:
+        raise ValueError(
+            f"rms_norm: x is {x_TD.dtype} on {x_TD.device}, the weight {weight_D.dtype} on "
+            f"{weight_D.device}"
+        )
+    run = _native() if x_TD.device.type == "cpu" else None
+    if run is None or x_TD.dtype not in {torch.float32, torch.bfloat16}:
+        return rms_norm_reference(x_TD, weight_D, eps=eps)
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    weight_D = weight_D.contiguous()
+    y_TD = x_TD.new_empty(x_TD.shape)
+    run(
+        x_TD.data_ptr(),
+        x_TD.stride(0),
+        weight_D.data_ptr(),
+        y_TD.data_ptr(),
+        *x_TD.shape,
+        eps,
+        x_TD.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return y_TD
+
+
+@functools.cache
+def _native() -> Callable[..., Any] | None:
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    return native.function(
+        "triptych_rms_norm",
+        *(pointer, size, pointer, pointer, size, size, ctypes.c_float, number, number),
+    )

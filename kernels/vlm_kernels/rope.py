@@ -1,0 +1,75 @@
+"""Rotary positions:  x_t = x_t * cos_t + rotate(x_t) * sin_t  with rotate((a, b)) = (-b, a).
+
+Shapes: T tokens, H heads, D head size; a and b are the halves of D. cos and sin are given per token
+and feature, so one function serves plain positions and those of several axes. Both products and
+their sum are rounded to the type of x, as transformers does. C++ on CPUs (`cpu/rope.cpp`): in
+place, instead of six passes over copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vlm_kernels.cpu import native
+
+
+def rope_reference(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """The definition; returns a new tensor."""
+    a, b = x_THD.chunk(2, dim=-1)
+    rotated = torch.cat((-b, a), dim=-1)
+    return x_THD * cos_TD[:, None] + rotated * sin_TD[:, None]
+
+
+def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
+    """Rotate queries or keys, in place.
+
+    Args:
+        x_THD: float32 or bfloat16; the inner axis has stride 1, the others any.
+        cos_TD: of the same type.
+        sin_TD: likewise.
+
+    Raises:
+        ValueError: a shape, type or stride does not fit.
+    """
+    num_tokens, num_heads, head_dim = x_THD.shape
+    for name, table in (("cos", cos_TD), ("sin", sin_TD)):
+        if table.shape != (num_tokens, head_dim) or head_dim % 2:
+            raise ValueError(f"rope: x {tuple(x_THD.shape)}, {name} {tuple(table.shape)}")
+        if table.dtype != x_THD.dtype or table.device != x_THD.device:
+            raise ValueError(
+                f"rope: x is {x_THD.dtype} on {x_THD.device}, {name} {table.dtype} on "
+                f"{table.device}"
+            )
+    if x_THD.stride(2) != 1:
+        raise ValueError(f"rope: x has strides {x_THD.stride()}, the last must be 1")
+    run = _native() if x_THD.device.type == "cpu" else None
+    if run is None or x_THD.dtype not in {torch.float32, torch.bfloat16}:
+        x_THD.copy_(rope_reference(x_THD, cos_TD, sin_TD))
+        return
+    cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
+    run(
+        x_THD.data_ptr(),
+        x_THD.stride(0),
+        x_THD.stride(1),
+        cos_TD.data_ptr(),
+        sin_TD.data_ptr(),
+        num_tokens,
+        num_heads,
+        head_dim,
+        x_THD.dtype == torch.bfloat16,
+        torch.get_num_threads(),
+    )
+
+
+@functools.cache
+def _native() -> Callable[..., Any] | None:
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    return native.function(
+        "triptych_rope",
+        *(pointer, size, size, pointer, pointer, size, size, size, number, number),
+    )
