@@ -17,9 +17,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+
+from vlm_kernels import PackedWeights, packed_linear
+from vlm_kernels.packed_linear import is_native, pack, pack_gated
 
 PACKED_ROWS = 256
 """Rows of x that the order of W is chosen for; measured as good for 1 to 2,048."""
@@ -34,16 +40,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packing:
-    """What was packed: linear layers, the bytes of their weights, and bytes that exist twice."""
+    """What was packed: linear layers, the bytes of their weights, and bytes that exist twice.
+
+    `backend` computes the packed layers.
+    """
 
     num_layers: int = 0
     num_bytes: int = 0
     copied_bytes: int = 0
+    backend: str = "none"
 
-    @property
-    def backend(self) -> str:
-        """The library that computes the packed layers."""
-        return "onednn" if self.num_layers else "none"
+    def with_layer(self, weight: torch.Tensor, *, is_copy: bool = False) -> Packing:
+        """One more."""
+        num_bytes = _num_bytes(weight)
+        return Packing(
+            self.num_layers + 1,
+            self.num_bytes + num_bytes,
+            self.copied_bytes + num_bytes * is_copy,
+            self.backend,
+        )
 
 
 class PackedLinear(nn.Module):
@@ -52,21 +67,94 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = (
-            None if linear.bias is None else nn.Parameter(linear.bias.detach().clone(), False)
+        self.bias = _own_bias(linear.bias)
+        weight = linear.weight.detach()
+        self._weights = pack(weight) if is_native() else None
+        self._reordered = (
+            None
+            if self._weights is not None
+            else torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         )
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_ROWS)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., K]` to `[..., N]`."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
-        )
-        return y
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`[..., K]` to `[..., N]`, added to the residual where one is given."""
+        if self._weights is None:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._reordered, self.bias, "none", [], ""
+            )
+            return y if residual is None else residual + y
+        if x.dim() == 2:
+            return packed_linear(x, self._weights, self.bias, residual)
+        rows = None if residual is None else residual.reshape(-1, self.out_features)
+        y = packed_linear(x.reshape(-1, self.in_features), self._weights, self.bias, rows)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` shows itself."""
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+
+
+class JointLinear(nn.Module):
+    """Layers of one input: computed one by one, or packed as one."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(linears)
+        self._sizes = [linear.out_features for linear in linears]
+        self._weights: PackedWeights | None = None
+        self.bias: nn.Parameter | None = None
+
+    def pack(self) -> None:
+        """Take the weights of the parts into one packed matrix, and let go of the parts."""
+        linears: list[Any] = list(self.parts)
+        self._weights = pack(torch.cat([linear.weight.detach() for linear in linears]))
+        if any(linear.bias is not None for linear in linears):
+            biases = [
+                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+                for linear in linears
+            ]
+            self.bias = _own_bias(torch.cat(biases))
+        self.parts = nn.ModuleList()
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`[T, K]` to `[T, N]` per layer; of packed ones, the rows lie side by side."""
+        if self._weights is None:
+            return tuple(part(x_TD) for part in self.parts)
+        return torch.split(packed_linear(x_TD, self._weights, self.bias), self._sizes, dim=1)
+
+
+class GatedLinear(nn.Module):
+    """silu(gate(x)) * up(x): three operations, or one where packed."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([gate, up])
+        self._weights: PackedWeights | None = None
+
+    @property
+    def can_pack(self) -> bool:
+        """Packed ones have no bias."""
+        return all(part.bias is None for part in self.parts)
+
+    def pack(self) -> None:
+        """Take the weights of both into one packed matrix, and let go of the parts."""
+        linears: list[Any] = list(self.parts)
+        self._weights = pack_gated(*(linear.weight.detach() for linear in linears))
+        self.parts = nn.ModuleList()
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` to `[T, N]`."""
+        if self._weights is None:
+            gate, up = (part(x_TD) for part in self.parts)
+            return functional.silu(gate) * up
+        return packed_linear(x_TD, self._weights)
+
+
+def add_product(linear: nn.Module, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+    """`residual + linear(x)`, in one pass where the layer is packed."""
+    if isinstance(linear, PackedLinear):
+        return linear(x_TD, residual_TD)
+    return residual_TD + linear(x_TD)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -86,25 +174,39 @@ def pack_linears(model: nn.Module) -> Packing:
     """
     users = _users(model)
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
-    packing = Packing()
+    packing = Packing(backend="native" if is_native() else "onednn")
     for parent in list(model.modules()):
+        if isinstance(parent, JointLinear | GatedLinear) and _packs_as_one(parent):
+            weights: list[Any] = [part.weight for part in parent.parts]
+            parent.pack()
+            for weight in weights:
+                _give_back(weight)
+                packing = packing.with_layer(weight)
+            continue
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear:
                 continue
-            num_bytes = child.weight.numel() * child.weight.element_size()
             is_shared = users[id(child.weight)] > 1
-            if is_shared and num_bytes > total * MAX_COPY_SHARE:
+            if is_shared and _num_bytes(child.weight) > total * MAX_COPY_SHARE:
                 continue
             setattr(parent, name, PackedLinear(child))
             if not is_shared:
                 _give_back(child.weight)
-            packing = Packing(
-                packing.num_layers + 1,
-                packing.num_bytes + num_bytes,
-                packing.copied_bytes + num_bytes * is_shared,
-            )
+            packing = packing.with_layer(child.weight, is_copy=is_shared)
     _own(model)
     return packing
+
+
+def _packs_as_one(joint: JointLinear | GatedLinear) -> bool:
+    return is_native() and (isinstance(joint, JointLinear) or joint.can_pack)
+
+
+def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:
+    return None if bias is None else nn.Parameter(bias.detach().clone(), False)
+
+
+def _num_bytes(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size()
 
 
 def _users(model: nn.Module) -> dict[int, int]:

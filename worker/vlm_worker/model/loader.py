@@ -26,6 +26,7 @@ from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
+from vlm_worker.model.layers import use_kernels
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
 from vlm_worker.model.vision import use_patch_projection
@@ -112,6 +113,7 @@ def load_model(
     packed_vision = isinstance(checkpoint.family.processor, DynamicProcessor)
     use_paged_attention(model, packed_vision=packed_vision)
     use_patch_projection(model)
+    use_kernels(model)
     model = model.eval().requires_grad_(False).to(target)
     weights_bytes = sum(p.numel() * p.element_size() for p in set(model.parameters()))
     packs = packed_weights and can_pack(chosen, target)
