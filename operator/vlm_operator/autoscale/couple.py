@@ -1,0 +1,279 @@
+"""All pools together: the cheapest mix that meets every goal, within ratios and the budget.
+
+goals ─▶ solve ─▶ grow for a ratio's sake ─▶ let ratios go ─▶ share the budget ─▶ admit ─▶ replicas
+          exact    where solve found nothing                   fill               at this instant
+
+A device is free when the pod on it is gone, not when it was told to go: what shrinks goes first,
+and growth is admitted as far as pods that hold devices now, draining ones included, leave room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from vlm_operator.autoscale.fill import fill
+from vlm_operator.autoscale.goal import Case, Goal
+from vlm_operator.autoscale.policy import Budget, VariantPolicy
+from vlm_operator.autoscale.reasons import Bound
+from vlm_operator.autoscale.solve import Choice, PoolProblem, Problem, Vector, solve
+from vlm_operator.autoscale.stock import startup_seconds
+from vlm_operator.names import Role
+
+MICROS = 1e6  # of the currency
+WEIGHTS = {Role.DECODE: 3.0, Role.PREFILL: 2.0, Role.ENCODER: 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One pool's part of the solution.
+
+    Attributes:
+        variants: replicas now.
+        wanted: replicas once devices are free.
+        limited_by: what kept it from its need, None where it is met.
+    """
+
+    variants: Mapping[str, int]
+    wanted: int
+    limited_by: Bound | None
+
+    @property
+    def replicas(self) -> int:
+        """All of them."""
+        return sum(self.variants.values())
+
+
+def couple(cases: Mapping[Role, Case], goals: Mapping[Role, Goal]) -> dict[Role, Share]:
+    """Choose every pool's replicas by node type."""
+    if not cases:
+        return {}
+    service = next(iter(cases.values())).service
+    budget = service.budget
+    reason = unreadable(cases)
+    if reason:
+        goals = {role: _frozen(cases[role], goal) for role, goal in goals.items()}
+        budget = Budget()
+    pools = tuple(_problem(cases[role], goals[role]) for role in cases)
+    problem = Problem(
+        pools,
+        service.coupling,
+        budget.accelerators,
+        None if budget.cost_per_hour is None else math.floor(budget.cost_per_hour * MICROS + 0.5),
+    )
+    counts, bound = _solved(problem, cases, goals)
+    wanted = {
+        pool.role: dict(zip((item.name for item in pool.choices), counts[pool.role], strict=True))
+        for pool in pools
+    }
+    admitted = _admit(cases, goals, wanted, problem)
+    return {
+        pool.role: Share(
+            variants=admitted[pool.role],
+            wanted=sum(wanted[pool.role].values()),
+            limited_by=Bound.BUDGET_UNREADABLE
+            if reason and pool.units(counts[pool.role]) < _thousandths(goals[pool.role].need)
+            else _limit(cases[pool.role], goals[pool.role], pool, counts[pool.role], bound),
+        )
+        for pool in pools
+    }
+
+
+def unreadable(cases: Mapping[Role, Case]) -> str:
+    """Why the budget cannot be kept, "" where it can or there is none."""
+    service = next(iter(cases.values())).service
+    if service.budget.unreadable:
+        return service.budget.unreadable
+    if service.budget.cost_per_hour is None:
+        return ""
+    unknown = [
+        f"{role}/{item.name}"
+        for role, case in cases.items()
+        for item in case.policy.variants
+        if item.cost_per_hour is None
+    ]
+    return f"nobody says what {', '.join(unknown)} costs" if unknown else ""
+
+
+def _solved(
+    problem: Problem, cases: Mapping[Role, Case], goals: Mapping[Role, Goal]
+) -> tuple[dict[Role, Vector], Bound | None]:
+    """The counts, and what had to be given up for them."""
+    found = solve(problem)
+    if found is not None:
+        return found, None
+    if problem.ratios:
+        pools = tuple(
+            _problem(cases[pool.role], _widened(cases[pool.role], goals[pool.role]))
+            for pool in problem.pools
+        )
+        found = solve(dataclasses.replace(problem, pools=pools))
+        if found is not None:
+            return found, Bound.COUPLING
+        found = solve(dataclasses.replace(problem, ratios=()))
+        if found is not None:
+            return found, Bound.COUPLING
+    return fill(problem), Bound.BUDGET
+
+
+def _widened(case: Case, goal: Goal) -> Goal:
+    """The same goal, with leave to grow for the sake of a ratio."""
+    if goal.spare <= 0 or case.before == 0:
+        return goal
+    return dataclasses.replace(goal, most=max(goal.most, case.before + goal.spare), upper=goal.caps)
+
+
+def _frozen(case: Case, goal: Goal) -> Goal:
+    """The same goal without growth."""
+    standing = case.stock.standing
+    return dataclasses.replace(
+        goal,
+        least=min(goal.least, case.before),
+        most=min(goal.most, case.before),
+        upper={name: max(standing[name], 0) for name in goal.upper},
+        lower={name: min(count, standing[name]) for name, count in goal.lower.items()},
+        spare=0,
+    )
+
+
+def _problem(case: Case, goal: Goal) -> PoolProblem:
+    """One pool in integers; its need no more than its own bounds can give."""
+    tuning, policy = case.service.tuning, case.policy
+    priced = all(item.cost_per_hour is not None for item in policy.variants)
+    overdue = case.stock.overdue
+    dead = sum(
+        case.speeds[n] * min(c, goal.upper[n]) for n, c in overdue.items() if n in goal.upper
+    )
+    pool = PoolProblem(
+        role=case.role,
+        need=_thousandths(goal.need + dead) if goal.need > 0 else 0,
+        least=goal.least,
+        most=goal.most,
+        floor=min(goal.least, max(policy.minimum, policy.replicas)),
+        weight=WEIGHTS.get(case.role, 1.0) if policy.priority is None else policy.priority + 1.0,
+        choices=tuple(
+            _choice(
+                item,
+                least=goal.lower[item.name],
+                most=goal.upper[item.name],
+                standing=case.stock.standing[item.name],
+                start=startup_seconds(case.role, item, case.estimate, tuning) / case.window,
+                priced=priced,
+                risk=tuning.spot_risk,
+            )
+            for item in policy.variants
+        ),
+    )
+    reach = fill(Problem((pool,)))[pool.role]
+    return dataclasses.replace(pool, need=min(pool.need, pool.units(reach)))
+
+
+def _choice(
+    item: VariantPolicy,
+    *,
+    least: int,
+    most: int,
+    standing: int,
+    start: float,
+    priced: bool,
+    risk: float,
+) -> Choice:
+    cost = round((item.cost_per_hour or 0.0) * MICROS)
+    price = round(cost * (1 + risk if item.spot else 1)) if priced else round(MICROS)
+    return Choice(
+        name=item.name,
+        least=least,
+        most=most,
+        standing=standing,
+        speed=max(1, round(item.speed * 1000)),
+        cost=cost,
+        price=price,
+        start=round(price * start) if priced else 0,
+        accelerators=item.accelerators,
+        preference=item.preference,
+    )
+
+
+def _admit(
+    cases: Mapping[Role, Case],
+    goals: Mapping[Role, Goal],
+    wanted: Mapping[Role, Mapping[str, int]],
+    problem: Problem,
+) -> dict[Role, dict[str, int]]:
+    """Grow only into devices that no pod holds at this instant."""
+    found = {
+        role: {name: min(count, cases[role].stock.standing[name]) for name, count in counts.items()}
+        for role, counts in wanted.items()
+    }
+    for role, counts in found.items():
+        _keep_least(cases[role], goals[role], counts, sum(wanted[role].values()))
+    held = _Held(cases, problem)
+    for pool in sorted(problem.pools, key=lambda item: -item.weight):
+        counts = found[pool.role]
+        for name, count in wanted[pool.role].items():
+            while counts[name] < count and sum(counts.values()) < sum(wanted[pool.role].values()):
+                grown = {**counts, name: counts[name] + 1}
+                if not held.fits({**found, pool.role: grown}):
+                    break
+                counts[name] += 1
+    return found
+
+
+def _keep_least(case: Case, goal: Goal, counts: dict[str, int], total: int) -> None:
+    """Give nothing up for another node type that would take a pool below its minimum meanwhile."""
+    floor = min(total, case.before, goal.least if goal.held else max(case.policy.minimum, 0))
+    for name, standing in case.stock.standing.items():
+        added = max(0, min(floor - sum(counts.values()), standing - counts[name]))
+        counts[name] += added
+
+
+class _Held:
+    """What all pools hold of the budget at the worst instant on the way to given replicas."""
+
+    def __init__(self, cases: Mapping[Role, Case], problem: Problem) -> None:
+        self._cases = cases
+        self._limits = (problem.accelerators, problem.cost)
+
+    def fits(self, targets: Mapping[Role, Mapping[str, int]]) -> bool:
+        """Whether the budget holds throughout."""
+        if self._limits == (None, None):
+            return True
+        accelerators, cost = 0, 0
+        for role, target in targets.items():
+            case = self._cases[role]
+            for name, count in case.stock.held(target).items():
+                devices, price = _footprint(case.policy.variants, name)
+                accelerators += devices * count
+                cost += price * count
+        most_accelerators, most_cost = self._limits
+        return (most_accelerators is None or accelerators <= most_accelerators) and (
+            most_cost is None or cost <= most_cost
+        )
+
+
+def _footprint(variants: Sequence[VariantPolicy], name: str) -> tuple[int, int]:
+    """Devices and cost of one replica; of a variant that is no more, the most there is."""
+    known = [item for item in variants if item.name == name] or list(variants)
+    cost = max((item.cost_per_hour or 0.0 for item in known), default=0.0)
+    return max((item.accelerators for item in known), default=0), round(cost * MICROS)
+
+
+def _limit(
+    case: Case, goal: Goal, pool: PoolProblem, counts: Vector, bound: Bound | None
+) -> Bound | None:
+    """What kept a pool from its goal."""
+    total = sum(counts)
+    if total < goal.least or pool.units(counts) < pool.need:
+        return bound or Bound.CAPACITY
+    if bound is Bound.COUPLING and total != case.before and goal.most == case.before:
+        return Bound.COUPLING
+    if pool.units(counts) >= _thousandths(goal.need):
+        return goal.limited_by if total <= case.before else None
+    if total >= case.policy.maximum:
+        return Bound.MAX
+    return Bound.MAX_PODS_PER_MINUTE if total >= goal.most else Bound.CAPACITY
+
+
+def _thousandths(units: float) -> int:
+    return math.ceil(min(units, 1e9) * 1000 - 1e-3)

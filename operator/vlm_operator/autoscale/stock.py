@@ -1,0 +1,161 @@
+"""What stands of a pool: replicas that were decided, pods that hold devices, pods that count.
+
+decided 3   ready ■  starting ■  pending □   draining ■          (a drain of an earlier decision)
+            └── capacity, unless it starts for too long ──┘       └── holds its devices, counts not
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from vlm_operator.autoscale.outcome import Estimate
+from vlm_operator.autoscale.paced import Exhausted, PoolPace
+from vlm_operator.autoscale.policy import PoolPolicy, Tuning, VariantPolicy
+from vlm_operator.autoscale.view import PodView, PoolView
+from vlm_operator.names import Role
+
+LONGEST_BACKOFF = 5  # doublings of the time without another try
+
+
+@dataclasses.dataclass(frozen=True)
+class Stock:
+    """One pool's replicas, by variant of its policy.
+
+    Attributes:
+        standing: decided replicas.
+        pending: pods on no node.
+        overdue: pods that should have taken work long ago: no capacity.
+        stuck: those of them that are on no node.
+        draining, active, live: draining pods, all others, and what Deployments ask for; these know
+            variants that the policy has no longer, too.
+    """
+
+    standing: Mapping[str, int]
+    pending: Mapping[str, int]
+    overdue: Mapping[str, int]
+    stuck: Mapping[str, int]
+    draining: Mapping[str, int]
+    active: Mapping[str, int]
+    live: Mapping[str, int]
+
+    @property
+    def replicas(self) -> int:
+        """All decided replicas."""
+        return sum(self.standing.values())
+
+    def held(self, target: Mapping[str, int]) -> dict[str, int]:
+        """Replicas by variant that hold devices on the way to `target`, at the worst instant."""
+        names = {*target, *self.draining, *self.active, *self.live}
+        return {
+            name: max(
+                self.draining.get(name, 0) + max(target.get(name, 0), self.active.get(name, 0)),
+                self.live.get(name, 0),
+            )
+            for name in sorted(names)
+        }
+
+
+def startup_seconds(
+    role: Role, variant: VariantPolicy, estimate: Estimate, tuning: Tuning
+) -> float:
+    """Seconds until a new pod takes work: measured, else expected, else the general guess."""
+    found = estimate.startup.get((role, variant.name), variant.startup_seconds)
+    return found if found is not None and 0 < found < float("inf") else tuning.startup_seconds
+
+
+def take_stock(
+    policy: PoolPolicy,
+    pool: PoolView,
+    pace: PoolPace,
+    estimate: Estimate,
+    tuning: Tuning,
+    *,
+    now: float,
+) -> Stock:
+    """Count a pool's replicas and pods."""
+    waits = {
+        item.name: tuning.write_off * startup_seconds(policy.role, item, estimate, tuning)
+        for item in policy.variants
+    }
+    late = [
+        pod
+        for pod in (*pool.of("pending"), *pool.of("starting"))
+        if now - pod.created >= waits.get(pod.variant, 0.0)
+    ]
+    standing = _standing(policy, pool, pace)
+
+    def within(pods: list[PodView]) -> dict[str, int]:
+        counts = _count(pods)
+        return {name: min(counts[name], standing[name]) for name in standing if counts[name]}
+
+    return Stock(
+        standing=standing,
+        pending=within(list(pool.of("pending"))),
+        overdue=within(late),
+        stuck=within([pod for pod in late if pod.phase == "pending"]),
+        draining=_count(list(pool.of("draining"))),
+        active=_count([pod for pod in pool.pods if pod.phase != "draining"]),
+        live={name: count for name, count in pool.live.items() if count > 0},
+    )
+
+
+def exhausted(
+    policy: PoolPolicy, pool: PoolView, stock: Stock, pace: PoolPace, tuning: Tuning, *, now: float
+) -> dict[str, Exhausted]:
+    """Which node types are not tried now, as remembered and as pods show it.
+
+    Each time in a row doubles the wait; a pod that has become ready since then ends it.
+    """
+    found: dict[str, Exhausted] = {}
+    for item in policy.variants:
+        known = pace.exhausted.get(item.name)
+        came = [pod for pod in pool.of("ready") if pod.variant == item.name]
+        if known is not None and any((pod.ready_since or 0.0) > known.since for pod in came):
+            known = None
+        if stock.overdue.get(item.name) and (known is None or known.until <= now):
+            times = 1 if known is None else known.times + 1
+            wait = tuning.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
+            known = Exhausted(since=now, until=now + wait, times=times)
+        if known is not None and now < known.until + tuning.exhausted_seconds:
+            found[item.name] = known
+    return found
+
+
+def _standing(policy: PoolPolicy, pool: PoolView, pace: PoolPace) -> dict[str, int]:
+    """Spread the number that stands over node types: as last decided, else as Deployments have it.
+
+    Where neither adds up to it (somebody else wrote it), the difference is taken from the dearest
+    and given to the cheapest.
+    """
+    names = [item.name for item in policy.variants]
+    total = sum(pool.live.values()) if pool.replicas is None else max(0, pool.replicas)
+    decided = {name: pace.standing.get(name, 0) for name in names}
+    if sum(decided.values()) == total and sum(pace.standing.values()) == total:
+        return decided
+    gone = _count(list(pool.of("draining")))
+    live = {name: max(0, pool.live.get(name, 0) - gone[name]) for name in names}
+    found = live if sum(live.values()) else decided
+    by_cost = sorted(policy.variants, key=lambda item: (_rate(item), -item.preference, item.name))
+    missing = total - sum(found.values())
+    for item in by_cost:
+        room = item.max_replicas if item.max_replicas is not None else max(total, 0)
+        added = max(0, min(missing, room - found[item.name]))
+        found[item.name] += added
+        missing -= added
+    for item in reversed(by_cost):
+        taken = min(max(0, -missing), found[item.name])
+        found[item.name] -= taken
+        missing += taken
+    if missing > 0 and by_cost:
+        found[by_cost[0].name] += missing
+    return found
+
+
+def _rate(item: VariantPolicy) -> float:
+    return (item.cost_per_hour or 0.0) / max(item.speed, 1e-3)
+
+
+def _count(pods: list[PodView]) -> Counter[str]:
+    return Counter(pod.variant for pod in pods)
