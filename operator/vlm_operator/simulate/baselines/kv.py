@@ -1,0 +1,62 @@
+"""KEDA on KV occupancy for decode; encoders and prefill have no such signal and get its queue one.
+
+KEDA asks for metrics every 30 s and hands them to an HPA that it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.names import Role
+from vlm_operator.simulate.baselines import horizontal
+from vlm_operator.simulate.run import Choice, Reading
+
+_POLL_SECONDS = 30.0
+
+
+class KvOccupancy:
+    """See the head of this module.
+
+    Args:
+        share: of KV tokens that each decode replica should have in use.
+        queue: requests under way for each encoder and prefill replica.
+    """
+
+    GRID: ClassVar[horizontal.GRID] = {
+        "share": (0.4, 0.5, 0.6, 0.7, 0.8),
+        "queue": (1.0, 2.0, 3.0, 4.0),
+    }
+
+    def __init__(
+        self,
+        policy: ServicePolicy,
+        *,
+        share: float = 0.7,
+        queue: float = 2.0,
+        down_seconds: float = 300.0,
+    ) -> None:
+        self._share, self._queue = share, queue
+        self._hpas = {
+            role: horizontal.Horizontal(pool, down_seconds) for role, pool in policy.pools.items()
+        }
+        self._next = 0.0
+
+    def decide(self, reading: Reading) -> Mapping[Role, Choice]:
+        """See `run.Autoscaler`."""
+        now = reading.view.now
+        if now < self._next:
+            return {}
+        self._next = now + _POLL_SECONDS
+        found = {}
+        for role, hpa in self._hpas.items():
+            current = horizontal.current_of(reading, role)
+            if role is Role.DECODE:
+                total = sum(horizontal.kv_shares(reading, role).values())
+                advised = horizontal.by_total(total, self._share, current)
+            else:
+                total = horizontal.inflight(reading, role)
+                advised = horizontal.by_total(total, self._queue, current)
+            found[role] = horizontal.choose(hpa.policy, hpa.settle(now, current, advised))
+        return found

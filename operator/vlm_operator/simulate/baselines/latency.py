@@ -1,0 +1,75 @@
+"""Each pod's own p95 over the last minute against a target, with panic (kthena), every 15 s.
+
+desired = ceil(mean of the pods' p95 / target · pods), tolerance 10 %
+panic   desired ≥ 2 · current: jump there, and do not shrink until 60 s after it ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.names import Role
+from vlm_operator.simulate.baselines import horizontal
+from vlm_operator.simulate.run import Choice, Reading
+
+_PANIC = 2.0
+_PANIC_HOLD_SECONDS = 60.0
+
+
+class PodLatency:
+    """See the head of this module.
+
+    Args:
+        target: seconds, of encoder and prefill pods' own p95 (waiting and computing).
+        kv_share: of KV tokens; a decode pod's p95 says how long answers are, not how full it is.
+    """
+
+    GRID: ClassVar[horizontal.GRID] = {
+        "target": (0.4, 0.6, 0.8, 1.0, 1.4),
+        "kv_share": (0.4, 0.5, 0.6, 0.7, 0.8),
+    }
+
+    def __init__(
+        self,
+        policy: ServicePolicy,
+        *,
+        target: float = 1.0,
+        kv_share: float = 0.7,
+        down_seconds: float = 300.0,
+    ) -> None:
+        self._target, self._kv_share = target, kv_share
+        self._hpas = {
+            role: horizontal.Horizontal(pool, down_seconds) for role, pool in policy.pools.items()
+        }
+        self._panicked: dict[Role, float] = {}
+        self._next = 0.0
+
+    def decide(self, reading: Reading) -> Mapping[Role, Choice]:
+        """See `run.Autoscaler`."""
+        now = reading.view.now
+        if now < self._next:
+            return {}
+        self._next = now + horizontal.SYNC_SECONDS
+        found = {}
+        for role, hpa in self._hpas.items():
+            current = horizontal.current_of(reading, role)
+            advised = self._advised(reading, role, current)
+            count = hpa.settle(now, current, advised)
+            if advised >= _PANIC * current:
+                self._panicked[role] = now
+                count = horizontal.bounded(hpa.policy, advised)
+            if now - self._panicked.get(role, -1e18) < _PANIC_HOLD_SECONDS:
+                count = max(count, current)
+            found[role] = horizontal.choose(hpa.policy, count)
+        return found
+
+    def _advised(self, reading: Reading, role: Role, current: int) -> int:
+        pool = reading.view.pools[role]
+        if role is Role.DECODE:
+            shares = horizontal.kv_shares(reading, role)
+            return horizontal.by_pods(shares, self._kv_share, pool, current)
+        # a pod that had nothing to do has no percentile, and counts as one that is idle
+        values = {pod.uid: reading.latencies.get(pod.uid, 0.0) for pod in pool.of("ready")}
+        return horizontal.by_pods(values, self._target, pool, current)

@@ -1,0 +1,170 @@
+"""The simulated service: a gateway, its pools, and what an autoscaler can see of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.view import View
+from vlm_operator.names import POOL_ROLES, Role
+from vlm_operator.simulate.clock import Clock
+from vlm_operator.simulate.computer import Computer
+from vlm_operator.simulate.decoder import Decoder
+from vlm_operator.simulate.gateway import Gateway
+from vlm_operator.simulate.meters import UID as GATEWAY_UID
+from vlm_operator.simulate.plant import Plant
+from vlm_operator.simulate.pods import Life
+from vlm_operator.simulate.pool import Drains, Pool, Surroundings
+from vlm_operator.state import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """How badly pods are seen.
+
+    Attributes:
+        loss: share of reports that do not arrive.
+        jitter: sigma by which queued work and KV in use are misreported, as a share.
+    """
+
+    loss: float = 0.0
+    jitter: float = 0.0
+
+
+class Cluster:
+    """All that is simulated; pools and gateway share one clock.
+
+    Args:
+        epoch: what the clock's zero is in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        policy: ServicePolicy,
+        plant: Plant,
+        *,
+        seed: int,
+        epoch: float,
+        noise: Noise,
+        drains: Drains,
+    ) -> None:
+        self.policy, self.epoch, self._plant = policy, epoch, plant
+        self.clock = Clock()
+        self._noise, self._rng = noise, random.Random(f"noise/{seed}")
+        self._compute: dict[Role, Pool[Computer]] = {}
+        self.gateway = Gateway(
+            policy,
+            plant,
+            self.clock,
+            encoders=lambda: self._taking(Role.ENCODER),
+            prefills=lambda: self._taking(Role.PREFILL),
+            decoders=lambda: self._decode.taking,
+        )
+        around = Surroundings(
+            plant=plant,
+            clock=self.clock,
+            rng=random.Random(f"starts/{seed}"),
+            drains=drains,
+            fits=self._fits,
+            moved=self.gateway.moved,
+            changed=self.gateway.changed,
+        )
+        for role in (Role.ENCODER, Role.PREFILL):
+            if role in policy.pools:
+                self._compute[role] = Pool(policy.pools[role], around, make=self._computer)
+        self._decode = Pool(policy.pools[Role.DECODE], around, make=self._decoder)
+        self.pools: dict[Role, Pool[Computer] | Pool[Decoder]] = {
+            **self._compute,
+            Role.DECODE: self._decode,
+        }
+
+    @property
+    def accelerators(self) -> int:
+        """Devices held now."""
+        return sum(pool.accelerators for pool in self.pools.values())
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Of what is on nodes now."""
+        return sum(pool.cost_per_hour for pool in self.pools.values())
+
+    def settle(self) -> None:
+        """Move every pool on: nodes, drains."""
+        for role in reversed(POOL_ROLES):
+            if role in self.pools:
+                self.pools[role].settle()
+
+    def view(self) -> View:
+        """What an autoscaler sees now, noise included."""
+        samples: dict[str, Sample] = {}
+        for pool in self.pools.values():
+            for pod in pool.pods:
+                if pod.life.ready_since is not None:
+                    samples[pod.life.uid] = self._blurred(pod.sample(self.clock.now))
+        inflight = sum(pool_pod.inflight for pool in self.pools.values() for pool_pod in pool.pods)
+        samples[GATEWAY_UID] = self.gateway.meters.sample(
+            held=self.gateway.waiting, inflight=inflight
+        )
+        if self._noise.loss:
+            samples = {
+                uid: item for uid, item in samples.items() if self._rng.random() >= self._noise.loss
+            }
+        return View(
+            now=self.epoch + self.clock.now,
+            pools={role: pool.view(self.epoch) for role, pool in self.pools.items()},
+            samples=samples,
+        )
+
+    def latencies(self) -> Mapping[str, float]:
+        """Each pod's own 95th percentile over the last minute, by uid."""
+        found = {
+            pod.life.uid: pod.p95(self.clock.now)
+            for pool in self.pools.values()
+            for pod in pool.pods
+            if pod.life.accepting
+        }
+        return {uid: seconds for uid, seconds in found.items() if seconds is not None}
+
+    def _computer(self, life: Life) -> Computer:
+        encoded, prefilled = self.gateway.encoded, self.gateway.prefilled
+        return Computer(life, self._plant, self.clock, encoded=encoded, prefilled=prefilled)
+
+    def _decoder(self, life: Life) -> Decoder:
+        gateway = self.gateway
+        return Decoder(
+            life,
+            self._plant,
+            self.clock,
+            ended=gateway.ended,
+            preempted=gateway.again,
+            freed=gateway.freed,
+            gaps=gateway.meters.gaps,
+        )
+
+    def _taking(self, role: Role) -> Sequence[Computer]:
+        pool = self._compute.get(role)
+        return () if pool is None else pool.taking
+
+    def _fits(self, accelerators: int, cost: float) -> bool:
+        """Whether nodes for one more pod stay within the budget, as a quota would have it."""
+        budget = self.policy.budget
+        enough = (
+            budget.accelerators is None or self.accelerators + accelerators <= budget.accelerators
+        )
+        return enough and (
+            budget.cost_per_hour is None or self.cost_per_hour + cost <= budget.cost_per_hour + 1e-9
+        )
+
+    def _blurred(self, sample: Sample) -> Sample:
+        sigma = self._noise.jitter
+        if not sigma:
+            return sample
+        factor = max(0.0, self._rng.gauss(1.0, sigma))
+        kv = sample.kv
+        if kv is not None:
+            kv = dataclasses.replace(kv, running=min(kv.capacity, int(kv.running * factor)))
+        return dataclasses.replace(
+            sample, queued_work_seconds=sample.queued_work_seconds * factor, kv=kv
+        )

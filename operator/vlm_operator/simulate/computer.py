@@ -1,0 +1,236 @@
+"""A pod that computes in turns: an encoder, or prefill, which may encode inline.
+
+turn:  pictures waiting ─▶ one batch        prompts waiting ─▶ one step of chunks, first come first
+       both: one after the other            each turn takes what the plant's curves say / speed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+
+from vlm_operator.names import Role
+from vlm_operator.simulate.clock import Clock
+from vlm_operator.simulate.job import Job
+from vlm_operator.simulate.plant import Plant
+from vlm_operator.simulate.pods import Handed, Latencies, Life
+from vlm_operator.state import Busy, KvTokens, Sample
+
+
+@dataclasses.dataclass(slots=True)
+class _Counted:
+    """Counters of one kind of work (state.Busy)."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    items: int = 0
+    units: int = 0
+    squares: float = 0.0
+
+    def add(self, seconds: float, *, calls: int, items: int, units: int, squares: float) -> None:
+        self.seconds += seconds
+        self.calls += calls
+        self.items += items
+        self.units += units
+        self.squares += squares
+
+    def freeze(self) -> Busy:
+        return Busy(self.seconds, self.calls, self.items, self.units, self.squares)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Picture:
+    job: Job
+    patches: int
+    since: float
+    work: float
+
+
+class Computer:
+    """Encoder or prefill pod. Its one writer is the simulation's clock.
+
+    Args:
+        encoded, prefilled: called when a job's last picture, or its prompt, is done.
+    """
+
+    def __init__(
+        self, life: Life, plant: Plant, clock: Clock, *, encoded: Handed, prefilled: Handed
+    ) -> None:
+        self.life = life
+        self._plant, self._clock = plant, clock
+        self._encoded, self._prefilled = encoded, prefilled
+        self._pictures: deque[_Picture] = deque()
+        self._prompts: deque[Job] = deque()
+        self._turning: set[Job] = set()
+        self._held: set[Job] = set()
+        self._turned = False
+        self._encode_next = True
+        self._epoch = 0
+        self.queued_seconds = 0.0
+        self._admitted = 0.0
+        self._counted = {"encode": _Counted(), "prefill": _Counted()}
+        self._latencies = Latencies()
+
+    @property
+    def inflight(self) -> int:
+        """Requests that it has."""
+        return len(self._held)
+
+    def encode(self, job: Job) -> None:
+        """Take a job's pictures."""
+        now = self._clock.now
+        for patches in job.request.patches:
+            work = self._plant.encode.seconds(patches, patches**2) / self.life.speed
+            self._pictures.append(_Picture(job, patches, now, work))
+            self._admit(work)
+        job.pictures_left = len(job.request.patches)
+        self._held.add(job)
+        self._turn()
+
+    def prefill(self, job: Job) -> None:
+        """Take a job whose pictures are encoded and whose room is promised."""
+        job.queued_at, job.prefilled, job.began_at = self._clock.now, 0, None
+        tokens = max(1, job.prompt_tokens - job.cached_tokens)
+        squares = tokens * (job.cached_tokens + tokens / 2)
+        job.pending = self._plant.prefill.seconds(tokens, squares) / self.life.speed
+        self._admit(job.pending)
+        self._prompts.append(job)
+        self._held.add(job)
+        self._turn()
+
+    def evacuate(self, now: float) -> list[Job]:
+        """Give up everything: the drain is at its deadline."""
+        del now
+        jobs = sorted(self._held, key=lambda job: job.request.at)
+        self._pictures.clear()
+        self._prompts.clear()
+        self._held.clear()
+        self._turning.clear()
+        self._epoch += 1
+        return jobs
+
+    def p95(self, now: float) -> float | None:
+        """See `Pod.p95`."""
+        return self._latencies.p95(now)
+
+    def sample(self, now: float) -> Sample:
+        """Its report."""
+        del now
+        tokens = sum(job.prompt_tokens for job in self._prompts)
+        capacity = self._plant.kv_tokens * 4
+        kv = KvTokens(
+            capacity=capacity,
+            running=min(tokens, capacity),
+            reserved=0,
+            cached=0,
+            free=max(0, capacity - tokens),
+            queued=max(0, tokens - sum(job.prompt_tokens for job in self._turning)),
+        )
+        return Sample(
+            pod_uid=self.life.uid,
+            boot_id=self.life.uid,
+            role=self.life.role,
+            phase="draining" if self.life.draining_since is not None else "ready",
+            message="",
+            accepting=self.life.accepting,
+            inflight=self.inflight,
+            queued_requests=len(self._held - self._turning),
+            queued_work_seconds=max(0.0, self.queued_seconds),
+            admitted_work_seconds=self._admitted,
+            kv=kv if self.life.role is Role.PREFILL else None,
+            model=None,
+            ttft={},
+            config_hash=None,
+            busy={name: item.freeze() for name, item in self._counted.items() if item.calls},
+        )
+
+    def _admit(self, work: float) -> None:
+        self.queued_seconds += work
+        self._admitted += work
+
+    def _turn(self) -> None:
+        """Begin the next turn unless one runs."""
+        if self._turned or not (self._pictures or self._prompts):
+            return
+        self._turned = True
+        if self._pictures and (self._encode_next or not self._prompts):
+            self._encode_next = False
+            self._encode_turn()
+        else:
+            self._encode_next = True
+            self._prefill_turn()
+
+    def _encode_turn(self) -> None:
+        epoch = self._epoch
+        count = min(len(self._pictures), self._plant.encode_items)
+        batch = [self._pictures.popleft() for _ in range(count)]
+        units = sum(item.patches for item in batch)
+        squares = float(sum(item.patches**2 for item in batch))
+        seconds = self._plant.encode.seconds(units, squares) / self.life.speed
+        for item in batch:
+            self.queued_seconds -= item.work
+            self._turning.add(item.job)
+        self._counted["encode"].add(seconds, calls=1, items=count, units=units, squares=squares)
+        self._clock.after(seconds, lambda: self._encode_end(batch, seconds, epoch))
+
+    def _encode_end(self, batch: Iterable[_Picture], seconds: float, epoch: int) -> None:
+        self._turned = False
+        if epoch == self._epoch:
+            self._turning.clear()
+            for item in batch:
+                job = item.job
+                job.pictures_left -= 1
+                if job.pictures_left == 0:
+                    took = self._clock.now - item.since
+                    job.mark("encoder_queue", took - seconds)
+                    job.mark("encode", seconds)
+                    self._held.discard(job)
+                    self._latencies.add(self._clock.now, took)
+                    self._encoded(job)
+        self._turn()
+
+    def _prefill_turn(self) -> None:
+        now, epoch = self._clock.now, self._epoch
+        room, seconds = self._plant.chunk_tokens, 0.0
+        done: list[Job] = []
+        for job in self._prompts:
+            if room <= 0:
+                break
+            if job.began_at is None:
+                job.began_at = now
+                job.mark("prefill_queue", now - job.queued_at)
+            before = job.cached_tokens + job.prefilled
+            chunk = min(room, max(1, job.prompt_tokens - before))
+            squares = chunk * (before + chunk / 2)
+            cost = self._plant.prefill.seconds(chunk, squares) / self.life.speed
+            last = before + chunk >= job.prompt_tokens
+            self._counted["prefill"].add(
+                cost, calls=1, items=int(last), units=chunk, squares=squares
+            )
+            seconds += cost
+            room -= chunk
+            self._turning.add(job)
+            job.prefilled += chunk
+            share = min(job.pending, cost)
+            job.pending -= share
+            self.queued_seconds -= job.pending + share if last else share
+            if last:
+                job.pending = 0.0
+                done.append(job)
+        for _ in done:
+            self._prompts.popleft()
+        self._clock.after(seconds, lambda: self._prefill_end(done, epoch))
+
+    def _prefill_end(self, done: Iterable[Job], epoch: int) -> None:
+        self._turned = False
+        if epoch == self._epoch:
+            self._turning.clear()
+            for job in done:
+                now = self._clock.now
+                assert job.began_at is not None
+                job.mark("prefill", now - job.began_at)
+                self._held.discard(job)
+                self._latencies.add(now, now - job.queued_at)
+                self._prefilled(job)
+        self._turn()

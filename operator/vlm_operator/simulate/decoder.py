@@ -1,0 +1,221 @@
+"""A decode pod: sequences share steps whose length grows with the KV tokens in use.
+
+Steps are not simulated one by one. `_made` counts the tokens that a sequence present from the start
+would have made; it grows by 1 / ITL(k) a second, and a sequence ends when it has grown by what that
+sequence has left.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+
+from vlm_operator.simulate.clock import Clock
+from vlm_operator.simulate.job import Job
+from vlm_operator.simulate.plant import Plant
+from vlm_operator.simulate.pods import Handed, Latencies, Life
+from vlm_operator.state import Busy, KvTokens, Sample
+
+GAP_BUCKETS = (
+    0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.5, 1.0,
+    math.inf,
+)  # fmt: skip
+_REPLAN_SECONDS = 0.5  # after which the growth of k is taken into account
+
+
+class Decoder:
+    """Decode pod. Its one writer is the simulation's clock.
+
+    Args:
+        ended: called with a job that has its last token.
+        preempted: called with a job whose blocks were taken; it has to be prefilled again.
+        freed: called when there may be room again.
+        gaps: counts of times between tokens, by `GAP_BUCKETS`, that all decoders share.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        plant: Plant,
+        clock: Clock,
+        *,
+        ended: Handed,
+        preempted: Handed,
+        freed: Callable[[], None],
+        gaps: list[float],
+    ) -> None:
+        self.life = life
+        self._plant, self._clock = plant, clock
+        self._ended, self._preempted, self._freed = ended, preempted, freed
+        share = plant.node_type(life.role, life.variant).kv_share
+        self.capacity = int(plant.kv_tokens * share)
+        self._gaps = gaps
+        self._promised: dict[Job, int] = {}
+        # job → (_made when it began, its place in _ends); the youngest last
+        self._began: dict[Job, tuple[float, int]] = {}
+        self._ends: list[tuple[float, int, Job]] = []
+        self._order = itertools.count()
+        self._held_tokens = 0.0
+        self._made = 0.0
+        self._rate = 0.0
+        self._at = clock.now
+        self._plans = 0
+        self.queued_tokens = 0
+        self._busy_seconds = self._steps = self._items = self._units = self._squares = 0.0
+        self._latencies = Latencies()
+
+    @property
+    def inflight(self) -> int:
+        """Requests that it has, promised ones included."""
+        return len(self._began) + len(self._promised)
+
+    @property
+    def used(self) -> float:
+        """KV tokens held or promised."""
+        return self._held_tokens + sum(self._promised.values())
+
+    def room(self, tokens: int) -> float:
+        """Tokens that stay free if it takes that many; negative: it cannot."""
+        if not self.inflight:
+            return float(self.capacity)  # alone, a prompt may use the margin
+        return self.capacity * (1 - self._plant.kv_margin) - self.used - tokens
+
+    def reserve(self, job: Job) -> None:
+        """Promise room for a prompt."""
+        self._promised[job] = job.prompt_tokens
+
+    def release(self, job: Job) -> None:
+        """Take a promise back."""
+        del self._promised[job]
+
+    def start(self, job: Job) -> None:
+        """Generate the tokens that a prefilled job has left, at least 1."""
+        self._advance()
+        del self._promised[job]
+        self._held_tokens += job.prompt_tokens
+        place = next(self._order)
+        self._began[job] = (self._made, place)
+        heapq.heappush(self._ends, (self._made + job.left, place, job))
+        job.queued_at = self._clock.now
+        self._plan()
+
+    def evacuate(self, now: float) -> list[Job]:
+        """Give up everything: the drain is at its deadline."""
+        del now
+        self._advance()
+        jobs = [*self._promised, *self._began]
+        for job in list(self._began):
+            self._leave(job)
+        self._promised.clear()
+        self._plan()
+        return jobs
+
+    def p95(self, now: float) -> float | None:
+        """See `Pod.p95`."""
+        return self._latencies.p95(now)
+
+    def sample(self, now: float) -> Sample:
+        """Its report."""
+        del now
+        self._advance()
+        held, promised = round(self._held_tokens), sum(self._promised.values())
+        kv = KvTokens(
+            capacity=self.capacity,
+            running=held,
+            reserved=promised,
+            cached=0,
+            free=max(0, self.capacity - held - promised),
+            queued=self.queued_tokens,
+        )
+        busy = Busy(
+            self._busy_seconds, int(self._steps), int(self._items), int(self._units), self._squares
+        )
+        return Sample(
+            pod_uid=self.life.uid,
+            boot_id=self.life.uid,
+            role=self.life.role,
+            phase="draining" if self.life.draining_since is not None else "ready",
+            message="",
+            accepting=self.life.accepting,
+            inflight=self.inflight,
+            queued_requests=0,
+            queued_work_seconds=0.0,
+            admitted_work_seconds=0.0,
+            kv=kv,
+            model=None,
+            ttft={},
+            config_hash=None,
+            busy={"decode": busy} if busy.calls else {},
+        )
+
+    def _advance(self) -> None:
+        """Bring the counters up to now."""
+        now = self._clock.now
+        seconds, self._at = now - self._at, now
+        if seconds <= 0 or not self._began:
+            return
+        made, count = seconds * self._rate, len(self._began)
+        self._made += made
+        before, self._held_tokens = self._held_tokens, self._held_tokens + made * count
+        mean = (before + self._held_tokens) / 2
+        self._busy_seconds += seconds
+        self._steps += made
+        self._items += made * count
+        self._units += made * mean
+        self._squares += made * mean * mean
+        self._gaps[bisect.bisect_left(GAP_BUCKETS, 1 / self._rate)] += made * count
+
+    def _plan(self) -> None:
+        """Set the pace for what it holds now, and when to look again."""
+        while self._held_tokens > self.capacity and len(self._began) > 1:
+            self._preempt()
+        self._plans += 1
+        if not self._began:
+            self._rate = 0.0
+            return
+        step = self._plant.itl_base + self._plant.itl_per_token * self._held_tokens
+        self._rate = self.life.speed / step
+        plan = self._plans
+        while not self._present(self._ends[0]):
+            heapq.heappop(self._ends)
+        seconds = max(0.0, (self._ends[0][0] - self._made) / self._rate)
+        self._clock.after(min(seconds, _REPLAN_SECONDS), lambda: self._look(plan))
+
+    def _look(self, plan: int) -> None:
+        if plan != self._plans:
+            return
+        self._advance()
+        ended = []
+        while self._ends and self._ends[0][0] <= self._made + 1e-6:
+            end = heapq.heappop(self._ends)
+            if self._present(end):
+                self._leave(end[2])
+                ended.append(end[2])
+        self._plan()
+        for job in ended:
+            self._latencies.add(self._clock.now, self._clock.now - job.queued_at)
+            self._ended(job)
+        if ended:
+            self._freed()
+
+    def _present(self, end: tuple[float, int, Job]) -> bool:
+        """Whether this end is still to come: its sequence may have left, or come back since."""
+        began = self._began.get(end[2])
+        return began is not None and began[1] == end[1]
+
+    def _preempt(self) -> None:
+        """Take the blocks of the youngest."""
+        job = next(reversed(self._began))
+        self._leave(job)
+        self._clock.after(0.0, lambda: self._preempted(job))
+
+    def _leave(self, job: Job) -> None:
+        """Forget a sequence, its tokens delivered so far kept on the job."""
+        made = self._made - self._began.pop(job)[0]
+        self._held_tokens -= job.prompt_tokens + made
+        if not self._began:
+            self._held_tokens = 0.0
+        job.delivered = min(job.request.output_tokens, job.delivered + round(made))

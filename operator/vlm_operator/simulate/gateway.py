@@ -1,0 +1,240 @@
+"""The simulated gateway: routes, keeps the clock of a request, counts TTFT by stage as ours does.
+
+arrive ─┬─ pictures ─▶ encoder (or prefill, inline) ─┬─▶ prefill ─▶ first token ─▶ decode ─▶ end
+        └─ room on a decode pod ─────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from vlm_operator.api.enums import OnDemand
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.names import Role
+from vlm_operator.simulate.clock import Clock
+from vlm_operator.simulate.computer import Computer
+from vlm_operator.simulate.decoder import Decoder
+from vlm_operator.simulate.job import Job
+from vlm_operator.simulate.meters import Meters
+from vlm_operator.simulate.plant import Plant
+from vlm_operator.simulate.trace import Request
+
+_PAST = 8  # requests without room that later ones may pass
+
+
+class Gateway:
+    """Routes every job; the pods call back. Its one writer is the simulation's clock.
+
+    Args:
+        encoders, prefills, decoders: return the pods that take work now.
+    """
+
+    def __init__(
+        self,
+        policy: ServicePolicy,
+        plant: Plant,
+        clock: Clock,
+        *,
+        encoders: Callable[[], Sequence[Computer]],
+        prefills: Callable[[], Sequence[Computer]],
+        decoders: Callable[[], Sequence[Decoder]],
+    ) -> None:
+        self._plant, self._clock = plant, clock
+        self._encoders, self._prefills, self._decoders = encoders, prefills, decoders
+        self.meters = Meters(policy.ttft_seconds)
+        self.jobs: list[Job] = []
+        self.inline_pictures = 0
+        self._on_demand = _on_demand(policy)
+        self._room: dict[Job, Decoder] = {}
+        self._inline: dict[Job, Computer] = {}
+        self._without_encoder: deque[Job] = deque()
+        self._without_room: deque[Job] = deque()
+        self._without_prefill: deque[Job] = deque()
+
+    @property
+    def waiting(self) -> Mapping[Role, int]:
+        """Requests that no pod has taken, by the role that they wait for."""
+        return {
+            Role.ENCODER: len(self._without_encoder),
+            Role.PREFILL: len(self._without_prefill),
+            Role.DECODE: len(self._without_room),
+        }
+
+    @property
+    def waiting_tokens(self) -> int:
+        """KV tokens of the requests that no decode pod has room for."""
+        return sum(job.prompt_tokens for job in self._without_room)
+
+    def arrive(self, request: Request) -> None:
+        """Take one request now."""
+        job = Job(
+            request,
+            visual_tokens=self._plant.visual_tokens(request.patches),
+            cached_tokens=request.cached_tokens,
+        )
+        self.jobs.append(job)
+        job.mark("gateway", self._plant.gateway_seconds)
+        self._clock.after(self._plant.gateway_seconds, lambda: self._route(job))
+
+    def changed(self) -> None:
+        """Pods came or went: try again for all who wait."""
+        for waiting, again in (
+            (self._without_encoder, self._encode),
+            (self._without_prefill, self._prefill),
+        ):
+            for _ in range(len(waiting)):
+                again(waiting.popleft())
+        self.freed()
+
+    def freed(self) -> None:
+        """Some decode pod may have room: the first of those who wait get it."""
+        passed: list[Job] = []
+        while self._without_room and len(passed) < _PAST:
+            job = self._without_room.popleft()
+            if not self._reserve(job):
+                passed.append(job)
+        self._without_room.extendleft(reversed(passed))
+
+    def encoded(self, job: Job) -> None:
+        """All pictures of a job are encoded."""
+        seconds = 0.0 if job in self._inline else self._plant.transfer_seconds
+        job.mark("embed_transfer", seconds)
+        self._clock.after(seconds, lambda: self._embedded(job))
+
+    def prefilled(self, job: Job) -> None:
+        """A job's prompt is computed: its next token is there."""
+        self._inline.pop(job, None)
+        job.delivered += 1
+        job.cached_tokens = 0
+        if job.first_token_at is None:
+            job.first_token_at = self._clock.now
+            self.meters.first_token(job)
+        decoder = self._room.pop(job, None)
+        if job.left <= 0:
+            if decoder is not None:
+                decoder.release(job)
+            self.ended(job)
+            self.freed()
+        elif decoder is not None:
+            decoder.start(job)
+        else:
+            self.again(job)
+
+    def again(self, job: Job) -> None:
+        """A job lost its KV: it is prefilled once more, with the tokens already delivered."""
+        if job.left <= 0:
+            self.ended(job)
+            return
+        job.reserved_at = None
+        self._ask_for_room(job)
+
+    def moved(self, jobs: Sequence[Job], role: Role) -> None:
+        """A pod gave up what it had: its jobs go on elsewhere."""
+        for job in jobs:
+            self._inline.pop(job, None)
+            if role is Role.DECODE:
+                # where its prompt is still being computed, `prefilled` asks for room again
+                if self._room.pop(job, None) is None:
+                    self.again(job)
+            elif job.pictures_left:
+                self._encode(job)
+            else:
+                self._prefill(job)
+
+    def ended(self, job: Job) -> None:
+        """The last token left."""
+        assert job.ended_at is None, "a request ends once"
+        job.ended_at = self._clock.now
+
+    def _route(self, job: Job) -> None:
+        if job.request.patches:
+            job.pictures_left = len(job.request.patches)
+            seconds = self._plant.media_seconds
+            job.mark("media", seconds)
+            self._clock.after(seconds, lambda: self._encode(job))
+        else:
+            job.embedded_at = self._clock.now
+        self._ask_for_room(job)
+
+    def _encode(self, job: Job) -> None:
+        pods = self._encoders()
+        if not pods and self._on_demand is OnDemand.INLINE_AT_PREFILL:
+            pods = self._prefills()
+            if pods:
+                self.inline_pictures += job.pictures_left
+                self._inline[job] = pod = _least(pods)
+                pod.encode(job)
+                return
+        if pods:
+            _least(pods).encode(job)
+        elif self._on_demand is OnDemand.REJECT:
+            self._refuse(job)
+        else:
+            job.queued_at = self._clock.now
+            self._without_encoder.append(job)
+
+    def _refuse(self, job: Job) -> None:
+        job.refused = True
+        decoder = self._room.pop(job, None)
+        if decoder is not None:
+            decoder.release(job)
+        elif job in self._without_room:
+            self._without_room.remove(job)
+        self.ended(job)
+
+    def _embedded(self, job: Job) -> None:
+        job.embedded_at = self._clock.now
+        self._ready_for_prefill(job)
+
+    def _ask_for_room(self, job: Job) -> None:
+        job.queued_at = self._clock.now
+        if self._without_room or not self._reserve(job):
+            self._without_room.append(job)
+
+    def _reserve(self, job: Job) -> bool:
+        tokens = job.prompt_tokens
+        pod = max(self._decoders(), key=lambda pod: pod.room(tokens), default=None)
+        if pod is None or pod.room(tokens) < 0:
+            return False
+        pod.reserve(job)
+        self._room[job] = pod
+        job.reserved_at = self._clock.now
+        self._ready_for_prefill(job)
+        return True
+
+    def _ready_for_prefill(self, job: Job) -> None:
+        """Go on when pictures and room are both there; the later owns the time since both began."""
+        if job.embedded_at is None or job.reserved_at is None:
+            return
+        if job.reserved_at > job.embedded_at and job.first_token_at is None:
+            begun = job.request.at + self._plant.gateway_seconds
+            job.marks = {"gateway": self._plant.gateway_seconds}
+            job.mark("decode_reserve", job.reserved_at - begun)
+        self._prefill(job)
+
+    def _prefill(self, job: Job) -> None:
+        pods = self._prefills()
+        inline = self._inline.get(job)
+        if inline is not None and inline.life.accepting:
+            inline.prefill(job)
+        elif pods:
+            _least(pods).prefill(job)
+        else:
+            self._without_prefill.append(job)
+
+
+def _least(pods: Sequence[Computer]) -> Computer:
+    """The pod with the least work before it."""
+    return min(pods, key=lambda pod: pod.queued_seconds)
+
+
+def _on_demand(policy: ServicePolicy) -> OnDemand:
+    """What becomes of pictures that no encoder takes."""
+    encoder, prefill = policy.pools.get(Role.ENCODER), policy.pools.get(Role.PREFILL)
+    if encoder is None:
+        return OnDemand.INLINE_AT_PREFILL
+    if encoder.zero is not None:
+        return encoder.zero.on_demand
+    inline = prefill is not None and prefill.inline
+    return OnDemand.INLINE_AT_PREFILL if inline else OnDemand.QUEUE

@@ -1,0 +1,105 @@
+"""A simulated pod's life, and what every kind of pod can be asked.
+
+pending ─ node ─▶ starting ─▶ ready ─ drain ─▶ draining ─ empty, or deadline ─▶ gone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from vlm_operator.autoscale.view import PodPhase, PodView
+from vlm_operator.names import Role
+from vlm_operator.simulate.job import Job
+from vlm_operator.state import Sample
+
+_LATENCY_SECONDS = 60.0  # of which a pod remembers how long its work took
+
+
+@dataclasses.dataclass(eq=False)
+class Life:
+    """Who a pod is and how far it has come; written by its pool.
+
+    Attributes:
+        scheduled: it is on a node and holds its devices.
+        draining_since: None while it takes work.
+    """
+
+    uid: str
+    role: Role
+    variant: str
+    speed: float
+    accelerators: int
+    cost_per_hour: float
+    created: float
+    scheduled: bool = False
+    ready_since: float | None = None
+    draining_since: float | None = None
+    gone: bool = False
+
+    @property
+    def phase(self) -> PodPhase:
+        """As decisions see it."""
+        if self.draining_since is not None:
+            return "draining"
+        if self.ready_since is not None:
+            return "ready"
+        return "starting" if self.scheduled else "pending"
+
+    @property
+    def accepting(self) -> bool:
+        """Takes new work."""
+        return self.ready_since is not None and self.draining_since is None and not self.gone
+
+    def view(self, epoch: float) -> PodView:
+        """What decisions see; the clock's zero is `epoch` in seconds since the epoch."""
+        ready = None if self.ready_since is None else epoch + self.ready_since
+        return PodView(self.uid, self.variant, self.phase, epoch + self.created, ready)
+
+
+class Pod(Protocol):
+    """What a pool needs of its pods; `Computer` and `Decoder` are the two kinds."""
+
+    life: Life
+
+    @property
+    def inflight(self) -> int:
+        """Requests that it has."""
+        ...
+
+    def sample(self, now: float) -> Sample:
+        """Its report."""
+        ...
+
+    def evacuate(self, now: float) -> list[Job]:
+        """Give up everything it has; a drain is at its deadline."""
+        ...
+
+    def p95(self, now: float) -> float | None:
+        """Seconds that its own work took at the 95th percentile of the last minute."""
+        ...
+
+
+class Latencies:
+    """How long the work of the last minute took at one pod."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, float]] = deque()
+
+    def add(self, now: float, seconds: float) -> None:
+        """One piece of work ended."""
+        self._kept.append((now, seconds))
+
+    def p95(self, now: float) -> float | None:
+        """None where nothing ended."""
+        while self._kept and self._kept[0][0] < now - _LATENCY_SECONDS:
+            self._kept.popleft()
+        if not self._kept:
+            return None
+        taken = sorted(seconds for _, seconds in self._kept)
+        return taken[max(0, -(-len(taken) * 95 // 100) - 1)]
+
+
+Handed = Callable[[Job], None]

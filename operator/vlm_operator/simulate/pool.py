@@ -1,0 +1,201 @@
+"""One simulated pool: its Deployments, one per variant, and the life of their pods.
+
+scale(variants) ─▶ new pods wait for a node and for budget, start, serve; surplus pods drain first
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from vlm_operator.autoscale.policy import PoolPolicy
+from vlm_operator.autoscale.view import PoolView
+from vlm_operator.names import MANAGER_AUTOSCALER, Role
+from vlm_operator.simulate.clock import Clock
+from vlm_operator.simulate.job import Job
+from vlm_operator.simulate.plant import NodeType, Plant
+from vlm_operator.simulate.pods import Life, Pod
+
+_SETTLE_SECONDS = 2.0  # from the closed gate until the last call that was under way is there
+Kind = TypeVar("Kind", bound=Pod)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drains:
+    """How pods leave: at most that long, that many of a pool at once."""
+
+    seconds: float = 600.0
+    at_once: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What all pools share.
+
+    Attributes:
+        fits: whether the budget has room for that many more devices and that much more cost.
+        moved: takes the jobs of a pod whose drain reached its deadline.
+        changed: called when pods begin or stop taking work.
+    """
+
+    plant: Plant
+    clock: Clock
+    rng: random.Random
+    drains: Drains
+    fits: Callable[[int, float], bool]
+    moved: Callable[[list[Job], Role], None]
+    changed: Callable[[], None]
+
+
+class Pool(Generic[Kind]):
+    """Pods of one role. Its one writer is the simulation.
+
+    Args:
+        make: turns a life into a pod.
+    """
+
+    def __init__(
+        self, policy: PoolPolicy, around: Surroundings, *, make: Callable[[Life], Kind]
+    ) -> None:
+        self.policy = policy
+        self.role = policy.role
+        self._around, self._clock, self._make = around, around.clock, make
+        self.pods: list[Kind] = []
+        self.taking: list[Kind] = []
+        self.wanted: dict[str, int] = {item.name: 0 for item in policy.variants}
+        self.claim = 0
+        self._ids = itertools.count()
+
+    def scale(self, variants: Mapping[str, int], *, claim: int | None = None) -> None:
+        """Ask for that many pods of each variant; what is not named is asked for none."""
+        self.wanted = {name: variants.get(name, 0) for name in self.wanted}
+        self.claim = sum(self.wanted.values()) if claim is None else claim
+        self.settle()
+
+    def start_with(self, variants: Mapping[str, int]) -> None:
+        """Begin with pods that are ready."""
+        self.scale(variants)
+        for pod in self.pods:
+            pod.life.scheduled = True
+            pod.life.ready_since = self._clock.now
+        self._refresh()
+
+    def settle(self) -> None:
+        """Create, reopen, drain and remove pods until each variant has what is wanted."""
+        for name, count in self.wanted.items():
+            own = [pod for pod in self.pods if pod.life.variant == name]
+            staying = [pod for pod in own if pod.life.draining_since is None]
+            leaving = [pod for pod in own if pod.life.draining_since is not None]
+            for pod in leaving[: max(0, count - len(staying))]:
+                pod.life.draining_since = None
+                staying.append(pod)
+            for _ in range(count - len(staying)):
+                self._create(name)
+            self._retire(staying, max(0, len(staying) - count))
+        self._remove_drained()
+        self._schedule()
+        self._refresh()
+
+    def view(self, epoch: float) -> PoolView:
+        """What a decision sees; the clock's zero is `epoch` in seconds since the epoch."""
+        live = dict.fromkeys(self.wanted, 0)
+        for pod in self.pods:
+            live[pod.life.variant] += 1
+        return PoolView(
+            replicas=self.claim,
+            owner=MANAGER_AUTOSCALER,
+            live=live,
+            pods=tuple(pod.life.view(epoch) for pod in self.pods),
+        )
+
+    @property
+    def accelerators(self) -> int:
+        """Devices that its pods hold."""
+        return sum(pod.life.accelerators for pod in self.pods if pod.life.scheduled)
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Of the pods that are on a node."""
+        return sum(pod.life.cost_per_hour for pod in self.pods if pod.life.scheduled)
+
+    def _create(self, name: str) -> None:
+        variant = next(item for item in self.policy.variants if item.name == name)
+        life = Life(
+            uid=f"{self.role}-{name}-{next(self._ids)}",
+            role=self.role,
+            variant=name,
+            speed=variant.speed,
+            accelerators=variant.accelerators,
+            cost_per_hour=variant.cost_per_hour or 0.0,
+            created=self._clock.now,
+        )
+        self.pods.append(self._make(life))
+
+    def _retire(self, staying: list[Kind], excess: int) -> None:
+        """Let the least useful go: those without a node, those that start, the least busy."""
+
+        def order(pod: Kind) -> tuple[bool, bool, int, float]:
+            life = pod.life
+            return (life.scheduled, life.ready_since is not None, pod.inflight, -life.created)
+
+        draining = sum(pod.life.draining_since is not None for pod in self.pods)
+        for pod in sorted(staying, key=order)[:excess]:
+            if pod.life.ready_since is None:
+                self._remove(pod)
+            elif draining < self._around.drains.at_once:
+                draining += 1
+                pod.life.draining_since = self._clock.now
+
+    def _remove_drained(self) -> None:
+        now = self._clock.now
+        for pod in list(self.pods):
+            since = pod.life.draining_since
+            if since is None:
+                continue
+            late = now - since >= self._around.drains.seconds
+            if late or (now - since >= _SETTLE_SECONDS and pod.inflight == 0):
+                self._remove(pod)
+                if pod.inflight:
+                    self._refresh()
+                    self._around.moved(pod.evacuate(now), self.role)
+
+    def _remove(self, pod: Kind) -> None:
+        pod.life.gone = True
+        self.pods.remove(pod)
+
+    def _schedule(self) -> None:
+        """Give nodes to pods that wait, oldest first, as far as nodes and budget go."""
+        for pod in self.pods:
+            life = pod.life
+            if life.scheduled:
+                continue
+            kind = self._around.plant.node_type(self.role, life.variant)
+            placed = sum(
+                other.life.scheduled for other in self.pods if other.life.variant == life.variant
+            )
+            waited = self._clock.now - life.created
+            if placed >= kind.nodes or waited < kind.schedule_seconds:
+                continue
+            if self._around.fits(life.accelerators, life.cost_per_hour):
+                life.scheduled = True
+                self._clock.after(self._startup(kind), functools.partial(self._ready, pod))
+
+    def _startup(self, kind: NodeType) -> float:
+        return kind.startup_seconds * math.exp(self._around.rng.gauss(0.0, kind.startup_spread))
+
+    def _ready(self, pod: Kind) -> None:
+        if not pod.life.gone:
+            pod.life.ready_since = self._clock.now
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Renew the list of those that take work, and tell if it changed."""
+        taking = [pod for pod in self.pods if pod.life.accepting]
+        if taking != self.taking:
+            self.taking = taking
+            self._around.changed()
