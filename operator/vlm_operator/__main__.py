@@ -22,12 +22,12 @@ from aiohttp import web
 
 from vlm_operator import kube, metrics
 from vlm_operator.cluster import VLM_SERVICE, Cluster
-from vlm_operator.errors import ClusterError, OperatorError
+from vlm_operator.errors import ClusterError, LeaseLostError, OperatorError
 from vlm_operator.handlers import App, register
 from vlm_operator.leader import Fenced, Lease, Timing
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.pods import Images
-from vlm_operator.reconcile import Loop, Options
+from vlm_operator.reconcile import ClassBook, ClassLoop, Loop, Options
 from vlm_operator.scrape import HttpScraper
 from vlm_operator.settings import Settings
 from vlm_operator.sight import Sight
@@ -36,6 +36,7 @@ logger = logging.getLogger("vlm_operator")
 
 EXIT_SECONDS = 1.5  # for a turn to reach its end; a cut one does no harm
 LOOK_SECONDS = 30.0  # between lists that are held against what kopf told
+CLASS_SECONDS = 10.0  # between two looks at node classes and their nodes
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ async def serve(settings: Settings) -> int:
         clock=time.monotonic,
         timing=_timing(settings),
     )
+    book = ClassBook()
     app = App(
         make_loop=lambda namespace, name: Loop(
             namespace,
@@ -72,16 +74,18 @@ async def serve(settings: Settings) -> int:
             clock=time.time,
             resync=settings.resync_seconds,
             epoch=lambda: lease.epoch,
+            book=book,
         ),
         connect=lambda: kube.connection(loaded),
         clock=time.monotonic,
         sight=Sight(time.monotonic),
     )
+    classes = ClassLoop(Fenced(cluster, lease), book, clock=time.time, changed=app.wake_all)
     stop = asyncio.Event()
     _on_signal(stop)
     try:
         async with _admin(settings, app, lease):
-            return await _lead(settings, app, cluster, lease, stop)
+            return await _lead(settings, app, classes, cluster, lease, stop)
     except OSError as error:
         logger.error("cannot listen", extra={"error": str(error)})
         return 1
@@ -91,7 +95,12 @@ async def serve(settings: Settings) -> int:
 
 
 async def _lead(
-    settings: Settings, app: App, cluster: Cluster, lease: Lease, stop: asyncio.Event
+    settings: Settings,
+    app: App,
+    classes: ClassLoop,
+    cluster: Cluster,
+    lease: Lease,
+    stop: asyncio.Event,
 ) -> int:
     """Wait for the lease, then run kopf until something ends it."""
     stopping = asyncio.create_task(stop.wait())
@@ -109,6 +118,7 @@ async def _lead(
         "lost": asyncio.create_task(app.lost.wait()),
         "kopf": asyncio.create_task(_operate(settings, app, kopf_stop, stop)),
         "look": asyncio.create_task(_look(settings, app, cluster)),
+        "classes": asyncio.create_task(_tend_classes(app, classes)),
     }
     await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
     metrics.LEADER.set(0)
@@ -121,7 +131,7 @@ async def _lead(
         await asyncio.wait([tasks["kopf"]], timeout=EXIT_SECONDS)
     broken = [
         error
-        for task in (tasks["kopf"], tasks["look"])
+        for task in (tasks["kopf"], tasks["look"], tasks["classes"])
         if task.done() and (error := task.exception()) is not None
     ]
     for error in broken:
@@ -146,6 +156,19 @@ async def _look(settings: Settings, app: App, cluster: Cluster) -> None:
                 for namespace in settings.namespaces or (None,)
             ]
             app.sight.compare(itertools.chain.from_iterable(found))
+
+
+async def _tend_classes(app: App, classes: ClassLoop) -> None:
+    """Keep the status of node classes, until the operator ends."""
+    while True:
+        try:
+            await classes.turn()
+        except LeaseLostError as error:
+            logger.error("lease lost", extra={"error": str(error)})
+            app.lost.set()
+        except ClusterError as error:
+            logger.warning("node classes failed", extra={"error": str(error)})
+        await asyncio.sleep(CLASS_SECONDS)
 
 
 async def _operate(

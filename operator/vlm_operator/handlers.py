@@ -63,6 +63,11 @@ class App:
         """Make a service's loop take a turn soon."""
         self.bell(namespace, name).set()
 
+    def wake_all(self) -> None:
+        """Make every loop take a turn soon: something changed that they all may read."""
+        for bell in self._wakes.values():
+            bell.set()
+
     def bell(self, namespace: str, name: str) -> asyncio.Event:
         """Return the event that a service's loop waits for."""
         return self._wakes.setdefault((namespace, name), asyncio.Event())

@@ -97,6 +97,7 @@ def _pod(item: Manifest) -> PodState:
         deletion_cost=int(cost) if re.fullmatch(r"-?\d{1,9}", cost) else 0,
         blocked=_blocked(spec, status, conditions),
         ready_since=_since(conditions, "Ready"),
+        unready_since=_since(conditions, "Ready", status="False"),
         compat=labels.get(names.LABEL_COMPAT, ""),
     )
 
@@ -106,9 +107,9 @@ def _holds(conditions: Mapping[str, Any], name: str) -> bool:
     return found is not None and found["status"] == "True"
 
 
-def _since(conditions: Mapping[str, Any], name: str) -> float | None:
+def _since(conditions: Mapping[str, Any], name: str, *, status: str = "True") -> float | None:
     found = conditions.get(name)
-    if found is None or found["status"] != "True":
+    if found is None or found["status"] != status:
         return None
     return seconds(found["lastTransitionTime"])
 

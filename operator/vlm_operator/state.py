@@ -119,6 +119,7 @@ class PodState:
         accepting: the readiness gate; None until it was set.
         gate_since: when the gate last changed, seconds since the epoch.
         ready_since: when it last became ready; None while it is not.
+        unready_since: when it last ceased to be; None while it is ready, or never said.
         blocked: the one thing that keeps it from being ready, "" when nothing is known to.
         created: seconds since the epoch.
     """
@@ -142,12 +143,22 @@ class PodState:
     deletion_cost: int
     blocked: str
     ready_since: float | None = None
+    unready_since: float | None = None
     compat: str = ""
 
     @property
     def draining(self) -> bool:
         """Told to take no new work, or on its way out."""
         return self.deleting or self.accepting is False
+
+    @property
+    def taking_since(self) -> float | None:
+        """When it began to take work; None while it does not.
+
+        Readiness may flap and a drain may be called off: the earlier of the two is the start.
+        """
+        began = [at for at in (self.ready_since, self.gate_since) if at is not None]
+        return min(began) if self.ready and began else None
 
     @property
     def starting(self) -> bool:
@@ -275,7 +286,9 @@ class DeploymentState:
             deleting=meta.get("deletionTimestamp") is not None,
             available=int(status.get("availableReplicas", 0)),
             stages=_stages(manifest),
-            initial=int(noted) if (noted := notes.get(ANNOTATION_INITIAL, "")).isdecimal() else None,
+            initial=int(noted)
+            if (noted := notes.get(ANNOTATION_INITIAL, "")).isdecimal()
+            else None,
             failed=notes.get(ANNOTATION_FAILED, ""),
             created=_seconds(meta.get("creationTimestamp")),
         )

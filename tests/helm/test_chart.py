@@ -109,7 +109,11 @@ def test_named_namespaces_get_roles_and_the_cluster_role_keeps_what_is_no_namesp
         "triptych-system",
     }
     cluster = one(manifests, "ClusterRole", "triptych-operator")
-    assert [rule["resources"] for rule in cluster["rules"]] == [["vlmnodeclasses"]]
+    assert [rule["resources"] for rule in cluster["rules"]] == [
+        ["vlmnodeclasses"],
+        ["vlmnodeclasses/status"],
+        ["nodes"],
+    ]
 
 
 def test_the_operator_may_do_what_it_must_and_no_wildcard_stands_anywhere(

@@ -26,12 +26,21 @@ SERVICE = {
     "spec": {
         "model": {"uri": "pvc://shapes"},
         "pools": {
-            "encoder": {"scaling": {"mode": "Manual", "replicas": 2}},
+            "encoder": {
+                "scaling": {"mode": "Manual", "replicas": 2},
+                "variants": [{"name": "cpu", "nodeClassRef": {"name": "rights"}}],
+            },
             "decode": {"scaling": {"mode": "Manual", "replicas": 1}},
         },
         # without nodes nothing becomes ready: only this strategy lets the old pods go before
         "rollout": {"strategy": "Recreate"},
     },
+}
+CLASS = {
+    "apiVersion": "triptych.dev/v1alpha1",
+    "kind": "VLMNodeClass",
+    "metadata": {"name": "rights"},
+    "spec": {"nodeSelector": {"no-node": "has-this"}},
 }
 Right = tuple[str, str, str]
 
@@ -139,7 +148,13 @@ async def test_no_right_is_missing_and_none_lies_idle(
         text = installed.kubectl("-n", NAMESPACE, "get", kind, "-o", "name").stdout
         return len(text.split()) == count
 
+    async def classed() -> bool:
+        text = installed.kubectl("get", "vlmnc", "rights", "-o", "jsonpath={.status.nodes}").stdout
+        return text == "0"
+
+    installed.kubectl("apply", "-f", "-", stdin=json.dumps(CLASS))
     async with operator(installed, tmp_path):
+        await until(classed, seconds=20, awaited="the class's status")
         installed.kubectl("apply", "-f", "-", stdin=json.dumps(SERVICE))
         await until(lambda: listed("deployments", 3), seconds=40, awaited="three Deployments")
         await until(lambda: listed("pdb", 1), seconds=20, awaited="the encoders' PDB")

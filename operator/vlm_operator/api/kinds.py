@@ -115,7 +115,9 @@ class VLMNodeClassStatus(Model):
     """What the cluster has of it."""
 
     nodes: int = field(0, "Nodes that match.")
-    allocatable: int = field(0, "Replicas for which they have room altogether.")
+    allocatable: int | None = field(
+        None, "Replicas for which their devices suffice; absent without an accelerator."
+    )
     in_use: int = field(0, "Replicas that run there.")
     measured_startup_p90_seconds: int | None = field(
         None, "Seconds from creation to ready, at the 90th percentile."

@@ -250,7 +250,4 @@ def _pod(pod: PodState) -> PodView:
         phase = "pending"
     elif pod.ready:
         phase = "ready"
-    # readiness may flap and a drain may be called off: the earlier of the two is the start
-    began = [at for at in (pod.ready_since, pod.gate_since) if at is not None]
-    taken = min(began) if pod.ready and began else None
-    return PodView(pod.uid, pod.variant, phase, pod.created, taken)
+    return PodView(pod.uid, pod.variant, phase, pod.created, pod.taking_since)

@@ -21,6 +21,7 @@ from vlm_operator.errors import SpecError
 from vlm_operator.metrics import forget
 from vlm_operator.names import Role
 from vlm_operator.observe import observe
+from vlm_operator.reconcile.classes import ClassBook
 from vlm_operator.reconcile.decisions import Intent, Options, held_gates, intend
 from vlm_operator.reconcile.deletion import Deletion
 from vlm_operator.reconcile.report import Reporter, stored_histories
@@ -33,6 +34,7 @@ from vlm_operator.status import (
     SloWindow,
     View,
     build_status,
+    class_uses,
     events,
     refused_status,
 )
@@ -53,6 +55,7 @@ class Loop:
         clock: seconds since the epoch.
         resync: a full read at least this often, in seconds.
         epoch: leaseTransitions, for decision records.
+        book: told which node classes the pods run on.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Loop:
         clock: Callable[[], float],
         resync: float = 60.0,
         epoch: Callable[[], int] = lambda: 0,
+        book: ClassBook | None = None,
     ) -> None:
         self._namespace = namespace
         self._name = name
@@ -75,6 +79,7 @@ class Loop:
         self._clock = clock
         self._resync = resync
         self._epoch = epoch
+        self._book = book or ClassBook()
         self._seen: Observed | None = None
         self._histories: dict[Role, History] | None = None
         self._slo = SloWindow()
@@ -102,6 +107,7 @@ class Loop:
             intent = intend(written, observed, histories, options=self._options)
         except SpecError as error:
             return await self._refuse(observed, body, error)
+        self._book.note((self._namespace, self._name), class_uses(written, observed))
         failure_found, wrote = await carry_out(
             self._cluster, intent, observed, accepted=self._accepted
         )
@@ -128,7 +134,7 @@ class Loop:
         body = observed.service
         if body is None or "deletionTimestamp" not in body["metadata"]:
             # gone; another service may have its name already, with a loop of its own
-            forget(self._namespace, self._name)
+            self._forget()
             return None
         deletion = Deletion(observed)
         await deletion.stop_gateway(self._cluster, namespace=self._namespace)
@@ -137,9 +143,13 @@ class Loop:
         news = events(previous, status)
         await self._tell(body, status, news)
         if deletion.finished:
-            forget(self._namespace, self._name)
+            self._forget()
             return None
         return DRAIN_TICK_SECONDS
+
+    def _forget(self) -> None:
+        forget(self._namespace, self._name)
+        self._book.forget((self._namespace, self._name))
 
     async def _refuse(self, observed: Observed, body: Manifest, error: SpecError) -> float:
         """Say what is wrong and leave what serves alone."""

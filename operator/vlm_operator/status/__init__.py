@@ -7,22 +7,29 @@ sizing.py      of sizes: who decides, on what, is there room, does it help
 pools.py       the pools: counts, load, decisions
 slo.py         TTFT per modality over a window                   SloWindow
 build.py       all of it, rounded                                build_status
+classes.py     what a VLMNodeClass is told of itself             class_status
 events.py      transitions worth an Event, and their reasons     events, REASONS
 """
 
 from vlm_operator.status.build import build_status, pool_status_of_kind, refused_status
+from vlm_operator.status.classes import ClassUse, Start, class_status, class_uses, latest
 from vlm_operator.status.events import REASONS, Event, events
 from vlm_operator.status.slo import SloWindow
 from vlm_operator.status.view import Failure, View
 
 __all__ = [
     "REASONS",
+    "ClassUse",
     "Event",
     "Failure",
     "SloWindow",
+    "Start",
     "View",
     "build_status",
+    "class_status",
+    "class_uses",
     "events",
+    "latest",
     "pool_status_of_kind",
     "refused_status",
 ]

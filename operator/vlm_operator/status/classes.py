@@ -1,0 +1,150 @@
+"""What a VLMNodeClass is told of itself: its nodes, what they have room for, how long starts take.
+
+nodes ──────────────┐
+pods of services ───┴▶ class_status        services ─▶ class_uses ─▶ who runs there, who started
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+
+from vlm_operator.api import VLMService, quantity
+from vlm_operator.state import Manifest, Observed
+
+STARTS_KEPT = 20  # of each class, for the 90th percentile
+_QUANTILE = 0.9
+_STEP_SECONDS = 5  # a measure that moves less is not written
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One pod's way to taking work; times in seconds since the epoch."""
+
+    uid: str
+    ready: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassUse:
+    """What one service does with one class.
+
+    Attributes:
+        replicas: pods that have a node.
+        starts: of pods that are ready.
+    """
+
+    replicas: int = 0
+    starts: tuple[Start, ...] = ()
+
+
+def class_uses(service: VLMService, observed: Observed) -> dict[str, ClassUse]:
+    """Say which node classes a service's pods run on, by the class's name."""
+    found: dict[str, ClassUse] = {}
+    for role, pool in service.spec.pools.present.items():
+        for variant in pool.variants:
+            if variant.node_class_ref is None:
+                continue
+            pods = [pod for pod in observed.of(role) if pod.variant == variant.name]
+            before = found.get(variant.node_class_ref.name, ClassUse())
+            starts = (
+                Start(pod.uid, pod.taking_since, pod.taking_since - pod.created)
+                for pod in pods
+                if pod.taking_since is not None
+            )
+            found[variant.node_class_ref.name] = ClassUse(
+                before.replicas + sum(pod.scheduled for pod in pods), (*before.starts, *starts)
+            )
+    return found
+
+
+def class_status(
+    manifest: Manifest,
+    nodes: Iterable[Manifest],
+    *,
+    in_use: int,
+    starts: Iterable[Start],
+    now: float,
+) -> Manifest:
+    """Return what `status` of a VLMNodeClass should say; rounded, so that idle writes nothing.
+
+    Args:
+        manifest: the class as it stands; what was measured stays while nothing newer is known.
+        nodes: all of the cluster.
+        in_use: replicas of all services that run there.
+        starts: the latest of all services.
+        now: seconds since the epoch.
+    """
+    spec, previous = manifest.get("spec", {}), manifest.get("status", {})
+    selector = spec.get("nodeSelector", {})
+    matching = [node for node in nodes if _matches(node, selector)]
+    found: Manifest = {
+        "nodes": len(matching),
+        "inUse": in_use,
+        "conditions": [_found(len(matching), selector, previous, now)],
+    }
+    accelerator = spec.get("accelerator")
+    if accelerator is not None:
+        name, count = accelerator["resourceName"], int(accelerator.get("count", 1))
+        found["allocatable"] = sum(_devices(node, name) // count for node in matching)
+    measured = _p90([start.seconds for start in starts])
+    if measured is None:
+        measured = previous.get("measuredStartupP90Seconds")
+    if measured is not None:
+        found["measuredStartupP90Seconds"] = measured
+    return found
+
+
+def latest(starts: Iterable[Start]) -> tuple[Start, ...]:
+    """Keep the latest starts, each pod once, as it was first seen."""
+    known: dict[str, Start] = {}
+    for start in starts:
+        known.setdefault(start.uid, start)
+    return tuple(sorted(known.values(), key=lambda item: (item.ready, item.uid))[-STARTS_KEPT:])
+
+
+def _matches(node: Manifest, selector: Mapping[str, str]) -> bool:
+    labels = node["metadata"].get("labels", {})
+    return all(labels.get(key) == value for key, value in selector.items())
+
+
+def _devices(node: Manifest, resource: str) -> int:
+    """Devices for new pods; a node that is cordoned or not ready has none."""
+    status = node.get("status", {})
+    ready = any(
+        item["type"] == "Ready" and item["status"] == "True"
+        for item in status.get("conditions", [])
+    )
+    if not ready or node.get("spec", {}).get("unschedulable", False):
+        return 0
+    amount: Decimal = quantity.parse(str(status.get("allocatable", {}).get(resource, "0")))
+    return int(amount)
+
+
+def _p90(seconds: list[float]) -> int | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    rank = min(len(ordered) - 1, int(_QUANTILE * len(ordered)))
+    return max(1, round(ordered[rank] / _STEP_SECONDS)) * _STEP_SECONDS
+
+
+def _found(count: int, selector: Mapping[str, str], previous: Manifest, now: float) -> Manifest:
+    """The one condition of a class: whether there is any such node."""
+    status = "True" if count else "False"
+    labels = ", ".join(f"{key}={value}" for key, value in sorted(selector.items())) or "any label"
+    before = next(
+        (item for item in previous.get("conditions", []) if item["type"] == "NodesFound"), None
+    )
+    moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    same = before is not None and before["status"] == status
+    return {
+        "type": "NodesFound",
+        "status": status,
+        "reason": "Found" if count else "NoNodes",
+        "message": f"{count} nodes have {labels}" if count else f"no node has {labels}",
+        "lastTransitionTime": before["lastTransitionTime"] if before and same else moment,
+    }
