@@ -23,7 +23,7 @@ class Attribution:
     Attributes:
         count: requests that got their first token within it.
         missed: of these, beyond the target.
-        p95_seconds: nan where too few are known.
+        p95_seconds: by interpolation inside a bucket; a modality without any is not told of.
         target_seconds: None without a target.
         shares: of each stage in the TTFT of requests that missed (or of the slowest tenth), adding
             up to 1.
@@ -58,7 +58,8 @@ class Need:
         candidates: what each signal asked for.
         guilty: its own stages or its own use justify growth.
         known: False where its pods do not say enough: the pool is held.
-        idle: nothing came within the window, and the reports are fresh.
+        idle: nothing came within the window, and the reports are fresh; of a pool that may go to
+            zero, nothing came since the last tick, and the pool is not missed at zero.
         urgent: the work that waits cannot be done within the target: panic may set in.
         message: one sentence.
     """
@@ -72,27 +73,6 @@ class Need:
     idle: bool
     urgent: bool
     message: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """What `estimate` makes of a view: what each pool needs, and what may be trusted.
-
-    Attributes:
-        attributions: one for each modality with traffic.
-        needs: of every pool that the service has.
-        fresh: enough pods answered for numbers to change.
-        missing_seconds: how long that has not been so; 0 while it is.
-        startup: 90th percentile from a pod's creation until it takes work, by role and variant.
-        itl_p95_seconds: of the time between tokens over the window; None where too few are known.
-    """
-
-    attributions: tuple[Attribution, ...]
-    needs: Mapping[Role, Need]
-    fresh: bool
-    missing_seconds: float
-    startup: Mapping[tuple[Role, str], float] = dataclasses.field(default_factory=dict)
-    itl_p95_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

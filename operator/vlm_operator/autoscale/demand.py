@@ -1,0 +1,182 @@
+"""How much work comes, in a unit that no change of the mix can fool. Pure.
+
+encoder, prefill   a = EWMA of (work seconds admitted · speed / second)     Erlang
+                   Q = Σ work seconds that wait · speed
+decode             D = Σ running + reserved + queued tokens                 KV tokens
+                   (cached blocks can be evicted: they are no load)
+variability        φ = Var(work of a tick) / (2 · S · mean(work of a tick))
+                   which is (Ca² + Cs²)/2 for work that comes in items of S seconds; 1, that of
+                   Poisson arrivals of exponential items, until enough ticks are known
+
+Work seconds are the workers' own predictions, of which a pod of speed 0.5 has twice as many for the
+same item. A pod that has been silent for a few ticks counts with what it last said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.readings import PoolReading
+
+PHI_LEAST, PHI_MOST = 0.25, 4.0
+PHI_TICKS = 12  # before a variance is believed
+TREND_SECONDS = 120.0  # over which a slope is taken
+TREND_POINTS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class DemandMemory:
+    """What is remembered of one pool's load.
+
+    Attributes:
+        at: of the last tick that was known.
+        erlangs: smoothed, in units.
+        encode_erlangs: the same of pictures alone.
+        tick_mean, tick_variance: of work seconds a second at single ticks, over a window.
+        ticks: that these know.
+        trend: (when, load) of the last two minutes, oldest first.
+        worked_at: when anything last came or was there; the first tick counts as such.
+        silent_since: since when too few pods answer, None while they do.
+    """
+
+    at: float | None = None
+    erlangs: float | None = None
+    encode_erlangs: float = 0.0
+    tick_mean: float = 0.0
+    tick_variance: float = 0.0
+    ticks: int = 0
+    trend: tuple[tuple[float, float], ...] = ()
+    worked_at: float | None = None
+    silent_since: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """The load of one pool at one tick, in units of work and in tokens.
+
+    Attributes:
+        erlangs: work seconds admitted a second, smoothed; 0 before two answers.
+        encode_erlangs: of these, pictures.
+        queued_seconds: work that waits.
+        tokens: KV tokens in use or asked for; `queued_tokens` of them wait.
+        tokens_per_unit: KV capacity of a unit, None where no pod reports one.
+        variability: φ.
+        idle_seconds: since anything came or was there.
+    """
+
+    erlangs: float
+    encode_erlangs: float
+    queued_seconds: float
+    tokens: float
+    queued_tokens: float
+    tokens_per_unit: float | None
+    variability: float
+    idle_seconds: float
+
+
+def demand_of(
+    policy: ServicePolicy,
+    pool: PoolReading,
+    memory: DemandMemory,
+    *,
+    service_seconds: float | None,
+    now: float,
+    known: bool | None = None,
+    elsewhere: float = 0.0,
+) -> tuple[Demand, DemandMemory]:
+    """Add one tick to what is known of a pool's load.
+
+    Args:
+        policy: the service's.
+        pool: what its pods said.
+        memory: what the last call returned.
+        service_seconds: mean work of one item, S, None where unknown.
+        now: seconds since the epoch.
+        known: enough is known of it; None is what the pool itself says.
+        elsewhere: work seconds a second that other pools do in its stead.
+    """
+    known = pool.known if known is None else known
+    loads = pool.loads
+    rates = [(last.rate * pod.speed, pod.speed) for pod, last in loads if last.rate is not None]
+    rate = sum(value for value, _ in rates) if rates else None
+    encode_rate = sum(last.encode_rate * pod.speed for pod, last in loads)
+    elapsed = 0.0 if memory.at is None else max(0.0, now - memory.at)
+    weight = _weight(elapsed, policy.tuning.smoothing_seconds)
+    # a tick does not weigh upon itself: more work at it must never look like less variance
+    variability = _variability(memory, service_seconds, policy.tick_seconds)
+    tokens = sum(last.tokens for _, last in loads)
+    queued = sum(last.queued_seconds * pod.speed for pod, last in loads)
+    sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
+    works = bool(rate or queued or tokens or encode_rate or elsewhere)
+    worked_at = now if memory.worked_at is None or works or not known else memory.worked_at
+    silent = memory.silent_since if memory.silent_since is not None else now
+    found = dataclasses.replace(
+        memory,
+        at=now,
+        erlangs=_smoothed(memory.erlangs, rate, weight),
+        encode_erlangs=_smoothed(memory.encode_erlangs, encode_rate, weight) or 0.0,
+        worked_at=worked_at,
+        silent_since=None if known or not pool.pods else silent,
+    )
+    if rate is not None and elapsed > 0:
+        found = _moments(found, rate, _weight(elapsed, policy.window_seconds))
+    demand = Demand(
+        erlangs=found.erlangs or 0.0,
+        encode_erlangs=found.encode_erlangs,
+        queued_seconds=queued,
+        tokens=float(tokens),
+        queued_tokens=float(sum(last.queued_tokens for _, last in loads)),
+        tokens_per_unit=(
+            sum(capacity for capacity, _ in sized) / sum(speed for _, speed in sized)
+            if sized
+            else None
+        ),
+        variability=variability,
+        idle_seconds=max(0.0, now - worked_at),
+    )
+    return demand, found
+
+
+def with_trend(memory: DemandMemory, load: float, *, now: float) -> DemandMemory:
+    """Note the load for the slope, at most twelve times in two minutes."""
+    last = memory.trend[-1][0] if memory.trend else -math.inf
+    if last > now:
+        return dataclasses.replace(memory, trend=((now, load),))  # the clock was put back
+    if now - last < TREND_SECONDS / TREND_POINTS:
+        return memory
+    kept = [point for point in memory.trend if now - point[0] <= TREND_SECONDS]
+    return dataclasses.replace(memory, trend=(*kept, (now, load))[-TREND_POINTS - 1 :])
+
+
+def _weight(elapsed: float, seconds: float) -> float:
+    """Of a new value in an average that forgets within so many seconds."""
+    return 1.0 - math.exp(-elapsed / max(seconds, 1e-3))
+
+
+def _smoothed(before: float | None, value: float | None, weight: float) -> float | None:
+    if value is None:
+        return before
+    return value if before is None else before + weight * (value - before)
+
+
+def _moments(memory: DemandMemory, rate: float, weight: float) -> DemandMemory:
+    if memory.ticks == 0:
+        return dataclasses.replace(memory, tick_mean=rate, tick_variance=0.0, ticks=1)
+    weight = max(weight, 1.0 / (memory.ticks + 1))
+    gap = rate - memory.tick_mean
+    return dataclasses.replace(
+        memory,
+        tick_mean=memory.tick_mean + weight * gap,
+        tick_variance=(1.0 - weight) * (memory.tick_variance + weight * gap * gap),
+        ticks=min(memory.ticks + 1, 1_000_000),
+    )
+
+
+def _variability(memory: DemandMemory, service_seconds: float | None, tick_seconds: float) -> float:
+    """Of rates: Var(work)/(2·S·mean(work)) = tick · Var(rate)/(2·S·mean(rate))."""
+    if memory.ticks < PHI_TICKS or not service_seconds or memory.tick_mean <= 0:
+        return 1.0
+    found = tick_seconds * memory.tick_variance / (2.0 * service_seconds * memory.tick_mean)
+    return min(max(found, PHI_LEAST), PHI_MOST)

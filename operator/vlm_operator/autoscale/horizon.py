@@ -1,0 +1,158 @@
+"""How long a new replica takes, and how much work there will be by then. Pure.
+
+start-up   p90 of (pod created → ready) over the last 20 of a role and variant; before that what the
+           node class expects, before that the default
+plan       a_plan = max(a, a + slope⁺ · start-up, season(now + start-up))
+slope⁺     Theil-Sen over the last two minutes, where three quarters of all pairs rise; at most
+           growth_cap · a within one start-up
+season     multiplicative Holt-Winters without a trend, one value for each hour of the day, known
+           after forecast_days; a floor, never a reason to shrink
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.view import View
+from vlm_operator.names import POOL_ROLES, Role
+
+RISING_SHARE = 0.75  # of pairs of points that must rise before a slope is one
+LEAST_POINTS = 5
+MAX_STARTING = 1024  # pods whose start is timed at once
+HOURS = 24
+SEASON_WEIGHT = 0.5  # of the newest day
+LEVEL_WEIGHT = 0.3  # of the newest hour
+LEVEL_MOST = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StartupMemory:
+    """Starts that are timed, and those that were, by "role/variant"."""
+
+    starting: Mapping[str, float] = dataclasses.field(default_factory=dict)  # uid → created
+    seconds: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeasonMemory:
+    """The load of each hour of the day.
+
+    Attributes:
+        hour: since the epoch, of the sums that are still growing.
+        total, ticks: of this hour so far.
+        season: mean load by hour of the day, None where it was never seen.
+        level: today's load relative to the season.
+        hours: that were seen in full.
+    """
+
+    hour: int | None = None
+    total: float = 0.0
+    ticks: int = 0
+    season: tuple[float | None, ...] = (None,) * HOURS
+    level: float = 1.0
+    hours: int = 0
+
+
+def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> StartupMemory:
+    """Note pods that start, and how long it took those that now are ready."""
+    starting: dict[str, float] = {}
+    seconds = dict(memory.seconds)
+    for role in POOL_ROLES:
+        pool = view.pools.get(role)
+        for pod in pool.pods if pool is not None else ():
+            if pod.phase in ("pending", "starting"):
+                if len(starting) < MAX_STARTING:
+                    starting[pod.uid] = pod.created
+            elif pod.phase == "ready" and pod.uid in memory.starting:
+                # a gate that flaps would count again: only the first time is a start
+                end = pod.ready_since if pod.ready_since is not None else view.now
+                took = end - pod.created
+                if math.isfinite(took) and took >= 0:
+                    key = f"{role}/{pod.variant}"
+                    kept = (*seconds.get(key, ()), took)
+                    seconds[key] = kept[-policy.tuning.startups_kept :]
+    if starting == memory.starting and seconds == memory.seconds:
+        return memory
+    return StartupMemory(starting, seconds)
+
+
+def startup_seconds(policy: ServicePolicy, memory: StartupMemory) -> dict[tuple[Role, str], float]:
+    """How long a start takes, by role and variant: nine of ten are faster."""
+    found = {}
+    for role, pool in policy.pools.items():
+        for variant in pool.variants:
+            measured = memory.seconds.get(f"{role}/{variant.name}")
+            if measured:
+                found[role, variant.name] = ninth_tenth(measured)
+            elif variant.startup_seconds is not None and math.isfinite(variant.startup_seconds):
+                found[role, variant.name] = max(0.0, variant.startup_seconds)
+            else:
+                found[role, variant.name] = policy.tuning.startup_seconds
+    return found
+
+
+def ninth_tenth(values: Sequence[float]) -> float:
+    """The 90th percentile, the greater neighbour where it lies between two."""
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
+
+
+def planned(
+    policy: ServicePolicy,
+    load: float,
+    trend: Sequence[tuple[float, float]],
+    season: SeasonMemory,
+    *,
+    startup: float,
+    now: float,
+) -> float:
+    """The load to plan for: that of now, of the slope, or of the same hour on other days."""
+    rise = min(rising_slope(trend) * startup, policy.tuning.growth_cap * load)
+    return max(load, load + rise, forecast(policy, season, now + startup))
+
+
+def rising_slope(points: Sequence[tuple[float, float]]) -> float:
+    """Theil-Sen's slope a second; 0 where it does not clearly rise."""
+    if len(points) < LEAST_POINTS:
+        return 0.0
+    slopes = [
+        (later[1] - earlier[1]) / (later[0] - earlier[0])
+        for index, earlier in enumerate(points)
+        for later in points[index + 1 :]
+        if later[0] > earlier[0]
+    ]
+    if not slopes or sum(slope > 0 for slope in slopes) < RISING_SHARE * len(slopes):
+        return 0.0
+    return max(0.0, statistics.median(slopes))
+
+
+def with_hour(memory: SeasonMemory, load: float, *, now: float) -> SeasonMemory:
+    """Add one tick; an hour that is over becomes part of the season."""
+    hour = int(now // 3600)
+    if memory.hour == hour:
+        return dataclasses.replace(memory, total=memory.total + load, ticks=memory.ticks + 1)
+    if memory.hour is None or memory.ticks == 0:
+        return dataclasses.replace(memory, hour=hour, total=load, ticks=1)
+    mean, slot = memory.total / memory.ticks, memory.hour % HOURS
+    before, level = memory.season[slot], memory.level
+    value = mean if before is None else before + SEASON_WEIGHT * (mean / _level(level) - before)
+    if before:
+        ratio = min(mean / before, LEVEL_MOST)
+        level = level + LEVEL_WEIGHT * (ratio - level)
+    season = tuple(value if at == slot else item for at, item in enumerate(memory.season))
+    return SeasonMemory(hour, load, 1, season, level, memory.hours + 1)
+
+
+def forecast(policy: ServicePolicy, memory: SeasonMemory, when: float) -> float:
+    """What the hour of `when` brought on other days, at today's level; 0 before enough days."""
+    if memory.hours < policy.tuning.forecast_days * HOURS:
+        return 0.0
+    found = memory.season[int(when // 3600) % HOURS]
+    return 0.0 if found is None else found * memory.level
+
+
+def _level(level: float) -> float:
+    return max(level, 1.0 / LEVEL_MOST)

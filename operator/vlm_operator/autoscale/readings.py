@@ -1,0 +1,250 @@
+"""What the pods say, joined with the pods that live, and how far it can be believed.
+
+pod list ──uid──▶ sample ──▶ answered   its counters minus those at its last answer: what it did
+                 none    ──▶ silent     up to stale_ticks: its last load counts on
+                                        longer: no load, and no capacity either
+
+A number that is absurd makes its pod silent, and is counted. Samples of pods that are gone are not
+looked at. A process with a new boot id, or a counter that fell, says nothing of the time before.
+Nothing at all in the counters of pods that answer is no traffic, which is not the same as silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
+from vlm_operator.autoscale.view import PodView, PoolView, View
+from vlm_operator.names import POOL_ROLES, Role
+from vlm_operator.state import Busy, Sample
+
+ABSURD = 1e12  # no pod has so many seconds, tokens or calls
+MAX_RATE = 64.0  # work seconds admitted in a second by one pod, beyond which nobody believes it
+KINDS = ("encode", "prefill", "decode")
+NO_WORK = Busy(0.0, 0, 0, 0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastAnswer:
+    """What a pod said when it last answered.
+
+    Attributes:
+        rate: work seconds it admitted a second, since the answer before; None of its first.
+        tokens: running, reserved and queued: cached blocks are no load.
+    """
+
+    at: float
+    boot_id: str
+    admitted: float
+    rate: float | None
+    queued_seconds: float
+    tokens: int
+    queued_tokens: int
+    capacity: int
+    encode_rate: float
+    busy: Mapping[str, Busy]
+
+
+@dataclasses.dataclass(frozen=True)
+class PodReading:
+    """One ready pod.
+
+    Attributes:
+        answered: at this tick.
+        last: what counts for it, None where it has been silent for too long, or never spoke.
+        did: work by kind since its last answer; empty where that is unknown.
+    """
+
+    uid: str
+    variant: str
+    speed: float
+    answered: bool
+    last: LastAnswer | None
+    did: Mapping[str, Busy] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolReading:
+    """One pool at one tick, in units: replicas of speed 1.
+
+    Attributes:
+        pods: those that are ready.
+        known: enough of them answered; a pool without a ready pod has nobody to ask.
+        ready_units, coming_units: capacity that takes work; that starts or waits for a node.
+        silent_units: of ready pods whose load is not known: they are in use, for all we know.
+    """
+
+    role: Role
+    pods: tuple[PodReading, ...]
+    known: bool
+    ready_units: float
+    coming_units: float
+    silent_units: float
+    replicas: int
+
+    @property
+    def units(self) -> float:
+        """Capacity that is there or on its way."""
+        return self.ready_units + self.coming_units
+
+    @property
+    def loads(self) -> tuple[tuple[PodReading, LastAnswer], ...]:
+        """The pods whose load is known, with it."""
+        return tuple((pod, pod.last) for pod in self.pods if pod.last is not None)
+
+    @property
+    def speed(self) -> float:
+        """Of a replica of the present mix."""
+        return self.units / self.replicas if self.replicas else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Readings:
+    """All pools at one tick."""
+
+    pools: Mapping[Role, PoolReading]
+    answers: Mapping[str, LastAnswer]
+    bad: int
+
+
+def read_pools(policy: ServicePolicy, view: View, answers: Mapping[str, LastAnswer]) -> Readings:
+    """Join samples and pods; `answers` are those before, by uid."""
+    pools: dict[Role, PoolReading] = {}
+    kept: dict[str, LastAnswer] = {}
+    bad = 0
+    for role in POOL_ROLES:
+        pool = view.pools.get(role)
+        rules = policy.pools.get(role)
+        if pool is None or rules is None:
+            continue
+        speeds = {item.name: item.speed for item in rules.variants}
+        pods = []
+        for pod in pool.pods:
+            if pod.phase != "ready":
+                continue
+            sample, before = view.samples.get(pod.uid), answers.get(pod.uid)
+            if sample is not None and not (
+                plausible(sample) and _possible(before, sample, view.now)
+            ):
+                sample, bad = None, bad + 1
+            found = _pod(policy, pod, _speed(speeds, pod), sample, before, now=view.now)
+            pods.append(found)
+            if found.last is not None:
+                kept[pod.uid] = found.last
+        pools[role] = _pool(policy, rules, pool, tuple(pods))
+    return Readings(pools, kept, bad)
+
+
+def plausible(sample: Sample) -> bool:
+    """Whether a pod's numbers are finite, not negative and of this world."""
+    kv = sample.kv
+    if kv is not None and not (
+        0 <= kv.running <= 2 * kv.capacity < ABSURD
+        and 0 <= kv.reserved <= 2 * kv.capacity
+        and 0 <= kv.queued < ABSURD
+    ):
+        return False
+    if not (
+        0.0 <= sample.queued_work_seconds < ABSURD and 0.0 <= sample.admitted_work_seconds < ABSURD
+    ):
+        return False
+    for busy in sample.busy.values():
+        if not (
+            0.0 <= busy.seconds < ABSURD
+            and 0 <= busy.calls < ABSURD
+            and 0 <= busy.items < ABSURD
+            and 0 <= busy.units < ABSURD**2
+            and 0.0 <= busy.squares < ABSURD**2
+        ):
+            return False
+    return True
+
+
+def _possible(before: LastAnswer | None, sample: Sample, now: float) -> bool:
+    """Whether a process can have admitted so much since its last answer."""
+    if before is None or before.boot_id != sample.boot_id or now <= before.at:
+        return True
+    return sample.admitted_work_seconds - before.admitted <= MAX_RATE * (now - before.at)
+
+
+def _pod(
+    policy: ServicePolicy,
+    pod: PodView,
+    speed: float,
+    sample: Sample | None,
+    before: LastAnswer | None,
+    *,
+    now: float,
+) -> PodReading:
+    if sample is None:
+        stale = policy.tuning.stale_ticks * policy.tick_seconds
+        last = before if before is not None and now - before.at <= stale else None
+        return PodReading(pod.uid, pod.variant, speed, False, last)
+    # what a process without a past does is unknown for one tick: as much as the one before it
+    rate = before.rate if before is not None else None
+    encoding = before.encode_rate if before is not None else 0.0
+    did: Mapping[str, Busy] = {}
+    if before is not None and before.boot_id == sample.boot_id and now > before.at:
+        elapsed = now - before.at
+        if sample.admitted_work_seconds >= before.admitted:
+            rate = (sample.admitted_work_seconds - before.admitted) / elapsed
+        did = _difference(before.busy, sample.busy)
+        if "encode" in did:
+            encoding = min(did["encode"].seconds / elapsed, MAX_RATE)
+    kv = sample.kv
+    last = LastAnswer(
+        at=now,
+        boot_id=sample.boot_id,
+        admitted=sample.admitted_work_seconds,
+        rate=rate,
+        queued_seconds=sample.queued_work_seconds,
+        tokens=kv.running + kv.reserved + kv.queued if kv else 0,
+        queued_tokens=kv.queued if kv else 0,
+        capacity=kv.capacity if kv else 0,
+        encode_rate=encoding,
+        busy=sample.busy,
+    )
+    return PodReading(pod.uid, pod.variant, speed, True, last, did)
+
+
+def _difference(before: Mapping[str, Busy], now: Mapping[str, Busy]) -> dict[str, Busy]:
+    found = {}
+    for kind in KINDS:
+        if kind not in now:
+            continue
+        old, new = before.get(kind, NO_WORK), now[kind]
+        grown = Busy(
+            new.seconds - old.seconds,
+            new.calls - old.calls,
+            new.items - old.items,
+            new.units - old.units,
+            new.squares - old.squares,
+        )
+        if min(grown.seconds, grown.calls, grown.items, grown.units, grown.squares) >= 0:
+            found[kind] = grown
+    return found
+
+
+def _pool(
+    policy: ServicePolicy, rules: PoolPolicy, pool: PoolView, pods: tuple[PodReading, ...]
+) -> PoolReading:
+    speeds = {item.name: item.speed for item in rules.variants}
+    coming = [pod for pod in pool.pods if pod.phase in ("starting", "pending")]
+    answered = sum(pod.answered for pod in pods)
+    return PoolReading(
+        role=rules.role,
+        pods=pods,
+        known=bool(pods) and answered >= policy.tuning.fresh_share * len(pods),
+        ready_units=sum(pod.speed for pod in pods),
+        coming_units=sum(_speed(speeds, pod) for pod in coming),
+        silent_units=sum(pod.speed for pod in pods if pod.last is None),
+        replicas=len(pods) + len(coming),
+    )
+
+
+def _speed(speeds: Mapping[str, float], pod: PodView) -> float:
+    """Of a variant that the manifest no longer names: 1."""
+    speed = speeds.get(pod.variant, 1.0)
+    return speed if math.isfinite(speed) and speed > 0 else 1.0

@@ -1,0 +1,240 @@
+"""How many units each pool needs, by every signal, and which of them may make it grow. Pure.
+
+encoder, prefill   utilization  a_plan / target       between the bands nothing moves
+                   backlog      a + Q / T_drain       T_drain = min(drain_seconds, 10 · target)
+                   waiting      least N: W95(N, a_plan) ≤ B           if guilty
+                   overrun      one replica more than is ready        if guilty, and work waits
+decode             kvTokens     D / (target · capacity)               the same bands
+                   itl          D / k2                k2: KV tokens at which ITL(k) = target
+                   overrun      as above
+
+units        what a pool grows to       max of the signals that may speak
+least_units  what it may shrink to      the same, with D / lower band and W95(N) ≤ consolidation · B
+guilty       its own waiting has guilty_share of an overrun, or its own band fires
+
+A breach with all queues short therefore raises nothing. Pods of unknown load are added to both:
+they give no capacity to grow by, and are not taken for idle. While decode lacks KV room, the others
+do not grow: what they begin could not end (`hold_upstream`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from vlm_operator.autoscale.demand import Demand
+from vlm_operator.autoscale.outcome import Candidate, Need
+from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
+from vlm_operator.autoscale.readings import PoolReading
+from vlm_operator.autoscale.waiting import least_servers
+from vlm_operator.names import Role
+
+NEUTRAL_UTILIZATION = 0.75  # the target that the bands are drawn around
+NEUTRAL_OCCUPANCY = 0.80
+DRAIN_TARGETS = 10.0  # times the target of TTFT, within which a backlog is worked off
+MOST_UNITS = 100_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Signals:
+    """Everything that one pool's size follows from.
+
+    Attributes:
+        planned: load to plan for: Erlang, or KV tokens for decode.
+        planned_work: Erlang of a decode pool that prefills too, 0 elsewhere.
+        service_seconds: mean seconds of one item on a unit, None where unknown.
+        budget_seconds: that may be spent waiting here, None without a target.
+        target_seconds: the strictest target of TTFT, None without one.
+        guilt: share of its own waiting in an overrun of TTFT.
+        itl_tokens: KV tokens of a unit at which ITL meets its target, None where that is unknown.
+    """
+
+    demand: Demand
+    planned: float
+    planned_work: float = 0.0
+    service_seconds: float | None = None
+    budget_seconds: float | None = None
+    target_seconds: float | None = None
+    guilt: float = 0.0
+    itl_tokens: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What one signal asks for, in units.
+
+    Attributes:
+        fires: the pool's own use justifies growth.
+        guilty_only: it speaks only where the pool is guilty.
+        least: units that it needs before the pool may shrink.
+    """
+
+    signal: str
+    units: float
+    least: float
+    fires: bool = False
+    guilty_only: bool = False
+
+
+def size(policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: Signals) -> Need:
+    """Say what one pool needs."""
+    if rules.role is Role.DECODE:
+        wishes = _token_wishes(policy, rules, pool, signals)
+        if Role.PREFILL not in policy.pools:
+            wishes += _work_wishes(policy, rules, pool, signals, signals.planned_work)
+    else:
+        wishes = _work_wishes(policy, rules, pool, signals, signals.planned)
+    speaks = bool(wishes) or not pool.pods
+    there = max(0.0, pool.units - pool.silent_units)
+    fires = any(wish.fires for wish in wishes)
+    guilty = fires or signals.guilt >= policy.tuning.guilty_share
+    units = least = 0.0
+    leading = None
+    for wish in wishes:
+        asked = wish.units if wish.fires else min(wish.units, there)
+        if wish.guilty_only:
+            asked = wish.units if signals.guilt >= policy.tuning.guilty_share else 0.0
+        if leading is None or asked > units:
+            leading, units = wish, max(units, asked)
+        least = max(least, wish.least)
+    units = min(units, MOST_UNITS) + pool.silent_units
+    least = min(max(least + pool.silent_units, units), MOST_UNITS)
+    return Need(
+        role=rules.role,
+        units=units,
+        least_units=least,
+        candidates=_candidates(pool, wishes),
+        guilty=guilty,
+        known=pool.known and speaks,
+        idle=pool.known and signals.demand.idle_seconds >= policy.window_seconds,
+        urgent=_urgent(rules, pool, signals, units),
+        message=_message(pool, leading, units, speaks=speaks),
+    )
+
+
+def hold_upstream(
+    needs: Mapping[Role, Need], pools: Mapping[Role, PoolReading], demands: Mapping[Role, Demand]
+) -> dict[Role, Need]:
+    """Let encoder and prefill wait for decode where KV room is what lacks."""
+    found = dict(needs)
+    decode, pool = needs.get(Role.DECODE), pools.get(Role.DECODE)
+    if decode is None or pool is None or not decode.known:
+        return found
+    demand = demands[Role.DECODE]
+    room = (demand.tokens_per_unit or 0.0) * pool.ready_units
+    if not (demand.queued_tokens > 0 and demand.tokens >= room and decode.units > pool.units):
+        return found
+    for role in (Role.ENCODER, Role.PREFILL):
+        need = needs.get(role)
+        if need is None or not pools[role].pods or need.units <= pools[role].units:
+            continue
+        message = f"{need.message}; decode has no KV room and grows first"
+        found[role] = dataclasses.replace(
+            need, units=pools[role].units, urgent=False, message=message
+        )
+    return found
+
+
+def bands(policy: ServicePolicy, target: float, neutral: float) -> tuple[float, float]:
+    """The upper and the lower band of a target: those of the policy, moved along with it."""
+    upper = min(target * policy.tuning.band_up / neutral, (1.0 + target) / 2.0)
+    return upper, target * policy.tuning.band_down / neutral
+
+
+def _work_wishes(
+    policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: Signals, planned: float
+) -> list[Wish]:
+    demand, tuning = signals.demand, policy.tuning
+    there = max(0.0, pool.units - pool.silent_units)
+    upper, lower = bands(policy, rules.utilization, NEUTRAL_UTILIZATION)
+    use = planned / rules.utilization
+    wishes = [Wish("utilization", use, planned / lower, fires=planned > upper * there)]
+    seconds = tuning.drain_seconds
+    if signals.target_seconds is not None:
+        seconds = min(seconds, DRAIN_TARGETS * signals.target_seconds)
+    backlog = demand.erlangs + demand.queued_seconds / max(seconds, 1e-3)
+    wishes.append(Wish("backlog", backlog, backlog, fires=backlog > there))
+    budget, each = signals.budget_seconds, signals.service_seconds
+    if budget is None:
+        return wishes
+    if each is not None:
+        needed, safe = (
+            float(least_servers(planned, seconds=each, within=most, variability=demand.variability))
+            for most in (budget, tuning.consolidation * budget)
+        )
+        wishes.append(Wish("waiting", needed, safe, guilty_only=True))
+    if demand.queued_seconds > budget * pool.ready_units:
+        wishes.append(_overrun(pool))
+    return wishes
+
+
+def _token_wishes(
+    policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: Signals
+) -> list[Wish]:
+    demand = signals.demand
+    capacity = demand.tokens_per_unit
+    if capacity is None:
+        return []
+    there = max(0.0, pool.units - pool.silent_units)
+    share = rules.kv_occupancy
+    upper, lower = bands(policy, share, NEUTRAL_OCCUPANCY)
+    planned = max(signals.planned, demand.tokens)
+    running = demand.tokens - demand.queued_tokens
+    wishes = [
+        Wish("kvTokens", running / (share * capacity), running / (lower * capacity)),
+        Wish(
+            "kvTokensWithQueue",
+            planned / (share * capacity),
+            planned / (lower * capacity),
+            fires=planned > upper * capacity * there,
+        ),
+    ]
+    if signals.itl_tokens is not None:
+        room = max(signals.itl_tokens, 1.0)
+        margin = policy.tuning.consolidation
+        wishes.append(
+            Wish("itl", planned / room, planned / (room * margin), fires=planned > room * there)
+        )
+    if demand.queued_tokens > 0:
+        wishes.append(_overrun(pool))
+    return wishes
+
+
+def _overrun(pool: PoolReading) -> Wish:
+    """A queue that the models do not explain: one more, and another when that one is ready."""
+    return Wish("overrun", pool.ready_units + pool.speed, 0.0, guilty_only=True)
+
+
+def _urgent(rules: PoolPolicy, pool: PoolReading, signals: Signals, units: float) -> bool:
+    """Whether what waits cannot be done in time by those who are there."""
+    demand, ready = signals.demand, pool.ready_units
+    if not pool.known:
+        return False
+    if rules.role is Role.DECODE and demand.tokens_per_unit is not None:
+        late = demand.queued_tokens > 0 and demand.tokens > demand.tokens_per_unit * ready
+    else:
+        target = signals.target_seconds
+        late = target is not None and demand.queued_seconds > target * ready
+    return late or units >= rules.panic * max(pool.units, 1e-9)
+
+
+def _candidates(pool: PoolReading, wishes: list[Wish]) -> tuple[Candidate, ...]:
+    found: dict[str, int] = {}
+    for wish in wishes:
+        units = min(wish.units + pool.silent_units, MOST_UNITS)
+        replicas = math.ceil(round(units / pool.speed, 6))
+        found[wish.signal] = max(found.get(wish.signal, 0), replicas)
+    return tuple(Candidate(signal, replicas) for signal, replicas in sorted(found.items()))
+
+
+def _message(pool: PoolReading, leading: Wish | None, units: float, *, speaks: bool) -> str:
+    if pool.pods and not pool.known:
+        answered = sum(pod.answered for pod in pool.pods)
+        return f"{answered} of {len(pool.pods)} ready pods answered"
+    if not speaks:
+        return "the pods report no capacity"
+    if leading is None:
+        return "no pod is ready"
+    there = f"{pool.ready_units:.3g} of {pool.units:.3g} units are ready"
+    return f"{leading.signal} needs {units:.3g} units, {there}"

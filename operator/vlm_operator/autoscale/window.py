@@ -1,0 +1,252 @@
+"""What gateways counted within the last window, all of them together.
+
+tick k:  counters of each gateway ──minus those at tick k-1──▶ slot ⌊now / width⌋, twelve a window
+total(window) = Σ slots           p95 by interpolation inside a bucket
+
+Gateways count since they started. A gateway with a new boot id counts from zero, one that vanished
+leaves what it counted, and one whose counter fell starts anew: a counter that falls says nothing.
+The first reading ever is where counting begins.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+from vlm_operator.names import Role
+from vlm_operator.state import Sample, Ttft
+
+QUANTILE = 0.95
+SLOTS = 12  # of one window
+WIDEST = 3  # windows that are kept
+ITL = "itl"  # the times between tokens, kept beside the modalities
+MAX_GATEWAYS = 256  # whose last counters are kept
+ABSURD = 1e12  # no window holds so many requests or seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """Requests of one modality within some time.
+
+    Attributes:
+        buckets: upper bound in seconds → requests between the next lower bound and it.
+        met, missed_seconds: seconds by stage, of requests that met and that missed their target.
+        stage_buckets: the same as `buckets`, by stage.
+    """
+
+    count: int = 0
+    missed: int = 0
+    buckets: Mapping[float, int] = dataclasses.field(default_factory=dict)
+    met: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    missed_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    stage_buckets: Mapping[str, Mapping[float, int]] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both together."""
+        names = self.stage_buckets.keys() | other.stage_buckets.keys()
+        return Tally(
+            count=self.count + other.count,
+            missed=self.missed + other.missed,
+            buckets=_sum(self.buckets, other.buckets),
+            met=_sum(self.met, other.met),
+            missed_seconds=_sum(self.missed_seconds, other.missed_seconds),
+            stage_buckets={
+                name: _sum(self.stage_buckets.get(name, {}), other.stage_buckets.get(name, {}))
+                for name in names
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """What was counted in one twelfth of a window, by modality."""
+
+    number: int
+    tallies: Mapping[str, Tally]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The last readings of all gateways, and what came within three windows.
+
+    Attributes:
+        counters: the last reading by boot id and modality, None before the first.
+        slots: oldest first.
+    """
+
+    counters: Mapping[str, Mapping[str, Ttft]] | None = None
+    slots: tuple[Slot, ...] = ()
+
+    def advance(self, samples: Iterable[Sample], *, now: float, window: float) -> Window:
+        """Take one more reading; returns itself where no gateway counted anything."""
+        seen = {item.boot_id: read(item) for item in samples if item.role is Role.GATEWAY}
+        known = self.counters
+        if known is None:
+            return Window(seen) if seen else self
+        if all(known.get(boot) == counters for boot, counters in seen.items()):
+            return self
+        grown: dict[str, Tally] = {}
+        for boot, counters in seen.items():
+            before = known.get(boot, {})
+            for name, item in counters.items():
+                tally = growth(before.get(name), item)
+                if tally is not None:
+                    grown[name] = grown[name] + tally if name in grown else tally
+        # the newest at the end, so that the oldest of too many are forgotten
+        last = {**{boot: item for boot, item in known.items() if boot not in seen}, **seen}
+        last = dict(list(last.items())[-MAX_GATEWAYS:])
+        return Window(last, self._with(grown, now=now, window=window))
+
+    def total(self, *, now: float, window: float, windows: int = 1) -> dict[str, Tally]:
+        """Everything within the last so many windows, by modality."""
+        first = _number(now, window) - SLOTS * windows
+        found: dict[str, Tally] = {}
+        for slot in self.slots:
+            if slot.number > first:
+                for name, tally in slot.tallies.items():
+                    found[name] = found[name] + tally if name in found else tally
+        return {name: tally for name, tally in found.items() if tally.count > 0}
+
+    def names(self) -> set[str]:
+        """The modalities that were counted within three windows."""
+        return {name for slot in self.slots for name in slot.tallies}
+
+    def edges(self, name: str) -> tuple[float, ...]:
+        """The bounds by which any gateway counts now, ascending."""
+        found = {
+            bound
+            for counters in (self.counters or {}).values()
+            if name in counters
+            for bound in counters[name].buckets
+        }
+        return tuple(sorted(found))
+
+    def _with(self, grown: Mapping[str, Tally], *, now: float, window: float) -> tuple[Slot, ...]:
+        number = _number(now, window)
+        kept = [slot for slot in self.slots if number - WIDEST * SLOTS < slot.number < number]
+        # a clock that was put back adds to the newest slot
+        same = [slot for slot in self.slots if slot.number >= number][:1]
+        tallies = dict(same[0].tallies) if same else {}
+        for name, tally in grown.items():
+            tallies[name] = tallies[name] + tally if name in tallies else tally
+        return (*kept, Slot(number, tallies))
+
+
+def read(sample: Sample) -> dict[str, Ttft]:
+    """A gateway's counters: TTFT by modality, and the gaps between tokens beside them."""
+    if sample.gaps is None:
+        return dict(sample.ttft)
+    gaps = Ttft(sample.gaps.count, 0, 0.0, sample.gaps.buckets, {})
+    return {**sample.ttft, ITL: gaps}
+
+
+def growth(before: Ttft | None, now: Ttft) -> Tally | None:
+    """What one gateway counted between two readings; None where nothing can be said.
+
+    Bounds move with the target: only those that both readings share say how much was added.
+    """
+    if before is None:
+        before = Ttft(0, 0, 0.0, dict.fromkeys(now.buckets, 0), {})
+    count, missed = now.count - before.count, now.missed - before.missed
+    if not 0 < count < ABSURD or missed < 0:
+        return None
+    buckets = _increments(before.buckets, now.buckets)
+    if buckets is None:
+        return None
+    met, spent, stages = {}, {}, {}
+    for name, stage in now.stages.items():
+        old = before.stages.get(name)
+        met[name] = _spent(stage.met - (old.met if old else 0.0))
+        spent[name] = _spent(stage.missed - (old.missed if old else 0.0))
+        if stage.buckets:
+            old_buckets = old.buckets if old else dict.fromkeys(stage.buckets, 0)
+            stages[name] = _increments(old_buckets, stage.buckets) or {}
+    return Tally(count, min(missed, count), buckets, met, spent, stages)
+
+
+def quantile(buckets: Mapping[float, float], share: float) -> float:
+    """Return Prometheus' histogram_quantile of cumulative buckets, nan where they are empty."""
+    total = buckets.get(math.inf, 0.0)
+    if total <= 0:
+        return math.nan
+    rank, lower, below = share * total, 0.0, 0.0
+    for bound, count in sorted(buckets.items()):
+        if count >= rank:
+            if math.isinf(bound):
+                return lower
+            inside = count - below
+            return lower + (bound - lower) * ((rank - below) / inside if inside else 1.0)
+        lower, below = bound, count
+    return lower
+
+
+def percentile(
+    buckets: Mapping[float, int], share: float = QUANTILE, *, edges: Iterable[float] = ()
+) -> float | None:
+    """The same of buckets that are not added up; `edges` are bounds at which none was counted."""
+    total = sum(buckets.values())
+    if total <= 0:
+        return None
+    bounds = sorted({*buckets, *edges} - {math.inf})
+    rank, below = share * total, 0
+    for index, bound in enumerate(bounds):
+        inside = buckets.get(bound, 0)
+        if below + inside >= rank and inside:
+            lower = bounds[index - 1] if index else 0.0
+            return lower + (bound - lower) * (rank - below) / inside
+        below += inside
+    return bounds[-1] if bounds else None
+
+
+def tail_mean(buckets: Mapping[float, int], share: float) -> float | None:
+    """The mean of the slowest `share`, each at the middle of its bucket; None of none."""
+    total = sum(buckets.values())
+    wanted = share * total
+    if wanted <= 0:
+        return None
+    bounds = sorted(buckets)
+    finite = [bound for bound in bounds if not math.isinf(bound)]
+    left, spent = wanted, 0.0
+    for bound in reversed(bounds):
+        at = bisect.bisect_left(finite, bound)
+        lower = finite[at - 1] if at else 0.0
+        taken = min(left, buckets[bound])
+        spent += taken * (lower if math.isinf(bound) else (lower + bound) / 2)
+        left -= taken
+        if left <= 0:
+            break
+    return spent / wanted
+
+
+def _number(now: float, window: float) -> int:
+    return math.floor(now * SLOTS / max(window, 1e-3))
+
+
+def _spent(seconds: float) -> float:
+    return seconds if 0.0 < seconds < ABSURD else 0.0
+
+
+def _increments(before: Mapping[float, int], now: Mapping[float, int]) -> dict[float, int] | None:
+    """How many fell between neighbouring bounds; None where a cumulative count fell."""
+    found: dict[float, int] = {}
+    below = 0
+    for bound in sorted(now):
+        if bound in before:
+            added = now[bound] - before[bound]
+            if added < below:
+                return None
+            if added > below:
+                found[bound] = added - below
+            below = added
+    return found
+
+
+def _sum(left: Mapping, right: Mapping) -> dict:  # type: ignore[type-arg]
+    if not right:
+        return dict(left)
+    found = dict(left)
+    for key, value in right.items():
+        found[key] = found.get(key, 0) + value
+    return found
