@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.outcome import Estimate, Need
+from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.outcome import Need
 from vlm_operator.autoscale.paced import PaceMemory, PoolPace
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.reasons import Bound, Reason

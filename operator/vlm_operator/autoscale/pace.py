@@ -85,7 +85,10 @@ def _more(case: Case, need: Need) -> tuple[Goal, PoolPace]:
         f"{need.message or leading(need)}: {need.units:.2f} units needed, {case.supply:.2f} stand"
     )
     if not need.guilty:
-        return case.goal(Reason.NOT_GUILTY, f"{text}, but time is lost elsewhere"), pace
+        beyond = any(not item.attainable for item in case.estimate.attributions)
+        reason = Reason.UNATTAINABLE if beyond else Reason.NOT_GUILTY
+        why = "no number of replicas meets the target" if beyond else "time is lost elsewhere"
+        return case.goal(reason, f"{text}, but {why}"), pace
     if case.before == 0:
         step = max(1, policy.up_pods)
         return case.goal(Reason.WAKE, text, grow=_room(case, step), need=need.units), pace

@@ -12,8 +12,9 @@ from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale import flaps
 from vlm_operator.autoscale.couple import couple
+from vlm_operator.autoscale.estimate import Estimate
 from vlm_operator.autoscale.goal import Case, Goal
-from vlm_operator.autoscale.outcome import Decision, Estimate
+from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.ownership import external, manual, off
 from vlm_operator.autoscale.pace import auto
 from vlm_operator.autoscale.paced import KEPT_DECISIONS, Change, PaceMemory, PoolPace

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.outcome import Estimate
+from vlm_operator.autoscale.estimate import Estimate
 from vlm_operator.autoscale.paced import Exhausted, PoolPace
 from vlm_operator.autoscale.policy import PoolPolicy, Tuning, VariantPolicy
 from vlm_operator.autoscale.view import PodView, PoolView

@@ -1,0 +1,191 @@
+"""What holds for every pool, whatever it is told: bounds, budget, no shrinking in the dark."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from settling_support import TICK, World, attribution, need, pool, service, variant
+
+from vlm_operator.api.enums import MissingMetrics, OnDemand
+from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, Tuning, ZeroPolicy
+from vlm_operator.autoscale.settle import settle
+from vlm_operator.names import POOL_ROLES, Role
+
+ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e30)
+# Windows of a minute, so that a few hundred ticks see every rule at work.
+QUICK = Tuning(
+    after_growth_seconds=20, exhausted_seconds=60, missing_seconds=30, flap_seconds=120,
+    max_down_seconds=240,
+)  # fmt: skip
+
+
+def made_up_policy(rng: random.Random) -> ServicePolicy:
+    """One to three pools of one to three node types, with or without budget and ratio."""
+    roles = POOL_ROLES[3 - rng.randint(1, 3) :]
+    pools, floor_devices, floor_cost = [], 0, 0.0
+    for role in roles:
+        found = tuple(
+            variant(
+                name,
+                cost_per_hour=rng.choice([0.5, 1.0, 2.5]),
+                accelerators=rng.randint(0, 2),
+                speed=rng.choice([0.5, 1.0, 2.0]),
+                spot=rng.random() < 0.3,
+                preference=rng.randint(0, 100),
+                startup_seconds=rng.choice([None, 5.0, 30.0]),
+                max_replicas=rng.choice([None, None, 3]),
+            )
+            for name in "abc"[: rng.randint(1, 3)]
+        )
+        found = (dataclasses.replace(found[0], max_replicas=None), *found[1:])
+        zero = role is Role.ENCODER and rng.random() < 0.4
+        minimum = 0 if zero else rng.randint(1, 2)
+        pools.append(
+            pool(
+                role,
+                *found,
+                minimum=minimum,
+                maximum=minimum + rng.randint(1, 8),
+                up_pods=rng.randint(1, 4),
+                up_seconds=rng.choice([0.0, 0.0, 15.0]),
+                down_pods=rng.randint(1, 2),
+                down_seconds=rng.choice([30.0, 60.0]),
+                zero=ZeroPolicy(30.0, OnDemand.QUEUE) if zero else None,
+            )
+        )
+        floor_devices += minimum * found[0].accelerators
+        floor_cost += minimum * (found[0].cost_per_hour or 0.0)
+    budget = Budget(
+        rng.choice([None, floor_devices + rng.randint(0, 8)]),
+        rng.choice([None, floor_cost + rng.random() * 8]),
+    )
+    ratio = Ratio(roles[0], roles[-1], rng.choice([None, 0.5]), rng.choice([None, 2.0]))
+    return service(
+        *pools,
+        budget=budget,
+        coupling=(ratio,) if len(roles) > 1 and rng.random() < 0.4 else (),
+        missing=rng.choice(list(MissingMetrics)),
+        fallback={role: rng.randint(0, 12) for role in roles},
+        tuning=QUICK,
+        itl_seconds=rng.choice([None, 0.1]),
+    )
+
+
+def start_of(policy: ServicePolicy) -> dict[Role, dict[str, int]]:
+    return {
+        role: {item.variants[0].name: max(item.minimum, 0)} for role, item in policy.pools.items()
+    }
+
+
+class Weather:
+    """Needs that wander, jump, vanish and make no sense."""
+
+    def __init__(self, policy: ServicePolicy, rng: random.Random):
+        self.policy, self.rng = policy, rng
+        self.level = dict.fromkeys(policy.pools, 1.0)
+
+    def next(self):
+        rng, needs = self.rng, []
+        for role, rules in self.policy.pools.items():
+            if rng.random() < 0.03:
+                self.level[role] = rng.choice([0.0, 0.3, 1.0, 3.0, 2.0 * rules.maximum])
+            level = self.level[role] * (1 + 0.3 * rng.uniform(-1, 1))
+            known, kind = True, rng.random()
+            if kind < 0.05:
+                level = rng.choice(ABSURD)
+            elif kind < 0.10:
+                known = False
+            elif kind < 0.12:
+                continue
+            needs.append(
+                need(
+                    level,
+                    role,
+                    known=known,
+                    guilty=rng.random() < 0.9,
+                    idle=level == 0 and rng.random() < 0.9,
+                    urgent=rng.random() < 0.05,
+                )
+            )
+        fresh = rng.random() < 0.93
+        seen = attribution(p95_seconds=rng.choices([0.1, 0.95, math.nan], [90, 1, 9])[0])
+        return needs, {
+            "fresh": fresh,
+            "missing": 0.0 if fresh else rng.choice([5.0, 100.0]),
+            "attributions": (seen,),
+            "itl": rng.choice([None, 0.01, math.nan]),
+        }
+
+
+def sound(needs, role) -> bool:
+    return any(
+        item.role is role and item.known and math.isfinite(item.units) and item.units >= 0
+        for item in needs
+    )
+
+
+def live_through(seed: int, ticks: int, counts: dict[str, int]) -> None:
+    """Run one made-up service through made-up ticks, and hold it to the laws at every instant."""
+    rng = random.Random(seed)
+    policy = made_up_policy(rng)
+    world = World(policy, start_of(policy), seed=seed)
+    world.startup, world.drain = rng.choice([5.0, 20.0]), rng.choice([5.0, 60.0])
+    world.silent = rng.choice([0.0, 0.05])
+    if rng.random() < 0.5:
+        world.nodes = {"a": rng.randint(4, 8), "b": rng.randint(0, 2)}
+    weather = Weather(policy, rng)
+    for _ in range(ticks):
+        world.rolling = rng.random() < 0.02
+        needs, said = weather.next()
+        memory = world.memory
+        decisions = world.tick(needs, seconds=0.0, **said)
+        view = world.seen
+        again, _ = settle(policy, view, world.estimate, memory)
+        assert again == decisions
+        twice, _ = settle(policy, view, world.estimate, world.memory)
+        assert {role: item.to for role, item in twice.items()} == {
+            role: item.to for role, item in decisions.items()
+        }
+        for role, decision in decisions.items():
+            rules = policy.pools[role]
+            counts[decision.reason] = counts.get(decision.reason, 0) + 1
+            assert rules.minimum <= decision.to <= rules.maximum, decision
+            assert decision.to == sum(decision.variants.values())
+            assert len(world.memory.pools[role].decisions) <= 8
+            if not said["fresh"] or not sound(needs, role):
+                assert decision.to >= decision.before, decision
+        within_budget(world)
+        world.advance(TICK)
+        within_budget(world)
+
+
+def within_budget(world: World) -> None:
+    budget = world.policy.budget
+    assert budget.accelerators is None or world.accelerators() <= budget.accelerators
+    assert budget.cost_per_hour is None or world.cost() <= budget.cost_per_hour + 1e-6
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_bounds_and_budget_hold_at_every_instant_and_nothing_shrinks_in_the_dark(seed):
+    live_through(seed, 100, {})
+
+
+def test_the_made_up_services_meet_nearly_every_reason():
+    counts: dict[str, int] = {}
+    for seed in range(10):
+        live_through(seed, 150, counts)
+    assert {
+        "Steady", "ScaleUp", "Panic", "ScaleDown", "Stabilizing", "MissingMetrics", "Fallback",
+        "CancelPending", "NotGuilty", "Wake", "AtZero", "WaitingForDevices",
+    } <= set(counts)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_bounds_and_budget_hold_over_a_million_ticks():
+    for seed in range(5_000):
+        live_through(seed, 200, {})
