@@ -1,8 +1,9 @@
 """From pods to `Sample`s: each pod's own /stats, joined by its uid. A silent pod yields none.
 
 Nothing of an answer is believed unchecked: another pod's uid (a reused address), an unknown
-version, a number that is negative or not finite, or a body beyond 256 KiB drops the whole sample,
-and a counter says why.
+version, a number that is negative, not finite or absurd, buckets that do not add up, or a body
+beyond 256 KiB drops the whole sample, and a counter says why. A worker or gateway of an older image
+leaves out `busy`, `gaps`, `held_for` and the buckets of stages.
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ import aiohttp
 from vlm_operator import names
 from vlm_operator.metrics import BAD_SAMPLES
 from vlm_operator.names import Role
-from vlm_operator.state import KvTokens, ModelFacts, Phase, PodState, Sample, StageSeconds, Ttft
+from vlm_operator.state import (
+    Busy,
+    Gaps,
+    KvTokens,
+    ModelFacts,
+    Phase,
+    PodState,
+    Sample,
+    StageSeconds,
+    Ttft,
+)
 
 TIMEOUT_SECONDS = 2.0
 MAX_BYTES = 256 * 1024
+MAX_COUNT = 2**53  # beyond, a float no longer counts by ones
+MAX_SECONDS = 1e12
 VERSION = 1
 _AT_ONCE = 64
 Found = TypeVar("Found")
@@ -120,6 +133,9 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
         model=_optional(value["model"], _model),
         ttft={name: _ttft(item) for name, item in (value["ttft"] or {}).items()},
         config_hash=_optional(value["config_hash"], _text),
+        busy={name: _busy(item) for name, item in (value.get("busy") or {}).items()},
+        gaps=_optional(value.get("gaps"), _gaps),
+        held_for={name: _count(item) for name, item in (value.get("held_for") or {}).items()},
     )
 
 
@@ -137,16 +153,16 @@ def _count(value: object) -> int:
     """A whole number; JSON does not tell 2.0 from 2."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ValueError("no count")
     return value
 
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no duration")
+    if not 0 <= value <= MAX_SECONDS:
+        raise ValueError("no duration")
     return float(value)
 
 
@@ -171,20 +187,54 @@ def _model(value: Mapping[str, Any]) -> ModelFacts:
 
 
 def _ttft(value: Mapping[str, Any]) -> Ttft:
-    bounds = {
-        math.inf if bound == "+Inf" else _seconds(float(bound)): _count(count)
-        for bound, count in value["buckets"].items()
-    }
     return Ttft(
         count=_count(value["count"]),
         missed=_count(value["missed"]),
         sum_seconds=_seconds(value["sum_seconds"]),
-        buckets=dict(sorted(bounds.items())),
+        buckets=_buckets(value["buckets"]),
         stages={
-            stage: StageSeconds(met=_seconds(item["met"]), missed=_seconds(item["missed"]))
+            stage: StageSeconds(
+                met=_seconds(item["met"]),
+                missed=_seconds(item["missed"]),
+                buckets=_buckets(item.get("buckets") or {}),
+            )
             for stage, item in value["stages"].items()
         },
     )
+
+
+def _gaps(value: Mapping[str, Any]) -> Gaps:
+    return Gaps(count=_count(value["count"]), buckets=_buckets(value["buckets"]))
+
+
+def _busy(value: Mapping[str, Any]) -> Busy:
+    return Busy(
+        seconds=_seconds(value["seconds"]),
+        calls=_count(value["calls"]),
+        items=_count(value["items"]),
+        units=_count(value["units"]),
+        squares=_squares(value["squares"]),
+    )
+
+
+def _squares(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    if not 0 <= value <= MAX_SECONDS**2:
+        raise ValueError("no sum of squares")
+    return float(value)
+
+
+def _buckets(value: Mapping[str, Any]) -> dict[float, int]:
+    """Cumulative counts by upper bound, ascending."""
+    found = {
+        math.inf if bound == "+Inf" else _seconds(float(bound)): _count(count)
+        for bound, count in value.items()
+    }
+    ordered = dict(sorted(found.items()))
+    if list(ordered.values()) != sorted(ordered.values()):
+        raise ValueError("buckets are not cumulative")
+    return ordered
 
 
 def _drop(reason: str) -> Sample | None:

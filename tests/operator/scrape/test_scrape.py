@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from operator_support import World
 
 from vlm_operator.metrics import REGISTRY
-from vlm_operator.scrape import MAX_BYTES, HttpScraper, parse_stats
+from vlm_operator.scrape import MAX_BYTES, MAX_COUNT, MAX_SECONDS, HttpScraper, parse_stats
+from vlm_operator.state import Busy
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCHEMA = json.loads((ROOT / "docs" / "stats.schema.json").read_text())
@@ -47,7 +48,7 @@ def test_what_the_schema_refuses_is_refused_and_nothing_else_breaks(key: str, va
     changed = {**EXAMPLE, key: value}
     try:
         jsonschema.validate(changed, SCHEMA)
-        valid = not isinstance(value, float) or value == value
+        valid = value == value and not (key == "inflight" and value > MAX_COUNT)
     except jsonschema.ValidationError:
         valid = False
     try:
@@ -62,11 +63,72 @@ def test_what_the_schema_refuses_is_refused_and_nothing_else_breaks(key: str, va
 @given(st.sampled_from(["work_seconds", "admitted_work_seconds_total"]), st.floats())
 def test_seconds_are_finite_and_not_negative(key: str, value: float):
     queue = {**EXAMPLE["queue"], key: value}
-    if 0 <= value < float("inf"):
+    if 0 <= value <= MAX_SECONDS:
         parse_stats({**EXAMPLE, "queue": queue})
     else:
         with pytest.raises((ValueError, TypeError)):
             parse_stats({**EXAMPLE, "queue": queue})
+
+
+BUSY = {"seconds": 1.5, "calls": 3, "items": 2, "units": 900, "squares": 2.5e5}
+WORKER = {**EXAMPLE, "busy": {"decode": BUSY}}
+GATEWAY = {
+    **EXAMPLE,
+    "role": "gateway",
+    "gaps": {"count": 7, "buckets": {"0.05": 4, "+Inf": 7}},
+    "held_for": {"encoder": 2},
+}
+
+
+def test_work_gaps_and_held_requests_are_read_where_an_image_reports_them():
+    assert parse_stats(WORKER).busy == {"decode": Busy(1.5, 3, 2, 900, 2.5e5)}
+    gateway = parse_stats(GATEWAY)
+    assert gateway.gaps is not None
+    assert gateway.gaps.buckets == {0.05: 4, float("inf"): 7}
+    assert gateway.held_for == {"encoder": 2}
+    old = parse_stats(EXAMPLE)
+    assert (old.busy, old.gaps, old.held_for) == ({}, None, {})
+
+
+def test_buckets_of_a_stage_are_read_beside_its_seconds():
+    ttft = json.loads(json.dumps(EXAMPLE["ttft"]))
+    ttft["text"]["stages"]["prefill"] |= {"buckets": {"0.1": 1, "+Inf": 3}}
+    stage = parse_stats({**EXAMPLE, "ttft": ttft}).ttft["text"].stages["prefill"]
+    assert stage.buckets == {0.1: 1, float("inf"): 3}
+
+
+wrong_numbers = st.one_of(
+    st.floats(max_value=-1e-300),
+    st.floats(min_value=1e25, allow_infinity=True),
+    st.just(float("nan")),
+    st.integers(max_value=-1),
+    st.integers(min_value=10**25),
+    st.none(),
+    st.booleans(),
+    st.text(max_size=2),
+)
+
+
+@given(st.sampled_from(sorted(BUSY)), wrong_numbers)
+def test_absurd_work_drops_the_whole_sample(key: str, value: Any):
+    with pytest.raises((ValueError, TypeError)):
+        parse_stats({**WORKER, "busy": {"decode": {**BUSY, key: value}}})
+
+
+@given(wrong_numbers)
+def test_absurd_gaps_and_absurd_held_counts_drop_the_whole_sample(value: Any):
+    for changed in (
+        {"gaps": {"count": value, "buckets": {}}},
+        {"gaps": {"count": 1, "buckets": {"0.1": value}}},
+        {"held_for": {"encoder": value}},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            parse_stats({**GATEWAY, **changed})
+
+
+def test_buckets_that_are_not_cumulative_drop_the_whole_sample():
+    with pytest.raises(ValueError, match="cumulative"):
+        parse_stats({**GATEWAY, "gaps": {"count": 1, "buckets": {"0.1": 2, "+Inf": 1}}})
 
 
 def some_pod():
