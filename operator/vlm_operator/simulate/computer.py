@@ -7,6 +7,7 @@ turn:  pictures waiting ─▶ one batch        prompts waiting ─▶ one step 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
@@ -194,7 +195,7 @@ class Computer:
         now, epoch = self._clock.now, self._epoch
         room, seconds = self._plant.chunk_tokens, 0.0
         done: list[Job] = []
-        for job in self._prompts:
+        for job in itertools.islice(self._prompts, self._plant.prompts_per_step):
             if room <= 0:
                 break
             if job.began_at is None:

@@ -48,7 +48,7 @@ class Plant:
         encode: of one batch of pictures; units are patches.
         encode_items: pictures of one batch at most.
         prefill: of one chunk; units are tokens.
-        chunk_tokens: tokens of one step of prefill.
+        chunk_tokens, prompts_per_step: of one step of prefill at most.
         itl_base, itl_per_token: seconds between two tokens, and per KV token in use.
         kv_tokens: of one decode replica.
         kv_margin: share of KV that new requests leave free.
@@ -63,6 +63,7 @@ class Plant:
     encode_items: int = 8
     prefill: Curve = Curve(0.010, 3.4e-4, 2e-8)
     chunk_tokens: int = 2048
+    prompts_per_step: int = 256
     itl_base: float = 0.018
     itl_per_token: float = 8e-7
     kv_tokens: int = 24_000
