@@ -26,7 +26,7 @@ alone(s) = Σ busy seconds / Σ seconds in the stage, at most 1: what is left of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vlm_operator.autoscale.calibrate import FitMemory, busy_seconds
 from vlm_operator.autoscale.outcome import Attribution
@@ -55,19 +55,24 @@ SLOWEST = 0.1  # of requests, where too few missed
 
 
 def attribute(
-    policy: ServicePolicy, window: Window, alone: Mapping[str, float], *, now: float
+    policy: ServicePolicy,
+    window: Window,
+    totals: Mapping[str, Tally],
+    alone: Mapping[str, float],
+    *,
+    now: float,
 ) -> tuple[Attribution, ...]:
     """Say of every modality that had requests where their time went.
 
     Args:
         policy: targets and window.
         window: what gateways counted.
+        totals: of it, the last window.
         alone: by stage, the share of its mean time that is its own work; see above.
         now: seconds since the epoch.
     """
     span = policy.window_seconds
     found = []
-    totals = window.total(now=now, window=span)
     wide: dict[str, Tally] | None = None
     for name in sorted(window.names()):
         if name == ITL:
@@ -78,26 +83,27 @@ def attribute(
                 wide = window.total(now=now, window=span, windows=WIDEST)
             tally = wide.get(name)
         if tally is not None:
-            one = _attribution(policy, name, tally, window.edges(name), alone)
+            one = _attribution(policy, name, tally, window, alone)
             if one is not None:
                 found.append(one)
     return tuple(found)
 
 
-def itl_p95(policy: ServicePolicy, window: Window, *, now: float) -> float | None:
+def itl_p95(window: Window, totals: Mapping[str, Tally]) -> float | None:
     """The 95th percentile of the time between tokens, None where no token came."""
-    tally = window.total(now=now, window=policy.window_seconds).get(ITL)
+    tally = totals.get(ITL)
     return percentile(tally.buckets, edges=window.edges(ITL)) if tally is not None else None
 
 
-def shares(tally: Tally, *, min_misses: int) -> dict[str, float]:
+def shares(tally: Tally, *, min_misses: int, edges: Sequence[float] = ()) -> dict[str, float]:
     """A_s: of each stage in the time of the slow requests; they add up to 1, or there are none."""
     spent = dict(tally.missed_seconds)
     if tally.missed < min_misses:
         wanted = max(min_misses, SLOWEST * tally.count)
         lacking = min(wanted, tally.count) - tally.missed
         for stage, seconds in tally.met.items():
-            spent[stage] = spent.get(stage, 0.0) + lacking * _slow(tally, stage, seconds, lacking)
+            mean = _slow(tally, stage, seconds, lacking, edges)
+            spent[stage] = spent.get(stage, 0.0) + lacking * mean
     total = sum(spent.values())
     if total <= 0:
         return {}
@@ -135,15 +141,18 @@ def guilt(
 
 
 def alone_shares(
-    policy: ServicePolicy, window: Window, fits: Mapping[str, FitMemory], *, now: float
+    policy: ServicePolicy,
+    totals: Mapping[str, Tally],
+    fits: Mapping[str, FitMemory],
+    *,
+    now: float,
 ) -> dict[str, float]:
     """By stage: seconds that its work took, over seconds that requests spent in it."""
     found = {}
-    tallies = window.total(now=now, window=policy.window_seconds)
     for stage, kind in (("encode", "encode"), ("prefill", "prefill")):
         spent = sum(
             tally.met.get(stage, 0.0) + tally.missed_seconds.get(stage, 0.0)
-            for tally in tallies.values()
+            for tally in totals.values()
         )
         busy = busy_seconds(fits, kind, since=now - policy.window_seconds)
         if spent > 0 and busy > 0:
@@ -155,18 +164,19 @@ def _attribution(
     policy: ServicePolicy,
     modality: str,
     tally: Tally,
-    edges: tuple[float, ...],
+    window: Window,
     alone: Mapping[str, float],
 ) -> Attribution | None:
-    p95 = percentile(tally.buckets, edges=edges)
+    p95 = percentile(tally.buckets, edges=window.edges(modality))
     if p95 is None:
         return None
     target = policy.ttft_seconds.get(modality)
+    edges = window.stage_edges(modality)
     floors = {}
     for stage in tally.met.keys() | tally.missed_seconds.keys():
         if stage in QUEUES:
             continue
-        seconds = _floor(tally, stage) * alone.get(stage, 1.0)
+        seconds = _floor(tally, stage, edges) * alone.get(stage, 1.0)
         if seconds > 0:
             floors[stage] = seconds
     missed = target is not None and p95 > target
@@ -176,21 +186,23 @@ def _attribution(
         missed=tally.missed,
         p95_seconds=p95,
         target_seconds=target,
-        shares=shares(tally, min_misses=policy.tuning.min_misses),
+        shares=shares(tally, min_misses=policy.tuning.min_misses, edges=edges),
         service_seconds=dict(sorted(floors.items())),
         attainable=not (missed and target is not None and sum(floors.values()) >= target),
     )
 
 
-def _floor(tally: Tally, stage: str) -> float:
+def _floor(tally: Tally, stage: str, edges: Sequence[float]) -> float:
     """The 95th percentile of a stage, its mean where no buckets are reported."""
     buckets = tally.stage_buckets.get(stage)
-    found = percentile(buckets) if buckets else None
+    found = percentile(buckets, edges=edges) if buckets else None
     spent = tally.met.get(stage, 0.0) + tally.missed_seconds.get(stage, 0.0)
     return found if found is not None else spent / tally.count
 
 
-def _slow(tally: Tally, stage: str, met_seconds: float, lacking: float) -> float:
+def _slow(
+    tally: Tally, stage: str, met_seconds: float, lacking: float, edges: Sequence[float]
+) -> float:
     """Mean time in a stage of those that met the target and were the slowest in it."""
     met = tally.count - tally.missed
     if met <= 0:
@@ -199,6 +211,6 @@ def _slow(tally: Tally, stage: str, met_seconds: float, lacking: float) -> float
     buckets = tally.stage_buckets.get(stage)
     if not buckets:
         return mean
-    found = tail_mean(buckets, min(1.0, (tally.missed + lacking) / tally.count))
+    found = tail_mean(buckets, min(1.0, (tally.missed + lacking) / tally.count), edges=edges)
     # all of them together cannot have taken longer than those that met the target did
     return mean if found is None else min(max(found, mean), met_seconds / max(lacking, 1.0))

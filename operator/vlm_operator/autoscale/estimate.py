@@ -129,8 +129,9 @@ def estimate(
     fits = with_rows(policy, readings.pools.values(), memory.fits, now=now)
     startups = time_startups(policy, view, memory.startups)
     present = frozenset(role for role, pool in readings.pools.items() if pool.pods)
-    alone = alone_shares(policy, window, memory.fits, now=now)
-    attributions = attribute(policy, window, alone, now=now)
+    totals = window.total(now=now, window=policy.window_seconds)
+    alone = alone_shares(policy, totals, memory.fits, now=now)
+    attributions = attribute(policy, window, totals, alone, now=now)
     weights = memory.weights
     slow_at = memory.slow_at
     if slow_at is None or not 0 <= now - slow_at < policy.tuning.slow_seconds:
@@ -150,7 +151,7 @@ def estimate(
         fresh=not silent,
         missing_seconds=max((now - since for since in silent), default=0.0),
         startup=startup,
-        itl_p95_seconds=itl_p95(policy, window, now=now),
+        itl_p95_seconds=itl_p95(window, totals),
         demands=demands,
         bad_samples=readings.bad,
     )

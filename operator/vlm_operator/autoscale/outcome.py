@@ -47,6 +47,23 @@ class Attribution:
             return 0.0
         return self.p95_seconds - self.target_seconds
 
+    @property
+    def dominant_stage(self) -> str | None:
+        """The stage with the largest share, None where none is known."""
+        return max(self.shares, key=lambda name: self.shares[name], default=None)
+
+    @property
+    def blocking_stage(self) -> str | None:
+        """Of the stages that no replica can shorten, the longest."""
+        return max(self.service_seconds, key=lambda name: self.service_seconds[name], default=None)
+
+    @property
+    def lacking_seconds(self) -> float:
+        """By how much these stages alone exceed the target; 0 where they do not."""
+        if self.target_seconds is None:
+            return 0.0
+        return max(0.0, sum(self.service_seconds.values()) - self.target_seconds)
+
 
 @dataclasses.dataclass(frozen=True)
 class Need:

@@ -10,14 +10,16 @@ The first reading ever is where counting begins.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from vlm_operator.names import Role
 from vlm_operator.state import Sample, Ttft
 
+Key = TypeVar("Key")
+Number = TypeVar("Number", int, float)
 QUANTILE = 0.95
 SLOTS = 12  # of one window
 WIDEST = 3  # windows that are kept
@@ -74,10 +76,12 @@ class Window:
     Attributes:
         counters: the last reading by boot id and modality, None before the first.
         slots: oldest first.
+        closed: sum of the slots of one window that no longer grow, so that a tick adds one slot.
     """
 
     counters: Mapping[str, Mapping[str, Ttft]] | None = None
     slots: tuple[Slot, ...] = ()
+    closed: Slot | None = None
 
     def advance(self, samples: Iterable[Sample], *, now: float, window: float) -> Window:
         """Take one more reading; returns itself where no gateway counted anything."""
@@ -97,31 +101,36 @@ class Window:
         # the newest at the end, so that the oldest of too many are forgotten
         last = {**{boot: item for boot, item in known.items() if boot not in seen}, **seen}
         last = dict(list(last.items())[-MAX_GATEWAYS:])
-        return Window(last, self._with(grown, now=now, window=window))
+        slots = self._with(grown, now=now, window=window)
+        closed = self.closed
+        if closed is None or closed.number != slots[-1].number or len(slots) < len(self.slots):
+            closed = Slot(slots[-1].number, _total(slots[:-1], slots[-1].number - SLOTS))
+        return Window(last, slots, closed)
 
     def total(self, *, now: float, window: float, windows: int = 1) -> dict[str, Tally]:
         """Everything within the last so many windows, by modality."""
-        first = _number(now, window) - SLOTS * windows
-        found: dict[str, Tally] = {}
-        for slot in self.slots:
-            if slot.number > first:
-                for name, tally in slot.tallies.items():
-                    found[name] = found[name] + tally if name in found else tally
-        return {name: tally for name, tally in found.items() if tally.count > 0}
+        number = _number(now, window)
+        if windows == 1 and self.closed is not None and self.closed.number == number:
+            return _total((self.closed, self.slots[-1]), number - SLOTS)
+        return _total(self.slots, number - SLOTS * windows)
 
     def names(self) -> set[str]:
         """The modalities that were counted within three windows."""
         return {name for slot in self.slots for name in slot.tallies}
 
     def edges(self, name: str) -> tuple[float, ...]:
-        """The bounds by which any gateway counts now, ascending."""
-        found = {
-            bound
-            for counters in (self.counters or {}).values()
-            if name in counters
-            for bound in counters[name].buckets
-        }
-        return tuple(sorted(found))
+        """The bounds by which any gateway counts a modality now, ascending."""
+        found = self._counted(name)
+        return tuple(sorted({bound for item in found for bound in item.buckets}))
+
+    def stage_edges(self, name: str) -> tuple[float, ...]:
+        """The same of its stages."""
+        stages = [stage for item in self._counted(name) for stage in item.stages.values()]
+        return tuple(sorted({bound for stage in stages for bound in stage.buckets}))
+
+    def _counted(self, name: str) -> list[Ttft]:
+        known = self.counters or {}
+        return [counters[name] for counters in known.values() if name in counters]
 
     def _with(self, grown: Mapping[str, Tally], *, now: float, window: float) -> tuple[Slot, ...]:
         number = _number(now, window)
@@ -166,26 +175,19 @@ def growth(before: Ttft | None, now: Ttft) -> Tally | None:
     return Tally(count, min(missed, count), buckets, met, spent, stages)
 
 
-def quantile(buckets: Mapping[float, float], share: float) -> float:
-    """Return Prometheus' histogram_quantile of cumulative buckets, nan where they are empty."""
-    total = buckets.get(math.inf, 0.0)
-    if total <= 0:
-        return math.nan
-    rank, lower, below = share * total, 0.0, 0.0
-    for bound, count in sorted(buckets.items()):
-        if count >= rank:
-            if math.isinf(bound):
-                return lower
-            inside = count - below
-            return lower + (bound - lower) * ((rank - below) / inside if inside else 1.0)
-        lower, below = bound, count
-    return lower
-
-
 def percentile(
     buckets: Mapping[float, int], share: float = QUANTILE, *, edges: Iterable[float] = ()
 ) -> float | None:
-    """The same of buckets that are not added up; `edges` are bounds at which none was counted."""
+    """Interpolate a percentile inside its bucket, as Prometheus' histogram_quantile does.
+
+    Args:
+        buckets: upper bound → how many between the next lower bound and it.
+        share: 0.95 for the 95th.
+        edges: bounds at which none was counted.
+
+    Returns:
+        None where nothing was counted; of what lies beyond the last finite bound, that bound.
+    """
     total = sum(buckets.values())
     if total <= 0:
         return None
@@ -200,24 +202,32 @@ def percentile(
     return bounds[-1] if bounds else None
 
 
-def tail_mean(buckets: Mapping[float, int], share: float) -> float | None:
+def tail_mean(
+    buckets: Mapping[float, int], share: float, *, edges: Iterable[float] = ()
+) -> float | None:
     """The mean of the slowest `share`, each at the middle of its bucket; None of none."""
-    total = sum(buckets.values())
-    wanted = share * total
+    wanted = share * sum(buckets.values())
     if wanted <= 0:
         return None
-    bounds = sorted(buckets)
-    finite = [bound for bound in bounds if not math.isinf(bound)]
+    bounds = sorted({*buckets, *edges})
     left, spent = wanted, 0.0
-    for bound in reversed(bounds):
-        at = bisect.bisect_left(finite, bound)
-        lower = finite[at - 1] if at else 0.0
-        taken = min(left, buckets[bound])
+    for index in reversed(range(len(bounds))):
+        lower, bound = bounds[index - 1] if index else 0.0, bounds[index]
+        taken = min(left, buckets.get(bound, 0))
         spent += taken * (lower if math.isinf(bound) else (lower + bound) / 2)
         left -= taken
         if left <= 0:
             break
     return spent / wanted
+
+
+def _total(slots: Iterable[Slot], after: int) -> dict[str, Tally]:
+    found: dict[str, Tally] = {}
+    for slot in slots:
+        if slot.number > after:
+            for name, tally in slot.tallies.items():
+                found[name] = found[name] + tally if name in found else tally
+    return found
 
 
 def _number(now: float, window: float) -> int:
@@ -243,10 +253,13 @@ def _increments(before: Mapping[float, int], now: Mapping[float, int]) -> dict[f
     return found
 
 
-def _sum(left: Mapping, right: Mapping) -> dict:  # type: ignore[type-arg]
+def _sum(left: Mapping[Key, Number], right: Mapping[Key, Number]) -> Mapping[Key, Number]:
     if not right:
-        return dict(left)
+        return left
+    if not left:
+        return right
     found = dict(left)
     for key, value in right.items():
-        found[key] = found.get(key, 0) + value
+        before = found.get(key)
+        found[key] = value if before is None else before + value
     return found

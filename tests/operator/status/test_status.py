@@ -6,8 +6,6 @@ import pathlib
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from operator_support import World, body, pool
 
 from vlm_operator.api.status import CONDITIONS, VLMServiceStatus
@@ -15,7 +13,6 @@ from vlm_operator.names import Role
 from vlm_operator.observe import pod_states, unschedulable
 from vlm_operator.state import StageSeconds, Ttft
 from vlm_operator.status import REASONS, SloWindow, events
-from vlm_operator.status.slo import quantile
 from vlm_operator.testing import sample_of
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -185,16 +182,6 @@ def test_bounds_that_moved_with_the_target_say_nothing_of_the_window():
     ).found
     assert found.count == 100
     assert found.p95_seconds > 4
-
-
-@given(st.lists(st.floats(0.01, 20), min_size=1, max_size=200))
-def test_the_quantile_lies_in_the_bucket_of_the_true_one(values: list[float]):
-    bounds = [0.05, 0.1, 0.5, 1, 5, 10, math.inf]
-    buckets = {bound: float(sum(v <= bound for v in values)) for bound in bounds}
-    true = sorted(values)[math.ceil(0.95 * len(values)) - 1]
-    upper = next(bound for bound in bounds if true <= bound)
-    lower = max([0.0, *(b for b in bounds if b < upper)])
-    assert lower <= quantile(buckets, 0.95) <= (upper if upper < math.inf else 10)
 
 
 def test_small_changes_of_load_write_nothing():
