@@ -31,11 +31,12 @@ from vlm_operator.names import Role
 from vlm_operator.plan.deployments import (
     Options,
     deployments,
-    gateway_deployment,
+    gateway_deployments,
     owner_reference,
 )
 from vlm_operator.plan.policies import network_policies
 from vlm_operator.pods import CONFIG_KEY, gateway_config, object_labels, selector
+from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, Revision
 
 
@@ -58,6 +59,7 @@ def plan(
     revisions: Mapping[tuple[Role, str], Revision],
     replicas: Mapping[tuple[Role, str, str], int],
     desired: Mapping[Role, int],
+    step: Step,
     options: Options,
 ) -> Plan:
     """Decide every object of a service.
@@ -68,6 +70,7 @@ def plan(
         revisions: what each role and variant should run.
         replicas: of every Deployment that should exist now, by role, variant and revision.
         desired: replicas of each pool in the end.
+        step: the rollout's: how many gateways of which compat, and what it remembers.
         options: the operator's own settings.
     """
     found: list[Manifest] = [
@@ -81,10 +84,11 @@ def plan(
         for role, spec in network_policies(service, options.operator_namespace).items()
     )
     found.extend(_services(service))
-    found.extend(_budgets(service, desired))
+    found.extend(_budgets(service, observed, desired))
     found.extend(_pool(service, role) for role in service.spec.pools.present)
-    found.extend(deployments(service, observed, revisions, replicas, options))
-    found.append(gateway_deployment(service, revisions[Role.GATEWAY, ""], options))
+    found.extend(deployments(service, observed, revisions, replicas, step, options))
+    gateway = revisions[Role.GATEWAY, ""]
+    found.extend(gateway_deployments(service, observed, gateway, step, options))
     return Plan(tuple(found))
 
 
@@ -164,8 +168,13 @@ def _port(name: str, port: int, target: str) -> dict[str, object]:
     return {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
 
 
-def _budgets(service: VLMService, desired: Mapping[Role, int]) -> Iterator[Manifest]:
-    """A budget on one pod would hold up the draining of its node for ever: none below two."""
+def _budgets(
+    service: VLMService, observed: Observed, desired: Mapping[Role, int]
+) -> Iterator[Manifest]:
+    """A fifth of the ready pods may go at once; unready ones always may.
+
+    A budget on one pod would hold up the draining of its node for ever: none below two.
+    """
     pools = service.spec.pools.present
     counts = {role: (desired[role], pool.disruption) for role, pool in pools.items()}
     counts[Role.GATEWAY] = (service.spec.gateway.replicas, Disruption())
@@ -173,11 +182,16 @@ def _budgets(service: VLMService, desired: Mapping[Role, int]) -> Iterator[Manif
         if count < 2 or disruption.policy is DisruptionPolicy.NONE:
             continue
         chosen = disruption.max_unavailable
-        unavailable: int | str = max(1, count // 5)
+        ready = sum(pod.ready and not pod.draining for pod in observed.of(role))
+        unavailable: int | str = max(1, min(ready, count) // 5)
         if chosen is not None:
             unavailable = chosen if chosen.endswith("%") else int(chosen)
-        match = {"matchLabels": selector(service.name, role)}
-        yield _object(service, PDB, role, spec={"maxUnavailable": unavailable, "selector": match})
+        spec = {
+            "maxUnavailable": unavailable,
+            "selector": {"matchLabels": selector(service.name, role)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
+        yield _object(service, PDB, role, spec=spec)
 
 
 def _pool(service: VLMService, role: Role) -> Manifest:

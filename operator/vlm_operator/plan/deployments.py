@@ -1,4 +1,4 @@
-"""Deployments: one per role, variant and revision, and one for the gateway.
+"""Deployments: one per role, variant and revision, and one per compat for the gateway.
 
 Of an older revision only the number of replicas is ours to change; the rest is repeated as it is.
 """
@@ -14,7 +14,10 @@ from vlm_operator.api import VLMService
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.names import Role
 from vlm_operator.pods import Images, gateway_template, labels, selector, worker_template
+from vlm_operator.rollout import Step
 from vlm_operator.state import (
+    ANNOTATION_FAILED,
+    ANNOTATION_INITIAL,
     ANNOTATION_INPUTS,
     ANNOTATION_RESOLVED,
     Observed,
@@ -49,15 +52,22 @@ def deployments(
     observed: Observed,
     revisions: Mapping[tuple[Role, str], Revision],
     replicas: Mapping[tuple[Role, str, str], int],
+    step: Step,
     options: Options,
 ) -> Iterator[Manifest]:
-    """Every Deployment of the pools, of the newest and of older revisions."""
+    """Every Deployment of the pools, of the newest and of older revisions.
+
+    `replicas` are those of `step` as far as drains allow.
+    """
     current = {(role, name, item.id): item for (role, name), item in revisions.items()}
-    for (role, name, identity), count in sorted(replicas.items()):
-        revision = current.get((role, name, identity))
+    for key, count in sorted(replicas.items()):
+        role, name, identity = key
+        notes = _notes(step, key)
+        revision = current.get(key)
         if revision is None:
             # an old revision: whatever its pods were made of, only their number is ours to change
-            yield _old_deployment(service, observed, role, name, identity, count)
+            known = names.deployment(service.name, role, name, identity)
+            yield _as_it_was(service, observed, known, count, notes)
             continue
         pool = service.spec.pools.of(role)
         assert pool is not None
@@ -71,19 +81,52 @@ def deployments(
             template,
             match={**selector(service.name, role), names.LABEL_VARIANT: name}
             | {names.LABEL_REVISION: identity},
+            notes=notes,
+            min_ready=pool.rollout.min_ready_seconds,
         )
 
 
-def gateway_deployment(service: VLMService, revision: Revision, options: Options) -> Manifest:
-    """The gateway's Deployment: one, rolled in place by Kubernetes."""
-    return _deployment(
-        service,
-        revision,
-        names.child(service.name, Role.GATEWAY),
-        0 if service.spec.suspend else service.spec.gateway.replicas,
-        gateway_template(service, revision, options.images),
-        match=selector(service.name, Role.GATEWAY),
-    )
+def gateway_deployments(
+    service: VLMService, observed: Observed, revision: Revision, step: Step, options: Options
+) -> Iterator[Manifest]:
+    """The gateway's Deployment: one, rolled in place by Kubernetes while its compat stays.
+
+    A gateway works with one compat set alone, so another compat gets a Deployment beside it.
+    """
+    live = {item.compat: item for item in observed.deployments() if item.role is Role.GATEWAY}
+    usual = names.child(service.name, Role.GATEWAY)
+    taken = {item.name for item in live.values()}
+    for compat, count in sorted(step.gateways.items()):
+        known = live.get(compat)
+        note = (
+            {}
+            if known is None or known.initial is None
+            else {ANNOTATION_INITIAL: f"{known.initial}"}
+        )
+        if compat != revision.resolved.compat:
+            assert known is not None, f"gateways of {compat} are in the step, so they were seen"
+            if count < known.desired and not note:
+                note = {ANNOTATION_INITIAL: f"{known.desired}"}
+            yield _as_it_was(service, observed, known.name, count, note)
+            continue
+        match = selector(service.name, Role.GATEWAY)
+        name = usual if known is None else known.name
+        if known is None and usual in taken:
+            name = names.bounded(f"{usual}-{compat}")
+        if name != usual:
+            match |= {names.LABEL_COMPAT: compat}
+        template = gateway_template(service, revision, options.images)
+        yield _deployment(service, revision, name, count, template, match=match)
+
+
+def _notes(step: Step, key: tuple[Role, str, str]) -> dict[str, str]:
+    """What a rollout remembers on a Deployment."""
+    found = {}
+    if key in step.initial:
+        found[ANNOTATION_INITIAL] = str(step.initial[key])
+    if key in step.failed:
+        found[ANNOTATION_FAILED] = step.failed[key]
+    return found
 
 
 def _deployment(
@@ -94,6 +137,8 @@ def _deployment(
     template: dict[str, object],
     *,
     match: dict[str, str],
+    notes: Mapping[str, str] | None = None,
+    min_ready: int = 0,
 ) -> Manifest:
     stored = json.dumps(dataclasses.asdict(revision.resolved), sort_keys=True)
     return {
@@ -103,11 +148,16 @@ def _deployment(
             "name": name,
             "namespace": service.namespace,
             "labels": labels(service, revision),
-            "annotations": {ANNOTATION_INPUTS: revision.inputs, ANNOTATION_RESOLVED: stored},
+            "annotations": {
+                ANNOTATION_INPUTS: revision.inputs,
+                ANNOTATION_RESOLVED: stored,
+                **(notes or {}),
+            },
             "ownerReferences": [owner_reference(service)],
         },
         "spec": {
             "replicas": replicas,
+            **({"minReadySeconds": min_ready} if min_ready else {}),
             "revisionHistoryLimit": 1,
             "selector": {"matchLabels": match},
             "strategy": {
@@ -119,16 +169,15 @@ def _deployment(
     }
 
 
-def _old_deployment(
-    service: VLMService, observed: Observed, role: Role, variant: str, identity: str, count: int
+def _as_it_was(
+    service: VLMService, observed: Observed, name: str, count: int, notes: Mapping[str, str]
 ) -> Manifest:
-    """Repeat an old revision's Deployment as it was applied, with another number of replicas."""
-    name = names.deployment(service.name, role, variant, identity)
+    """Repeat a Deployment as it was applied, with another number of replicas."""
     live = observed.child(DEPLOYMENT.kind, name)
     assert live is not None, f"{name} is in the step, so it was seen"
     meta, spec = live["metadata"], live["spec"]
-    kept = ("revisionHistoryLimit", "selector", "strategy", "template")
-    notes = {
+    kept = ("revisionHistoryLimit", "selector", "strategy", "template", "minReadySeconds")
+    made_of = {
         key: value
         for key, value in meta.get("annotations", {}).items()
         if key in (ANNOTATION_INPUTS, ANNOTATION_RESOLVED)
@@ -142,7 +191,7 @@ def _old_deployment(
             "labels": {
                 key: value for key, value in meta["labels"].items() if key.startswith(_OWN_LABELS)
             },
-            "annotations": notes,
+            "annotations": {**made_of, **notes},
             "ownerReferences": [owner_reference(service)],
         },
         "spec": {"replicas": count, **{key: spec[key] for key in kept if key in spec}},

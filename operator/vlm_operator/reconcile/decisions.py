@@ -13,13 +13,14 @@ from vlm_operator.names import Role
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.plan import Plan, plan
 from vlm_operator.pods import place
+from vlm_operator.reconcile.rolling import plot, roll, rolling
 from vlm_operator.rollout import (
+    Course,
     Gate,
     Step,
     current_revisions,
     drain_seconds,
     keep_defaults,
-    next_step,
     settle,
     spread,
 )
@@ -35,6 +36,7 @@ class Options:
     worker_image: str = "triptych/worker:dev"
     cluster_domain: str = "cluster.local"
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
+    spare_seconds: float = 120.0  # without a node, after which a new pod has no spare capacity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,8 @@ def intend(
     placed = place(written, observed.node_classes)
     service, shared = keep_defaults(placed, deployments, worker_image=options.worker_image)
     revisions = current_revisions(service, shared, deployments)
-    decided = _decide(service, observed, deployments, revisions, histories)
+    whither = plot(service, observed, revisions, patience=options.spare_seconds)
+    decided = _decide(service, observed, deployments, whither, histories)
     decisions = {role: decision for role, (decision, _) in decided.items()}
     suspended = service.spec.suspend
     desired = {role: 0 if suspended else item.to for role, item in decisions.items()}
@@ -87,12 +90,7 @@ def intend(
         for role, pool in service.spec.pools.present.items()
         for name, count in spread(desired[role], pool.variants).items()
     }
-    step = next_step(
-        target=target,
-        revisions=revisions,
-        deployments=deployments,
-        strategy=service.spec.rollout.strategy,
-    )
+    step = roll(service, observed, whither, target, patience=options.spare_seconds)
     replicas, gates, draining = _settle(service, observed, deployments, step)
     return Intent(
         service=service,
@@ -111,6 +109,7 @@ def intend(
             revisions=revisions,
             replicas=replicas,
             desired=desired,
+            step=step,
             options=options.plan,
         ),
     )
@@ -143,10 +142,10 @@ def _decide(
     service: VLMService,
     observed: Observed,
     deployments: tuple[DeploymentState, ...],
-    revisions: Mapping[tuple[Role, str], Revision],
+    whither: Course,
     histories: Mapping[Role, History],
 ) -> dict[Role, tuple[Decision, History]]:
-    current = {(role, item.id) for (role, _), item in revisions.items()}
+    current = {(role, goal.revision) for (role, _), goal in whither.goals.items()}
     found = {}
     for role, pool in service.spec.pools.present.items():
         own = [item for item in deployments if item.role is role]
@@ -160,7 +159,7 @@ def _decide(
             ready=frozenset(pod.uid for pod in serving),
             starting=sum(pod.starting for pod in pods),
             pending=sum(pod.pending for pod in pods),
-            rolling=any((role, item.revision) not in current for item in own),
+            rolling=rolling(whither, own),
         )
         history = histories.get(role) or History(since=observed.now)
         found[role] = decide(

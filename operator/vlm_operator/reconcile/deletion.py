@@ -49,15 +49,15 @@ class Deletion:
         return began + drain + GRACE_SECONDS + _MARGIN_SECONDS
 
     async def stop_gateway(self, cluster: Cluster, *, namespace: str) -> None:
-        """Delete the gateway's Deployment, if it is ours and still wanted."""
-        name = names.child(self._name, Role.GATEWAY)
-        live = self._observed.child(DEPLOYMENT.kind, name)
-        if live is None or "deletionTimestamp" in live["metadata"]:
-            return
-        owners = live["metadata"].get("ownerReferences", [])
-        if any(owner["uid"] == self._meta["uid"] for owner in owners):
-            await cluster.delete(DEPLOYMENT, namespace, name, uid=live["metadata"]["uid"])
-            WRITES.labels(kind=DEPLOYMENT.kind, verb="delete").inc()
+        """Delete the gateway's Deployments that are ours and still wanted."""
+        for live in self._observed.of_kind(DEPLOYMENT.kind):
+            meta = live["metadata"]
+            if meta["labels"].get(names.LABEL_ROLE) != Role.GATEWAY or "deletionTimestamp" in meta:
+                continue
+            owners = meta.get("ownerReferences", [])
+            if any(owner["uid"] == self._meta["uid"] for owner in owners):
+                await cluster.delete(DEPLOYMENT, namespace, meta["name"], uid=meta["uid"])
+                WRITES.labels(kind=DEPLOYMENT.kind, verb="delete").inc()
 
     def status(self, previous: Manifest) -> Manifest:
         """The last status, saying what is waited for."""

@@ -4,7 +4,9 @@ fewer replicas wanted ─▶ choose victims ─▶ accepting=False ─▶ /stats
                                                        ─▶ deletion cost, replicas lowered by these
 
 The state of a drain is on the pod itself (its readiness gate and when that changed), so that it
-survives the operator. A pod that is not ready has nothing to finish and goes at once.
+survives the operator. A pod that is not ready has nothing to finish and goes at once: one without
+a node first, so that scaling in cancels what is still pending. Which of a pool's variants shrinks
+is decided before, by cost; of equal pods of one variant the oldest goes.
 """
 
 from __future__ import annotations
@@ -85,18 +87,33 @@ def settle(
 def _victims(
     alive: Sequence[PodState], samples: Mapping[str, Sample], excess: int, *, at_once: int
 ) -> list[PodState]:
-    """Choose who goes: first what never served, then who drains already, then the least busy."""
+    """Choose who goes: first who has no node, then who never served, then the least work left."""
 
-    def order(pod: PodState) -> tuple[bool, bool, float, float]:
+    def order(pod: PodState) -> tuple[bool, bool, bool, float, int, float]:
         sample = samples.get(pod.uid)
-        load = float("inf") if sample is None else sample.inflight + sample.queued_work_seconds
-        idle = not pod.containers_ready
-        return (not idle, pod.accepting is not False, load, -pod.created)
+        return (
+            pod.scheduled,
+            pod.containers_ready,
+            pod.accepting is not False,
+            float("inf") if sample is None else work_left(sample),
+            0 if sample is None else sample.inflight,
+            pod.created,
+        )
 
     chosen = sorted(alive, key=order)[:excess]
     idle = [pod for pod in chosen if not pod.containers_ready]
     busy = [pod for pod in chosen if pod.containers_ready]
     return idle + busy[:at_once]
+
+
+def work_left(sample: Sample) -> float:
+    """What a pod has yet to do, comparable within its role.
+
+    KV tokens held, promised and awaited, plus the seconds of work in its queue.
+    """
+    kv = sample.kv
+    tokens = 0 if kv is None else kv.running + kv.reserved + kv.queued
+    return tokens + sample.queued_work_seconds
 
 
 def _drained(pod: PodState, sample: Sample | None, timeout: float, now: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import hashlib
 import json
 from collections.abc import Iterable
@@ -113,14 +114,18 @@ def _create_pod(cluster: FakeCluster, deployment: Manifest, digest: str) -> None
 
 def _count(cluster: FakeCluster, deployment: Manifest) -> None:
     pods = _pods(cluster, deployment)
-    ready = sum(
-        item["type"] == "Ready" and item["status"] == "True"
+    since = [
+        datetime.datetime.fromisoformat(item["lastTransitionTime"]).timestamp()
         for pod in pods
         for item in pod.get("status", {}).get("conditions", [])
-    )
+        if item["type"] == "Ready" and item["status"] == "True"
+    ]
+    patience = deployment["spec"].get("minReadySeconds", 0)
+    available = sum(cluster.clock.now - at >= patience for at in since)
 
     def change(item: Manifest) -> None:
-        item["status"] = {"replicas": len(pods), "readyReplicas": ready}
+        counts = {"replicas": len(pods), "readyReplicas": len(since)}
+        item["status"] = {**counts, "availableReplicas": available}
 
     meta = deployment["metadata"]
     cluster.edit(DEPLOYMENT, meta["namespace"], meta["name"], change, manager="controllers")

@@ -1,32 +1,27 @@
-"""Steps and drains, as laws over any state of a pool."""
+"""Drains and variants, as laws over any state of a pool."""
 
 import dataclasses
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from operator_support import body, empty, service
 
-from vlm_operator.api import RolloutStrategy, Variant
+from vlm_operator.api import Variant
 from vlm_operator.names import Role
-from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import intend
-from vlm_operator.rollout import next_step, settle, spread
-from vlm_operator.state import DeploymentState, PodState
+from vlm_operator.rollout import settle, spread
+from vlm_operator.state import DeploymentState, KvTokens, PodState, Sample
 from vlm_operator.testing import sample_of
 
 NOW = 1_800_000_000.0
-REVISIONS = intend(service(body()), empty(), {}, options=Options()).revisions
-ROLES = (Role.ENCODER, Role.PREFILL, Role.DECODE)
 
 
-def deployment(role: Role, revision: str, compat: str = "", **more: int) -> DeploymentState:
+def deployment(role: Role, revision: str, **more: int) -> DeploymentState:
     counts = {"desired": 1, "replicas": 1, "ready": 1, **more}
     return DeploymentState(
         name=f"demo-{role}-default-{revision}",
         role=role,
         variant="default",
         revision=revision,
-        compat=compat or REVISIONS[Role.GATEWAY, ""].resolved.compat,
+        compat="one",
         inputs="",
         resolved="",
         deleting=False,
@@ -56,75 +51,6 @@ def pod(number: int, **changes: object) -> PodState:
         blocked="",
     )
     return dataclasses.replace(plain, **changes)
-
-
-def step(live: list[DeploymentState], strategy=RolloutStrategy.ROLLING_BY_REVISION, count=2):
-    target = {(role, "default"): count for role in ROLES}
-    return next_step(target=target, revisions=REVISIONS, deployments=live, strategy=strategy)
-
-
-counts = st.integers(0, 4)
-
-
-@st.composite
-def states(draw: st.DrawFn) -> list[DeploymentState]:
-    """Any mixture of old and new Deployments."""
-    found = []
-    for role in ROLES:
-        for revision in ("old", REVISIONS[role, "default"].id):
-            if draw(st.booleans()):
-                desired, ready = draw(counts), draw(counts)
-                compat = draw(st.sampled_from(["", "other"])) if revision == "old" else ""
-                found.append(
-                    deployment(
-                        role,
-                        revision,
-                        compat,
-                        desired=desired,
-                        replicas=desired,
-                        ready=min(ready, desired),
-                    )
-                )
-    return found
-
-
-@given(states())
-def test_new_revisions_are_always_asked_for_in_full(live: list[DeploymentState]):
-    found = step(live)
-    for role in ROLES:
-        assert found.replicas[role, "default", REVISIONS[role, "default"].id] == 2
-
-
-@given(states())
-def test_no_old_pod_goes_while_its_role_is_behind(live: list[DeploymentState]):
-    found = step(live)
-    for old in [item for item in live if item.revision == "old"]:
-        new = [i for i in live if i.role is old.role and i.revision != "old"]
-        if sum(item.ready for item in new) < 2:
-            assert found.replicas[old.role, "default", "old"] == old.desired
-
-
-@given(states())
-def test_where_compat_changes_all_roles_go_together(live: list[DeploymentState]):
-    assume(any(item.compat == "other" for item in live))
-    found = step(live)
-    kept = [key for key in found.replicas if key[2] == "old"]
-    old = [item for item in live if item.revision == "old"]
-    assert len(kept) in (0, len(old))
-
-
-@given(states())
-def test_a_rollout_is_done_exactly_when_nothing_old_is_left(live: list[DeploymentState]):
-    assert step(live).done == all(item.revision != "old" for item in live)
-
-
-def test_recreate_starts_new_pods_only_when_the_old_are_gone():
-    live = [deployment(role, "old", desired=2, replicas=2) for role in ROLES]
-    found = step(live, RolloutStrategy.RECREATE)
-    assert set(found.replicas.values()) == {0}
-    gone = [deployment(role, "old", desired=0, replicas=0, ready=0) for role in ROLES]
-    new = step(gone, RolloutStrategy.RECREATE).replicas
-    assert {count for key, count in new.items() if key[2] != "old"} == {2}
 
 
 @given(st.integers(0, 12), st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -218,11 +144,34 @@ def test_a_pod_that_never_started_goes_first_and_at_once():
     ]
 
 
-def test_the_least_busy_pod_is_the_victim():
-    pods = [pod(0), pod(1), pod(2)]
+def victims(pods: list[PodState], samples: dict[str, Sample], *, want: int) -> tuple[str, ...]:
+    live = deployment(Role.DECODE, "new", desired=len(pods))
+    return settle(live, pods, samples, want=want, timeout=600, at_once=9, now=NOW).draining
+
+
+def test_the_pod_with_the_least_work_left_is_the_victim_and_of_equals_the_oldest():
+    pods = [pod(0), pod(1), pod(2), pod(3)]
+    held = {"uid-0": 900, "uid-1": 40, "uid-2": 40, "uid-3": 300}
     samples = {
-        item.uid: sample_of(item, inflight=load) for item, load in zip(pods, (5, 1, 3), strict=True)
+        item.uid: sample_of(item, inflight=1, kv=KvTokens(1000, held[item.uid], 0, 0, 0, 0))
+        for item in pods
     }
-    live = deployment(Role.DECODE, "new", desired=3)
-    found = settle(live, pods, samples, want=2, timeout=600, at_once=1, now=NOW)
-    assert found.draining == ("pod-1",)
+    assert victims(pods, samples, want=3) == ("pod-1",)
+    assert set(victims(pods, samples, want=1)) == {"pod-1", "pod-2", "pod-3"}
+
+
+def test_seconds_of_queued_work_count_where_there_is_no_kv_cache():
+    pods = [pod(0, role=Role.ENCODER), pod(1, role=Role.ENCODER)]
+    samples = {
+        item.uid: sample_of(item, inflight=1, queued_work_seconds=seconds)
+        for item, seconds in zip(pods, (2.5, 0.5), strict=True)
+    }
+    assert victims(pods, samples, want=1) == ("pod-1",)
+
+
+def test_a_pod_that_waits_for_a_node_is_cancelled_before_all_others():
+    starting = pod(0, containers_ready=False, ready=False, accepting=None)
+    waiting = pod(1, containers_ready=False, ready=False, accepting=None, scheduled=False)
+    found, _ = settled([starting, waiting, pod(2)], want=2, inflight=0)
+    assert [(gate.pod, gate.cost) for gate in found.gates if gate.cost] == [("pod-1", -1000)]
+    assert found.replicas == 2
