@@ -21,6 +21,7 @@ BENCHES = (
     "scheduler",
     "admission",
     "model",
+    "paged_attention",
     "memory",
     "mixed_trace",
     "generate",

@@ -24,6 +24,13 @@ from vlm_kernels.cpu import native
 
 TYPES = (torch.float32, torch.bfloat16)
 
+SYMBOL = "triptych_paged_attention"
+ARGUMENTS = (
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+    ctypes.c_void_p, ctypes.c_int64, ctypes.c_float,
+)  # fmt: skip
+"""step, q, token stride, head stride, out, layer, scale"""
+
 
 class _Step(ctypes.Structure):
     """`Step` in cpu/paged_attention.cpp."""
@@ -53,7 +60,7 @@ class DecodeRows:
         arrays: kept for as long as `step` is.
         kv_cache: likewise.
         num_tokens: least number of packed tokens that q has.
-        num_heads: query heads per KV head are known when q is, at the first layer.
+        head_dim: D.
         dtype: of q.
     """
 
@@ -195,8 +202,4 @@ def _check_cache(kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> N
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    return native.function(
-        "triptych_paged_attention",
-        pointer, pointer, number, number, pointer, number, ctypes.c_float,
-    )  # fmt: skip
+    return native.function(SYMBOL, *ARGUMENTS)

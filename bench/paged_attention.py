@@ -1,0 +1,146 @@
+"""Decode attention over KV blocks against the bandwidth of memory, and against torch's operations.
+
+    python bench/run.py paged_attention      python bench/paged_attention.py --threads 2 --rounds 7
+
+Per shape, a cache of about 600 MB in bfloat16, blocks of 64 tokens in random order, one layer after
+the other, so that no call finds its KV in a cache of the CPU. Rounds of native kernel, torch
+operations and bandwidth probe, in turn. `share` is the native kernel's bytes of KV per second, as
+a share of the probe's in the same round; medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from sides import read_bandwidth
+
+from vlm_kernels import paged_attention, plan_attention
+
+BLOCK_SIZE, HEAD_DIM = 64, 128
+CACHE_BYTES = 600 << 20
+SECONDS = 0.15
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads, sequences and their length; `goal` is the least share of bandwidth."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    num_seqs: int
+    num_kv: int
+    goal: float
+
+
+SHAPES = (
+    Shape("MHA 32/32", 32, 32, 4, 1024, 0.70),
+    Shape("MHA 32/32", 32, 32, 1, 8192, 0.70),
+    Shape("GQA-4 8/2", 8, 2, 16, 1024, 0.55),
+    Shape("GQA-4 8/2", 8, 2, 1, 8192, 0.55),
+    Shape("GQA-7 28/4", 28, 4, 16, 1024, 0.40),
+    Shape("GQA-8 64/8", 64, 8, 16, 1024, 0.40),
+)
+
+
+class Case:
+    """One shape with its cache."""
+
+    def __init__(self, shape: Shape) -> None:
+        per_layer = 2 * shape.num_seqs * shape.num_kv * shape.num_kv_heads * HEAD_DIM * 2
+        self.num_layers = max(1, CACHE_BYTES // per_layer)
+        self.bytes_read = per_layer
+        num_blocks = shape.num_kv // BLOCK_SIZE
+        inner = BLOCK_SIZE * HEAD_DIM
+        cache = torch.empty(
+            shape.num_seqs * num_blocks + 1, self.num_layers, 2, shape.num_kv_heads, inner,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        noise = torch.from_numpy(rng.standard_normal(1 << 20, np.float32)).bfloat16()
+        flat = cache.view(-1)
+        for start in range(0, flat.numel(), len(noise)):
+            flat[start : start + len(noise)] = noise[: flat.numel() - start]
+        cache[0] = 0
+        self.cache = cache
+        table = 1 + rng.permutation(shape.num_seqs * num_blocks).reshape(shape.num_seqs, -1)
+        self._args = (
+            np.arange(shape.num_seqs + 1, dtype=np.int32),
+            np.full(shape.num_seqs, shape.num_kv - 1, np.int32),
+            table.astype(np.int32),
+            cache,
+        )
+        self.q = torch.randn(shape.num_seqs, shape.num_heads, HEAD_DIM).bfloat16()
+
+    def runner(self, *, native: bool) -> Callable[[], torch.Tensor]:
+        """Computes the next layer at each call."""
+        plan = plan_attention(
+            *self._args, head_dim=HEAD_DIM, dtype=torch.bfloat16, use_native=native
+        )
+        assert native == (plan.rows is not None), "no native kernel on this machine"
+        layers = itertools.cycle(range(self.num_layers))
+        return lambda: paged_attention(self.q, self.cache, next(layers), plan, scale=HEAD_DIM**-0.5)
+
+
+def seconds_per_call(call: Callable[[], object]) -> float:
+    """Of as many calls as fit into the time of a round."""
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < SECONDS:
+        call()
+        count += 1
+    return (time.perf_counter() - began) / count
+
+
+def measure(shape: Shape, rounds: int, threads: int) -> dict[str, object]:
+    """The figures of one shape."""
+    case = Case(shape)
+    native, torch_ops = case.runner(native=True), case.runner(native=False)
+    error = (native().float() - torch_ops().float()).abs().max().item()
+    shares, times, speedups, probes = [], [], [], []
+    for _ in range(rounds):
+        own, other = seconds_per_call(native), seconds_per_call(torch_ops)
+        probes.append(read_bandwidth(threads))
+        shares.append(case.bytes_read / own / probes[-1])
+        times.append(own)
+        speedups.append(other / own)
+    share = statistics.median(shares)
+    return {
+        "bench": "paged_attention",
+        "shape": shape.name,
+        "sequences": shape.num_seqs,
+        "tokens": shape.num_kv,
+        "threads": threads,
+        "microseconds": round(statistics.median(times) * 1e6),
+        "gb_per_second": round(case.bytes_read / statistics.median(times) / 1e9, 1),
+        "read_gb_per_second": round(statistics.median(probes) / 1e9, 1),
+        "share": round(share, 2),
+        "spread": [round(min(shares), 2), round(max(shares), 2)],
+        "against_torch_operations": round(statistics.median(speedups), 1),
+        "largest_difference": round(error, 4),
+        "goal": shape.goal,
+        "met": share >= shape.goal,
+    }
+
+
+def main() -> None:
+    """One JSON line per shape."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    for shape in SHAPES:
+        print(json.dumps(measure(shape, args.rounds, args.threads)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Packed steps over a KV cache whose unused slots are poisoned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from vlm_kernels import paged_attention, plan_attention
+from vlm_kernels.paged_attention import paged_attention_reference
+
+NUM_LAYERS = 2
+
+
+@dataclasses.dataclass
+class Batch:
+    """A packed step over a cache whose unused slots are NaN, but for the null block."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    query_start: np.ndarray
+    context_lens: np.ndarray
+    block_table: np.ndarray
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    window: int | None
+    use_native: bool = True
+
+    def fast(self, layer: int) -> torch.Tensor:
+        plan = plan_attention(
+            self.query_start, self.context_lens, self.block_table, self.kv_cache,
+            head_dim=self.q.shape[-1], dtype=self.q.dtype, spans=self.spans, window=self.window,
+            use_native=self.use_native,
+        )  # fmt: skip
+        return paged_attention(self.q, self.kv_cache, layer, plan, scale=0.3)
+
+    def definition(self, layer: int) -> torch.Tensor:
+        return paged_attention_reference(
+            self.q, self.kv_cache, layer, self.query_start, self.context_lens, self.block_table,
+            scale=0.3, spans=self.spans, window=self.window,
+        )  # fmt: skip
+
+    def alone(self, s: int) -> Batch:
+        start, end = self.query_start[s], self.query_start[s + 1]
+        return dataclasses.replace(
+            self, q=self.q[start:end], query_start=np.array([0, end - start], np.int32),
+            context_lens=self.context_lens[s : s + 1], block_table=self.block_table[s : s + 1],
+            spans=self.spans[s : s + 1],
+        )  # fmt: skip
+
+
+def make_batch(
+    lens: list[tuple[int, int]],
+    *,
+    num_kv_heads: int = 2,
+    num_groups: int = 2,
+    head_dim: int = 16,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    spans: tuple[tuple[tuple[int, int], ...], ...] = (),
+    seed: int = 0,
+) -> Batch:
+    """`lens` are (context, queries) of each sequence; blocks lie scattered in the cache."""
+    rng = torch.Generator().manual_seed(seed)
+    totals = [context + queries for context, queries in lens]
+    need = [-(-total // block_size) for total in totals]
+    order = (torch.randperm(sum(need) + 3, generator=rng) + 1).tolist()
+    kv_cache = torch.full(
+        (sum(need) + 4, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim),
+        float("nan"),
+        dtype=dtype,
+    )
+    kv_cache[0] = 0
+    block_table = np.zeros((len(lens), max(need) + 1), np.int32)
+    for s, total in enumerate(totals):
+        block_table[s, : need[s]] = [order.pop() for _ in range(need[s])]
+        for position in range(total):
+            slots = kv_cache[block_table[s, position // block_size], :, :, :, position % block_size]
+            slots.copy_(torch.randn(slots.shape, generator=rng))
+    queries = [queries for _, queries in lens]
+    return Batch(
+        q=torch.randn(sum(queries), num_kv_heads * num_groups, head_dim, generator=rng).to(dtype),
+        kv_cache=kv_cache.flatten(4),
+        query_start=np.cumsum([0, *queries]).astype(np.int32),
+        context_lens=np.array([context for context, _ in lens], np.int32),
+        block_table=block_table,
+        spans=spans or ((),) * len(lens),
+        window=window,
+    )
