@@ -1,0 +1,107 @@
+"""Start-ups are measured, slopes must rise, and yesterday is a floor."""
+
+import pytest
+from estimating_support import NOW, PLAIN, Pod, Service, policy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_operator.autoscale.horizon import (
+    SeasonMemory,
+    forecast,
+    ninth_tenth,
+    planned,
+    rising_slope,
+    with_hour,
+)
+from vlm_operator.names import Role
+
+HOUR = 3600.0
+
+
+def test_a_start_is_timed_from_creation_to_readiness_and_only_once():
+    service = Service(policy(), decode=1)
+    assert service.tick().startup[Role.DECODE, "plain"] == 180.0
+    pod = Pod("new", Role.DECODE, phase="starting", created=service.now)
+    service.pods.append(pod)
+    service.tick(3)
+    pod.phase = "ready"  # ready 60 s after its creation, says the pod
+    assert service.tick().startup[Role.DECODE, "plain"] == 60.0
+    assert service.tick(3).startup[Role.DECODE, "plain"] == 60.0
+    assert service.memory.startups.seconds == {"decode/plain": (60.0,)}
+
+
+def test_pods_that_were_ready_when_the_operator_came_say_nothing():
+    service = Service(policy(), decode=3)
+    service.tick(2)
+    assert service.memory.startups.seconds == {}
+
+
+def test_twenty_starts_are_kept_and_nine_of_ten_are_faster():
+    service = Service(policy(), decode=1)
+    for index in range(30):
+        pod = Pod(f"new-{index}", Role.DECODE, phase="pending", created=service.now)
+        service.pods.append(pod)
+        service.tick()
+        pod.phase = "ready"
+        service.tick()
+        service.pods.remove(pod)
+    assert len(service.memory.startups.seconds["decode/plain"]) == 20
+    assert ninth_tenth(range(1, 11)) == 9
+    assert ninth_tenth([5.0]) == 5.0
+
+
+def test_a_node_class_says_what_is_not_measured():
+    variant = PLAIN.__class__("plain", startup_seconds=42.0)
+    service = Service(policy(decode={"variants": (variant,)}))
+    assert service.tick().startup[Role.DECODE, "plain"] == 42.0
+
+
+@given(st.floats(0, 5), st.floats(0.001, 1), st.integers(6, 13))
+def test_a_steady_rise_is_its_slope_and_a_fall_is_none(start, slope, count):
+    points = [(10.0 * index, start + slope * 10 * index) for index in range(count)]
+    assert rising_slope(points) == pytest.approx(slope)
+    assert rising_slope([(at, -value) for at, value in points]) == 0
+
+
+@given(st.lists(st.sampled_from([1.0, 1.1]), min_size=13, max_size=13))
+def test_noise_around_a_level_foresees_little(values):
+    points = [(10.0 * index, value) for index, value in enumerate(values)]
+    assert rising_slope(points) <= 0.1 / 10
+
+
+def test_growth_is_foreseen_up_to_the_cap():
+    rising = [(10.0 * index, 1.0 + 0.1 * index) for index in range(13)]
+    asked = policy()
+    now = planned(asked, 2.2, rising, SeasonMemory(), startup=60.0, now=NOW)
+    assert now == pytest.approx(2.2 + 0.01 * 60)
+    far = planned(asked, 2.2, rising, SeasonMemory(), startup=10_000.0, now=NOW)
+    assert far == pytest.approx(4.4)
+
+
+def day(hour: int) -> float:
+    """More work in the afternoon."""
+    return 8.0 if 12 <= hour % 24 < 18 else 1.0
+
+
+def test_the_same_hour_of_other_days_is_a_floor_once_two_days_are_known():
+    asked, memory = policy(), SeasonMemory()
+    start = NOW - NOW % (24 * HOUR)
+    for hour in range(24 * 3):
+        for minute in range(0, 60, 20):
+            memory = with_hour(memory, day(hour), now=start + hour * HOUR + minute * 60)
+        if hour == 24:
+            assert forecast(asked, memory, start + 13 * HOUR) == 0, "one day is not enough"
+    morning = start + 3 * 24 * HOUR + 11.95 * HOUR
+    ahead = planned(asked, 1.0, (), memory, startup=600.0, now=morning)
+    assert ahead == pytest.approx(8.0, rel=0.05)
+    assert planned(asked, 20.0, (), memory, startup=600.0, now=morning) == 20.0
+    assert memory.hours >= 48
+
+
+def test_a_quiet_day_lowers_the_floor():
+    memory = SeasonMemory()
+    start = NOW - NOW % (24 * HOUR)
+    for hour in range(24 * 4):
+        level = 0.25 if hour >= 72 else 1.0
+        memory = with_hour(memory, level * day(hour), now=start + hour * HOUR)
+    assert forecast(policy(), memory, start + 13 * HOUR) < 4.0
