@@ -153,6 +153,78 @@ def bench(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|FILE", help="Generated, or JSON lines; repeatable."),
+    ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A VLMService with its VLMNodeClasses."),
+    ] = None,
+    plant: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What the hardware can do, as YAML.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A baseline, or all; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same run.")] = 1,
+    seconds: Annotated[float, typer.Option(min=60, help="Of generated traces.")] = 3600.0,
+    scale: Annotated[float, typer.Option(min=0.01, help="Multiplies their rate.")] = 1.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Missed minutes by device-hours.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Decisions, for `vlm explain --record`."),
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Try a policy on traffic, in simulated time, beside what other autoscalers do."""
+    from vlm_operator.cli.simulate import Wish, run_simulation
+    from vlm_operator.simulate.baselines import BASELINES
+
+    async def work() -> None:
+        run_simulation(
+            Wish(
+                traces=tuple(trace or ["bursty-images"]),
+                policy=policy,
+                plant=plant,
+                against=tuple(BASELINES) if against == ["all"] else tuple(against or ()),
+                seed=seed,
+                seconds=seconds,
+                scale=scale,
+                plot=plot,
+                record=record,
+            ),
+            form=output,
+        )
+
+    _run(work())
+
+
+@app.command()
+def explain(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Decide again what the operator logged, and say why."),
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="Only the last record of FILE.")] = False,
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Say why each pool has its size, and what would change it."""
+    from vlm_operator.cli.explain import explain_records, explain_services
+
+    if record is not None:
+        _run(explain_records(record, last=last))
+        return
+    _run(explain_services(name, namespace=namespace, kubeconfig=kubeconfig, context=context))
+
+
+@app.command()
 def release_finalizers(
     name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
     namespace: Namespace = None,

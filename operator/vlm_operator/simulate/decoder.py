@@ -54,6 +54,7 @@ class Decoder:
         self.capacity = int(plant.kv_tokens * share)
         self._gaps = gaps
         self._promised: dict[Job, int] = {}
+        self._promised_tokens = 0
         # job → (_made when it began, its place in _ends); the youngest last
         self._began: dict[Job, tuple[float, int]] = {}
         self._ends: list[tuple[float, int, Job]] = []
@@ -75,26 +76,27 @@ class Decoder:
     @property
     def used(self) -> float:
         """KV tokens held or promised."""
-        return self._held_tokens + sum(self._promised.values())
+        return self._held_tokens + self._promised_tokens
 
     def room(self, tokens: int) -> float:
         """Tokens that stay free if it takes that many; negative: it cannot."""
-        if not self.inflight:
+        if not self._began and not self._promised:
             return float(self.capacity)  # alone, a prompt may use the margin
         return self.capacity * (1 - self._plant.kv_margin) - self.used - tokens
 
     def reserve(self, job: Job) -> None:
         """Promise room for a prompt."""
         self._promised[job] = job.prompt_tokens
+        self._promised_tokens += job.prompt_tokens
 
     def release(self, job: Job) -> None:
         """Take a promise back."""
-        del self._promised[job]
+        self._promised_tokens -= self._promised.pop(job)
 
     def start(self, job: Job) -> None:
         """Generate the tokens that a prefilled job has left, at least 1."""
         self._advance()
-        del self._promised[job]
+        self.release(job)
         self._held_tokens += job.prompt_tokens
         place = next(self._order)
         self._began[job] = (self._made, place)
@@ -110,6 +112,7 @@ class Decoder:
         for job in list(self._began):
             self._leave(job)
         self._promised.clear()
+        self._promised_tokens = 0
         self._plan()
         return jobs
 
@@ -121,7 +124,7 @@ class Decoder:
         """Its report."""
         del now
         self._advance()
-        held, promised = round(self._held_tokens), sum(self._promised.values())
+        held, promised = round(self._held_tokens), self._promised_tokens
         kv = KvTokens(
             capacity=self.capacity,
             running=held,

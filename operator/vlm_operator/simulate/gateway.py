@@ -20,7 +20,7 @@ from vlm_operator.simulate.meters import Meters
 from vlm_operator.simulate.plant import Plant
 from vlm_operator.simulate.trace import Request
 
-_PAST = 8  # requests without room that later ones may pass
+_PAST = 4  # requests without room that later ones may pass
 
 
 class Gateway:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from vlm_operator.autoscale.outcome import Decision
@@ -31,7 +31,7 @@ class Reading:
 
     view: View
     waiting: Mapping[Role, int]
-    latencies: Mapping[str, float]
+    latencies: Callable[[], Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 
     while now < trace.seconds or (_unended(cluster) and now < trace.seconds + _OVERTIME_SECONDS):
         now += tick
         cluster.clock.run(now)
-        reading = Reading(cluster.view(), cluster.gateway.waiting, cluster.latencies())
+        reading = Reading(cluster.view(), cluster.gateway.waiting, cluster.latencies)
         chosen = autoscaler.decide(reading)
         # what shrinks goes first, so that its devices are free for what grows
         for role in sorted(chosen, key=lambda role: _growth(cluster, role, chosen[role])):

@@ -25,8 +25,8 @@ class KvOccupancy:
     """
 
     GRID: ClassVar[horizontal.GRID] = {
-        "share": (0.4, 0.5, 0.6, 0.7, 0.8),
-        "queue": (1.0, 2.0, 3.0, 4.0),
+        "share": (0.4, 0.5, 0.6, 0.7),
+        "queue": (1.0, 2.0, 3.0),
     }
 
     def __init__(

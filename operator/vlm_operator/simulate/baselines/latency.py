@@ -28,7 +28,7 @@ class PodLatency:
 
     GRID: ClassVar[horizontal.GRID] = {
         "target": (0.4, 0.6, 0.8, 1.0, 1.4),
-        "kv_share": (0.4, 0.5, 0.6, 0.7, 0.8),
+        "kv_share": (0.4, 0.5, 0.6, 0.7),
     }
 
     def __init__(
@@ -71,5 +71,6 @@ class PodLatency:
             shares = horizontal.kv_shares(reading, role)
             return horizontal.by_pods(shares, self._kv_share, pool, current)
         # a pod that had nothing to do has no percentile, and counts as one that is idle
-        values = {pod.uid: reading.latencies.get(pod.uid, 0.0) for pod in pool.of("ready")}
+        known = reading.latencies()
+        values = {pod.uid: known.get(pod.uid, 0.0) for pod in pool.of("ready")}
         return horizontal.by_pods(values, self._target, pool, current)

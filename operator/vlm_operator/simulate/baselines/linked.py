@@ -28,7 +28,7 @@ class Linked:
 
     GRID: ClassVar[horizontal.GRID] = {
         "signal": ("waiting", "inflight"),
-        "target": (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0),
+        "target": (2.0, 4.0, 8.0, 14.0, 20.0, 28.0),
     }
 
     def __init__(

@@ -22,8 +22,8 @@ class QueueLength:
 
     GRID: ClassVar[horizontal.GRID] = {
         "signal": ("waiting", "inflight"),
-        "target": (0.5, 1.0, 2.0, 4.0),
-        "decode_target": (1.0, 8.0, 12.0, 16.0, 24.0),
+        "target": (0.5, 1.0, 2.0),
+        "decode_target": (1.0, 8.0, 14.0),
     }
 
     def __init__(

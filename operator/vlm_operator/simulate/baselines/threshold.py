@@ -31,10 +31,10 @@ class Threshold:
     """
 
     GRID: ClassVar[horizontal.GRID] = {
-        "up": (1.0, 2.0, 4.0),
+        "up": (1.0, 2.0),
         "down": (0.3, 0.6),
-        "kv_up": (0.7, 0.85),
-        "kv_down": (0.5, 0.65),
+        "kv_up": (0.6, 0.8),
+        "kv_down": (0.5,),
         "hold_seconds": (60.0, 180.0),
     }
 
