@@ -38,6 +38,12 @@ DESIRED_REPLICAS = Gauge(
     ["namespace", "service", "role"],
     registry=REGISTRY,
 )
+RECOMMENDED_REPLICAS = Gauge(
+    "vlm_recommended_replicas",
+    "Replicas that a pool's need alone asks for, before pace, budget and holds.",
+    ["namespace", "service", "role"],
+    registry=REGISTRY,
+)
 READY_REPLICAS = Gauge(
     "vlm_ready_replicas",
     "Replicas of a pool that are ready and accept work.",
@@ -53,5 +59,5 @@ def exposition() -> bytes:
 
 def forget(namespace: str, service: str) -> None:
     """Drop the series of a service that is gone."""
-    for metric in (SCALE_DECISIONS, DESIRED_REPLICAS, READY_REPLICAS):
+    for metric in (SCALE_DECISIONS, DESIRED_REPLICAS, RECOMMENDED_REPLICAS, READY_REPLICAS):
         metric.remove_by_labels({"namespace": namespace, "service": service})

@@ -136,20 +136,13 @@ class Autoscaling(Model):
     tuning: Tuning = field(Tuning(), "The constants of the method (docs/autoscaling.md).")
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "autoscaling-advisory",
-            "!has(self.policy) || self.policy == 'Active'",
-            "autoscaling policies other than Active",
-            at=".policy",
-            instead="use Active, or scaling mode Manual",
-        ),
-        not_built(
-            "autoscaling-fallback",
-            "(!has(self.missingMetrics) || self.missingMetrics == 'Hold') && "
-            "!has(self.fallbackReplicas)",
-            "fallback replicas",
-            at=".missingMetrics",
-            instead="use Hold",
+        Rule(
+            name="fallback-replicas",
+            holds="!has(self.missingMetrics) || self.missingMetrics != 'Fallback' || "
+            "has(self.fallbackReplicas)",
+            message="is required with missingMetrics Fallback: say how many replicas to hold",
+            at=".fallbackReplicas",
+            reason="FieldValueRequired",
         ),
     )
 
@@ -221,24 +214,18 @@ class Rollout(Model):
     )
     when_no_spare_capacity: NoSpareCapacity | None = field(
         None,
-        "Where no node has room for one more pod: drain an old one first, or wait.",
+        "Where neither nodes nor the budget have room for one more pod: drain an old one first, "
+        "or wait.",
         example="Wait",
-        unset="it waits",
+        unset="DrainFirst, but for the last ready pod of a pool",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "rollout-failure",
-            "!has(self.onFailure) && !has(self.progressDeadlineSeconds)",
-            "rollouts that fail",
+        Rule(
+            name="rollback-deadline",
+            holds="!has(self.onFailure) || self.onFailure != 'Rollback' || "
+            "has(self.progressDeadlineSeconds)",
+            message="a rollout goes back after a deadline: set progressDeadlineSeconds",
             at=".onFailure",
-            instead="remove onFailure and progressDeadlineSeconds",
-        ),
-        not_built(
-            "rollout-capacity",
-            "!has(self.whenNoSpareCapacity)",
-            "rollouts without spare capacity",
-            at=".whenNoSpareCapacity",
-            instead="remove it",
         ),
     )

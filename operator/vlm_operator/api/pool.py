@@ -110,6 +110,17 @@ class PoolRollout(Model):
         0, "Seconds a pod must stay ready before it counts.", example=10, ge=0, le=3600
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="rollout-moves",
+            holds="!has(self.maxSurge) || !has(self.maxUnavailable) || "
+            "!(string(self.maxSurge) in ['0', '0%'] && "
+            "string(self.maxUnavailable) in ['0', '0%'])",
+            message="nothing can be replaced: maxSurge or maxUnavailable must be above 0",
+            at=".maxSurge",
+        ),
+    )
+
 
 class Lending(Model):
     """Work of another role that it takes over."""
@@ -188,13 +199,6 @@ class Pool(Model):
             says="'maxReplicas of all variants (%d) is less than scaling asks for at least'"
             f".format([{_VARIANTS_HOLD}])",
             at=".variants",
-        ),
-        not_built(
-            "pool-rollout",
-            "!has(self.rollout)",
-            "rollout settings of a pool",
-            at=".rollout",
-            instead="remove it",
         ),
     )
 

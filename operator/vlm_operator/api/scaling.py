@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from vlm_operator.api.base import Model, Rule, field, not_built
+from vlm_operator.api.base import Model, Rule, field
 from vlm_operator.api.enums import OnDemand, ScalingMode
 
 
@@ -38,23 +38,6 @@ class ScaleUp(Model):
     )
     panic_hold_seconds: int = field(
         60, "Seconds without shrinking after it.", example=120, ge=0, le=3600
-    )
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "scale-up-stabilization",
-            "!has(self.stabilizationSeconds) || self.stabilizationSeconds == 0",
-            "waiting before growth",
-            at=".stabilizationSeconds",
-            instead="set 0 or leave it out",
-        ),
-        not_built(
-            "scale-up-panic",
-            "!has(self.panicPercent) && !has(self.panicHoldSeconds)",
-            "panic growth",
-            at=".panicPercent",
-            instead="remove panicPercent and panicHoldSeconds",
-        ),
     )
 
 
@@ -165,12 +148,5 @@ class Scaling(Model):
             holds="!has(self.scaleToZero) || (has(self.minReplicas) && self.minReplicas == 0)",
             message="takes effect only with minReplicas 0: set that, or remove scaleToZero",
             at=".scaleToZero",
-        ),
-        not_built(
-            "scale-to-zero",
-            "!has(self.scaleToZero)",
-            "scaling to zero",
-            at=".scaleToZero",
-            instead="set minReplicas to 1 or more",
         ),
     )

@@ -111,16 +111,6 @@ class VLMServiceSpec(Model):
             at=".coupling",
         ),
         not_built(
-            "budget", "!has(self.budget)", "budgets", at=".budget", instead="use maxReplicas"
-        ),
-        not_built(
-            "coupling",
-            "!has(self.coupling) || self.coupling.size() == 0",
-            "coupling of pools",
-            at=".coupling",
-            instead="remove it",
-        ),
-        not_built(
             "admission",
             "!has(self.admission)",
             "admission control and tenants",

@@ -16,7 +16,7 @@ from vlm_operator.rollout import Gate
 from vlm_operator.state import ANNOTATION_DELETION_COST
 
 logger = logging.getLogger(__name__)
-MEMORY_KEY = "history.json"
+MEMORY_KEY = "memory.json"
 
 
 async def apply_gates(

@@ -6,7 +6,7 @@ VLMService, NodeClassState ─▶ ServicePolicy        Observed ─▶ View
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from vlm_operator import names
@@ -86,7 +86,9 @@ def service_view(
     service: VLMService,
     observed: Observed,
     deployments: Iterable[DeploymentState],
+    *,
     current: Iterable[tuple[Role, str]],
+    rolling: Collection[Role],
 ) -> View:
     """Say what is there, in the terms of a decision.
 
@@ -95,13 +97,14 @@ def service_view(
         observed: this turn's reading.
         deployments: of all roles.
         current: role and revision of what each pool should run.
+        rolling: roles of which pods of another revision are there.
     """
     newest = set(current)
     live = list(deployments)
     return View(
         now=observed.now,
         pools={
-            role: _pool_view(service, role, observed, live, newest)
+            role: _pool_view(service, role, observed, live, newest, role in rolling)
             for role in service.spec.pools.present
         },
         samples=observed.samples,
@@ -221,6 +224,7 @@ def _pool_view(
     observed: Observed,
     deployments: list[DeploymentState],
     current: set[tuple[Role, str]],
+    rolling: bool,
 ) -> PoolView:
     own = [item for item in deployments if item.role is role]
     newest = [item for item in own if (role, item.revision) in current]
@@ -231,7 +235,7 @@ def _pool_view(
         owner=pool_owner(manifest),
         live=_asked(newest) if any(item.desired for item in newest) else _asked(older),
         pods=tuple(_pod(pod) for pod in observed.of(role)),
-        rolling=bool(older),
+        rolling=rolling,
     )
 
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode, VLMService
-from vlm_operator.autoscale import Decision, History, Policy, PoolNow, decide
 from vlm_operator.autoscale.inputs import pool_owner
+from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.service import Memory
 from vlm_operator.names import Role
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.plan import Plan, plan
 from vlm_operator.pods import place
 from vlm_operator.reconcile.rolling import plot, roll, rolling
+from vlm_operator.reconcile.sizing import Sizing, size_pools
 from vlm_operator.rollout import (
     Course,
     Gate,
@@ -22,7 +24,6 @@ from vlm_operator.rollout import (
     drain_seconds,
     keep_defaults,
     settle,
-    spread,
 )
 from vlm_operator.state import DeploymentState, Observed, Revision
 
@@ -45,6 +46,7 @@ class Intent:
 
     Attributes:
         service: with every default filled in.
+        sizing: what the decisions rest on, and the memory for the next turn.
         desired: replicas of each pool in the end.
         replicas: of every Deployment now, by role, variant and revision.
         claims: numbers that the autoscaler writes into VLMPools.
@@ -54,7 +56,7 @@ class Intent:
     service: VLMService
     revisions: Mapping[tuple[Role, str], Revision]
     decisions: Mapping[Role, Decision]
-    histories: Mapping[Role, History]
+    sizing: Sizing
     desired: Mapping[Role, int]
     step: Step
     replicas: Mapping[Key, int]
@@ -67,11 +69,13 @@ class Intent:
 def intend(
     written: VLMService,
     observed: Observed,
-    histories: Mapping[Role, History],
+    memory: Memory,
     *,
     options: Options,
 ) -> Intent:
     """Decide everything about one service from one view of it.
+
+    `memory` is the autoscaler's, as the last turn left it.
 
     Raises:
         SpecError: the cluster does not allow what the manifest asks for.
@@ -81,14 +85,14 @@ def intend(
     service, shared = keep_defaults(placed, deployments, worker_image=options.worker_image)
     revisions = current_revisions(service, shared, deployments)
     whither = plot(service, observed, revisions, patience=options.spare_seconds)
-    decided = _decide(service, observed, deployments, whither, histories)
-    decisions = {role: decision for role, (decision, _) in decided.items()}
+    sizing = _size(service, observed, whither, memory)
+    decisions = sizing.outcome.decisions
     suspended = service.spec.suspend
     desired = {role: 0 if suspended else item.to for role, item in decisions.items()}
     target = {
-        (role, name): count
+        (role, variant.name): 0 if suspended else decisions[role].variants.get(variant.name, 0)
         for role, pool in service.spec.pools.present.items()
-        for name, count in spread(desired[role], pool.variants).items()
+        for variant in pool.variants
     }
     step = roll(service, observed, whither, target, patience=options.spare_seconds)
     replicas, gates, draining = _settle(service, observed, deployments, step)
@@ -96,7 +100,7 @@ def intend(
         service=service,
         revisions=revisions,
         decisions=decisions,
-        histories={role: history for role, (_, history) in decided.items()},
+        sizing=sizing,
         desired=desired,
         step=step,
         replicas=replicas,
@@ -138,34 +142,19 @@ def held_gates(observed: Observed) -> tuple[Gate, ...]:
     return tuple(gates)
 
 
-def _decide(
-    service: VLMService,
-    observed: Observed,
-    deployments: tuple[DeploymentState, ...],
-    whither: Course,
-    histories: Mapping[Role, History],
-) -> dict[Role, tuple[Decision, History]]:
-    current = {(role, goal.revision) for (role, _), goal in whither.goals.items()}
-    found = {}
-    for role, pool in service.spec.pools.present.items():
-        own = [item for item in deployments if item.role is role]
-        pods = observed.of(role)
-        serving = [pod for pod in pods if pod.ready and not pod.draining]
-        manifest = observed.child(names.KIND_POOL, names.child(service.name, role))
-        now = PoolNow(
-            replicas=observed.pool_replicas(service.name, role),
-            owner=pool_owner(manifest),
-            live=sum(item.desired for item in own if (role, item.revision) in current),
-            ready=frozenset(pod.uid for pod in serving),
-            starting=sum(pod.starting for pod in pods),
-            pending=sum(pod.pending for pod in pods),
-            rolling=rolling(whither, own),
-        )
-        history = histories.get(role) or History(since=observed.now)
-        found[role] = decide(
-            Policy.of(role, pool), now, observed.samples, now=observed.now, history=history
-        )
-    return found
+def _size(service: VLMService, observed: Observed, whither: Course, memory: Memory) -> Sizing:
+    deployments = observed.deployments()
+    return size_pools(
+        service,
+        observed,
+        memory,
+        current=[(role, goal.revision) for (role, _), goal in whither.goals.items()],
+        rolling=[
+            role
+            for role in service.spec.pools.present
+            if rolling(whither, [item for item in deployments if item.role is role])
+        ],
+    )
 
 
 def _settle(

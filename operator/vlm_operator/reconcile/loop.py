@@ -15,7 +15,7 @@ from collections.abc import Callable
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
 from vlm_operator.apply import Accepted, apply_gates
-from vlm_operator.autoscale import History
+from vlm_operator.autoscale.service import Memory
 from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.metrics import forget
@@ -24,7 +24,7 @@ from vlm_operator.observe import observe
 from vlm_operator.reconcile.classes import ClassBook
 from vlm_operator.reconcile.decisions import Intent, Options, held_gates, intend
 from vlm_operator.reconcile.deletion import Deletion
-from vlm_operator.reconcile.report import Reporter, stored_histories
+from vlm_operator.reconcile.report import Reporter, stored_memory
 from vlm_operator.reconcile.writing import carry_out
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
@@ -81,7 +81,7 @@ class Loop:
         self._epoch = epoch
         self._book = book or ClassBook()
         self._seen: Observed | None = None
-        self._histories: dict[Role, History] | None = None
+        self._memory: Memory | None = None
         self._slo = SloWindow()
         self._accepted = Accepted()
         self._report = Reporter(cluster, namespace=namespace, name=name)
@@ -103,8 +103,8 @@ class Loop:
         previous: Manifest = body.get("status", {})
         try:
             written = parse(body)
-            histories = self._remember(observed, written)
-            intent = intend(written, observed, histories, options=self._options)
+            memory = self._remember(observed, written)
+            intent = intend(written, observed, memory, options=self._options)
         except SpecError as error:
             return await self._refuse(observed, body, error)
         self._book.note((self._namespace, self._name), class_uses(written, observed))
@@ -118,10 +118,10 @@ class Loop:
         news = events(previous, status, intent.decisions.items())
         await self._tell(body, status, news)
         self._note(await self._report.pools(view))
-        if await self._report.memory(intent, observed):
+        if not written.spec.paused and await self._report.memory(intent, observed):
             self._seen = None
-        self._report.count(view, intent, histories)
-        self._histories = {**histories, **intent.histories}
+        self._report.count(view, intent)
+        self._memory = intent.sizing.outcome.memory
         return self._next(intent, failure_found)
 
     async def drain(self) -> float | None:
@@ -172,11 +172,11 @@ class Loop:
         samples = await self._scraper.scrape(seen.pods)
         return dataclasses.replace(seen, samples=samples, now=now)
 
-    def _remember(self, observed: Observed, written: VLMService) -> dict[Role, History]:
+    def _remember(self, observed: Observed, written: VLMService) -> Memory:
         """Advance the window of TTFT; the autoscaler's memory is read once, then carried along."""
         window = float(written.spec.slo.window_seconds)
         self._slo = self._slo.advance(observed.samples.values(), now=observed.now, window=window)
-        return self._histories or stored_histories(observed, self._name)
+        return self._memory or stored_memory(observed, self._name)
 
     async def _tell(self, body: Manifest, status: Manifest, news: tuple[Event, ...]) -> None:
         await self._report.status(body, status, news, now=self._clock())
@@ -201,8 +201,8 @@ class Loop:
             service=intent.service,
             observed=observed,
             revisions=intent.revisions,
-            decisions=intent.decisions,
-            histories=intent.histories,
+            policy=intent.sizing.policy,
+            outcome=intent.sizing.outcome,
             desired=intent.desired,
             step=intent.step,
             slo=self._slo,

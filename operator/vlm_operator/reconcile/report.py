@@ -5,11 +5,12 @@ Each write happens only where its content changed, so that an idle service is no
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable
 
 from vlm_operator import names
+from vlm_operator.api import ScalingMode
 from vlm_operator.apply import (
     MEMORY_KEY,
     apply_pool_status,
@@ -17,9 +18,16 @@ from vlm_operator.apply import (
     post_events,
     save_memory,
 )
-from vlm_operator.autoscale import History, dump_history, load_history, record
+from vlm_operator.autoscale.memory import dump, load, worth_writing
+from vlm_operator.autoscale.record import Record
+from vlm_operator.autoscale.service import Memory
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
-from vlm_operator.metrics import DESIRED_REPLICAS, READY_REPLICAS, SCALE_DECISIONS
+from vlm_operator.metrics import (
+    DESIRED_REPLICAS,
+    READY_REPLICAS,
+    RECOMMENDED_REPLICAS,
+    SCALE_DECISIONS,
+)
 from vlm_operator.names import Role
 from vlm_operator.plan import owner_reference, pool_claim
 from vlm_operator.pods import object_labels
@@ -41,7 +49,9 @@ class Reporter:
         self._namespace = namespace
         self._name = name
         self._memory_at = float("-inf")
+        self._activity: Hashable = None
         self._posted: dict[Event, float] = {}
+        self._said: dict[Role, tuple[int, str, str | None]] = {}
 
     async def status(
         self,
@@ -87,14 +97,22 @@ class Reporter:
         return found
 
     async def memory(self, intent: Intent, observed: Observed) -> bool:
-        """Write the autoscaler's memory, if it changed and not too often; tells whether it did."""
-        data = {
-            f"{role}.{MEMORY_KEY}": dump_history(intent.histories[role])
-            for role in intent.service.spec.pools.present
-            if intent.histories[role].decisions
-        }
+        """Write the autoscaler's memory, if it changed and not too often; tells whether it did.
+
+        While nothing happens nothing is learnt: what only ages is not written. Where the manifest
+        says every number there is nothing to remember.
+        """
+        modes = {pool.mode for pool in intent.sizing.policy.pools.values()}
+        if modes == {ScalingMode.MANUAL}:
+            return False
+        memory = intent.sizing.outcome.memory
+        happened = _activity(intent, observed)
         late = observed.now - self._memory_at >= MEMORY_SECONDS
-        if not data or data == _stored(observed, self._name) or not late:
+        if not late or happened == self._activity or not worth_writing(memory):
+            return False
+        data = {MEMORY_KEY: dump(memory)}
+        self._activity = happened
+        if data == _stored(observed, self._name):
             return False
         self._memory_at = observed.now
         await save_memory(
@@ -107,33 +125,56 @@ class Reporter:
         )
         return True
 
-    def count(self, view: View, intent: Intent, before: Mapping[Role, History]) -> None:
-        """Set the metrics, and log a record of every decision that changed something."""
+    def count(self, view: View, intent: Intent) -> None:
+        """Set the metrics, and log the whole tick where it says something new."""
+        news = False
         for role in view.service.spec.pools.present:
             labels = {"namespace": self._namespace, "service": self._name, "role": role.value}
+            decision = intent.decisions[role]
             DESIRED_REPLICAS.labels(**labels).set(view.desired[role])
             READY_REPLICAS.labels(**labels).set(len(view.serving(role)))
-            decision = intent.decisions[role]
-            if intent.histories[role].decisions == before[role].decisions:
-                continue
-            SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
-            samples = view.observed.samples
-            inputs = {
-                pod.name: dataclasses.asdict(samples[pod.uid])
-                for pod in view.observed.of(role)
-                if pod.uid in samples
-            }
-            fields = {**record(decision, epoch=view.epoch), "role": role.value, "inputs": inputs}
-            logger.info("decision", extra={"service": self._name, "decision": fields})
+            if decision.recommendation is not None:
+                RECOMMENDED_REPLICAS.labels(**labels).set(decision.recommendation)
+            said = (decision.to, decision.reason, decision.limited_by)
+            before, self._said[role] = self._said.get(role), said
+            news = news or before != said
+            if before is not None and before[0] != decision.to:
+                SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
+        if news:
+            sizing = intent.sizing
+            record = Record(
+                service=f"{self._namespace}/{self._name}",
+                policy=sizing.policy,
+                view=sizing.view,
+                memory=sizing.before,
+                outcome=sizing.outcome,
+                epoch=view.epoch,
+            )
+            logger.info("decision", extra={"record": json.loads(record.dump())})
 
 
-def stored_histories(observed: Observed, name: str) -> dict[Role, History]:
+def stored_memory(observed: Observed, name: str) -> Memory:
     """Read the memory that an earlier process left."""
-    data = _stored(observed, name)
-    return {
-        role: load_history(data.get(f"{role}.{MEMORY_KEY}"), now=observed.now)
-        for role in names.POOL_ROLES
-    }
+    return load(_stored(observed, name).get(MEMORY_KEY), now=observed.now)
+
+
+def _activity(intent: Intent, observed: Observed) -> Hashable:
+    """What differs when work was done or something was decided, and only then."""
+    paces = intent.sizing.outcome.memory.pace.pools.items()
+    decided = tuple(
+        (role, pace.changes, tuple(pace.exhausted), pace.foreign) for role, pace in paces
+    )
+    samples = sorted(observed.samples.values(), key=lambda item: item.pod_uid)
+    done = tuple(
+        (
+            item.boot_id,
+            item.admitted_work_seconds,
+            tuple(sorted((kind, busy.calls) for kind, busy in item.busy.items())),
+            tuple(sorted((name, ttft.count) for name, ttft in item.ttft.items())),
+        )
+        for item in samples
+    )
+    return decided, done
 
 
 def _stored(observed: Observed, name: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from vlm_operator.api import VLMService, quantity, stages
@@ -71,7 +72,12 @@ def roll(
         pod.compat for pod in observed.pods if pod.role is Role.GATEWAY and not pod.finished
     )
     paces = _paces(service, observed, whither, whole, patience)
-    return next_step(whither, whole, live, gateways, paces, service.spec.rollout.strategy)
+    step = next_step(whither, whole, live, gateways, paces, service.spec.rollout.strategy)
+    tight = [role for role, pace in paces.items() if pace.surge == 0 == pace.unavailable]
+    if step.done or not tight:
+        return step
+    reason = f"{step.waiting}; spec.budget has no room for one more {tight[0]} pod"
+    return dataclasses.replace(step, waiting=reason)
 
 
 def rolling(whither: Course, own: Sequence[DeploymentState]) -> bool:
@@ -92,25 +98,26 @@ def _paces(
     patience: float,
 ) -> dict[Role, Pace]:
     """What each pool's settings, the budget and full nodes leave of surge."""
-    drain_first = service.spec.rollout.when_no_spare_capacity is NoSpareCapacity.DRAIN_FIRST
     found = {}
     for role in {name for name, _ in whole} - {Role.GATEWAY}:
         pool = service.spec.pools.of(role)
         count = sum(number for (name, _), number in whole.items() if name is role)
         found[role] = Pace.of(PoolRollout() if pool is None else pool.rollout, count)
-    paces = within_budget(found, _bills(service, observed, whole), drain_first=drain_first)
-    if not drain_first:
+    paces = within_budget(found, _bills(service, observed, whole))
+    chosen = service.spec.rollout.when_no_spare_capacity
+    if chosen is NoSpareCapacity.WAIT:
         return paces
     goals = {(*key, goal.revision) for key, goal in whither.goals.items()}
-    stuck = {
+    stuck = {role for role, pace in paces.items() if pace.surge == 0 == pace.unavailable} | {
         pod.role
         for pod in observed.pods
         if pod.pending
         and (pod.role, pod.variant, pod.revision) in goals
         and observed.now - pod.created > patience
     }
+    last_too = chosen is NoSpareCapacity.DRAIN_FIRST
     return {
-        role: Pace(pace.surge, pace.unavailable, drain_first=True) if role in stuck else pace
+        role: dataclasses.replace(pace, drain_first=role in stuck, last_too=last_too)
         for role, pace in paces.items()
     }
 

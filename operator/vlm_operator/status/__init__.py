@@ -6,6 +6,7 @@ readiness.py   of roles: the one thing that blocks
 sizing.py      of sizes: who decides, on what, is there room, does it help
 pools.py       the pools: counts, load, decisions
 slo.py         TTFT per modality over a window                   SloWindow
+decisions.py   one decision, rounded                             decision_status
 build.py       all of it, rounded                                build_status
 classes.py     what a VLMNodeClass is told of itself             class_status
 events.py      transitions worth an Event, and their reasons     events, REASONS
@@ -13,6 +14,7 @@ events.py      transitions worth an Event, and their reasons     events, REASONS
 
 from vlm_operator.status.build import build_status, pool_status_of_kind, refused_status
 from vlm_operator.status.classes import ClassUse, Start, class_status, class_uses, latest
+from vlm_operator.status.decisions import decision_status
 from vlm_operator.status.events import REASONS, Event, events
 from vlm_operator.status.slo import SloWindow
 from vlm_operator.status.view import Failure, View
@@ -28,6 +30,7 @@ __all__ = [
     "build_status",
     "class_status",
     "class_uses",
+    "decision_status",
     "events",
     "latest",
     "pool_status_of_kind",

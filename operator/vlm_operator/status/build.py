@@ -13,7 +13,8 @@ from vlm_operator.pods import selector
 from vlm_operator.rollout import service_revision
 from vlm_operator.state import Manifest, Sample
 from vlm_operator.status.conditions import verdicts
-from vlm_operator.status.pools import kv_occupancy_percent, pool_status
+from vlm_operator.status.decisions import money
+from vlm_operator.status.pools import cost_per_hour, kv_occupancy_percent, pool_status
 from vlm_operator.status.sizing import round_ms
 from vlm_operator.status.view import Failure, Verdict, View
 
@@ -43,7 +44,8 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
         "model": _model(view, previous),
         "pools": {role.value: pool_status(view, role) for role in pools.present},
         "slo": _slo(view),
-        "accelerators": {"inUse": _accelerators(view)},
+        "cost": _cost(view),
+        "accelerators": _accelerators(view),
         "effective": effective(view.written, view.service),
         "summary": _summary(view),
     }
@@ -140,13 +142,25 @@ def _slo(view: View) -> list[dict[str, Any]]:
     return said
 
 
-def _accelerators(view: View) -> int:
+def _cost(view: View) -> dict[str, str] | None:
+    """What all pods cost, where node classes say what one does."""
+    cost, budget = cost_per_hour(view), view.service.spec.budget
+    if cost is None:
+        return None
+    found = {"perHour": money(cost)}
+    if budget is not None and budget.currency is not None:
+        found["currency"] = budget.currency
+    return found
+
+
+def _accelerators(view: View) -> dict[str, int]:
     """Devices that pods with a node hold: extended resources in their variants' limits."""
     total = 0
     for role, pool in view.service.spec.pools.present.items():
         devices = {variant.name: variant.accelerators for variant in pool.variants}
         total += sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
-    return total
+    limit = view.policy.budget.accelerators
+    return {"inUse": total} if limit is None else {"inUse": total, "limit": limit}
 
 
 def _summary(view: View) -> dict[str, str]:
@@ -167,4 +181,7 @@ def _summary(view: View) -> dict[str, str]:
     occupancy = kv_occupancy_percent(decodes)
     if occupancy is not None:
         found["kvOccupancyPercent"] = f"{occupancy}"
+    cost = cost_per_hour(view)
+    if cost is not None:
+        found["costPerHour"] = money(cost)
     return {key: value for key, value in found.items() if value}

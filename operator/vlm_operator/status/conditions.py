@@ -43,17 +43,34 @@ def accepted(view: View) -> Verdict:
 
 
 def rollout(view: View) -> Verdict:
-    """Whether pods of an older revision are still there."""
-    if view.step.done:
+    """Whether pods of an older revision are still there, and on their way."""
+    step = view.step
+    if step.back:
+        reason = "RolledBack" if step.done else "RollingBack"
+        return Verdict("RolloutProgressing", not step.done, reason, failed(view))
+    if step.done:
         return Verdict("RolloutProgressing", False, "Complete", "all pods are of one revision")
-    return Verdict("RolloutProgressing", True, "Progressing", view.step.waiting)
+    if step.failure:
+        return Verdict("RolloutProgressing", False, "DeadlineExceeded", failed(view))
+    return Verdict("RolloutProgressing", True, "Progressing", step.waiting)
+
+
+def failed(view: View) -> str:
+    """Which pod failed and why, and what became of the rollout."""
+    step = view.step
+    if not step.back:
+        return (
+            f"{step.failure}; the rollout stays where it is until the pod is ready or spec changes"
+        )
+    after = "is served again" if step.done else f"comes back: {step.waiting}"
+    return f"{step.failure}; the revision before {after}. It is not tried again until spec changes"
 
 
 def reconciling(view: View) -> Verdict:
     """Kstatus' word for: on its way, no person needed."""
-    stuck = view.failure is not None and view.failure.person
+    stuck = (view.failure is not None and view.failure.person) or stalled(view).status
     moving = not stuck and not ready(view).status and not view.service.spec.suspend
-    if moving or not view.step.done:
+    if moving or not (stuck or view.step.done):
         message = view.step.waiting or ready(view).message
         return Verdict("Reconciling", True, "Progressing", message)
     return Verdict("Reconciling", False, "Settled", "nothing is left to do")
@@ -64,6 +81,8 @@ def stalled(view: View) -> Verdict:
     failure = view.failure
     if failure is not None and failure.person and failure.accepted:
         return Verdict("Stalled", True, failure.reason, failure.message)
+    if view.step.failure and (view.step.back or not view.step.done):
+        return Verdict("Stalled", True, "RolloutFailed", failed(view))
     return Verdict("Stalled", False, "NotStalled", "no person is needed")
 
 

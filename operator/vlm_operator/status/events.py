@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from vlm_operator.autoscale import Decision
+from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest
 
@@ -20,12 +20,17 @@ REASONS = {
     "Stalled": "Nothing happens until somebody acts; the message says what.",
     "ScaledUp": "A pool was made larger.",
     "ScaledDown": "A pool was made smaller.",
-    "ScaleLimited": "A pool wanted a size that minReplicas or maxReplicas does not allow.",
+    "ScaleLimited": "A pool wanted a size that its bounds, the budget or a ratio does not allow.",
+    "FlappingDamped": "A pool went up and down too often: it waits longer before it shrinks.",
+    "SLOUnattainable": "No number of replicas meets the goal; the message names the stage.",
+    "MetricsMissing": "Pods that serve do not answer; nothing is taken for zero.",
     "ScalePutBack": "Somebody scaled a VLMPool whose mode is Manual; it was put back.",
     "ScalingConflict": "Somebody keeps writing a VLMPool whose mode is Auto; it is held.",
-    "NoFitNode": "A pod has no node; the message says what is missing.",
+    "NoFitNode": "A pod has no node, or a node type gives none; the message says what is missing.",
     "RolloutStarted": "Pods of a new revision are being created beside the old ones.",
     "RolloutComplete": "All pods are of one revision.",
+    "RolloutFailed": "A pod of the new revision had its time; the message names it and the cause.",
+    "RolledBack": "The revision before the one that failed is served again.",
     "Draining": "The service is being deleted and finishes what it has.",
 }
 _WARNINGS = {
@@ -35,7 +40,10 @@ _WARNINGS = {
     "Stalled",
     "ScalePutBack",
     "ScalingConflict",
+    "SLOUnattainable",
+    "MetricsMissing",
     "NoFitNode",
+    "RolloutFailed",
 }
 
 
@@ -88,13 +96,22 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
         yield Event("NoFitNode", message("CapacitySufficient"))
     if turned("ScalingActive", "False") and now["ScalingActive"]["reason"] == "ScalingConflict":
         yield Event("ScalingConflict", message("ScalingActive"))
+    if turned("SLOAttainable", "False"):
+        yield Event("SLOUnattainable", message("SLOAttainable"))
+    if turned("MetricsAvailable", "False"):
+        yield Event("MetricsMissing", message("MetricsAvailable"))
+    damped = [which.get("ScalingActive", {}).get("reason") == "Damped" for which in (was, now)]
+    if damped == [False, True]:
+        yield Event("FlappingDamped", message("ScalingActive"))
     limited = now.get("ScalingActive", {}).get("reason") == "Limited"
     if limited and was.get("ScalingActive", {}).get("message") != message("ScalingActive"):
         yield Event("ScaleLimited", message("ScalingActive"))
     if turned("RolloutProgressing", "True"):
         yield Event("RolloutStarted", message("RolloutProgressing"))
     if turned("RolloutProgressing", "False") and "RolloutProgressing" in was:
-        yield Event("RolloutComplete", message("RolloutProgressing"))
+        reason = now["RolloutProgressing"]["reason"]
+        news = {"RolledBack": "RolledBack", "DeadlineExceeded": "RolloutFailed"}
+        yield Event(news.get(reason, "RolloutComplete"), message("RolloutProgressing"))
 
 
 def _pools(before: Manifest, after: Manifest) -> Iterator[Event]:

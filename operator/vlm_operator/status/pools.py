@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlm_operator.autoscale import record
 from vlm_operator.names import Role
-from vlm_operator.state import Sample
+from vlm_operator.state import PodState, Sample
+from vlm_operator.status.decisions import decision_status, money, past_status
 from vlm_operator.status.view import View
 
 _HISTORY = 8
@@ -15,7 +15,7 @@ _HISTORY = 8
 def pool_status(view: View, role: Role) -> dict[str, Any]:
     """Everything under `status.pools.<role>`."""
     pods = view.observed.of(role)
-    decisions = view.histories[role].decisions if role in view.histories else ()
+    decisions = view.history(role)
     found: dict[str, Any] = {
         "desiredReplicas": view.desired.get(role, 0),
         "replicas": len(pods),
@@ -27,12 +27,26 @@ def pool_status(view: View, role: Role) -> dict[str, Any]:
         "variants": _variants(view, role),
         "load": load(view, role),
     }
+    decision = view.decisions.get(role)
+    if decision is not None and decision.recommendation not in (None, decision.to):
+        found["recommendation"] = decision.recommendation
     if decisions:
-        found["lastDecision"] = record(decisions[-1])
-        earlier = [record(item) for item in reversed(decisions[:-1])][:_HISTORY]
+        found["lastDecision"] = decision_status(decisions[-1])
+        earlier = [past_status(item) for item in reversed(decisions[:-1])][:_HISTORY]
         if earlier:
             found["history"] = earlier
     return {key: value for key, value in found.items() if value is not None}
+
+
+def cost_per_hour(view: View) -> float | None:
+    """What all pods of the pools cost; None where nobody says what any of them does."""
+    total, known = 0.0, False
+    for role, pool in view.policy.pools.items():
+        for variant in pool.variants:
+            if variant.cost_per_hour is not None:
+                known = True
+                total += variant.cost_per_hour * len(_pods(view, role, variant.name))
+    return total if known else None
 
 
 def load(view: View, role: Role) -> dict[str, int] | None:
@@ -69,20 +83,24 @@ def _variants(view: View, role: Role) -> list[dict[str, Any]]:
     pool = view.service.spec.pools.of(role)
     assert pool is not None
     found = []
+    policies = {item.name: item for item in view.policy.pools[role].variants}
     for variant in pool.variants:
-        pods = [pod for pod in view.observed.of(role) if pod.variant == variant.name]
+        pods, known = _pods(view, role, variant.name), policies[variant.name]
         serving = [pod for pod in view.serving(role) if pod.variant == variant.name]
         entry: dict[str, Any] = {
             "name": variant.name,
             "replicas": len(pods),
             "readyReplicas": len(serving),
         }
-        reference = variant.node_class_ref
-        known = view.observed.node_classes.get(reference.name) if reference else None
-        if known is not None:
-            entry["nodeClass"] = known.name
+        if variant.node_class_ref is not None:
+            entry["nodeClass"] = variant.node_class_ref.name
+        if known.cost_per_hour is not None:
+            entry["costPerHour"] = money(known.cost_per_hour * len(pods))
+        if known.startup_seconds is not None:
             entry["startupP90Seconds"] = round(known.startup_seconds / 5) * 5
-            if known.cost_per_hour is not None:
-                entry["costPerHour"] = f"{known.cost_per_hour * len(pods):.2f}"
         found.append(entry)
     return found
+
+
+def _pods(view: View, role: Role, variant: str) -> list[PodState]:
+    return [pod for pod in view.observed.of(role) if pod.variant == variant]

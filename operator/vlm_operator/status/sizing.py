@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
+import datetime
+
 from vlm_operator.api import ScalingMode
+from vlm_operator.api.enums import AutoscalingPolicy
+from vlm_operator.autoscale.outcome import Attribution
+from vlm_operator.names import Role
 from vlm_operator.status.readiness import roles
 from vlm_operator.status.view import Verdict, View
+
+# What holds a pool for longer than a window, in words that do not change from tick to tick.
+_LASTING = {
+    "Min": "minReplicas",
+    "Max": "maxReplicas",
+    "Budget": "the budget",
+    "Capacity": "node types that give no node or are at their own maxReplicas",
+    "Coupling": "the ratio to another pool",
+}
 
 
 def scaling(view: View) -> Verdict:
     """Who decides the pools' sizes, and whether anything hinders it."""
-    if view.service.spec.suspend:
+    spec = view.service.spec
+    modes = {role: pool.scaling.mode for role, pool in spec.pools.present.items()}
+    if spec.suspend:
         return Verdict("ScalingActive", False, "Suspended", "spec.suspend is set")
-    if view.service.spec.paused:
+    if spec.paused:
         return Verdict("ScalingActive", False, "Paused", "spec.paused is set")
-    limited = ""
     for role, decision in view.decisions.items():
         if decision.conflict:
             message = f"{role}: {decision.message}"
             return Verdict("ScalingActive", False, "ScalingConflict", message)
-        if decision.limited_by in ("Min", "Max") and not limited:
-            limited = f"{role}: {decision.message}"
+    policy = view.policy.apply
+    if policy is not AutoscalingPolicy.ACTIVE and ScalingMode.AUTO in modes.values():
+        message = {
+            AutoscalingPolicy.OFF: "autoscaling.policy is Off: pools stay as they are",
+            AutoscalingPolicy.ADVISORY: "autoscaling.policy is Advisory: "
+            "status.pools.*.recommendation says what would be done",
+        }[policy]
+        return Verdict("ScalingActive", False, policy.value, message)
+    limited = next((said for role in modes if (said := _limit(view, role))), "")
     if limited:
         return Verdict("ScalingActive", True, "Limited", limited)
-    modes = {role: pool.scaling.mode for role, pool in view.service.spec.pools.present.items()}
+    damped = [role for role, decision in view.decisions.items() if decision.flapping]
+    if damped:
+        message = f"{damped[0]} went up and down too often: it waits longer before it shrinks"
+        return Verdict("ScalingActive", True, "Damped", message)
     listed = ", ".join(f"{role} {mode.value}" for role, mode in modes.items())
     automatic = any(mode is not ScalingMode.MANUAL for mode in modes.values())
     return Verdict("ScalingActive", True, "Scaling" if automatic else "Manual", listed)
+
+
+def _limit(view: View, role: Role) -> str:
+    """What has a pool smaller or larger than is asked for, "" where nothing has."""
+    decision = view.decisions.get(role)
+    if decision is None or decision.limited_by is None:
+        return ""
+    if decision.limited_by == "BudgetUnreadable":
+        return f"{role}: nothing grows, the budget cannot be kept: {view.policy.budget.unreadable}"
+    if view.policy.pools[role].mode is ScalingMode.EXTERNAL and decision.limited_by in _LASTING:
+        return f"{role}: {decision.message}"
+    word = _LASTING.get(decision.limited_by)
+    return f"{role} is held at {decision.to} by {word}" if word else ""
 
 
 def metrics(view: View) -> Verdict:
@@ -37,6 +75,10 @@ def metrics(view: View) -> Verdict:
     if silent:
         message = f"{len(silent)} of {len(asked)} pods do not answer to /stats, first {silent[0]}"
         return Verdict("MetricsAvailable", False, "PodsSilent", message)
+    held = [role for role, item in view.decisions.items() if item.held and view.serving(role)]
+    if held:
+        message = f"{held[0]}: its pods do not say enough to decide on, so nothing changes"
+        return Verdict("MetricsAvailable", False, "TooLittleKnown", message)
     return Verdict("MetricsAvailable", True, "AllAnswer", f"{len(asked)} pods answer to /stats")
 
 
@@ -47,6 +89,15 @@ def capacity(view: View) -> Verdict:
             if pod.pending and pod.blocked:
                 message = f"{role}: pod {pod.name} {pod.blocked}"
                 return Verdict("CapacitySufficient", False, "Unschedulable", message)
+    for role, pace in view.outcome.memory.pace.pools.items():
+        for name, item in sorted(pace.exhausted.items()):
+            if view.observed.now < item.until:
+                again = datetime.datetime.fromtimestamp(item.until, datetime.UTC)
+                message = (
+                    f"{role}: variant {name} gave no ready pod in time, "
+                    f"not tried again before {again:%H:%M} UTC"
+                )
+                return Verdict("CapacitySufficient", False, "Exhausted", message)
     return Verdict("CapacitySufficient", True, "AllScheduled", "every pod has a node")
 
 
@@ -55,6 +106,9 @@ def attainable(view: View) -> Verdict | None:
     goal = view.service.spec.slo.ttft_p95_milliseconds
     if goal is None:
         return None
+    for found in view.outcome.estimate.attributions:
+        if not found.attainable and found.count > 0:
+            return Verdict("SLOAttainable", False, "Unattainable", _beyond(found))
     if not view.slo.found:
         return Verdict("SLOAttainable", None, "NoRequests", "no request has ended yet")
     goals = {
@@ -70,6 +124,18 @@ def attainable(view: View) -> Verdict | None:
             )
             return Verdict("SLOAttainable", None, "GoalMissed", message)
     return Verdict("SLOAttainable", True, "GoalMet", f"TTFT p95 is within {goal} ms")
+
+
+def _beyond(item: Attribution) -> str:
+    """Why no number of replicas meets a target: its stages alone take longer."""
+    alone = {name: round_ms(spent) for name, spent in item.service_seconds.items()}
+    longest = max(alone, key=lambda name: alone[name], default="service")
+    target = round_ms(item.target_seconds or 0.0)
+    return (
+        f"{item.modality}: without any waiting it takes {sum(alone.values())} ms, most of it "
+        f"{longest}, and the goal is {target} ms: more replicas do not help, choose faster nodes, "
+        "smaller pictures or another goal"
+    )
 
 
 def round_ms(seconds: float) -> int:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from vlm_operator.api import VLMService
-from vlm_operator.autoscale import Decision, History
+from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.service import Outcome
 from vlm_operator.names import Role
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, PodState, Revision
@@ -45,7 +47,8 @@ class View:
     Attributes:
         written: the service as the user wrote it.
         service: the same with every default filled in.
-        decisions: of each pool, with the histories they came from.
+        policy: what the manifest and its node classes say about sizes.
+        outcome: what was decided from it, the estimate, the memory.
         desired: replicas of each pool in the end.
         step: what the rollout allows now.
         failure: the first thing that went wrong, None where nothing did.
@@ -57,14 +60,24 @@ class View:
     service: VLMService
     observed: Observed
     revisions: Mapping[tuple[Role, str], Revision]
-    decisions: Mapping[Role, Decision]
-    histories: Mapping[Role, History]
+    policy: ServicePolicy
+    outcome: Outcome
     desired: Mapping[Role, int]
     step: Step
     slo: SloWindow
     url: str
     epoch: int
     failure: Failure | None = None
+
+    @property
+    def decisions(self) -> Mapping[Role, Decision]:
+        """Of each pool."""
+        return self.outcome.decisions
+
+    def history(self, role: Role) -> tuple[Decision, ...]:
+        """The last decisions that changed a pool, newest last."""
+        pace = self.outcome.memory.pace.pools.get(role)
+        return () if pace is None else pace.decisions
 
     def serving(self, role: Role) -> tuple[PodState, ...]:
         """Pods of a role that take requests."""

@@ -130,7 +130,6 @@ def test_a_view_names_the_phase_of_every_pod_and_who_owns_the_number():
     assert [pod.phase for pod in decode.pods] == ["ready"]
     assert decode.pods[0].ready_since >= decode.pods[0].created
     assert (decode.owner, decode.replicas, decode.live) == ("kubectl", 2, {"default": 1})
-    assert not decode.rolling
 
 
 def view_of(world: World):
@@ -143,7 +142,11 @@ def view_of(world: World):
     )
     current = current_revisions(written, shared, deployments)
     return service_view(
-        written, observed, deployments, [(role, item.id) for (role, _), item in current.items()]
+        written,
+        observed,
+        deployments,
+        current=[(role, item.id) for (role, _), item in current.items()],
+        rolling=(),
     )
 
 

@@ -9,6 +9,7 @@ from inline_snapshot import snapshot
 from operator_support import body, empty, external, pool, service, specs
 
 from vlm_operator import names
+from vlm_operator.autoscale.service import Memory
 from vlm_operator.cluster import CHILD_KINDS, Manifest
 from vlm_operator.names import Role
 from vlm_operator.reconcile import Options
@@ -17,7 +18,7 @@ from vlm_operator.state import DeploymentState
 
 
 def intent(manifest: Manifest, observed: Any = None) -> Intent:
-    return intend(service(manifest), observed or empty(), {}, options=Options())
+    return intend(service(manifest), observed or empty(), Memory(), options=Options())
 
 
 def applied(first: Intent) -> Any:

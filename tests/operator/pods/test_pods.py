@@ -8,6 +8,7 @@ from inline_snapshot import snapshot
 from operator_support import body, empty, pool, service, specs
 
 from vlm_operator import names
+from vlm_operator.autoscale.service import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
 from vlm_operator.reconcile import Options
@@ -15,7 +16,7 @@ from vlm_operator.reconcile.decisions import intend
 
 
 def templates(manifest: Manifest) -> dict[str, Any]:
-    found = intend(service(manifest), empty(), {}, options=Options())
+    found = intend(service(manifest), empty(), Memory(), options=Options())
     return {
         item["metadata"]["labels"][names.LABEL_ROLE]: item["spec"]["template"]
         for item in found.plan.objects
