@@ -1,83 +1,97 @@
-"""History and decisions as JSON: what ConfigMap `<svc>-autoscaler` and the status show."""
+"""What outlives the operator, as JSON: the content of ConfigMap `<svc>-autoscaler`.
+
+Rounded, and without what each tick changes, so that an idle service is not written: windows of
+wants and of counters are left out. A process that reads it begins a new window, and shrinks
+nothing before its end.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from vlm_operator.autoscale.types import Candidate, Decision, Foreign, History
+from vlm_operator.autoscale.codec import decode, encode
+from vlm_operator.autoscale.paced import Change, Exhausted, PaceMemory, PoolPace
+from vlm_operator.autoscale.service import Memory
 
-VERSION = 1
+VERSION = 2
+_DIGITS = 3  # significant, of what is measured; times are whole seconds
 
 
-def dump_history(history: History) -> str:
-    """Write what outlives the operator, rounded: whole seconds, no per-tick counters.
+def dump(memory: Memory) -> str:
+    """Write what the next process should know."""
+    lasting = Memory(
+        estimate=memory.estimate.lasting,
+        pace=PaceMemory({role: _lasting(pace) for role, pace in memory.pace.pools.items()}),
+    )
+    value = encode(lasting, sparse=True)
+    if "estimate" in value:
+        value["estimate"] = _rounded(value["estimate"])
+    return json.dumps({"version": VERSION, **value}, sort_keys=True, allow_nan=False)
 
-    The window's wants and the last tick's counters change at every tick; they are left out, and a
-    new process waits one window before it shrinks anything.
+
+def load(text: str | None, *, now: float) -> Memory:
+    """Read what an earlier process wrote; what is garbled or of another version is no memory.
+
+    Every pool's window begins now: nothing shrinks before its end.
     """
-    value = {
-        "version": VERSION,
-        "changes": [[round(at), old, to] for at, old, to in history.changes],
-        "decisions": [record(item) for item in history.decisions],
-        "foreign": None if history.foreign is None else _foreign(history.foreign),
-    }
-    return json.dumps(value, sort_keys=True)
-
-
-def load_history(text: str | None, *, now: float) -> History:
-    """Read what an earlier process wrote; a garbled or unknown version is an empty memory."""
-    empty = History(since=now)
     if not text:
-        return empty
+        return Memory()
     try:
         value = json.loads(text)
-        if value["version"] != VERSION:
-            return empty
-        foreign = value["foreign"]
-        return dataclasses.replace(
-            empty,
-            changes=tuple((float(at), int(old), int(to)) for at, old, to in value["changes"]),
-            decisions=tuple(_decision(item) for item in value["decisions"]),
-            foreign=None if foreign is None else Foreign(**foreign),
-        )
-    except (ValueError, KeyError, TypeError):
-        return empty
+        if value.pop("version") != VERSION:
+            return Memory()
+        found: Memory = decode(Memory, value)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Memory()
+    pools = {role: dataclasses.replace(pace, since=now) for role, pace in found.pace.pools.items()}
+    return dataclasses.replace(found, pace=PaceMemory(pools))
 
 
-def record(decision: Decision, *, epoch: int | None = None) -> dict[str, Any]:
-    """Write a decision as `status.pools.*.lastDecision` shows it."""
-    moment = datetime.datetime.fromtimestamp(round(decision.time), datetime.UTC)
-    found: dict[str, Any] = {
-        "time": moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "epoch": epoch,
-        "from": decision.before,
-        "to": decision.to,
-        "reason": decision.reason,
-        "limitedBy": decision.limited_by,
-        "candidates": [dataclasses.asdict(item) for item in decision.candidates] or None,
-        "message": decision.message,
-    }
-    if decision.cost_per_hour is not None:
-        found["costPerHour"] = f"{decision.cost_per_hour:.2f}"
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _foreign(foreign: Foreign) -> dict[str, Any]:
-    return {**dataclasses.asdict(foreign), "since": round(foreign.since)}
-
-
-def _decision(value: dict[str, Any]) -> Decision:
-    moment = datetime.datetime.fromisoformat(value["time"])
-    return Decision(
-        time=moment.timestamp(),
-        before=int(value["from"]),
-        to=int(value["to"]),
-        claim=None,
-        reason=str(value["reason"]),
-        message=str(value["message"]),
-        limited_by=value.get("limitedBy"),
-        candidates=tuple(Candidate(**item) for item in value.get("candidates", ())),
+def worth_writing(memory: Memory) -> bool:
+    """Whether anything has been learnt or decided."""
+    return any(pace.decisions or pace.foreign for pace in memory.pace.pools.values()) or bool(
+        encode(memory.estimate.lasting, sparse=True)
     )
+
+
+def _lasting(pace: PoolPace) -> PoolPace:
+    """Decisions, conflicts, back-offs and what stands; times in whole seconds."""
+    foreign = pace.foreign
+    if foreign is not None:
+        foreign = dataclasses.replace(foreign, since=float(round(foreign.since)))
+    return PoolPace(
+        since=0.0,
+        mode=pace.mode,
+        changes=tuple(Change(float(round(c.at)), c.before, c.to) for c in pace.changes),
+        damping=pace.damping,
+        damped_at=float(round(pace.damped_at)),
+        panic_until=float(round(pace.panic_until)),
+        exhausted={
+            name: Exhausted(float(round(item.since)), float(round(item.until)), item.times)
+            for name, item in pace.exhausted.items()
+        },
+        foreign=foreign,
+        standing=pace.standing,
+        decisions=tuple(
+            dataclasses.replace(item, time=float(round(item.time)), shares=_shares(item.shares))
+            for item in pace.decisions
+        ),
+    )
+
+
+def _shares(shares: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(share, 2) for name, share in shares.items()}
+
+
+def _rounded(value: Any) -> Any:
+    """Keep three significant digits of every measured number."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    return value

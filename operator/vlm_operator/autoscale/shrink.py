@@ -1,6 +1,6 @@
 """When a pool of mode Auto may shrink: all rules must hold, and the first that does not is named.
 
-Pods without a node go first, and at once. Everything else waits until a whole window has said that
+Pods without a node go first, and soon. Everything else waits until a whole window has said that
 fewer are enough, no target was close, nothing has just grown or rolls, and nearly all pods answer.
 """
 
@@ -30,7 +30,7 @@ def shrink(case: Case, need: Need) -> Goal:
     if blocked is not None:
         bound, why = blocked
         return case.goal(Reason.STABILIZING, f"{text}; {why}", limited_by=bound)
-    most = _most_wanted(case, need)
+    most = _most_wanted(case, need, case.window)
     removable = _removable(case, most)
     if not removable:
         why = f"the window of {case.window:.0f} s had {most:.2f} units"
@@ -52,18 +52,20 @@ def least_units(need: Need) -> float:
 
 
 def _cancel(case: Case, need: Need) -> Goal | None:
-    """Give up pods on no node that are not needed; no window, they serve nobody."""
+    """Give up pods on no node that are not needed; they serve nobody, so they wait for no window.
+
+    What the last moments needed counts, too, so that noise does not cancel and ask again.
+    """
     pending = case.stock.pending
     room = case.before - max(case.policy.minimum, 1)
     count = min(room, sum(pending.values()))
-    if count <= 0 or not any(
-        case.supply - _counted(case, name) >= least_units(need) - EPSILON for name in pending
-    ):
+    if count <= 0:
+        return None
+    units = _most_wanted(case, need, case.service.tuning.after_growth_seconds)
+    if not any(case.supply - _counted(case, name) >= units - EPSILON for name in pending):
         return None
     text = f"{need.units:.2f} units needed: pods that wait for a node are not"
-    return case.goal(
-        Reason.CANCEL_PENDING, text, shrink=count, need=least_units(need), shrinkable=pending
-    )
+    return case.goal(Reason.CANCEL_PENDING, text, shrink=count, need=units, shrinkable=pending)
 
 
 def _counted(case: Case, name: str) -> float:
@@ -78,9 +80,9 @@ def _removable(case: Case, units: float) -> bool:
     return bool(standing) and case.supply - min(standing) >= units - EPSILON
 
 
-def _most_wanted(case: Case, need: Need) -> float:
-    """The most units that any tick of the window wanted."""
-    recent = [units for at, units in case.pace.wants if case.now - at <= case.window]
+def _most_wanted(case: Case, need: Need, seconds: float) -> float:
+    """The most units that any tick of the last `seconds` wanted."""
+    recent = [units for at, units in case.pace.wants if case.now - at <= seconds]
     return max([*recent, least_units(need)])
 
 

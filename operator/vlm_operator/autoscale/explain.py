@@ -1,0 +1,207 @@
+"""Why each pool has its size, in lines for people: from a record, or from what the status keeps.
+
+decode: 6 replicas (a 4, b 2), 12.00 an hour
+  why      ScaleUp 4 → 6 at 10:03:05 UTC: kvTokens needs 5.7 units, 4 of 4 units are ready
+  signals  kvTokens 6, utilization 3
+  misses   decode_reserve 62 %, prefill_queue 21 %
+  bound    MaxPodsPerMinute
+  next     grows on within the next minute; …
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.record import Record
+from vlm_operator.names import POOL_ROLES, Role
+
+# What would change a pool's size, by what holds it.
+BOUND_NEXT: Mapping[Bound, str] = {
+    Bound.MIN: "less is not allowed: scaling.minReplicas",
+    Bound.MAX: "more is not allowed: scaling.maxReplicas",
+    Bound.BUDGET: "more needs a greater budget (spec.budget), or less need elsewhere",
+    Bound.BUDGET_UNREADABLE: "nothing grows until the budget can be established: spec.budget, and "
+    "the cost of every node type",
+    Bound.CAPACITY: "more needs nodes of its types, another variant, or a greater "
+    "variants[].maxReplicas",
+    Bound.COUPLING: "spec.coupling ties it to another pool",
+    Bound.MAX_PODS_PER_MINUTE: "goes on within a minute: scaling.behavior.*.maxPodsPerMinute",
+    Bound.UP_WINDOW: "grows when the need has lasted: scaling.behavior.scaleUp"
+    ".stabilizationSeconds",
+    Bound.WINDOW: "shrinks when a whole window has needed less: scaling.behavior.scaleDown"
+    ".stabilizationSeconds, at least twice the start-up time",
+    Bound.SLO_MARGIN: "shrinks when no target has been close for a whole window",
+    Bound.RECENT_GROWTH: "shrinks when no pool of the service has grown for a while",
+    Bound.ROLLOUT: "shrinks when the rollout is done",
+    Bound.FRESHNESS: "shrinks when nearly all ready pods answer",
+    Bound.PANIC_HOLD: "shrinks after the panic: scaling.behavior.scaleUp.panicHoldSeconds",
+    Bound.IDLE_SECONDS: "goes to zero when nothing has come for scaling.scaleToZero.idleSeconds",
+}
+# The same by what decided, where nothing holds it.
+REASON_NEXT: Mapping[Reason, str] = {
+    Reason.MANUAL: "the manifest: scaling.replicas",
+    Reason.PUT_BACK: "the manifest: scaling.replicas; mode External lets others write VLMPool",
+    Reason.EXTERNAL: "whoever writes VLMPool's spec.replicas",
+    Reason.FOREIGN_WRITE: "the autoscaler decides again after one window",
+    Reason.SCALING_CONFLICT: "mode External; or let the other writer stop, and delete the VLMPool",
+    Reason.OFF: "autoscaling.policy: Active",
+    Reason.BOUNDS: "scaling.minReplicas and maxReplicas, or spec.budget",
+    Reason.MISSING_METRICS: "pods that answer to /stats",
+    Reason.FALLBACK: "pods that answer to /stats; autoscaling.fallbackReplicas",
+    Reason.STEADY: "more load, or a whole window of less",
+    Reason.SCALE_UP: "more load, or a whole window of less",
+    Reason.PANIC: "more load, or a whole window of less",
+    Reason.WAKE: "more load, or no pictures for scaling.scaleToZero.idleSeconds",
+    Reason.AT_ZERO: "pictures, enough to be worth a replica",
+    Reason.NOT_GUILTY: "its own queue or use growing: more replicas would not shorten what is long",
+    Reason.UNATTAINABLE: "faster node types, smaller pictures or another target",
+    Reason.SCALE_DOWN: "more load, or a whole window of still less",
+    Reason.IDLE: "pictures, enough to be worth a replica",
+    Reason.CANCEL_PENDING: "more load",
+    Reason.STABILIZING: "more load, or a whole window of less",
+    Reason.REPLACING: "nodes of the cheaper type, when it is tried again",
+    Reason.WAITING_FOR_DEVICES: "draining pods that end",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """One pool's size, as it is told.
+
+    Attributes:
+        now: replicas that it should have.
+        decision: what `lastDecision` shows; {} where nothing was ever decided.
+        notes: lines below it.
+    """
+
+    role: Role
+    now: int
+    variants: Mapping[str, int]
+    decision: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def explain(record: Record) -> str:
+    """Say why each pool has its size at one recorded tick."""
+    moment = _clock(record.view.now)
+    head = [f"{record.service} at {moment} UTC"]
+    for item in record.outcome.estimate.attributions:
+        target = "" if item.target_seconds is None else f", target {item.target_seconds * 1000:.0f}"
+        p95 = "unknown" if item.p95_seconds != item.p95_seconds else f"{item.p95_seconds * 1e3:.0f}"
+        line = f"{item.modality}: TTFT p95 {p95} ms{target}, {item.missed} of {item.count} missed"
+        head.append(line if item.attainable else f"{line}; no number of replicas meets it")
+    stories = [_of_decision(role, item) for role, item in record.outcome.decisions.items()]
+    return "\n".join([*head, "", tell(stories)])
+
+
+def explain_status(service: Mapping[str, Any], notes: Mapping[Role, Iterable[str]]) -> str:
+    """Say why each pool has its size, from a VLMService's status.
+
+    Args:
+        service: the manifest.
+        notes: what the autoscaler's memory adds, by pool.
+    """
+    pools = (service.get("status") or {}).get("pools") or {}
+    stories = []
+    for role in POOL_ROLES:
+        pool = pools.get(role)
+        if pool is None:
+            continue
+        variants = {item["name"]: item.get("replicas", 0) for item in pool.get("variants") or ()}
+        extra = list(notes.get(role, ()))
+        wanted = pool.get("recommendation")
+        if wanted is not None and wanted != pool.get("desiredReplicas"):
+            extra.insert(0, f"the need alone asks for {wanted}")
+        stories.append(
+            Story(
+                role=role,
+                now=pool.get("desiredReplicas", 0),
+                variants=variants,
+                decision=pool.get("lastDecision") or {},
+                notes=tuple(extra),
+            )
+        )
+    return tell(stories)
+
+
+def tell(stories: Iterable[Story]) -> str:
+    """Every pool in a few lines."""
+    return "\n\n".join("\n".join(_lines(story)) for story in stories)
+
+
+def _of_decision(role: Role, decision: Decision) -> Story:
+    notes = []
+    if decision.recommendation not in (None, decision.to):
+        notes.append(f"the need alone asks for {decision.recommendation}")
+    if decision.flapping:
+        notes.append("it went up and down too often: its window is longer for a while")
+    if decision.capacity:
+        notes.append(decision.capacity)
+    shown = {
+        "time": f"{_clock(decision.time)}",
+        "from": decision.before,
+        "to": decision.to,
+        "reason": decision.reason,
+        "message": decision.message,
+        "limitedBy": decision.limited_by,
+        "candidates": [dataclasses.asdict(item) for item in decision.candidates],
+        "shares": {name: round(100 * share) for name, share in decision.shares.items()},
+        "costPerHour": None if decision.cost_per_hour is None else f"{decision.cost_per_hour:.2f}",
+    }
+    return Story(role, decision.to, decision.variants, shown, tuple(notes))
+
+
+def _lines(story: Story) -> list[str]:
+    decision = story.decision
+    mix = ", ".join(f"{name} {count}" for name, count in story.variants.items() if count)
+    cost = decision.get("costPerHour")
+    head = f"{story.role}: {story.now} replica{'' if story.now == 1 else 's'}"
+    head += f" ({mix})" if mix else ""
+    lines = [head + (f", {cost} an hour" if cost else "")]
+    if not decision:
+        return [*lines, "  why      nothing has been decided yet", *_notes(story)]
+    moved = f"{decision['from']} → {decision['to']}"
+    if decision["from"] == decision["to"]:
+        moved = f"stays at {decision['to']}"
+    lines.append(
+        f"  why      {decision['reason']}, {moved} at {_time(decision['time'])} UTC: "
+        f"{decision['message']}"
+    )
+    signals = [f"{item['signal']} {item['replicas']}" for item in decision.get("candidates") or ()]
+    if signals:
+        lines.append(f"  signals  {', '.join(signals)} replicas")
+    shares = decision.get("shares") or {}
+    largest = sorted(shares, key=lambda name: (-shares[name], name))[:4]
+    if any(shares[name] for name in largest):
+        said = ", ".join(f"{name} {shares[name]} %" for name in largest if shares[name])
+        lines.append(f"  misses   {said}")
+    if decision.get("limitedBy"):
+        lines.append(f"  bound    {decision['limitedBy']}")
+    lines.append(f"  next     {what_next(decision['reason'], decision.get('limitedBy'))}")
+    return [*lines, *_notes(story)]
+
+
+def what_next(reason: str, limited_by: str | None) -> str:
+    """What would change the size; a newer operator's words are passed on as they are."""
+    if limited_by in {item.value for item in Bound}:
+        return BOUND_NEXT[Bound(limited_by)]
+    if reason in {item.value for item in Reason}:
+        return REASON_NEXT[Reason(reason)]
+    return "unknown to this version of vlm"
+
+
+def _notes(story: Story) -> list[str]:
+    return [f"  note     {note}" for note in story.notes]
+
+
+def _clock(seconds: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _time(text: str) -> str:
+    return text.replace("T", " ").removesuffix("Z")
