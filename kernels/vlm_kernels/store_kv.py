@@ -1,13 +1,25 @@
 """Store KV:  cache[slot of t] = (k_t, v_t) for each new token t, in one layer.
 
 Shapes: T new tokens, H KV heads, D head size, N blocks, L layers, P slots per block.
-A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`.
+A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`. On CPUs
+rows are copied by `cpu/store_kv.cpp`, else by numpy; nothing is computed but the rounding to the
+cache's type.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
+
+from vlm_kernels.cpu import native
+
+TYPES = (torch.float32, torch.bfloat16)
+"""That the C++ kernel copies, each to each."""
 
 
 def store_kv_reference(
@@ -42,26 +54,96 @@ def store_kv(
         kv_cache: `[N, L, 2, H, P * D]`, contiguous.
         layer: which layer.
         slots_T: int64, all different, on the cache's device.
+
+    Raises:
+        ValueError: a shape, type or slot is wrong; says which.
     """
-    head_dim = k_THD.shape[-1]
+    num_tokens, head_dim = len(slots_T), k_THD.shape[-1]
     num_blocks, num_layers, _, num_heads, inner = kv_cache.shape
-    assert k_THD.shape == v_THD.shape == (len(slots_T), num_heads, head_dim)
+    if not k_THD.shape == v_THD.shape == (num_tokens, num_heads, head_dim):
+        raise ValueError(
+            f"k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}: must be "
+            f"[{num_tokens} slots, {num_heads}, D]"
+        )
+    if inner % head_dim or not kv_cache.is_contiguous() or not 0 <= layer < num_layers:
+        raise ValueError(f"kv_cache {tuple(kv_cache.shape)}, head size {head_dim}, layer {layer}")
     block_size = inner // head_dim
+    if kv_cache.device.type == "cpu":
+        slots = slots_T.numpy()
+        if slots.dtype != np.int64 or not slots.flags.c_contiguous:
+            raise ValueError(f"slots are {slots.dtype}: must be contiguous int64")
+        if num_tokens and (slots.min() < 0 or slots.max() >= num_blocks * block_size):
+            raise ValueError(f"a slot is not in 0 to {num_blocks * block_size - 1}")
+        if _native(k_THD, v_THD, kv_cache, layer, slots_T, block_size):
+            return
+        _by_numpy(k_THD, v_THD, kv_cache, layer, slots)
+        return
     k_THD, v_THD = k_THD.to(kv_cache.dtype), v_THD.to(kv_cache.dtype)
     block_T = slots_T // block_size
     offset_T = slots_T - block_T * block_size
-    if kv_cache.device.type == "cpu":
-        # numpy copies rows; torch's indexed assignment copies elements, ten times as slow
-        first_T = (block_T * num_layers + layer) * (2 * num_heads * block_size) + offset_T
-        rows_TH = first_T.numpy()[:, None] + np.arange(num_heads) * block_size
-        rows = _as_integers(kv_cache.view(-1, head_dim))
-        rows[rows_TH] = _as_integers(k_THD)
-        rows[rows_TH + num_heads * block_size] = _as_integers(v_THD)
-        return
-    slots = kv_cache.view(num_blocks, num_layers, 2, num_heads, block_size, head_dim)
+    cache = kv_cache.view(num_blocks, num_layers, 2, num_heads, block_size, head_dim)
     # two index tensors with a slice between them: the indexed axis comes first, as in k_THD
-    slots[block_T, layer, 0, :, offset_T] = k_THD
-    slots[block_T, layer, 1, :, offset_T] = v_THD
+    cache[block_T, layer, 0, :, offset_T] = k_THD
+    cache[block_T, layer, 1, :, offset_T] = v_THD
+
+
+def _native(
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slots_T: torch.Tensor,
+    block_size: int,
+) -> bool:
+    """Copy by the C++ kernel; False where that is not possible."""
+    kernel = _kernel()
+    num_heads, head_dim = k_THD.shape[1:]
+    (k_token, k_head, k_inner), (v_token, v_head, v_inner) = k_THD.stride(), v_THD.stride()
+    if (
+        kernel is None
+        or kv_cache.dtype not in TYPES
+        or k_THD.dtype not in TYPES
+        or v_THD.dtype != k_THD.dtype
+        or (k_inner, v_inner) != (1, 1)
+        or k_THD.device.type != "cpu"
+    ):
+        return False
+    kernel(
+        k_THD.data_ptr(), k_token, k_head, v_THD.data_ptr(), v_token, v_head,
+        k_THD.dtype == torch.bfloat16,
+        kv_cache.data_ptr(), kv_cache.dtype == torch.bfloat16, slots_T.data_ptr(), len(slots_T),
+        kv_cache.shape[1], num_heads, head_dim, block_size, layer, torch.get_num_threads(),
+    )  # fmt: skip
+    return True
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    return native.function(
+        "triptych_store_kv",
+        pointer, number, number, pointer, number, number, number,
+        pointer, number, pointer, *(number,) * 7,
+    )  # fmt: skip
+
+
+def _by_numpy(
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slots_T: np.ndarray,
+) -> None:
+    """Numpy copies rows; torch's indexed assignment copies elements, ten times as slow."""
+    num_layers, _, num_heads, inner = kv_cache.shape[1:]
+    head_dim = k_THD.shape[-1]
+    block_size = inner // head_dim
+    block_T, offset_T = np.divmod(slots_T, block_size)
+    first_T = (block_T * num_layers + layer) * (2 * num_heads * block_size) + offset_T
+    rows_TH = first_T[:, None] + np.arange(num_heads) * block_size
+    rows = _as_integers(kv_cache.view(-1, head_dim))
+    rows[rows_TH] = _as_integers(k_THD.to(kv_cache.dtype))
+    rows[rows_TH + num_heads * block_size] = _as_integers(v_THD.to(kv_cache.dtype))
 
 
 def _as_integers(x: torch.Tensor) -> np.ndarray:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from vlm_kernels import store_kv
 from vlm_kernels.store_kv import store_kv_reference
 
+module = importlib.import_module("vlm_kernels.store_kv")
 
+
+@pytest.fixture(params=["native", "numpy"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library of this machine, if it has one, and without."""
+    if request.param == "numpy":
+        monkeypatch.setattr(module, "_kernel", lambda: None)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "block_size"),
@@ -19,7 +32,7 @@ from vlm_kernels.store_kv import store_kv_reference
     ],
 )
 def test_new_tokens_land_in_their_slots_and_nothing_else_changes(
-    num_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    num_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, given: torch.dtype
 ) -> None:
     rng = torch.Generator().manual_seed(1)
     num_blocks, num_layers = 6, 3
@@ -27,7 +40,8 @@ def test_new_tokens_land_in_their_slots_and_nothing_else_changes(
     cache = torch.randn(shape, generator=rng).to(dtype)
     want = cache.clone()
     slots = torch.randperm(num_blocks * block_size, generator=rng)[:5]
-    k, v = torch.randn(2, 5, num_heads, head_dim, generator=rng)
+    # as a model passes them: the packed axis is not the first in memory
+    k, v = torch.randn(2, num_heads, 5, head_dim, generator=rng).to(given).transpose(1, 2)
     store_kv(k, v, cache, 1, slots)
     store_kv_reference(k, v, want, 1, slots)
     assert torch.equal(cache, want)
@@ -37,3 +51,40 @@ def test_new_tokens_land_in_their_slots_and_nothing_else_changes(
         ],
         k[3].to(dtype),
     )
+
+
+@pytest.mark.usefixtures("path")
+def test_many_tokens_are_shared_by_threads() -> None:
+    cache = torch.full((40, 2, 2, 2, 64 * 8), float("nan"))
+    want = cache.clone()
+    slots = torch.arange(64, 40 * 64)
+    k, v = torch.randn(2, len(slots), 2, 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        store_kv(k, v, cache, 1, slots)
+    finally:
+        torch.set_num_threads(before)
+    store_kv_reference(k, v, want, 1, slots)
+    torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("slots", "heads", "layer", "message"),
+    [
+        pytest.param([0, 12], 2, 0, "a slot is not in 0 to 11", id="behind the cache"),
+        pytest.param([-1, 3], 2, 0, "a slot is not in 0 to 11", id="before the cache"),
+        pytest.param([0, 3], 3, 0, "must be", id="heads"),
+        pytest.param([0, 3, 4], 2, 0, "must be .3 slots", id="one slot too many"),
+        pytest.param([0, 3], 2, 5, "layer 5", id="layer"),
+    ],
+)
+def test_what_would_be_written_elsewhere_is_refused(
+    slots: list[int], heads: int, layer: int, message: str
+) -> None:
+    cache = torch.zeros(3, 2, 2, 2, 4 * 8)
+    k = torch.ones(2, heads, 8)
+    with pytest.raises(ValueError, match=message):
+        store_kv(k, k, cache, layer, torch.tensor(slots))
+    assert not cache.any()
