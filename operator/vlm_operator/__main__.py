@@ -240,6 +240,7 @@ def _options(settings: Settings) -> Options:
     return Options(
         worker_image=settings.worker_image,
         cluster_domain=settings.cluster_domain,
+        spare_seconds=settings.spare_seconds,
         plan=PlanOptions(images=images, operator_namespace=settings.lease_namespace),
     )
 

@@ -24,6 +24,7 @@ class Settings:
             one.
         cluster_domain: the suffix of `status.url`.
         resync_seconds: a service is read in full at least this often, events or not.
+        spare_seconds: how long a rollout's new pod waits for a node before one is drained for it.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -39,6 +40,7 @@ class Settings:
     metrics_port: int = 8080
     cluster_domain: str = "cluster.local"
     resync_seconds: float = 60.0
+    spare_seconds: float = 120.0
     log_level: str = "INFO"
     log_format: str = "json"
 
@@ -83,6 +85,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="suffix of status.url (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="read every service in full at least this often (%(default)s)")  # fmt: skip
+    add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",
+        help="until a rollout drains a pod for one that has no node (%(default)s)")  # fmt: skip
     add("--log-level", default=default.log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     add("--log-format", default=default.log_format, choices=["json", "plain"])
     return parser

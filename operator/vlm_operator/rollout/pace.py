@@ -25,21 +25,31 @@ class Pace:
         surge: pods above the target, old and new together.
         unavailable: pods below the target.
         drain_first: no node has room for a surge pod: one old pod may go before its successor.
+        last_too: it may even be the last one that is ready.
     """
 
     surge: int
     unavailable: int
     drain_first: bool = False
+    last_too: bool = False
 
     @property
     def batch(self) -> int:
         """Pods that one step may replace."""
         return max(1, self.surge + self.unavailable)
 
+    @property
+    def gives_last(self) -> bool:
+        """Whether a pool's last ready pod may go before its successor comes."""
+        return self.drain_first and self.last_too
+
     def floor(self, target: int) -> int:
         """Pods that must be available: the last one too, where a successor fits beside it."""
-        last = target + self.surge >= 2 and target > 0 and not self.drain_first
-        return max(int(last), target - self.unavailable - self.drain_first)
+        least = max(0, target - self.unavailable)
+        if self.drain_first:
+            least = max(0 if self.last_too else min(1, least), least - 1)
+        fits = target > 0 and target + self.surge >= 2 and not self.gives_last
+        return max(int(fits), least)
 
     @classmethod
     def of(cls, rollout: PoolRollout, target: int) -> Pace:
@@ -74,15 +84,10 @@ class Bill:
     limit: float | None
 
 
-def within_budget(
-    paces: Mapping[Role, Pace], bills: Iterable[Bill], *, drain_first: bool
-) -> dict[Role, Pace]:
+def within_budget(paces: Mapping[Role, Pace], bills: Iterable[Bill]) -> dict[Role, Pace]:
     """Take surge pods away, the last role's first, until all of them fit into every budget.
 
-    Args:
-        paces: of each role.
-        bills: one per kind of budget.
-        drain_first: a role without any surge left replaces its pods one by one; else it waits.
+    A role may be left with neither surge nor unavailability: it has no spare capacity.
     """
     found = dict(paces)
     for bill in bills:
@@ -95,6 +100,5 @@ def within_budget(
             if excess <= 1e-9 or cost <= 0:
                 continue
             surge = max(0, pace.surge - math.ceil(excess / cost - 1e-9))
-            stuck = surge == 0 == pace.unavailable
-            found[role] = Pace(surge, pace.unavailable, drain_first=stuck and drain_first)
+            found[role] = dataclasses.replace(pace, surge=surge)
     return found

@@ -173,7 +173,7 @@ def _recreate(
     compat, whole = goals[Role.GATEWAY, ""].compat, target.get((Role.GATEWAY, ""), 0)
     own = [item for item in live if item.role is Role.GATEWAY]
     served = counts.available([item for item in own if item.compat == compat]) >= whole
-    old = {item.compat: 0 if served else item.desired for item in own if item.compat in fronts}
+    old = {item.compat: item.desired for item in own if item.compat in fronts and not served}
     return replicas, old | {compat: whole}
 
 

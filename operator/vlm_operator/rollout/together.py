@@ -156,7 +156,7 @@ def _part(
     pace = paces.get(role, Pace(1, 0))
     if role is Role.GATEWAY:
         pace = Pace(max(1, len(serving)), 0)  # they hold no device
-    if pace.drain_first or (whole and whole + pace.surge - keep < 1):
+    if pace.gives_last or (whole and whole + pace.surge - keep < 1):
         keep = 0  # one pod and no room beside it: it goes before its successor comes
     return _Part(role, whole, pace, [item for item in own if item.compat == goal], old, keep)
 

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vlm_operator.cluster import DEPLOYMENT, POD, Manifest
@@ -22,12 +22,24 @@ from vlm_operator.state import (
 from vlm_operator.testing.cluster import FakeCluster
 
 
-def settle(cluster: FakeCluster, *, start: bool = True) -> None:
-    """Let Deployments have their pods, and pods start; `start` False leaves new ones pending."""
+def settle(
+    cluster: FakeCluster,
+    *,
+    start: bool | Callable[[Manifest], bool] = True,
+    crash: Callable[[Manifest], bool] = lambda _: False,
+) -> None:
+    """Let Deployments have their pods, and pods start.
+
+    Args:
+        cluster: in which.
+        start: whether pods find a node, all alike or each by itself.
+        crash: pods whose process ends as soon as it starts.
+    """
     for deployment in cluster.all(DEPLOYMENT):
         _scale(cluster, deployment)
-    if start:
-        start_pods(cluster)
+    for pod in cluster.all(POD):
+        if start is True or (start is not False and start(pod)):
+            _run(cluster, pod, crash=crash(pod))
     for deployment in cluster.all(DEPLOYMENT):
         _count(cluster, deployment)
 
@@ -35,27 +47,41 @@ def settle(cluster: FakeCluster, *, start: bool = True) -> None:
 def start_pods(cluster: FakeCluster) -> None:
     """Put every pod on a node, start its containers, and hold Ready to its readiness gates."""
     for pod in cluster.all(POD):
-        meta = pod["metadata"]
-        conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", [])}
-        gates = [item["conditionType"] for item in pod["spec"].get("readinessGates", [])]
-        opened = all(conditions.get(gate, {}).get("status") == "True" for gate in gates)
-        wanted = {
-            "PodScheduled": "True",
-            "ContainersReady": "True",
-            "Ready": "True" if opened else "False",
-        }
-        for kind, status in wanted.items():
-            if conditions.get(kind, {}).get("status") != status:
-                stamp = cluster.clock.stamp()
-                conditions[kind] = {"type": kind, "status": status, "lastTransitionTime": stamp}
+        _run(cluster, pod, crash=False)
 
-        def change(item: Manifest, found: dict[str, Any] = conditions) -> None:
-            item["spec"]["nodeName"] = "node-1"
-            status = {"phase": "Running", "podIP": "127.0.1.1"}
-            item["status"] = {**item.get("status", {}), **status}
-            item["status"]["conditions"] = list(found.values())
 
-        cluster.edit(POD, meta["namespace"], meta["name"], change, manager="kubelet")
+def _run(cluster: FakeCluster, pod: Manifest, *, crash: bool) -> None:
+    meta = pod["metadata"]
+    conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", [])}
+    gates = [item["conditionType"] for item in pod["spec"].get("readinessGates", [])]
+    opened = all(conditions.get(gate, {}).get("status") == "True" for gate in gates)
+    wanted = {
+        "PodScheduled": "True",
+        "ContainersReady": "False" if crash else "True",
+        "Ready": "True" if opened and not crash else "False",
+    }
+    for kind, status in wanted.items():
+        if conditions.get(kind, {}).get("status") != status:
+            stamp = cluster.clock.stamp()
+            conditions[kind] = {"type": kind, "status": status, "lastTransitionTime": stamp}
+
+    def change(item: Manifest) -> None:
+        item["spec"]["nodeName"] = "node-1"
+        status = {"phase": "Running", "podIP": "127.0.1.1"}
+        item["status"] = {**item.get("status", {}), **status}
+        item["status"]["conditions"] = list(conditions.values())
+        item["status"]["containerStatuses"] = [_CRASHING] if crash else []
+
+    cluster.edit(POD, meta["namespace"], meta["name"], change, manager="kubelet")
+
+
+_CRASHING: dict[str, Any] = {
+    "name": "worker",
+    "ready": False,
+    "restartCount": 4,
+    "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+    "lastState": {"terminated": {"reason": "Error", "exitCode": 1, "message": "no such weights"}},
+}
 
 
 def _pods(cluster: FakeCluster, deployment: Manifest) -> list[Manifest]:
