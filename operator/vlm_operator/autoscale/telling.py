@@ -18,6 +18,8 @@ def decision_of(case: Case, goal: Goal, share: Share, cases: Mapping[Role, Case]
     """Put together what was decided and why."""
     advisory = case.service.apply is AutoscalingPolicy.ADVISORY
     advisory = advisory and case.policy.mode is ScalingMode.AUTO
+    # bounds are the manifest's own word, not advice: a new pool starts with its minimum
+    advisory = advisory and goal.reason is not Reason.BOUNDS
     variants = dict(case.stock.standing) if advisory else dict(share.variants)
     to = sum(variants.values())
     reason, limit = _reason(case, goal, share), share.limited_by

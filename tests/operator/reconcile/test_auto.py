@@ -1,0 +1,324 @@
+"""State in, state out: what turns make of pools in mode Auto."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from operator_support import World, body, pool
+
+from vlm_operator.autoscale.record import differences, load_record, replay
+from vlm_operator.cluster import CONFIG_MAP, EVENT, POD, VLM_NODE_CLASS, VLM_POOL
+from vlm_operator.names import Role
+from vlm_operator.observe import pod_states
+from vlm_operator.state import PodState, Sample
+from vlm_operator.testing import FakeScraper, settle
+
+SLO = {"ttftP95Milliseconds": 1000}
+FAST = {
+    "tickSeconds": 5,
+    "tuning": {"startupSeconds": 5, "afterGrowthSeconds": 0, "exhaustedSeconds": 60},
+}
+
+
+class Loaded(FakeScraper):
+    """Pods that share the KV tokens that requests hold or wait for, `tokens` in all.
+
+    `held` requests wait at the gateway for an encoder.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+        self.held = 0
+
+    async def scrape(self, pods: Any) -> dict[str, Sample]:
+        plain = await super().scrape(pods)
+        decodes = [item.uid for item in pods if item.role is Role.DECODE and item.uid in plain]
+        return {uid: self._loaded(item, len(decodes)) for uid, item in plain.items()}
+
+    def _loaded(self, sample: Sample, count: int) -> Sample:
+        if sample.role is Role.GATEWAY:
+            return dataclasses.replace(sample, held_for={Role.ENCODER: self.held})
+        if sample.role is not Role.DECODE or sample.kv is None:
+            return sample
+        share, capacity = self.tokens // max(count, 1), sample.kv.capacity
+        each = min(share, capacity)
+        kv = dataclasses.replace(sample.kv, running=each, free=capacity - each, queued=share - each)
+        return dataclasses.replace(sample, kv=kv)
+
+
+def auto(minimum: int = 1, maximum: int = 6, *, down: int = 60, **more: Any) -> dict[str, Any]:
+    behavior = {"scaleDown": {"stabilizationSeconds": down, "maxPodsPerMinute": 4}}
+    scaling = {"mode": "Auto", "minReplicas": minimum, "maxReplicas": maximum}
+    return {"scaling": {**scaling, "behavior": behavior}, **more}
+
+
+def world_of(spec: dict[str, Any] | None = None, **pools: Any) -> World:
+    base = {"slo": SLO, "autoscaling": FAST}
+    world = World(body({**base, **(spec or {})}, **(pools or {"decode": auto()})))
+    world.scraper = Loaded()
+    world.loop = world.new_loop()
+    world.converge()
+    return world
+
+
+def run(world: World, *, turns: int, seconds: float = 5.0) -> None:
+    for _ in range(turns):
+        world.turn(seconds=seconds)
+        settle(world.cluster)
+
+
+def replicas(world: World, role: str = "decode") -> int:
+    return next(
+        item["spec"]["replicas"]
+        for item in world.cluster.all(VLM_POOL)
+        if item["metadata"]["name"] == f"demo-{role}"
+    )
+
+
+def said(world: World, role: str = "decode") -> dict[str, Any]:
+    found: dict[str, Any] = world.status["pools"][role]
+    return found
+
+
+def test_a_full_decode_pool_grows_says_why_and_shrinks_when_it_is_empty_for_the_window():
+    world = world_of()
+    world.scraper.tokens = 1900
+    run(world, turns=3)
+    assert replicas(world) == world.deployments()["demo-decode"] == 3
+    decision = said(world)["lastDecision"]
+    assert (decision["from"], decision["to"]) == (1, 3)
+    assert decision["reason"] in ("ScaleUp", "Panic")
+    assert {item["signal"] for item in decision["candidates"]}
+    events = [item["message"] for item in world.cluster.all(EVENT) if item["reason"] == "ScaledUp"]
+    assert len(events) == 1
+    assert events[0].startswith("decode from 1 to 3: ")
+    world.scraper.tokens = 0
+    run(world, turns=8)
+    assert replicas(world) == 3, "one whole window has to say less"
+    run(world, turns=30)
+    assert replicas(world) == world.deployments()["demo-decode"] == 1
+    assert said(world)["lastDecision"]["to"] == 1
+    assert said(world)["history"][0]["to"] == 3 or len(said(world)["history"]) > 1
+
+
+def test_an_idle_service_of_mode_auto_writes_nothing():
+    world = world_of()
+    run(world, turns=12)
+    before = world.written()
+    run(world, turns=120)
+    assert world.cluster.writes[before:] == []
+
+
+def test_a_steady_load_writes_nothing_but_the_memory_now_and_then():
+    world = world_of()
+    world.scraper.tokens = 1500
+    run(world, turns=40)
+    before = world.written()
+    run(world, turns=60)
+    kinds = {item[1] for item in world.cluster.writes[before:]}
+    assert kinds <= {"ConfigMap"}
+
+
+def test_the_number_of_a_pool_is_written_by_the_autoscaler_alone():
+    world = world_of()
+    world.scraper.tokens = 1900
+    run(world, turns=3)
+    (found,) = world.cluster.all(VLM_POOL)
+    owners = [
+        item["manager"]
+        for item in found["metadata"]["managedFields"]
+        if "f:replicas" in item["fieldsV1"].get("f:spec", {})
+    ]
+    assert owners == ["vlm-autoscaler"]
+
+
+def test_a_new_process_knows_what_was_decided_and_shrinks_nothing_for_a_window():
+    world = world_of()
+    world.scraper.tokens = 1900
+    run(world, turns=12)
+    assert replicas(world) == 3
+    history = said(world)["lastDecision"]
+    stored = [
+        i for i in world.cluster.all(CONFIG_MAP) if i["metadata"]["name"] == "demo-autoscaler"
+    ]
+    assert json.loads(stored[0]["data"]["memory.json"])["version"] == 2
+    world.loop = world.new_loop()
+    world.scraper.tokens = 0
+    run(world, turns=8)
+    assert replicas(world) == 3
+    assert said(world)["lastDecision"] == history
+
+
+@pytest.mark.parametrize("policy", ["Advisory", "Off"])
+def test_what_is_not_active_changes_nothing_and_says_so(policy):
+    world = world_of({"autoscaling": {**FAST, "policy": policy}})
+    world.scraper.tokens = 1900
+    run(world, turns=6)
+    assert replicas(world) == world.deployments()["demo-decode"] == 1
+    active = world.condition("ScalingActive")
+    assert (active["status"], active["reason"]) == ("False", policy)
+    if policy == "Advisory":
+        assert said(world)["recommendation"] == 3
+
+
+def test_a_paused_service_is_sized_on_paper_only():
+    world = world_of()
+    world.apply(
+        body(
+            {"slo": SLO, "autoscaling": FAST, "paused": True},
+            decode=auto(),
+        )
+    )
+    world.turn()
+    world.scraper.tokens = 1900
+    before = world.written()
+    run(world, turns=10)
+    assert {item[1] for item in world.cluster.writes[before:]} <= {"VLMService", "Event"}
+    assert replicas(world) == 1
+
+
+def test_a_second_writer_is_a_conflict_and_nobody_is_fought():
+    world = world_of()
+    world.scale("decode", 3)
+    run(world, turns=2)
+    assert replicas(world) == world.deployments()["demo-decode"] == 3
+    world.scale("decode", 4)
+    run(world, turns=2)
+    active = world.condition("ScalingActive")
+    assert (active["status"], active["reason"]) == ("False", "ScalingConflict")
+    assert "kubectl keeps writing VLMPool" in active["message"]
+    assert [i["reason"] for i in world.cluster.all(EVENT)].count("ScalingConflict") == 1
+    assert replicas(world) == 4
+
+
+def test_silent_pods_change_nothing_and_are_no_idle_ones():
+    world = world_of()
+    world.scraper.tokens = 1900
+    run(world, turns=12)
+    assert replicas(world) == 3
+    world.scraper.silent = {pod.name for pod in seen(world) if pod.role is Role.DECODE}
+    run(world, turns=60)
+    assert replicas(world) == 3
+    metrics = world.condition("MetricsAvailable")
+    assert (metrics["status"], metrics["reason"]) == ("False", "PodsSilent")
+
+
+def test_after_long_silence_the_fallback_is_held():
+    scaling = {**FAST, "missingMetrics": "Fallback", "fallbackReplicas": {"decode": 2}}
+    scaling["tuning"] = {**FAST["tuning"], "missingSeconds": 20}
+    world = world_of({"autoscaling": scaling})
+    world.scraper.silent = {pod.name for pod in seen(world) if pod.role is Role.DECODE}
+    run(world, turns=12)
+    assert replicas(world) == 2
+    assert said(world)["lastDecision"]["reason"] == "Fallback"
+
+
+def test_a_budget_below_the_least_replicas_refuses_the_manifest():
+    world = World(
+        body(
+            {"slo": SLO, "budget": {"maxAccelerators": 3}},
+            decode=auto(2, variants=[gpu()]),
+        )
+    )
+    world.turn()
+    accepted = world.condition("Accepted")
+    assert accepted["status"] == "False"
+    assert accepted["message"].startswith("spec.budget.maxAccelerators: 3 is less than the 4")
+
+
+def gpu(count: int = 2) -> dict[str, Any]:
+    return {
+        "name": "gpu",
+        "placement": {},
+        "resources": {"limits": {"nvidia.com/gpu": str(count)}},
+    }
+
+
+def test_a_budget_is_never_exceeded_and_the_status_says_what_it_allows():
+    world = world_of({"budget": {"maxAccelerators": 4}}, decode=auto(variants=[gpu()]))
+    world.scraper.tokens = 4000
+    for _ in range(20):
+        run(world, turns=1)
+        assert world.status["accelerators"]["inUse"] <= 4
+    assert replicas(world) == 2
+    assert world.status["accelerators"] == {"inUse": 4, "limit": 4}
+    assert world.condition("ScalingActive")["message"] == "decode is held at 2 by the budget"
+
+
+def test_the_cheapest_node_type_is_taken_first_and_the_service_costs_what_its_pods_do():
+    def variant(name: str) -> dict[str, Any]:
+        return {"name": name, "nodeClassRef": {"name": name}, "maxReplicas": 2}
+
+    world = World(
+        body(
+            {"slo": SLO, "budget": {"currency": "EUR"}},
+            decode=auto(variants=[variant("dear"), variant("cheap")]),
+        )
+    )
+    for name, cost in (("dear", "3"), ("cheap", "1.5")):
+        world.cluster.plant(
+            {
+                "apiVersion": VLM_NODE_CLASS.api_version,
+                "kind": VLM_NODE_CLASS.kind,
+                "metadata": {"name": name},
+                "spec": {"cost": {"perHour": cost}, "expectedStartupSeconds": 5},
+            }
+        )
+    world.scraper = Loaded()
+    world.loop = world.new_loop()
+    world.converge()
+    world.scraper.tokens = 2100
+    run(world, turns=6)
+    counts = {item["name"]: item["replicas"] for item in said(world)["variants"]}
+    assert counts == {"cheap": 2, "dear": 1}
+    assert world.status["cost"] == {"perHour": "6.00", "currency": "EUR"}
+    assert world.status["summary"]["costPerHour"] == "6.00"
+
+
+def test_an_encoder_at_zero_wakes_for_a_held_request_and_goes_when_none_comes():
+    zero = auto(0, 2, down=10)
+    zero["scaling"]["scaleToZero"] = {"idleSeconds": 20, "onDemand": "Queue"}
+    world = world_of({"slo": SLO | {"windowSeconds": 10}}, encoder=zero, decode=pool())
+    run(world, turns=12)
+    assert replicas(world, "encoder") == 0
+    assert world.condition("Ready")["status"] == "True"
+    before = world.written()
+    run(world, turns=24)
+    assert world.cluster.writes[before:] == []
+    world.scraper.held = 1
+    run(world, turns=3)
+    assert replicas(world, "encoder") == 1
+    assert said(world, "encoder")["lastDecision"]["reason"] == "Wake"
+    world.scraper.held = 0
+    run(world, turns=40)
+    assert replicas(world, "encoder") == 0
+    assert said(world, "encoder")["lastDecision"]["reason"] == "Idle"
+
+
+def test_the_logged_record_of_a_decision_replays_to_the_bit(caplog):
+    world = world_of()
+    world.scraper.tokens = 1900
+    caplog.set_level("INFO")
+    run(world, turns=3)
+    lines = [item.record for item in caplog.records if item.message == "decision"]
+    moved = [
+        record for line in lines if (record := load_record(json.dumps(line))).changes_something
+    ]
+    assert len(moved) == 1
+    assert moved[0].service == "ns/demo"
+    assert differences(moved[0], replay(moved[0])) == []
+
+
+def test_the_log_is_silent_while_the_same_is_decided(caplog):
+    world = world_of()
+    run(world, turns=30)
+    caplog.set_level("INFO")
+    run(world, turns=30)
+    assert [item for item in caplog.records if item.message == "decision"] == []
+
+
+def seen(world: World) -> tuple[PodState, ...]:
+    """The pods as the loop last saw them."""
+    return pod_states(world.cluster.all(POD))
