@@ -141,13 +141,9 @@ def _problem(case: Case, goal: Goal) -> PoolProblem:
     """One pool in integers; its need no more than its own bounds can give."""
     tuning, policy = case.service.tuning, case.policy
     priced = all(item.cost_per_hour is not None for item in policy.variants)
-    overdue = case.stock.overdue
-    dead = sum(
-        case.speeds[n] * min(c, goal.upper[n]) for n, c in overdue.items() if n in goal.upper
-    )
     pool = PoolProblem(
         role=case.role,
-        need=_thousandths(goal.need + dead) if goal.need > 0 else 0,
+        need=_thousandths(goal.need),
         least=goal.least,
         most=goal.most,
         floor=min(goal.least, max(policy.minimum, policy.replicas)),
@@ -158,6 +154,7 @@ def _problem(case: Case, goal: Goal) -> PoolProblem:
                 least=goal.lower[item.name],
                 most=goal.upper[item.name],
                 standing=case.stock.standing[item.name],
+                overdue=case.stock.overdue.get(item.name, 0),
                 start=startup_seconds(case.role, item, case.estimate, tuning) / case.window,
                 priced=priced,
                 risk=tuning.spot_risk,
@@ -175,6 +172,7 @@ def _choice(
     least: int,
     most: int,
     standing: int,
+    overdue: int,
     start: float,
     priced: bool,
     risk: float,
@@ -192,6 +190,7 @@ def _choice(
         start=round(price * start) if priced else 0,
         accelerators=item.accelerators,
         preference=item.preference,
+        overdue=overdue,
     )
 
 
@@ -269,7 +268,7 @@ def _limit(
     if bound is Bound.COUPLING and total != case.before and goal.most == case.before:
         return Bound.COUPLING
     if pool.units(counts) >= _thousandths(goal.need):
-        return goal.limited_by if total <= case.before else None
+        return goal.limited_by
     if total >= case.policy.maximum:
         return Bound.MAX
     return Bound.MAX_PODS_PER_MINUTE if total >= goal.most else Bound.CAPACITY

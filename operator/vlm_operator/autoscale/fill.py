@@ -80,6 +80,7 @@ class _Filled:
             (count >= item.standing, item.rate, index)
             for index, (item, count) in enumerate(zip(pool.choices, counts, strict=True))
             if count < (min(item.standing, item.most) if level.standing_only else item.most)
+            and (sum(counts) < level.replicas or item.units(count + 1) > item.units(count))
             and self._fits(item)
         ]
         return min(fitting)[2] if fitting else None

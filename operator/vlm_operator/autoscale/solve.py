@@ -31,6 +31,7 @@ class Choice:
     Attributes:
         least, most: replicas.
         standing: replicas that are there; only those beyond it have to start.
+        overdue: of these, how many are no capacity; they are the first to go.
         speed: of one replica, in thousandths of a unit.
         cost: of one replica and hour, as a budget counts it.
         price: the same as choosing counts it: with the risk of spot, equal where nobody said.
@@ -48,6 +49,13 @@ class Choice:
     start: int
     accelerators: int
     preference: int
+    overdue: int = 0
+
+    def units(self, count: int) -> int:
+        """Capacity of so many replicas, in thousandths."""
+        return self.speed * (
+            count - min(self.overdue, max(0, count - self.standing + self.overdue))
+        )
 
     @property
     def rate(self) -> tuple[float, int, str]:
@@ -79,7 +87,7 @@ class PoolProblem:
 
     def units(self, counts: Sequence[int]) -> int:
         """Capacity of a mix, in thousandths."""
-        return sum(item.speed * count for item, count in zip(self.choices, counts, strict=True))
+        return sum(item.units(count) for item, count in zip(self.choices, counts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +236,10 @@ def _mixes(pool: PoolProblem, *, coupled: bool) -> Iterator[Vector]:
         item = pool.choices[index]
         top = item.most if coupled or not enough else item.least
         for count in range(item.least, min(top, item.least + most - total) + 1):
-            added = count - item.least
+            added, gained = count - item.least, item.units(count) - item.units(item.least)
             counts[index] = count
-            yield from extend(index + 1, counts, total + added, units + item.speed * added)
-            met = units + item.speed * added >= pool.need and total + added >= pool.least
+            yield from extend(index + 1, counts, total + added, units + gained)
+            met = units + gained >= pool.need and total + added >= pool.least
             if met and not coupled:
                 break
         counts[index] = item.least
@@ -250,8 +258,9 @@ def _with_bulk(pool: PoolProblem) -> PoolProblem:
         while counts[item.name] < item.most and total < pool.most - spare:
             if units >= pool.need - spare * slowest and total >= pool.least - spare:
                 break
+            units -= item.units(counts[item.name])
             counts[item.name] += 1
-            units, total = units + item.speed, total + 1
+            units, total = units + item.units(counts[item.name]), total + 1
     if total <= sum(item.least for item in pool.choices) + spare:
         return pool  # little enough to be exact
     choices = tuple(dataclasses.replace(item, least=counts[item.name]) for item in pool.choices)

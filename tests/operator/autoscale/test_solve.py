@@ -37,11 +37,13 @@ def pool(*choices: Choice, role=Role.DECODE, need=0, least=0, most=8, **changes)
 def choices(draw, name: str) -> Choice:
     least = draw(st.integers(0, 2))
     cost = draw(st.integers(0, 40))
+    standing = draw(st.integers(0, 3))
     return Choice(
         name=name,
         least=least,
         most=draw(st.integers(least, 3)),
-        standing=draw(st.integers(0, 3)),
+        standing=standing,
+        overdue=draw(st.integers(0, standing)),
         speed=draw(st.sampled_from([250, 500, 1000, 1700, 3000])),
         cost=cost,
         price=cost + draw(st.integers(0, 4)),
@@ -152,7 +154,8 @@ def test_a_shared_budget_is_kept_and_what_fits_is_not_left_unused(problem):
                 problem.accelerators is None
                 or accelerators + option.accelerators <= problem.accelerators
             ) and (problem.cost is None or cost + option.cost <= problem.cost)
-            assert count >= option.most or not fits
+            helps = option.units(count + 1) > option.units(count)
+            assert count >= option.most or not fits or not helps
 
 
 def test_cheap_capacity_comes_first_and_a_tie_goes_to_the_preferred_type():
