@@ -70,7 +70,7 @@ def reweighted(
             step = min(max(spent[role] / total - weight, -STEP * weight), STEP * weight)
             found[role] = max(LEAST_WEIGHT, weight + step)
     whole = sum(found.values())
-    return {role: weight / whole for role, weight in found.items()}
+    return {role: round(weight / whole, 6) for role, weight in found.items()}
 
 
 def _passes(modality: str, role: Role) -> bool:

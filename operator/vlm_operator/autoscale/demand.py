@@ -110,8 +110,10 @@ def demand_of(
     queued = sum(last.queued_seconds * pod.speed for pod, last in loads)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
     works = bool(rate or queued or tokens or encode_rate or elsewhere)
+    # a clock that was put back makes nothing older than now
     worked_at = now if memory.worked_at is None or works or not known else memory.worked_at
-    silent = memory.silent_since if memory.silent_since is not None else now
+    worked_at = min(worked_at, now)
+    silent = min(memory.silent_since if memory.silent_since is not None else now, now)
     found = dataclasses.replace(
         memory,
         at=now,

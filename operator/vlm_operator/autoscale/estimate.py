@@ -10,7 +10,7 @@ bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20 starts, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from vlm_operator.autoscale.attribute import alone_shares, attribute, guilt, itl_p95
 from vlm_operator.autoscale.budget import WEIGHTS, reweighted, target_seconds, wait_budget
@@ -38,6 +38,7 @@ from vlm_operator.autoscale.view import View
 from vlm_operator.autoscale.window import Window
 from vlm_operator.autoscale.zero import Inline, with_zero
 from vlm_operator.names import POOL_ROLES, Role
+from vlm_operator.state import Sample
 
 ITEMS: Mapping[Role, str] = {
     Role.ENCODER: "encode",
@@ -79,7 +80,7 @@ class EstimateMemory:
         whole = {
             role: dataclasses.replace(item, hour=None, total=0.0, ticks=0)
             for role, item in self.seasons.items()
-            if item.hours
+            if item.since is not None
         }
         return EstimateMemory(fits=fits, seasons=whole, weights=self.weights, startups=starts)
 
@@ -124,8 +125,8 @@ def estimate(
     """
     now = view.now
     readings = read_pools(policy, view, memory.answers)
-    samples = view.samples.values()
-    window = memory.window.advance(samples, now=now, window=policy.window_seconds)
+    gateways = readings.gateways
+    window = memory.window.advance(gateways, now=now, window=policy.window_seconds)
     fits = with_rows(policy, readings.pools.values(), memory.fits, now=now)
     startups = time_startups(policy, view, memory.startups)
     present = frozenset(role for role, pool in readings.pools.items() if pool.pods)
@@ -135,15 +136,17 @@ def estimate(
     weights = memory.weights
     slow_at = memory.slow_at
     if slow_at is None or not 0 <= now - slow_at < policy.tuning.slow_seconds:
-        slow_at = now
+        last, slow_at = slow_at, now
         fits = {
             key: fitted(policy.tuning, item, key.rpartition("/")[2], now=now)
+            if item.rows and (last is None or item.rows[-1].at > last)
+            else item
             for key, item in fits.items()
         }
         weights = reweighted(weights, attributions, present)
     turn = _Turn(policy, readings, memory, attributions, weights, present, alone, now)
     startup = startup_seconds(policy, startups)
-    needs, demands = turn.needs(startup, held=_held(view))
+    needs, demands = turn.needs(startup, held=_held(gateways))
     silent = [item.silent_since for item in turn.demands.values() if item.silent_since is not None]
     found = Estimate(
         attributions=attributions,
@@ -167,13 +170,9 @@ def estimate(
     )
 
 
-def _held(view: View) -> int:
+def _held(gateways: Iterable[Sample]) -> int:
     """Requests that gateways hold for an encoder."""
-    return sum(
-        max(0, sample.held_for.get(Role.ENCODER, 0))
-        for sample in view.samples.values()
-        if sample.role is Role.GATEWAY
-    )
+    return sum(item.held_for.get(Role.ENCODER, 0) for item in gateways)
 
 
 class _Turn:

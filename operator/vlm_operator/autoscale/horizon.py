@@ -27,6 +27,7 @@ HOURS = 24
 SEASON_WEIGHT = 0.5  # of the newest day
 LEVEL_WEIGHT = 0.3  # of the newest hour
 LEVEL_MOST = 2.0
+DIGITS = 4  # that a season is remembered with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SeasonMemory:
         total, ticks: of this hour so far.
         season: mean load by hour of the day, None where it was never seen.
         level: today's load relative to the season.
-        hours: that were seen in full.
+        since: hour since the epoch in which the first load came.
     """
 
     hour: int | None = None
@@ -54,7 +55,7 @@ class SeasonMemory:
     ticks: int = 0
     season: tuple[float | None, ...] = (None,) * HOURS
     level: float = 1.0
-    hours: int = 0
+    since: int | None = None
 
 
 def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> StartupMemory:
@@ -138,17 +139,22 @@ def with_hour(memory: SeasonMemory, load: float, *, now: float) -> SeasonMemory:
         return dataclasses.replace(memory, hour=hour, total=load, ticks=1)
     mean, slot = memory.total / memory.ticks, memory.hour % HOURS
     before, level = memory.season[slot], memory.level
+    if not mean and not before:  # nothing came, as ever: an idle service learns nothing
+        return dataclasses.replace(memory, hour=hour, total=load, ticks=1)
     value = mean if before is None else before + SEASON_WEIGHT * (mean / _level(level) - before)
     if before:
         ratio = min(mean / before, LEVEL_MOST)
         level = level + LEVEL_WEIGHT * (ratio - level)
-    season = tuple(value if at == slot else item for at, item in enumerate(memory.season))
-    return SeasonMemory(hour, load, 1, season, level, memory.hours + 1)
+    season = tuple(
+        round(value, DIGITS) if at == slot else item for at, item in enumerate(memory.season)
+    )
+    since = memory.hour if memory.since is None else memory.since
+    return SeasonMemory(hour, load, 1, season, round(level, DIGITS), since)
 
 
 def forecast(policy: ServicePolicy, memory: SeasonMemory, when: float) -> float:
     """What the hour of `when` brought on other days, at today's level; 0 before enough days."""
-    if memory.hours < policy.tuning.forecast_days * HOURS:
+    if memory.since is None or when / 3600 - memory.since < policy.tuning.forecast_days * HOURS:
         return 0.0
     found = memory.season[int(when // 3600) % HOURS]
     return 0.0 if found is None else found * memory.level

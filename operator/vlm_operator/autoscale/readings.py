@@ -102,10 +102,11 @@ class PoolReading:
 
 @dataclasses.dataclass(frozen=True)
 class Readings:
-    """All pools at one tick."""
+    """All pools at one tick, the gateways that can be believed, and how many answers cannot."""
 
     pools: Mapping[Role, PoolReading]
     answers: Mapping[str, LastAnswer]
+    gateways: tuple[Sample, ...]
     bad: int
 
 
@@ -134,7 +135,9 @@ def read_pools(policy: ServicePolicy, view: View, answers: Mapping[str, LastAnsw
             if found.last is not None:
                 kept[pod.uid] = found.last
         pools[role] = _pool(policy, rules, pool, tuple(pods))
-    return Readings(pools, kept, bad)
+    gateways = [item for item in view.samples.values() if item.role is Role.GATEWAY]
+    believed = tuple(item for item in gateways if plausible_gateway(item))
+    return Readings(pools, kept, believed, bad + len(gateways) - len(believed))
 
 
 def plausible(sample: Sample) -> bool:
@@ -160,6 +163,21 @@ def plausible(sample: Sample) -> bool:
         ):
             return False
     return True
+
+
+def plausible_gateway(sample: Sample) -> bool:
+    """The same of a gateway's."""
+    counted = [*sample.ttft.values(), *([sample.gaps] if sample.gaps is not None else [])]
+    stages = [stage for item in sample.ttft.values() for stage in item.stages.values()]
+    return (
+        all(0 <= number < ABSURD for number in sample.held_for.values())
+        and all(0 <= item.count < ABSURD for item in counted)
+        and all(0 <= item.missed < ABSURD for item in sample.ttft.values())
+        and all(0 <= stage.met < ABSURD and 0 <= stage.missed < ABSURD for stage in stages)
+        and all(
+            0 <= number < ABSURD for item in (*counted, *stages) for number in item.buckets.values()
+        )
+    )
 
 
 def _possible(before: LastAnswer | None, sample: Sample, now: float) -> bool:

@@ -127,11 +127,13 @@ def hold_upstream(
         return found
     for role in (Role.ENCODER, Role.PREFILL):
         need = needs.get(role)
-        if need is None or not pools[role].pods or need.units <= pools[role].units:
+        if need is None or not pools[role].pods:
             continue
-        message = f"{need.message}; decode has no KV room and grows first"
+        message = need.message
+        if need.units > pools[role].units:
+            message = f"{message}; decode has no KV room and grows first"
         found[role] = dataclasses.replace(
-            need, units=pools[role].units, urgent=False, message=message
+            need, units=min(need.units, pools[role].units), urgent=False, message=message
         )
     return found
 
@@ -207,9 +209,9 @@ def _overrun(pool: PoolReading) -> Wish:
 
 
 def _urgent(rules: PoolPolicy, pool: PoolReading, signals: Signals, units: float) -> bool:
-    """Whether what waits cannot be done in time by those who are there."""
+    """Whether the pool must grow, as what waits cannot be done in time by those who are there."""
     demand, ready = signals.demand, pool.ready_units
-    if not pool.known:
+    if not pool.known or units <= pool.units:
         return False
     if rules.role is Role.DECODE and demand.tokens_per_unit is not None:
         late = demand.queued_tokens > 0 and demand.tokens > demand.tokens_per_unit * ready

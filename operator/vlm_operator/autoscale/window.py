@@ -25,7 +25,6 @@ SLOTS = 12  # of one window
 WIDEST = 3  # windows that are kept
 ITL = "itl"  # the times between tokens, kept beside the modalities
 MAX_GATEWAYS = 256  # whose last counters are kept
-ABSURD = 1e12  # no window holds so many requests or seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +158,7 @@ def growth(before: Ttft | None, now: Ttft) -> Tally | None:
     if before is None:
         before = Ttft(0, 0, 0.0, dict.fromkeys(now.buckets, 0), {})
     count, missed = now.count - before.count, now.missed - before.missed
-    if not 0 < count < ABSURD or missed < 0:
+    if count <= 0 or missed < 0:
         return None
     buckets = _increments(before.buckets, now.buckets)
     if buckets is None:
@@ -167,8 +166,8 @@ def growth(before: Ttft | None, now: Ttft) -> Tally | None:
     met, spent, stages = {}, {}, {}
     for name, stage in now.stages.items():
         old = before.stages.get(name)
-        met[name] = _spent(stage.met - (old.met if old else 0.0))
-        spent[name] = _spent(stage.missed - (old.missed if old else 0.0))
+        met[name] = max(0.0, stage.met - (old.met if old else 0.0))
+        spent[name] = max(0.0, stage.missed - (old.missed if old else 0.0))
         if stage.buckets:
             old_buckets = old.buckets if old else dict.fromkeys(stage.buckets, 0)
             stages[name] = _increments(old_buckets, stage.buckets) or {}
@@ -232,10 +231,6 @@ def _total(slots: Iterable[Slot], after: int) -> dict[str, Tally]:
 
 def _number(now: float, window: float) -> int:
     return math.floor(now * SLOTS / max(window, 1e-3))
-
-
-def _spent(seconds: float) -> float:
-    return seconds if 0.0 < seconds < ABSURD else 0.0
 
 
 def _increments(before: Mapping[float, int], now: Mapping[float, int]) -> dict[float, int] | None:
