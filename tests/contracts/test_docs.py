@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from vlm_operator.api.tuning import Tuning
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page
@@ -44,6 +46,13 @@ def test_what_a_page_on_the_worker_names_beside_its_links_exists(name):
     assert named
     roots = (ROOT, ROOT / "worker" / "vlm_worker")
     assert not [one for one in named if not any((root / one).exists() for root in roots)]
+
+
+def test_the_page_on_sizes_names_every_constant_and_its_default():
+    page = (ROOT / "docs" / "autoscaling.md").read_text()
+    constants = [item.alias for item in Tuning.model_fields.values()]
+    assert not [name for name in constants if f"`{name}`" not in page]
+    assert not [value for value in Tuning().to_dict().values() if str(value) not in page]
 
 
 def test_decisions_are_numbered_without_gaps_as_their_titles_say():
