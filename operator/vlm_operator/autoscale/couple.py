@@ -144,6 +144,7 @@ def _problem(case: Case, goal: Goal) -> PoolProblem:
     pool = PoolProblem(
         role=case.role,
         need=_thousandths(goal.need),
+        core=_thousandths(_core(case, goal)),
         least=goal.least,
         most=goal.most,
         floor=min(goal.least, max(policy.minimum, policy.replicas)),
@@ -164,6 +165,12 @@ def _problem(case: Case, goal: Goal) -> PoolProblem:
     )
     reach = fill(Problem((pool,)))[pool.role]
     return dataclasses.replace(pool, need=min(pool.need, pool.units(reach)))
+
+
+def _core(case: Case, goal: Goal) -> float:
+    """Units that are needed now, of those that the goal keeps."""
+    need = case.need
+    return goal.need if need is None or goal.held else min(need.units, goal.need)
 
 
 def _choice(

@@ -35,7 +35,7 @@ def fill(problem: Problem) -> dict[Role, Vector]:
 def _levels(pool: PoolProblem) -> tuple[_Level, ...]:
     return (
         _Level(min(pool.floor, pool.most), 0, standing_only=False),
-        _Level(0, pool.need, standing_only=True),
+        _Level(0, pool.core, standing_only=True),
         _Level(pool.least, 0, standing_only=True),
         _Level(min(pool.least, pool.most), pool.need, standing_only=False),
     )

@@ -74,6 +74,7 @@ class PoolProblem:
 
     Attributes:
         floor: replicas that come first when a budget does not suffice for all.
+        core: thousandths of units that come next; the rest of `need` is held for caution.
         weight: whose unmet need goes first then.
     """
 
@@ -84,6 +85,7 @@ class PoolProblem:
     floor: int
     weight: float
     choices: tuple[Choice, ...]
+    core: int = 0
 
     def units(self, counts: Sequence[int]) -> int:
         """Capacity of a mix, in thousandths."""
