@@ -109,10 +109,12 @@ def memory_notes(memory: Memory, *, now: float) -> dict[Role, list[str]]:
                     f"tried again in {minutes:.0f} min"
                 )
         if pace.damping > 1:
-            notes.append(f"it went up and down too often: its window is {pace.damping:g} as long")
+            notes.append(
+                f"it went up and down too often: its window is {pace.damping:g} times as long"
+            )
         if pace.foreign is not None:
             notes.append(f"{pace.foreign.manager} set VLMPool to {pace.foreign.replicas}")
         for change in pace.changes[-3:]:
-            minutes = (now - change.at) / 60
+            minutes = max(0.0, now - change.at) / 60
             notes.append(f"{change.before} → {change.to} {minutes:.0f} min ago")
     return found
