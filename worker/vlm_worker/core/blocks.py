@@ -87,8 +87,11 @@ class BlockPool:
         self, count: int, *, shared: Sequence[int] = (), promised: int = 0, keep: int = 0
     ) -> bool:
         """Whether `take` would give them."""
-        revived = sum(self._ref[block] == 0 for block in shared)
-        return count + revived + keep <= self.num_available + promised
+        return self.cost(count, shared=shared) + keep <= self.num_available + promised
+
+    def cost(self, count: int, *, shared: Sequence[int] = ()) -> int:
+        """Free blocks that `take` would use up: the new ones, and those of `shared` not in use."""
+        return count + sum(self._ref[block] == 0 for block in shared)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference to each block back; a tail is evicted before its head."""

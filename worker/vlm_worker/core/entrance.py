@@ -3,6 +3,8 @@
 ready      KV is complete already (received, adopted): first, for only by finishing they free it
 waiting    if the whole prompt fits, its pictures included; if not, others may pass, so often;
            who has blocks set aside passes however often, for nobody else can use these
+asking     whoever lacks a picture asks for it if its blocks fit beside those of all who asked
+           (`claims`); if not it sleeps, and is looked at again when there is more room
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Final
 
 from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import PromptShares
+from vlm_worker.core.claims import Claims
 from vlm_worker.core.queues import Waiting, Wave
 from vlm_worker.core.sequence import MIN_PRIORITY, Sequence
 from vlm_worker.core.table import SequenceTable
@@ -52,11 +55,18 @@ class Entrance:
         self._table = table
         self._watermark_blocks = watermark_blocks
         self._awaited_blocks = 0
+        self._claims = Claims(pool, max_overtaken=MAX_OVERTAKEN)
+        self._woken: Sequence | None = None
 
     @property
     def kept_blocks(self) -> int:
         """Blocks that a reservation leaves: the watermark, and what somebody was passed by for."""
-        return self._watermark + self._awaited_blocks
+        return self._watermark + max(self._awaited_blocks, self._claims.num_kept_blocks)
+
+    @property
+    def claimed_blocks(self) -> int:
+        """Blocks that those who ask for pictures count on."""
+        return self._claims.num_blocks
 
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
@@ -68,6 +78,22 @@ class Entrance:
         for sequence in list(itertools.islice(self.ready, self._num_places)):
             del self.ready[sequence]
             self._table.enter(sequence)
+
+    def may_ask(self, sequence: Sequence) -> bool:
+        """Whether a sequence that comes now may ask for its pictures at once; it has a claim then.
+
+        Nobody goes before those who sleep.
+        """
+        shared = self.match(sequence)
+        if self.waiting.num_asleep or not self._has_blocks(sequence, shared):
+            return False
+        return self._claim(sequence, shared)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """A sequence leaves the queue, or the batch."""
+        self._claims.discard(sequence)
+        if sequence is self._woken:
+            self._woken = None
 
     def admit(self, shares: PromptShares, *, now: float) -> tuple[list[Sequence], list[Sequence]]:
         """Let waiting sequences enter and give them their first chunk.
@@ -83,8 +109,11 @@ class Entrance:
         self._awaited_blocks = 0
         if not (self.waiting and shares.left and self._num_places):
             return admitted, roomless
+        num_wakes = MAX_TRIES if self._claims.has_new_room(keep=self._unclaimable) else 0
         with self.waiting.wave(now=now) as wave:
             while shares.left and self._num_places:
+                if num_wakes:
+                    self._wake_one(now=now)
                 sequence = self._next(wave, num_lacking=len(lacking))
                 if sequence is None:
                     break
@@ -94,8 +123,15 @@ class Entrance:
                 if self._has_blocks(sequence, shared):
                     count = shares.offer(sequence, start)
                 else:
+                    self._claims.release(sequence)
                     roomless.append(sequence)
+                was_woken = sequence is self._woken
+                if was_woken:
+                    self._woken = None
                 if sequence.stalled:
+                    if not self._claim(sequence, shared):
+                        shares.stalled.pop()
+                        num_wakes -= was_woken
                     continue
                 if count:
                     self._enter(sequence, shared, reason=wave.admit(sequence))
@@ -109,6 +145,14 @@ class Entrance:
                     self._awaited_blocks = self._pool.blocks_for(sequence.num_tokens)
         return admitted, roomless
 
+    def revoke_claims(self) -> list[Sequence]:
+        """Take back what claims can no longer have, all of them together; returns whose."""
+        revoked = list(self._claims.revoke(keep=self._unclaimable))
+        for sequence in revoked:
+            if sequence.stalled:
+                self.waiting.put_to_sleep(sequence)
+        return revoked
+
     @property
     def _num_places(self) -> int:
         """Sequences that may enter now, as far as their number goes."""
@@ -118,6 +162,18 @@ class Entrance:
     def _watermark(self) -> int:
         """Blocks that whoever comes new leaves to those who run, for their growth."""
         return self._watermark_blocks if len(self._table) else 0
+
+    @property
+    def _unclaimable(self) -> int:
+        """Blocks that no claim may count on; the first claim of an empty batch may have all."""
+        return self._watermark_blocks if len(self._table) or len(self._claims) else 0
+
+    def _wake_one(self, *, now: float) -> None:
+        """Have one of those who sleep looked at; one at a time."""
+        if self._woken is None:
+            self._woken = self.waiting.first_asleep(now=now, before=self._claims.next)
+            if self._woken is not None:
+                self._woken.wake()
 
     def _next(self, wave: Wave, *, num_lacking: int) -> Sequence | None:
         """Who is to be tried: in order, until enough lack something or one is waited for."""
@@ -135,8 +191,16 @@ class Entrance:
             num_blocks - len(shared),
             shared=shared,
             promised=sequence.promised,
-            keep=0 if sequence.promised else self._watermark,
+            keep=0 if sequence.promised else self._watermark + self._claims.kept_from(sequence),
         )
+
+    def _claim(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Let a sequence ask for its pictures, if its blocks fit beside all claims."""
+        num_blocks = 0
+        if not sequence.promised:
+            count = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+            num_blocks = self._pool.cost(count, shared=shared)
+        return self._claims.claim(sequence, num_blocks, keep=self._unclaimable)
 
     def _raise(self, sequence: Sequence) -> None:
         """Make one that waited for long as important as any that runs: it keeps what it gets."""
@@ -150,6 +214,7 @@ class Entrance:
         blocks = self._pool.take(needed, shared=shared, promised=sequence.promised)
         assert blocks is not None, "there was room a moment ago"
         sequence.blocks = shared + blocks
+        self._claims.discard(sequence)
         if _is_for_peer(sequence):
             self.unread.admit(sequence)
         sequence.promised, sequence.overtaken = 0, 0

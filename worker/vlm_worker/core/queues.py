@@ -4,7 +4,8 @@
     text lane    heap         heap            age: arrival alone
     vision lane  heap         heap
     reserved                  heap            those of both lanes who have blocks set aside
-    stalled                   heap            nobody looks at them until they are woken
+    stalled                   heap            nobody looks at them until their pictures come
+    asleep       heap         heap            nor at these, until there is room to ask for theirs
 
 A step opens a `Wave` over the queue, takes candidates out one by one, admits some and closes it:
 whoever was not admitted is where it was.
@@ -45,7 +46,7 @@ class Heap:
         """Sequences in it."""
         return len(self._tickets)
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: Sequence | None) -> bool:
         """Whether it is in it."""
         return sequence in self._tickets
 
@@ -94,6 +95,7 @@ class Waiting:
         self._aging = {lane: Heap() for lane in Lane}
         self._reserved = Heap()
         self._stalled = Heap()
+        self._asleep_ranked, self._asleep_aging = Heap(), Heap()
         self._count = dict.fromkeys(Lane, 0)
         self._last_first = Lane.VISION
 
@@ -108,7 +110,8 @@ class Waiting:
     @property
     def oldest(self) -> Sequence | None:
         """Who came first."""
-        heads = [heap.first for heap in (*self._aging.values(), self._stalled)]
+        heaps = (*self._aging.values(), self._stalled, self._asleep_aging)
+        heads = [heap.first for heap in heaps]
         return min((s for s in heads if s is not None), key=_arrival, default=None)
 
     def add(self, sequence: Sequence) -> None:
@@ -123,6 +126,25 @@ class Waiting:
         self._out(sequence)
         self._forget(sequence)
 
+    @property
+    def num_asleep(self) -> int:
+        """How many wait to be allowed to ask for pictures."""
+        return len(self._asleep_aging)
+
+    def first_asleep(self, *, now: float, before: Sequence | None) -> Sequence | None:
+        """Who is to be woken first: `before` if it sleeps, the oldest if it is aged, or by rank."""
+        oldest = self._asleep_aging.first
+        if before in self._asleep_aging:
+            return before
+        if oldest is not None and self.rules.is_aged(oldest, now=now):
+            return oldest
+        return self._asleep_ranked.first
+
+    def put_to_sleep(self, sequence: Sequence) -> None:
+        """One that is stalled may ask for nothing any more; between waves."""
+        self._out(sequence)
+        self._put(sequence)
+
     def wave(self, *, now: float) -> Wave:
         """Begin to admit."""
         return Wave(self, now=now)
@@ -130,7 +152,10 @@ class Waiting:
     # ---- for waves -------------------------------------------------------------------------------
 
     def _put(self, sequence: Sequence) -> None:
-        if sequence.stalled:
+        if sequence.asleep:
+            self._asleep_ranked.push(rank(sequence), sequence)
+            self._asleep_aging.push(sequence.arrival, sequence)
+        elif sequence.stalled:
             self._stalled.push(sequence.arrival, sequence)
         else:
             self._ranked[sequence.lane].push(rank(sequence), sequence)
@@ -140,6 +165,8 @@ class Waiting:
 
     def _out(self, sequence: Sequence) -> None:
         self._stalled.discard(sequence)
+        self._asleep_ranked.discard(sequence)
+        self._asleep_aging.discard(sequence)
         self._reserved.discard(sequence)
         self._ranked[sequence.lane].discard(sequence)
         self._aging[sequence.lane].discard(sequence)
@@ -150,7 +177,7 @@ class Waiting:
         sequence.on_wake = None
 
     def _woken(self, sequence: Sequence) -> None:
-        self._stalled.discard(sequence)
+        self._out(sequence)
         self._put(sequence)
 
 

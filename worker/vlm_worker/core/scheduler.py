@@ -87,6 +87,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.entrance.ready.pop(sequence, None)
+        self.entrance.let_go(sequence)
         self.unread.discard(sequence)
         self.pool.unpromise(sequence.promised)
         self.pool.release(sequence.blocks)
@@ -134,10 +135,12 @@ class Scheduler:
         roomless: list[Sequence] = []
         if not preempted:
             admitted, roomless = self.entrance.admit(shares, now=now)
+        roomless += self.entrance.revoke_claims()
         shares.give_rest()
+        stalled = [(sequence, start) for sequence, start in shares.stalled if sequence.may_pin]
         plan = Plan.of(self.table, decodes, shares.chunks)
         assert plan is None or plan.num_tokens <= self._max_num_batched_tokens
-        return Schedule(plan, admitted, preempted, shares.stalled, roomless)
+        return Schedule(plan, admitted, preempted, stalled, roomless)
 
     def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
         """Record a step: int64 `sampled` holds a token for each of the plan's sampled rows."""

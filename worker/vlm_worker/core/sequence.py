@@ -67,6 +67,7 @@ class Sequence:
         blocks: its KV blocks, in order.
         hashes: the hash chain of its full blocks.
         promised: blocks that a reservation set aside for it: its whole prompt's, or none.
+        claim: blocks that its pictures are asked for with while it waits, see `claims`; or None.
         embeddings: per item, the encoder output that is on hand for it.
         raised_priority: of those who ran when it entered by its age; it is preempted by this.
         overtaken: how often another was admitted before it for want of blocks or budget.
@@ -89,6 +90,7 @@ class Sequence:
     blocks: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     promised: int = 0
+    claim: int | None = None
     embeddings: list[Any] = dataclasses.field(default_factory=list)
     raised_priority: int = MIN_PRIORITY
     overtaken: int = 0
@@ -112,6 +114,16 @@ class Sequence:
         return self._stalled
 
     @property
+    def asleep(self) -> bool:
+        """Whether it waits to be allowed to ask for an embedding."""
+        return self._stalled and self.row is None and self.claim is None
+
+    @property
+    def may_pin(self) -> bool:
+        """Whether embeddings may be held for it: it has blocks, or a claim to some."""
+        return self.row is not None or self.claim is not None
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens, as of when it last left the table."""
         return len(self.token_ids)
@@ -124,11 +136,11 @@ class Sequence:
         self.status = status
 
     def stall(self) -> None:
-        """Let it wait for an embedding."""
+        """Let it wait for an embedding, or to be allowed to ask for one."""
         self._stalled = True
 
     def wake(self) -> None:
-        """Let it be looked at again, if it is stalled: an embedding came, or will not come."""
+        """Let it be looked at again, if it is stalled: what it waited for is here, or never is."""
         if self._stalled:
             self._stalled = False
             if self.on_wake is not None:

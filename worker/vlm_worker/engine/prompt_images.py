@@ -4,10 +4,9 @@ an item is   on hand   Sequence.embeddings[item], its cache entry pinned
              coming    this engine is encoding it
              asked     NeedItems was said; put_embedding brings it
 
-KV blocks come before embeddings: a sequence that is looked at and finds no blocks, or stands so far
-back in the queue that nobody looks at it yet, holds none (E4). Of several that would each find
-blocks, and not all of them together, each asks; whoever comes too late for the blocks lets go when
-it is looked at again, and pins until then.
+KV blocks come before embeddings: only a sequence that has its blocks, or a claim to as many
+(`core.claims`), asks for embeddings and holds any (E4). What comes when it has neither any more
+goes to the cache, for as long as that has room.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ class PromptImages:
 
         A sequence that was stalled goes on as soon as the first item that it needs is on hand.
         """
-        needed = [number for number, item in enumerate(sequence.items) if item.end > start]
+        assert sequence.may_pin
+        needed = self.needs(sequence, start)
         lacking = [number for number in needed if not self._supply(sequence, number)]
         if lacking and not sequence.sink.supplied:
             return False
@@ -53,6 +53,15 @@ class PromptImages:
         if needed and sequence.embeddings[needed[0]] is not None:
             sequence.wake()
         return True
+
+    def needs(self, sequence: Sequence, start: int) -> list[int]:
+        """The items that tokens from `start` on need."""
+        return [number for number, item in enumerate(sequence.items) if item.end > start]
+
+    def can_gather(self, sequence: Sequence, start: int) -> bool:
+        """Whether `gather` would bring them now."""
+        items = [sequence.items[number] for number in self.needs(sequence, start)]
+        return sequence.sink.supplied or all(self._pictures.is_known(item) for item in items)
 
     def on_hand(self, sequence: Sequence, start: int) -> bool:
         """Whether nothing that tokens from `start` on need has to be made or fetched."""
@@ -76,11 +85,14 @@ class PromptImages:
             lambda: self._runner.import_embedding(rows, item.num_tokens),
         )
         self._asked_no_more(sequence, number)
-        sequence.embeddings[number] = embedding
-        sequence.wake()
+        if sequence.may_pin:
+            sequence.embeddings[number] = embedding
+            sequence.wake()
         if not self._pictures.is_known(item):
             owner = (sequence.request.key, "prompt", number)
             sequence.sink.pins[number] = self._pictures.insert(item, embedding, owner)
+            if not sequence.may_pin:
+                self._drop(sequence, number)
 
     def drop_passed(self, sequence: Sequence, num_computed: int) -> None:
         """Let go of the embeddings of images that are computed whole."""
@@ -134,7 +146,7 @@ class PromptImages:
     def _on_ready(self, image_key: bytes) -> None:
         """An image that prompts had asked for is on hand, whoever brought it."""
         for sequence, number in list(self._askers.get(image_key, ())):
-            if self._supply(sequence, number):
+            if sequence.may_pin and self._supply(sequence, number):
                 self._asked_no_more(sequence, number)
                 sequence.wake()
 

@@ -107,7 +107,9 @@ class Sequences:
         start = self.scheduler.look_up(sequence)
         if not self._images.on_hand(sequence, start):
             sequence.lane = Lane.VISION
-        if len(self.scheduler.waiting) < MAX_TRIES:
+        is_near = len(self.scheduler.waiting) < MAX_TRIES
+        needs_pictures = bool(self._images.needs(sequence, start))
+        if is_near and needs_pictures and self.scheduler.entrance.may_ask(sequence):
             self.gather(sequence, start)
         self.scheduler.add(sequence)
 
@@ -181,6 +183,16 @@ class Sequences:
         continued elsewhere.
         """
         if not self._images.gather(sequence, start):
+            self.finish(sequence, FinishReason.DRAINED)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Hold no embedding for a sequence that was preempted; it is handed over where that fails.
+
+        See `gather`.
+        """
+        if self._images.can_gather(sequence, self.scheduler.num_cached_tokens(sequence)):
+            self._images.let_go(sequence)
+        else:
             self.finish(sequence, FinishReason.DRAINED)
 
     # ---- out -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One step of the language model, and what everybody is told about it.
 
-schedule -> preempted, stalled: gather embeddings -> guarded run -> update -> events
-         -> roomless: let them go
+schedule -> stalled: gather embeddings -> guarded run -> update -> events
+         -> preempted, roomless: let them go
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Stepping:
             self._admitted(sequence, started)
         for sequence in schedule.preempted:
             sequence.sink.num_announced = 0
-            self._sequences.gather(sequence, self._scheduler.num_cached_tokens(sequence))
+            self._sequences.let_go(sequence)
         for sequence, start in schedule.stalled:
             self._sequences.gather(sequence, start)
         for sequence in schedule.roomless:
