@@ -5,6 +5,7 @@
     decode_attention   its part for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
     dense_attention    attention of a batch of equal shapes, which both are made of
+    flash_attention    the same in C++, for bfloat16 without a mask
     packed_linear      linear layers on packed weights, and what usually follows them
     rms_norm           RMSNorm of packed tokens
     rope               rotary positions, in place

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vlm_kernels.decode_attention import DecodeRows, can_attend_decode, plan_decode
+from vlm_kernels.flash_attention import can_attend_dense
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """Per sequence, the [start, end) ranges that attend in both directions."""
@@ -37,7 +38,9 @@ class Group:
         unwritten: positions behind a sequence's end in the gathered `[2 * S * H * B * P]`; they
             hold anything, NaN included, and are zeroed. None where there are none.
         mask: additive, broadcast over `[S * H, G, Q, num_kv]`; None where every position is seen.
-        causal: the mask is the plain lower triangle.
+        causal: there is no mask; the queries are the last of the positions, each sees those up to
+            itself. Where `is_flash` is not set, these are all positions.
+        is_flash: one sequence without a mask, for the native kernel.
     """
 
     tokens: slice | torch.Tensor | None
@@ -48,6 +51,7 @@ class Group:
     unwritten: torch.Tensor | None
     mask: torch.Tensor | None
     causal: bool
+    is_flash: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,12 +93,12 @@ def plan_attention(
             this step.
         window: tokens that a sliding-window layer sees, itself included; it bounds the past alone,
             in spans too, as transformers' masks do.
-        use_native: compute decoding sequences by the native kernel, where there is one.
+        use_native: compute by the native kernels, where there are any.
     """
     num_queries = np.diff(query_start).astype(np.int64)
     num_kv = context_lens.astype(np.int64) + num_queries
     assert (num_queries > 0).all()
-    layout = _Layout(kv_cache, head_dim, dtype)
+    layout = _Layout(kv_cache, head_dim, dtype, use_native=use_native)
     decoding = np.flatnonzero(num_queries == 1)
     rows = None
     if use_native and len(decoding) and can_attend_decode(kv_cache, dtype):
@@ -142,10 +146,13 @@ def _tokens(
 class _Layout:
     """Turns positions into rows of the cache."""
 
-    def __init__(self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, *, use_native: bool
+    ) -> None:
         self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
         self._block_size = kv_cache.shape[4] // head_dim
         self._device, self._dtype = kv_cache.device, dtype
+        self._is_flash = use_native and can_attend_dense(dtype, kv_cache.device)
 
     def group(
         self,
@@ -171,6 +178,7 @@ class _Layout:
             unwritten=self._unwritten(num_kv, num_blocks),
             mask=mask,
             causal=causal,
+            is_flash=self._is_flash and mask is None and num_seqs == 1,
         )
 
     def _pieces(self, blocks_SB: np.ndarray) -> torch.Tensor:
@@ -209,7 +217,8 @@ class _Layout:
         bounded = window is not None and longest > window
         if num_queries == 1 and not bounded and (num_kv == longest).all():
             return None, False
-        if len(num_kv) == 1 and num_queries == longest and not bounded and not spans[0]:
+        is_plain = len(num_kv) == 1 and not bounded and not spans[0]
+        if is_plain and (num_queries == longest or self._is_flash):
             return None, True
         seen = np.stack(
             [

@@ -10,6 +10,7 @@ themselves is stored before.
     plan = plan_attention(...)          once per step
     paged_attention(q, ..., plan)       once per layer: decoding rows by the native kernel
                                         (`decode_attention`), then group by group: gather, attend
+                                        (by `flash_attention` where there is no mask)
 
 Query heads of one KV head share its gathered rows; nothing is repeated in memory.
 """
@@ -24,6 +25,7 @@ import torch
 from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
 from vlm_kernels.decode_attention import attend_decode
 from vlm_kernels.dense_attention import dense_attention
+from vlm_kernels.flash_attention import flash_attention
 
 
 def paged_attention_reference(
@@ -97,14 +99,27 @@ def paged_attention(
         if group.unwritten is not None:
             kv.index_fill_(0, group.unwritten, 0)
         kv = kv.view(2, group.num_seqs * num_kv_heads, -1, head_dim)[:, :, : group.num_kv]
-        q = q_THD if group.tokens is None else q_THD[group.tokens]
-        o = _attend(q, kv.to(q.dtype), group, num_kv_heads, scale)
-        if group.tokens is None:
-            return o
-        o_THD = torch.empty_like(q_THD) if o_THD is None else o_THD
-        o_THD[group.tokens] = o
+        kv = kv.to(q_THD.dtype)
+        at = slice(None) if group.tokens is None else group.tokens
+        o_THD = (
+            torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+            if o_THD is None
+            else o_THD
+        )
+        if group.is_flash:
+            q, o = (_by_kv_head(x[at], num_kv_heads) for x in (q_THD, o_THD))
+            flash_attention(q, kv[:1], kv[1:], o, scale=scale, causal=group.causal)
+        else:
+            o_THD[at] = _attend(q_THD[at], kv, group, num_kv_heads, scale)
     assert o_THD is not None
     return o_THD
+
+
+def _by_kv_head(x_QHD: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """`[Q, H * G, D]` of one sequence as `[1, H, G, Q, D]`, a view."""
+    num_queries, num_heads, head_dim = x_QHD.shape
+    x_QHGD = x_QHD.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return x_QHGD.permute(1, 2, 0, 3)[None]
 
 
 def _attend(

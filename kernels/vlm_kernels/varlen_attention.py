@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vlm_kernels.dense_attention import dense_attention
+from vlm_kernels.flash_attention import can_attend_dense, flash_attention
 
 
 def varlen_attention_reference(
@@ -44,6 +45,7 @@ def varlen_attention(
     cu_C1: torch.Tensor,
     *,
     scale: float,
+    use_native: bool = True,
 ) -> torch.Tensor:
     """Attend inside each segment.
 
@@ -53,6 +55,7 @@ def varlen_attention(
         v_THD: values.
         cu_C1: int32 `[C + 1]`, rising from 0 to T; an empty segment is allowed.
         scale: factor of the scores.
+        use_native: compute by the native kernel, where there is one.
 
     Returns:
         `[T, H, D]`, every element written.
@@ -63,20 +66,32 @@ def varlen_attention(
     lengths = np.diff(edges)
     sizes = np.unique(lengths[lengths > 0])
     if len(sizes) == 1:
-        return _attend(q_THD, k_THD, v_THD, int(sizes[0]), scale)
+        return _attend(q_THD, k_THD, v_THD, int(sizes[0]), scale, use_native)
     o_THD = torch.empty_like(q_THD)
     for size in sizes.tolist():
         starts = edges[:-1][lengths == size]
         tokens = (starts[:, None] + np.arange(size)).reshape(-1)
         at = torch.from_numpy(tokens).to(q_THD.device)
-        o_THD[at] = _attend(q_THD[at], k_THD[at], v_THD[at], size, scale)
+        o_THD[at] = _attend(q_THD[at], k_THD[at], v_THD[at], size, scale, use_native)
     return o_THD
 
 
 def _attend(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, size: int, scale: float
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    size: int,
+    scale: float,
+    use_native: bool,
 ) -> torch.Tensor:
     """Segments of one length as a batch."""
+    if use_native and can_attend_dense(q_THD.dtype, q_THD.device):
+        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        q, k, v, o = (
+            x.view(-1, size, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD, o_THD)
+        )
+        flash_attention(q[:, :, None], k, v, o[:, :, None], scale=scale)
+        return o_THD
     q, k, v = (
         x.reshape(-1, size, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
         for x in (q_THD, k_THD, v_THD)

@@ -13,19 +13,22 @@ from vlm_kernels.varlen_attention import varlen_attention_reference
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def check(lengths: list[int], num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def check(
+    lengths: list[int], num_heads: int, head_dim: int, dtype: torch.dtype, *, use_native: bool
+) -> None:
     rng = torch.Generator().manual_seed(sum(lengths))
     # as a model passes them: the packed axis is not the first in memory
     q, k, v = (
         torch.randn(3, num_heads, sum(lengths), head_dim, generator=rng).to(dtype).transpose(1, 2)
     )
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    got = varlen_attention(q, k, v, cu, scale=0.4)
+    got = varlen_attention(q, k, v, cu, scale=0.4, use_native=use_native)
     want = varlen_attention_reference(q, k, v, cu, scale=0.4)
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("use_native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "lengths",
@@ -36,8 +39,10 @@ def check(lengths: list[int], num_heads: int, head_dim: int, dtype: torch.dtype)
         pytest.param([3, 0, 5], id="an empty segment"),
     ],
 )
-def test_segments_attend_to_themselves_alone(lengths: list[int], dtype: torch.dtype) -> None:
-    check(lengths, 2, 24, dtype)
+def test_segments_attend_to_themselves_alone(
+    lengths: list[int], dtype: torch.dtype, use_native: bool
+) -> None:
+    check(lengths, 2, 24, dtype, use_native=use_native)
 
 
 @given(
@@ -49,4 +54,5 @@ def test_segments_attend_to_themselves_alone(lengths: list[int], dtype: torch.dt
 def test_any_segments_equal_the_definition(
     lengths: list[int], num_heads: int, head_dim: int
 ) -> None:
-    check(lengths, num_heads, head_dim, torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(lengths, num_heads, head_dim, dtype, use_native=True)

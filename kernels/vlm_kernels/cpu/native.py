@@ -115,9 +115,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def function(name: str, *argument_types: Any, returns: Any = None) -> Callable[..., Any] | None:
-    """A function of the library with its C types; None where there is no library."""
+    """A function of the library with its C types; None where there is none of this name."""
     found = library()
-    if found is None:
+    if found is None or not hasattr(found, name):  # some are for some variants alone
         return None
     return typed(found, name, *argument_types, returns=returns)
 
