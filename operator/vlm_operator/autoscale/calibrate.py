@@ -165,9 +165,10 @@ def fit_of(
 
 def service_seconds(memory: Mapping[str, FitMemory], role: Role, kind: str) -> float | None:
     """Mean seconds of one item of a role's work, over all node types; None before the first."""
-    rows = _rows(memory, role, kind)
-    items = sum(row.items for row in rows)
-    return sum(row.seconds for row in rows) / items if items > 0 else None
+    seconds = items = 0.0
+    for row in _rows(memory, role, kind):
+        seconds, items = seconds + row.seconds, items + row.items
+    return seconds / items if items > 0 else None
 
 
 def busy_seconds(memory: Mapping[str, FitMemory], kind: str, *, since: float) -> float:

@@ -197,6 +197,9 @@ class _Turn:
         self._present = present
         self._alone = alone
         self._now = now
+        self._each = {
+            role: service_seconds(memory.fits, role, ITEMS[role]) for role in readings.pools
+        }
         self.demands: dict[Role, DemandMemory] = {}
         self.seasons: dict[Role, SeasonMemory] = {}
 
@@ -229,7 +232,7 @@ class _Turn:
             self._policy,
             pool,
             self._memory.demands.get(pool.role, DemandMemory()),
-            service_seconds=service_seconds(self._memory.fits, pool.role, ITEMS[pool.role]),
+            service_seconds=self._each[pool.role],
             now=self._now,
             known=known,
             elsewhere=elsewhere + held * (pool.role is Role.ENCODER),
@@ -260,7 +263,7 @@ class _Turn:
             demand=demand,
             planned=ahead,
             planned_work=demand.erlangs,
-            service_seconds=service_seconds(self._memory.fits, role, ITEMS[role]),
+            service_seconds=self._each[role],
             budget_seconds=wait_budget(policy, self._attributions, self._weights, role),
             target_seconds=target_seconds(policy, self._attributions, role),
             guilt=guilt(self._attributions, self._alone, self._present, role),
@@ -291,7 +294,7 @@ class _Turn:
                     rules=rules,
                     pool=pool,
                     demand=demands[role],
-                    service_seconds=service_seconds(self._memory.fits, role, "prefill"),
+                    service_seconds=self._each[role],
                     budget_seconds=wait_budget(
                         self._policy, self._attributions, self._weights, role
                     ),

@@ -167,17 +167,14 @@ def plausible(sample: Sample) -> bool:
 
 def plausible_gateway(sample: Sample) -> bool:
     """The same of a gateway's."""
-    counted = [*sample.ttft.values(), *([sample.gaps] if sample.gaps is not None else [])]
-    stages = [stage for item in sample.ttft.values() for stage in item.stages.values()]
-    return (
-        all(0 <= number < ABSURD for number in sample.held_for.values())
-        and all(0 <= item.count < ABSURD for item in counted)
-        and all(0 <= item.missed < ABSURD for item in sample.ttft.values())
-        and all(0 <= stage.met < ABSURD and 0 <= stage.missed < ABSURD for stage in stages)
-        and all(
-            0 <= number < ABSURD for item in (*counted, *stages) for number in item.buckets.values()
-        )
-    )
+    numbers: list[float] = [*sample.held_for.values()]
+    for item in sample.ttft.values():
+        numbers += (item.count, item.missed, *item.buckets.values())
+        for stage in item.stages.values():
+            numbers += (stage.met, stage.missed, *stage.buckets.values())
+    if sample.gaps is not None:
+        numbers += (sample.gaps.count, *sample.gaps.buckets.values())
+    return all(0 <= number < ABSURD for number in numbers)
 
 
 def _possible(before: LastAnswer | None, sample: Sample, now: float) -> bool:
