@@ -124,7 +124,17 @@ def solve(problem: Problem) -> dict[Role, Vector] | None:
 
     A tie goes to the greater preference, then to the lesser counts of the first choices.
     """
+    apart = _solved(dataclasses.replace(problem, ratios=()), frozenset())
+    if apart is None or not problem.ratios:
+        return apart
+    totals = {role: sum(counts) for role, counts in apart.items()}
+    if all(holds(ratio, totals) for ratio in problem.ratios):
+        return apart  # the best of all is the best of those that keep the ratios
     coupled = {role for ratio in problem.ratios for role in (ratio.numerator, ratio.denominator)}
+    return _solved(problem, frozenset(coupled))
+
+
+def _solved(problem: Problem, coupled: frozenset[Role]) -> dict[Role, Vector] | None:
     fronts = [_front(pool, coupled=pool.role in coupled) for pool in problem.pools]
     best = _Search(problem, fronts).run() if all(fronts) else None
     if best is None:

@@ -8,12 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from settling_support import TICK, World, attribution, need, pool, service, variant
+from settling_support import TICK, Reports, World, attribution, need, pool, service, variant
 
 from vlm_operator.api.enums import MissingMetrics, OnDemand
+from vlm_operator.autoscale.codec import encode
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, Tuning, ZeroPolicy
-from vlm_operator.autoscale.service import Memory
+from vlm_operator.autoscale.service import Memory, decide_service
 from vlm_operator.autoscale.settle import settle
 from vlm_operator.names import POOL_ROLES, Role
 
@@ -164,6 +165,46 @@ def live_through(seed: int, ticks: int, counts: dict[str, int]) -> None:
         within_budget(world)
 
 
+def metrics_through(seed: int, ticks: int, *, restart: bool = True) -> None:
+    """The same with made-up reports of pods: estimated and settled in one, with restarts."""
+    rng = random.Random(seed)
+    policy = dataclasses.replace(made_up_policy(rng), ttft_seconds={"text": 1.0, "image": 2.0})
+    world = World(policy, start_of(policy), seed=seed)
+    world.startup, world.drain = rng.choice([5.0, 20.0]), rng.choice([5.0, 60.0])
+    reports, memory = Reports(rng), Memory()
+    for _ in range(ticks):
+        if restart and rng.random() < 0.01:
+            memory = load(dump(memory), now=world.now)
+        world.silent = rng.choices([0.0, 0.2, 1.0], [90, 5, 5])[0]
+        view = reports.on(world.view())
+        outcome = decide_service(policy, view, memory)
+        assert encode(decide_service(policy, view, memory)) == encode(outcome)
+        for role, decision in outcome.decisions.items():
+            rules, pods = policy.pools[role], view.pools[role].of("ready")
+            assert rules.minimum <= decision.to <= rules.maximum, decision
+            answered = [pod for pod in pods if pod.uid in view.samples]
+            if len(answered) < QUICK.fresh_share * len(pods):
+                assert decision.to >= decision.before, decision
+        memory = outcome.memory
+        world.carry_out(outcome.decisions)
+        within_budget(world)
+        world.advance(TICK)
+        within_budget(world)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_the_same_holds_from_reports_of_pods_to_replicas(seed):
+    metrics_through(seed, 60)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_the_same_holds_over_many_reports():
+    for seed in range(1_000):
+        metrics_through(seed, 200)
+
+
 def within_budget(world: World) -> None:
     budget = world.policy.budget
     assert budget.accelerators is None or world.accelerators() <= budget.accelerators
@@ -171,7 +212,7 @@ def within_budget(world: World) -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_bounds_and_budget_hold_at_every_instant_and_nothing_shrinks_in_the_dark(seed):
     live_through(seed, 100, {})
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from settling_support import NOW, World, attribution, need, pool, service, variant
+from settling_support import NOW, Reports, World, attribution, need, pool, service, variant
 
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.estimate import EstimateMemory
@@ -20,41 +20,10 @@ from vlm_operator.autoscale.policy import Budget, ServicePolicy
 from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.autoscale.record import Record, RecordError, differences, load_record, replay
 from vlm_operator.autoscale.service import Memory, decide_service
-from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
-from vlm_operator.state import Busy, Gaps, KvTokens, Sample, StageSeconds, Ttft
 
 DECODE, PREFILL = Role.DECODE, Role.PREFILL
 counts = st.integers(0, 10_000)
-seconds = st.floats(0, 1e4)
-
-
-def loaded(view: View, rng: random.Random) -> View:
-    """The same view with pods that report load, and a gateway; some of it makes no sense."""
-
-    def number(most: float) -> float:
-        return rng.choice([rng.uniform(0, most)] * 20 + [math.nan, math.inf, -1.0])
-
-    samples = {}
-    for uid, item in view.samples.items():
-        kv = KvTokens(
-            10_000, rng.randint(0, 9000), rng.randint(0, 500), 0, 500, rng.randint(0, 500)
-        )
-        work = rng.uniform(0, 1e4)
-        samples[uid] = dataclasses.replace(
-            item,
-            kv=kv,
-            queued_work_seconds=number(5.0),
-            admitted_work_seconds=number(1000.0),
-            busy={"prefill": Busy(work, 10, 10, 1000, work * 7.0)},
-        )
-    stages = {"prefill": StageSeconds(1.0, rng.uniform(0, 9), {0.1: 1, math.inf: 9})}
-    ttft = {"text": Ttft(90, 9, 80.0, {0.5: 50, 1.0: 80, math.inf: 90}, stages)}
-    gateway = Sample(
-        "gw", "gw-boot", Role.GATEWAY, "ready", "", True, 3, 0, 0.0, 0.0, None, None, ttft, "hash",
-        gaps=Gaps(9, {0.1: 5, math.inf: 9}), held_for={"encoder": 0},
-    )  # fmt: skip
-    return dataclasses.replace(view, samples={**samples, "gw": gateway})
 
 
 def lived(seed: int, ticks: int):
@@ -67,9 +36,9 @@ def lived(seed: int, ticks: int):
         budget=Budget(accelerators=9),
     )
     world = World(policy, {DECODE: {"a": 2}, PREFILL: {"a": 1}}, seed=seed)
-    memory = Memory()
+    memory, reports = Memory(), Reports(rng)
     for _ in range(ticks):
-        view = loaded(world.view(), rng)
+        view = reports.on(world.view())
         outcome = decide_service(policy, view, memory)
         yield Record("ns/demo", policy, view, memory, outcome, epoch=7)
         memory = outcome.memory
