@@ -10,10 +10,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from vlm_operator.scrape import parse_stats
+from vlm_worker.core.busy import Busy, Kind
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
+from vlm_worker.gateway.meters import Meters
 from vlm_worker.server.state import LeaseCounts, ModelFacts, Phase, Snapshot, WorkerState
 from vlm_worker.server.stats import stats_document
 from vlm_worker.settings import parse
+from vlm_worker.types import Modality
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/stats.schema.json").read_text())
 ENVIRONMENT = {
@@ -44,6 +48,38 @@ def test_every_document_fits_the_schema(role: str, phase: Phase, loaded: bool) -
     state.model = ModelFacts(512, 256, 1276, 1 << 20) if loaded else None
     document = stats_document(state, snapshot(kv=role != "encoder") if loaded else None)
     jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+
+
+def test_the_operator_reads_what_a_worker_was_busy_with() -> None:
+    busy = {Kind.PREFILL: Busy(1.5, 3, 2, 300, 4.5e6), Kind.ENCODE: Busy(0.25, 1, 2, 64, 2048.0)}
+    told = Snapshot(EngineStats(busy=busy), LeaseCounts(), num_calls=0)
+    document = stats_document(state_of("prefill", ENVIRONMENT), told)
+    jsonschema.validate(document, SCHEMA)
+    read = parse_stats(json.loads(json.dumps(document))).busy
+    assert {name: dataclasses.astuple(item) for name, item in read.items()} == {
+        kind.value: dataclasses.astuple(item) for kind, item in busy.items()
+    }
+
+
+def test_the_operator_reads_the_gaps_and_stages_of_a_gateway() -> None:
+    meters = Meters()
+    meters.first_token(0.3, {"encode": 0.2, "other": 0.1}, Modality.IMAGE, 0.25)
+    for seconds in (0.02, 0.02, 0.3):
+        meters.next_token(seconds)
+    document = stats_document(state_of("decode", ENVIRONMENT), None)
+    document |= {
+        "role": "gateway",
+        "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
+        "gaps": meters.gaps,
+        "held_for": {"encoder": 2},
+    }
+    jsonschema.validate(document, SCHEMA)
+    sample = parse_stats(json.loads(json.dumps(document)))
+    assert sample.held_for == {"encoder": 2}
+    assert sample.gaps is not None
+    assert (sample.gaps.count, sample.gaps.buckets[0.02], sample.gaps.buckets[0.25]) == (3, 2, 2)
+    encode = sample.ttft["image"].stages["encode"]
+    assert (encode.missed, encode.buckets[0.1], encode.buckets[0.25]) == (0.2, 0, 1)
 
 
 def test_a_process_outside_of_a_cluster_has_a_document_too() -> None:

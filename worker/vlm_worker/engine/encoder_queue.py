@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from vlm_worker.cache.embeddings import EmbeddingCache
+from vlm_worker.core.busy import BusyMeter
 from vlm_worker.core.encoder_entries import Entry
 from vlm_worker.core.work import WorkModel
 from vlm_worker.engine.guard import encode_guarded, is_device_lost, is_out_of_memory
@@ -61,6 +62,7 @@ class EncoderQueue:
         clock: Callable[[], float],
     ) -> None:
         self.work = WorkModel()
+        self.busy = BusyMeter()
         self.on_ready: Callable[[bytes], None] = lambda _: None
         self.batch_started = 0.0
         self.num_images = 0
@@ -124,7 +126,9 @@ class EncoderQueue:
         self.admitted_seconds += self.predict(num_tokens)
         self.batch_started = self._clock()
         results = encode_guarded(self._runner, [fill.image for fill in batch])
-        self.work.observe(num_tokens, self._clock() - self.batch_started)
+        seconds = self._clock() - self.batch_started
+        self.work.observe(num_tokens, seconds)
+        self.busy.encoded([math.prod(fill.image.grid_thw) for fill in batch], seconds)
         for fill, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
                 self.num_out_of_memory += is_out_of_memory(result.__cause__)

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 
 from vlm_worker.core.adaptive import LimitReason
+from vlm_worker.core.busy import Busy, Kind
 from vlm_worker.core.histogram import Buckets
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.waves import AdmissionReason, AdmissionRules
@@ -186,6 +187,7 @@ class EngineStats:
     reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.
     `prefix_cache_queries` and `_hits` count tokens of prompts, visual ones included, which are
     also counted apart; `prefix_cache_evictions` counts blocks.
+    `busy` is what was computed, and how long it took.
     `kv_request_bytes` tells how much KV the answers that ended here had taken, by modality.
     """
 
@@ -214,6 +216,7 @@ class EngineStats:
     prefix_cache_visual_hits: int = 0
     prefix_cache_evictions: int = 0
     kv_request_bytes: tuple[tuple[Modality, Buckets], ...] = ()
+    busy: Mapping[Kind, Busy] = dataclasses.field(default_factory=dict)
     steps: int = 0
     step_failures: int = 0
     invariant_violations: int = 0

@@ -159,6 +159,7 @@ class State:
             prefix_cache_visual_hits=stepping.prefix.visual_hits,
             prefix_cache_evictions=sequences.pool.num_evictions,
             kv_request_bytes=sequences.usage.buckets,
+            busy={**pictures.queue.busy.sums, **stepping.busy.sums},
             steps=stepping.num_steps,
             step_failures=stepping.guard.num_failures,
             invariant_violations=self.num_violations,

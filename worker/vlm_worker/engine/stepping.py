@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from vlm_worker.core.adaptive import AdaptiveLimit
 from vlm_worker.core.batch import BatchBuilder
+from vlm_worker.core.busy import BusyMeter, StepWork
 from vlm_worker.core.inputs import StepOutput
-from vlm_worker.core.plan import Outcome, Plan
+from vlm_worker.core.plan import Outcome, Plan, Schedule
 from vlm_worker.core.prefix import PrefixCounts
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.engine.guard import StepGuard
@@ -46,6 +47,7 @@ class Stepping:
         self.limit = AdaptiveLimit(settings.target_step_seconds, maximum=settings.max_num_seqs)
         self.num_steps = 0
         self.num_output_tokens = 0
+        self.busy = BusyMeter()
         self.prefix = PrefixCounts()
         self.admitted_seconds = 0.0
         self._sequences = sequences
@@ -71,6 +73,7 @@ class Stepping:
             self._images.let_go(sequence)
         if schedule.plan is None:
             return bool(schedule.preempted or schedule.stalled)
+        work = self._work(schedule)
         for result in self.guard.run(schedule.plan):
             if isinstance(result.outcome, EngineError):
                 for row in result.plan.rows.tolist():
@@ -78,7 +81,9 @@ class Stepping:
             else:
                 outcome = self._scheduler.update(result.plan, result.outcome.token_ids)
                 self._deliver(outcome, result.outcome.finite)
-        self._measured(schedule.plan, self._clock() - started)
+        seconds = self._clock() - started
+        self._measured(schedule.plan, seconds)
+        self.busy.stepped(work, seconds)
         self.num_steps += 1
         return True
 
@@ -90,6 +95,19 @@ class Stepping:
     def predict(self, num_tokens: int) -> float:
         """Predicted seconds to compute so many tokens of prompts."""
         return self._sequences.room.predict(num_tokens)
+
+    def _work(self, schedule: Schedule) -> StepWork:
+        """What the step is to compute; asked before it does."""
+        plan = schedule.plan
+        assert plan is not None
+        computed, num_decodes = self._scheduler.table.num_computed[plan.rows], plan.num_decodes
+        return StepWork(
+            num_decodes=num_decodes,
+            kv_tokens=int(computed[:num_decodes].sum()),
+            chunks=plan.counts[num_decodes:],
+            before=computed[num_decodes:],
+            num_prompts=len(schedule.admitted),
+        )
 
     def _measured(self, plan: Plan, seconds: float) -> None:
         """Learn from a step; those in which nobody decoded say nothing about a pace of answers."""

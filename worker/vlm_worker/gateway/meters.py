@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from vlm_worker import metrics
+from vlm_worker.core.histogram import Histogram as Seconds
 from vlm_worker.core.rates import Rates
 from vlm_worker.gateway.ttft import TtftSummary
 from vlm_worker.metrics import SECONDS_BUCKETS, STAGE_BUCKETS
@@ -47,6 +48,7 @@ class Meters:
         self.num_visual_tokens = 0
         self._num_image_requests = 0
         self._rates = Rates(now)
+        self._gaps = Seconds(SECONDS_BUCKETS)
         registry.register(_TtftSeconds(self.ttft))
         self._stage_seconds = Histogram(
             metrics.STAGE_SECONDS,
@@ -68,12 +70,7 @@ class Meters:
             "slo",
             "modality",
         )
-        self._itl_seconds = Histogram(
-            metrics.ITL_SECONDS,
-            "Time between two tokens of an answer.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
+        registry.register(_GapSeconds(self._gaps))
         self._requests = self._counter(metrics.REQUESTS_TOTAL, "Requests by outcome.", "outcome")
         self._output_tokens = self._counter(metrics.OUTPUT_TOKENS_TOTAL, "Tokens delivered.")
         self._images = self._counter(metrics.IMAGES_TOTAL, "Pictures in requests.")
@@ -126,12 +123,18 @@ class Meters:
     def next_token(self, seconds: float) -> None:
         """Another token left, so long after the one before."""
         self._count_token()
-        self._itl_seconds.observe(seconds)
+        self._gaps.add(seconds)
 
     def request(self, outcome: str) -> None:
         """A request had its last word."""
         self.num_requests += 1
         self._requests.labels(outcome).inc()
+
+    @property
+    def gaps(self) -> dict[str, Any]:
+        """Times between tokens, as in `/stats`."""
+        buckets = self._gaps.buckets
+        return {"count": sum(buckets.counts), "buckets": dict(buckets.cumulative)}
 
     def tick(self, now: float) -> None:
         """Note where the counters stand; called at least once a second while they grow."""
@@ -174,6 +177,23 @@ class Meters:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self._registry)
+
+
+class _GapSeconds(Collector):
+    """The histogram of times between tokens, which `/stats` tells too."""
+
+    def __init__(self, gaps: Seconds) -> None:
+        self._gaps = gaps
+
+    def collect(self) -> Iterable[Metric]:
+        """One family, one series."""
+        buckets = self._gaps.buckets
+        yield HistogramMetricFamily(
+            metrics.ITL_SECONDS,
+            "Time between two tokens of an answer.",
+            buckets=list(buckets.cumulative),
+            sum_value=buckets.total,
+        )
 
 
 class _TtftSeconds(Collector):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 
@@ -18,7 +19,7 @@ from vlm_worker.errors import IncompatibleError, PeerLostError, WorkerError
 from vlm_worker.gateway.pods import KnownPod
 from vlm_worker.route import Candidate
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.types import Stage
+from vlm_worker.types import Role, Stage
 from vlm_worker.wire.calls import Hello, Load
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Registry:
         self._served_name = served_name
         self._compat = compat
         self._clock = clock
+        self._held: Counter[Role] = Counter()
         self._lost_at: dict[Stage, float] = {}
         self._peers: dict[str, Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -125,6 +127,20 @@ class Registry:
             peer.num_inflight -= 1
             if peer.num_inflight == 0:
                 peer.unused.set()
+
+    @contextlib.contextmanager
+    def held_for_pool(self, role: Role) -> Iterator[None]:
+        """A request waits until a pool without pods has one; told in `/stats` while it does."""
+        self._held[role] += 1
+        try:
+            yield
+        finally:
+            self._held[role] -= 1
+
+    @property
+    def held_for(self) -> dict[str, int]:
+        """How many requests wait for a pool without pods, by its role."""
+        return {role.value: count for role, count in self._held.items() if count}
 
     def refused(self, boot_id: bytes) -> None:
         """A worker said that it drains: believe it before its next load report."""

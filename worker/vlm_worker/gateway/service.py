@@ -139,6 +139,9 @@ class Service:
             },
             "rates": meters.rates(self.clock()),
             "model": None,
+            "busy": None,
+            "gaps": meters.gaps,
+            "held_for": self.registry.held_for,
             "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
             "config_hash": self.live.now.config_hash,
         }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vlm_worker.core.histogram import Buckets, Histogram
-from vlm_worker.metrics import SECONDS_BUCKETS
+from vlm_worker.metrics import SECONDS_BUCKETS, STAGE_BUCKETS
 from vlm_worker.types import STAGES
 
 TARGET_EDGES: Final = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -30,6 +30,7 @@ class TtftSummary:
         self._count = 0
         self._missed = 0
         self._stages = {stage: {"met": 0.0, "missed": 0.0} for stage in STAGES}
+        self._stage_seconds = {stage: Histogram(STAGE_BUCKETS) for stage in STAGES}
 
     def add(self, seconds: float, stages: Mapping[str, float], target: float | None) -> bool:
         """Count one request; whether it met the target."""
@@ -42,6 +43,7 @@ class TtftSummary:
         self._missed += not met
         for stage, share in stages.items():
             self._stages[stage]["met" if met else "missed"] += share
+            self._stage_seconds[stage].add(share)
         return met
 
     @property
@@ -58,5 +60,8 @@ class TtftSummary:
             "missed": self._missed,
             "sum_seconds": buckets.total,
             "buckets": dict(buckets.cumulative),
-            "stages": {stage: dict(sums) for stage, sums in self._stages.items()},
+            "stages": {
+                stage: {**sums, "buckets": dict(self._stage_seconds[stage].buckets.cumulative)}
+                for stage, sums in self._stages.items()
+            },
         }

@@ -37,7 +37,8 @@ def use_kernels(model: nn.Module) -> None:
 
 
 def _is_llama_layer(module: Any) -> bool:
-    return type(module).__name__ in LAYERS and isinstance(module.mlp.act_fn, nn.SiLU)
+    is_known = type(module).__name__ in LAYERS
+    return is_known and type(module.mlp.act_fn).__name__ in {"SiLU", "SiLUActivation"}
 
 
 class Norm(nn.Module):

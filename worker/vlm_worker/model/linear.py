@@ -175,14 +175,14 @@ def pack_linears(model: nn.Module) -> Packing:
     users = _users(model)
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
     packing = Packing(backend="native" if is_native() else "onednn")
-    for parent in list(model.modules()):
-        if isinstance(parent, JointLinear | GatedLinear) and _packs_as_one(parent):
-            weights: list[Any] = [part.weight for part in parent.parts]
-            parent.pack()
+    for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
+        if _packs_as_one(joint):
+            weights: list[Any] = [part.weight for part in joint.parts]
+            joint.pack()
             for weight in weights:
                 _give_back(weight)
                 packing = packing.with_layer(weight)
-            continue
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear:
                 continue

@@ -57,7 +57,10 @@ def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, A
         },
         "rates": _rates(state, engine),
         "model": dataclasses.asdict(state.model) if state.model else None,
+        "busy": {kind.value: dataclasses.asdict(busy) for kind, busy in engine.busy.items()},
         "ttft": None,
+        "gaps": None,
+        "held_for": None,
         "config_hash": None,
     }
 
