@@ -28,7 +28,7 @@ from vlm_operator.simulate.baselines import BASELINES
 from vlm_operator.simulate.chart import Point, draw
 from vlm_operator.simulate.compare import OURS, contender, read_tuned
 from vlm_operator.simulate.generate import SHAPES, generate
-from vlm_operator.simulate.ours import Ours, Watch
+from vlm_operator.simulate.ours import Ours, Watch, adjusted
 from vlm_operator.simulate.plant import Plant
 from vlm_operator.simulate.run import Setup, simulate
 from vlm_operator.simulate.scenario import standard
@@ -71,12 +71,12 @@ def run_simulation(wish: Wish, *, form: Format) -> None:
         raise CliError(f"no baseline {unknown[0]!r}", f"there are {', '.join(BASELINES)}")
     if wish.plot is not None and wish.plot.suffix != ".svg":
         raise CliError(f"{wish.plot} is no name of a picture", "write FILE.svg")
-    tuned = _tuned() if wish.against else {}
+    tuned = _tuned()
     rows: list[dict[str, Any]] = []
     with _records(wish.record) as watch_for:
         for name in wish.traces:
             trace = _trace(name, wish)
-            setup = _setup(name, wish)
+            setup = _setup(name, wish, tuned[OURS])
             for rival in (OURS, *wish.against):
                 watch = watch_for(setup.policy) if rival == OURS else None
                 autoscaler = (
@@ -136,13 +136,15 @@ def read_service(text: str) -> tuple[ServicePolicy, dict[Role, int]]:
 
 
 def _tuned() -> dict[str, dict[str, Any]]:
-    """Settings of the baselines, as `bench/simulate.py --tune` found them."""
+    """Settings of all contenders, as `bench/simulate.py --tune` found them."""
     return read_tuned(resources.files("vlm_operator.simulate").joinpath("tuned.json").read_text())
 
 
-def _setup(trace: str, wish: Wish) -> Setup:
+def _setup(trace: str, wish: Wish, ours: Mapping[str, Any]) -> Setup:
+    """The service that runs: a manifest as it is, or the comparison's with its tuned settings."""
     if wish.policy is None:
         setup = standard(trace)
+        setup = dataclasses.replace(setup, policy=adjusted(setup.policy, ours))
     else:
         policy, start = read_service(_read(wish.policy))
         setup = Setup(policy, Plant(), start)

@@ -12,7 +12,7 @@ from typing import Any
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.simulate.baselines import BASELINES, baseline
 from vlm_operator.simulate.generate import generate
-from vlm_operator.simulate.ours import Ours
+from vlm_operator.simulate.ours import GRID, Ours, adjusted
 from vlm_operator.simulate.run import Autoscaler, simulate
 from vlm_operator.simulate.scenario import standard
 from vlm_operator.simulate.score import Score, score
@@ -35,6 +35,8 @@ class Task:
     def play(self) -> Score:
         """Run it."""
         setup = standard(self.trace)
+        if self.name == OURS:
+            setup = dataclasses.replace(setup, policy=adjusted(setup.policy, self.settings))
         trace = _generated(self.trace, self.seed, self.seconds)
         done = simulate(
             setup, trace, contender(self.name, setup.policy, self.settings), seed=self.seed
@@ -57,8 +59,8 @@ def contender(name: str, policy: ServicePolicy, settings: Settings) -> Autoscale
 
 
 def grid(name: str) -> list[dict[str, Any]]:
-    """All settings that a baseline is tuned over."""
-    axes = BASELINES[name][1]
+    """All settings that one of them is tuned over."""
+    axes = GRID if name == OURS else BASELINES[name][1]
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -90,5 +92,5 @@ def best(points: Mapping[int, Total], *, hours: float) -> int:
 
 
 def read_tuned(text: str) -> dict[str, dict[str, Any]]:
-    """Settings by baseline from what `bench/simulate.py --tune` wrote."""
-    return {name: item["settings"] for name, item in json.loads(text)["baselines"].items()}
+    """Settings by name from what `bench/simulate.py --tune` wrote."""
+    return {name: item["settings"] for name, item in json.loads(text)["contenders"].items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.service import Memory, Outcome, decide_service
@@ -11,6 +13,23 @@ from vlm_operator.names import Role
 from vlm_operator.simulate.run import Choice, Reading
 
 Watch = Callable[[View, Memory, Outcome], None]
+
+# what is tuned of ours, as the baselines are: fields of a VLMService, the same for each pool
+GRID: Mapping[str, tuple[Any, ...]] = {
+    "utilization": (0.65, 0.7),
+    "kv_occupancy": (0.7, 0.75),
+    "down_seconds": (180.0, 300.0),
+    "down_pods": (4,),
+    "window_seconds": (120.0,),
+}
+
+
+def adjusted(policy: ServicePolicy, settings: Mapping[str, Any]) -> ServicePolicy:
+    """The same policy with other targets and paces (`GRID`)."""
+    rest = dict(settings)
+    window = rest.pop("window_seconds", policy.window_seconds)
+    pools = {role: dataclasses.replace(pool, **rest) for role, pool in policy.pools.items()}
+    return dataclasses.replace(policy, pools=pools, window_seconds=window)
 
 
 class Ours:

@@ -18,7 +18,8 @@ from vlm_operator.simulate.run import Setup
 
 MAX_ACCELERATORS = 16
 BIG, SMALL = "big", "small"
-_BIG = VariantPolicy(BIG, cost_per_hour=4.0, accelerators=1)
+# what node classes expect of a start; the truth is in plant.NodeType, and spreads
+_BIG = VariantPolicy(BIG, cost_per_hour=4.0, accelerators=1, startup_seconds=60.0)
 _START = {Role.ENCODER: 2, Role.PREFILL: 2, Role.DECODE: 2}
 
 
@@ -45,8 +46,14 @@ def mixed() -> Setup:
 
     Decode has one, too, for half the price: 0.8 of the bandwidth, and as much memory.
     """
-    encoder = (_BIG, VariantPolicy(SMALL, cost_per_hour=1.3, accelerators=1, speed=0.6))
-    decode = (_BIG, VariantPolicy(SMALL, cost_per_hour=2.0, accelerators=1, speed=0.8))
+    encoder = (
+        _BIG,
+        VariantPolicy(SMALL, cost_per_hour=1.3, accelerators=1, speed=0.6, startup_seconds=60.0),
+    )
+    decode = (
+        _BIG,
+        VariantPolicy(SMALL, cost_per_hour=2.0, accelerators=1, speed=0.8, startup_seconds=60.0),
+    )
     plant = Plant(node_types={Role.DECODE: {SMALL: NodeType(kv_share=0.8)}})
     return _setup(
         plant,

@@ -22,8 +22,9 @@ class QueueLength:
 
     GRID: ClassVar[horizontal.GRID] = {
         "signal": ("waiting", "inflight"),
-        "target": (0.5, 1.0, 2.0),
-        "decode_target": (1.0, 8.0, 14.0),
+        "target": (1.0, 1.5, 2.0),
+        "decode_target": (8.0, 14.0),
+        "down_seconds": (180.0, 300.0),
     }
 
     def __init__(
