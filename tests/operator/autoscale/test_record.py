@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -226,3 +228,10 @@ def test_what_a_memory_is_made_of_is_what_it_says():
     assert decode(Memory, encode(memory)) == memory
     assert decode(ServicePolicy, encode(service(pool()))) == service(pool())
     assert decode(Foreign, encode(Foreign("hpa", 3, 1.5))) == Foreign("hpa", 3, 1.5)
+
+
+def test_the_page_on_sizes_names_every_reason_and_bound_and_no_other():
+    page = (Path(__file__).parents[3] / "docs" / "autoscaling.md").read_text()
+    table = page.partition("## Every reason and bound")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) - {"reason", "limitedBy"}
+    assert named == {item.value for item in (*Reason, *Bound)}
