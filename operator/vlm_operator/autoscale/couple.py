@@ -125,7 +125,9 @@ def _widened(case: Case, goal: Goal) -> Goal:
 
 
 def _frozen(case: Case, goal: Goal) -> Goal:
-    """The same goal without growth."""
+    """The same goal without growth; what the manifest asks for at least is none."""
+    if case.pool.replicas is None or goal.most <= max(case.before, case.policy.minimum):
+        return goal
     standing = case.stock.standing
     return dataclasses.replace(
         goal,

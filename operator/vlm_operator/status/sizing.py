@@ -13,7 +13,6 @@ from vlm_operator.status.view import Verdict, View
 
 # What holds a pool for longer than a window, in words that do not change from tick to tick.
 _LASTING = {
-    "Min": "minReplicas",
     "Max": "maxReplicas",
     "Budget": "the budget",
     "Capacity": "node types that give no node or are at their own maxReplicas",
@@ -60,7 +59,7 @@ def _limit(view: View, role: Role) -> str:
         return ""
     if decision.limited_by == "BudgetUnreadable":
         return f"{role}: nothing grows, the budget cannot be kept: {view.policy.budget.unreadable}"
-    if view.policy.pools[role].mode is ScalingMode.EXTERNAL and decision.limited_by in _LASTING:
+    if view.policy.pools[role].mode is ScalingMode.EXTERNAL:
         return f"{role}: {decision.message}"
     word = _LASTING.get(decision.limited_by)
     return f"{role} is held at {decision.to} by {word}" if word else ""

@@ -1,89 +1,19 @@
 """State in, state out: what turns make of pools in mode Auto."""
 
-import dataclasses
 import json
 from typing import Any
 
 import pytest
+from operator_load import FAST, SLO, Loaded, auto, loaded_world, replicas, run, said, seen
 from operator_support import World, body, pool
 
 from vlm_operator.autoscale.record import differences, load_record, replay
-from vlm_operator.cluster import CONFIG_MAP, EVENT, POD, VLM_NODE_CLASS, VLM_POOL
+from vlm_operator.cluster import CONFIG_MAP, EVENT, VLM_NODE_CLASS, VLM_POOL
 from vlm_operator.names import Role
-from vlm_operator.observe import pod_states
-from vlm_operator.state import PodState, Sample
-from vlm_operator.testing import FakeScraper, settle
-
-SLO = {"ttftP95Milliseconds": 1000}
-FAST = {
-    "tickSeconds": 5,
-    "tuning": {"startupSeconds": 5, "afterGrowthSeconds": 0, "exhaustedSeconds": 60},
-}
-
-
-class Loaded(FakeScraper):
-    """Pods that share the KV tokens that requests hold or wait for, `tokens` in all.
-
-    `held` requests wait at the gateway for an encoder.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = 0
-        self.held = 0
-
-    async def scrape(self, pods: Any) -> dict[str, Sample]:
-        plain = await super().scrape(pods)
-        decodes = [item.uid for item in pods if item.role is Role.DECODE and item.uid in plain]
-        return {uid: self._loaded(item, len(decodes)) for uid, item in plain.items()}
-
-    def _loaded(self, sample: Sample, count: int) -> Sample:
-        if sample.role is Role.GATEWAY:
-            return dataclasses.replace(sample, held_for={Role.ENCODER: self.held})
-        if sample.role is not Role.DECODE or sample.kv is None:
-            return sample
-        share, capacity = self.tokens // max(count, 1), sample.kv.capacity
-        each = min(share, capacity)
-        kv = dataclasses.replace(sample.kv, running=each, free=capacity - each, queued=share - each)
-        return dataclasses.replace(sample, kv=kv)
-
-
-def auto(minimum: int = 1, maximum: int = 6, *, down: int = 60, **more: Any) -> dict[str, Any]:
-    behavior = {"scaleDown": {"stabilizationSeconds": down, "maxPodsPerMinute": 4}}
-    scaling = {"mode": "Auto", "minReplicas": minimum, "maxReplicas": maximum}
-    return {"scaling": {**scaling, "behavior": behavior}, **more}
-
-
-def world_of(spec: dict[str, Any] | None = None, **pools: Any) -> World:
-    base = {"slo": SLO, "autoscaling": FAST}
-    world = World(body({**base, **(spec or {})}, **(pools or {"decode": auto()})))
-    world.scraper = Loaded()
-    world.loop = world.new_loop()
-    world.converge()
-    return world
-
-
-def run(world: World, *, turns: int, seconds: float = 5.0) -> None:
-    for _ in range(turns):
-        world.turn(seconds=seconds)
-        settle(world.cluster)
-
-
-def replicas(world: World, role: str = "decode") -> int:
-    return next(
-        item["spec"]["replicas"]
-        for item in world.cluster.all(VLM_POOL)
-        if item["metadata"]["name"] == f"demo-{role}"
-    )
-
-
-def said(world: World, role: str = "decode") -> dict[str, Any]:
-    found: dict[str, Any] = world.status["pools"][role]
-    return found
 
 
 def test_a_full_decode_pool_grows_says_why_and_shrinks_when_it_is_empty_for_the_window():
-    world = world_of()
+    world = loaded_world()
     world.scraper.tokens = 1900
     run(world, turns=3)
     assert replicas(world) == world.deployments()["demo-decode"] == 3
@@ -104,7 +34,7 @@ def test_a_full_decode_pool_grows_says_why_and_shrinks_when_it_is_empty_for_the_
 
 
 def test_an_idle_service_of_mode_auto_writes_nothing():
-    world = world_of()
+    world = loaded_world()
     run(world, turns=12)
     before = world.written()
     run(world, turns=120)
@@ -112,7 +42,7 @@ def test_an_idle_service_of_mode_auto_writes_nothing():
 
 
 def test_a_steady_load_writes_nothing_but_the_memory_now_and_then():
-    world = world_of()
+    world = loaded_world()
     world.scraper.tokens = 1500
     run(world, turns=40)
     before = world.written()
@@ -122,7 +52,7 @@ def test_a_steady_load_writes_nothing_but_the_memory_now_and_then():
 
 
 def test_the_number_of_a_pool_is_written_by_the_autoscaler_alone():
-    world = world_of()
+    world = loaded_world()
     world.scraper.tokens = 1900
     run(world, turns=3)
     (found,) = world.cluster.all(VLM_POOL)
@@ -135,7 +65,7 @@ def test_the_number_of_a_pool_is_written_by_the_autoscaler_alone():
 
 
 def test_a_new_process_knows_what_was_decided_and_shrinks_nothing_for_a_window():
-    world = world_of()
+    world = loaded_world()
     world.scraper.tokens = 1900
     run(world, turns=12)
     assert replicas(world) == 3
@@ -153,7 +83,7 @@ def test_a_new_process_knows_what_was_decided_and_shrinks_nothing_for_a_window()
 
 @pytest.mark.parametrize("policy", ["Advisory", "Off"])
 def test_what_is_not_active_changes_nothing_and_says_so(policy):
-    world = world_of({"autoscaling": {**FAST, "policy": policy}})
+    world = loaded_world({"autoscaling": {**FAST, "policy": policy}})
     world.scraper.tokens = 1900
     run(world, turns=6)
     assert replicas(world) == world.deployments()["demo-decode"] == 1
@@ -164,7 +94,7 @@ def test_what_is_not_active_changes_nothing_and_says_so(policy):
 
 
 def test_a_paused_service_is_sized_on_paper_only():
-    world = world_of()
+    world = loaded_world()
     world.apply(
         body(
             {"slo": SLO, "autoscaling": FAST, "paused": True},
@@ -180,7 +110,7 @@ def test_a_paused_service_is_sized_on_paper_only():
 
 
 def test_a_second_writer_is_a_conflict_and_nobody_is_fought():
-    world = world_of()
+    world = loaded_world()
     world.scale("decode", 3)
     run(world, turns=2)
     assert replicas(world) == world.deployments()["demo-decode"] == 3
@@ -194,7 +124,7 @@ def test_a_second_writer_is_a_conflict_and_nobody_is_fought():
 
 
 def test_silent_pods_change_nothing_and_are_no_idle_ones():
-    world = world_of()
+    world = loaded_world()
     world.scraper.tokens = 1900
     run(world, turns=12)
     assert replicas(world) == 3
@@ -208,7 +138,7 @@ def test_silent_pods_change_nothing_and_are_no_idle_ones():
 def test_after_long_silence_the_fallback_is_held():
     scaling = {**FAST, "missingMetrics": "Fallback", "fallbackReplicas": {"decode": 2}}
     scaling["tuning"] = {**FAST["tuning"], "missingSeconds": 20}
-    world = world_of({"autoscaling": scaling})
+    world = loaded_world({"autoscaling": scaling})
     world.scraper.silent = {pod.name for pod in seen(world) if pod.role is Role.DECODE}
     run(world, turns=12)
     assert replicas(world) == 2
@@ -237,7 +167,7 @@ def gpu(count: int = 2) -> dict[str, Any]:
 
 
 def test_a_budget_is_never_exceeded_and_the_status_says_what_it_allows():
-    world = world_of({"budget": {"maxAccelerators": 4}}, decode=auto(variants=[gpu()]))
+    world = loaded_world({"budget": {"maxAccelerators": 4}}, decode=auto(variants=[gpu()]))
     world.scraper.tokens = 4000
     for _ in range(20):
         run(world, turns=1)
@@ -280,7 +210,7 @@ def test_the_cheapest_node_type_is_taken_first_and_the_service_costs_what_its_po
 def test_an_encoder_at_zero_wakes_for_a_held_request_and_goes_when_none_comes():
     zero = auto(0, 2, down=10)
     zero["scaling"]["scaleToZero"] = {"idleSeconds": 20, "onDemand": "Queue"}
-    world = world_of({"slo": SLO | {"windowSeconds": 10}}, encoder=zero, decode=pool())
+    world = loaded_world({"slo": SLO | {"windowSeconds": 10}}, encoder=zero, decode=pool())
     run(world, turns=12)
     assert replicas(world, "encoder") == 0
     assert world.condition("Ready")["status"] == "True"
@@ -298,7 +228,7 @@ def test_an_encoder_at_zero_wakes_for_a_held_request_and_goes_when_none_comes():
 
 
 def test_the_logged_record_of_a_decision_replays_to_the_bit(caplog):
-    world = world_of()
+    world = loaded_world()
     world.scraper.tokens = 1900
     caplog.set_level("INFO")
     run(world, turns=3)
@@ -312,13 +242,8 @@ def test_the_logged_record_of_a_decision_replays_to_the_bit(caplog):
 
 
 def test_the_log_is_silent_while_the_same_is_decided(caplog):
-    world = world_of()
+    world = loaded_world()
     run(world, turns=30)
     caplog.set_level("INFO")
     run(world, turns=30)
     assert [item for item in caplog.records if item.message == "decision"] == []
-
-
-def seen(world: World) -> tuple[PodState, ...]:
-    """The pods as the loop last saw them."""
-    return pod_states(world.cluster.all(POD))

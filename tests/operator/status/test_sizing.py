@@ -1,0 +1,130 @@
+"""What the conditions say of sizes: in words that change only when something does."""
+
+import dataclasses
+
+import pytest
+from operator_load import FAST, auto, loaded_world, replicas, run, said
+from operator_support import World
+
+from vlm_operator.autoscale.outcome import Attribution, Decision
+from vlm_operator.cluster import EVENT
+from vlm_operator.status import View, build_status, events
+from vlm_operator.status.decisions import decision_status, percents
+
+UNATTAINABLE = Attribution(
+    modality="image",
+    count=100,
+    missed=90,
+    p95_seconds=1.9,
+    target_seconds=1.0,
+    shares={"encode": 0.8, "prefill": 0.2},
+    service_seconds={"encode": 1.204, "prefill": 0.3},
+    attainable=False,
+)
+
+
+def view_of(world: World) -> View:
+    """What the last turn knew when it reported."""
+    found = []
+    inner = world.loop._view
+
+    def kept(*arguments: object) -> View:
+        found.append(inner(*arguments))  # type: ignore[arg-type]
+        return found[-1]
+
+    world.loop._view = kept  # type: ignore[method-assign]
+    world.turn()
+    return found[-1]
+
+
+def verdict(status: dict, kind: str) -> tuple[str, str, str]:
+    found = next(item for item in status["conditions"] if item["type"] == kind)
+    return found["status"], found["reason"], found["message"]
+
+
+def test_a_goal_that_no_number_of_replicas_meets_names_stage_and_milliseconds_once():
+    world = loaded_world()
+    view = view_of(world)
+    estimate = dataclasses.replace(view.outcome.estimate, attributions=(UNATTAINABLE,))
+    beyond = dataclasses.replace(view, outcome=dataclasses.replace(view.outcome, estimate=estimate))
+    status = build_status(beyond, world.status, now=world.cluster.clock.now)
+    turned, reason, message = verdict(status, "SLOAttainable")
+    assert (turned, reason) == ("False", "Unattainable")
+    assert "image: without any waiting it takes 1500 ms, most of it encode" in message
+    assert "the goal is 1000 ms" in message
+    assert [item.reason for item in events(world.status, status)] == ["SLOUnattainable"]
+    assert events(status, status) == ()
+
+
+def test_a_pool_that_flaps_is_damped_and_said_so_once():
+    world = loaded_world()
+    view = view_of(world)
+    decisions = {
+        role: dataclasses.replace(item, flapping=True) for role, item in view.decisions.items()
+    }
+    damped = dataclasses.replace(
+        view, outcome=dataclasses.replace(view.outcome, decisions=decisions)
+    )
+    status = build_status(damped, world.status, now=world.cluster.clock.now)
+    assert verdict(status, "ScalingActive")[:2] == ("True", "Damped")
+    assert [item.reason for item in events(world.status, status)] == ["FlappingDamped"]
+    assert events(status, status) == ()
+
+
+def test_a_node_type_that_gives_no_pod_is_named_with_the_time_of_the_next_try():
+    world = loaded_world()
+    world.scraper.tokens = 1900
+    run(world, turns=8, start=False)
+    turned, reason, message = verdict(world.status, "CapacitySufficient")
+    assert (turned, reason) == ("False", "Exhausted")
+    assert message.startswith("decode: variant default gave no ready pod in time, ")
+    assert message.endswith(" UTC")
+    before = world.written()
+    run(world, turns=4, start=False)
+    assert world.cluster.writes[before:] == [], "the message does not count down"
+
+
+def test_a_budget_that_cannot_be_computed_lets_nothing_grow_and_names_what_is_unknown():
+    world = loaded_world({"budget": {"maxCostPerHour": "10"}})
+    world.scraper.tokens = 1900
+    run(world, turns=6)
+    assert replicas(world) == 1
+    turned, reason, message = verdict(world.status, "ScalingActive")
+    assert (turned, reason) == ("True", "Limited")
+    assert "the cost of decode variant default is unknown" in message
+
+
+@pytest.mark.parametrize(("maximum", "bound"), [(2, "maxReplicas"), (6, None)])
+def test_a_lasting_bound_stands_in_the_condition_and_pace_does_not(maximum, bound):
+    world = loaded_world(decode=auto(1, maximum))
+    world.scraper.tokens = 1900
+    run(world, turns=8)
+    message = verdict(world.status, "ScalingActive")[2]
+    assert message == (f"decode is held at {maximum} by {bound}" if bound else "decode Auto")
+
+
+def test_a_recommendation_is_shown_where_it_is_not_what_stands():
+    world = loaded_world({"autoscaling": {**FAST, "policy": "Advisory"}})
+    assert "recommendation" not in said(world)
+    world.scraper.tokens = 1900
+    run(world, turns=3)
+    assert said(world)["recommendation"] == 3
+    world.scraper.tokens = 0
+    run(world, turns=3)
+    assert "recommendation" not in said(world)
+
+
+def test_a_decision_is_shown_in_steps_that_noise_does_not_cross():
+    plain = Decision(1_800_000_000.4, 1, 2, 2, "ScaleUp", "why", shares={"a": 0.612, "b": 0.011})
+    other = dataclasses.replace(plain, time=plain.time + 0.05, shares={"a": 0.605, "b": 0.02})
+    assert decision_status(plain) == decision_status(other)
+    assert decision_status(plain)["shares"] == {"a": 60}
+    assert percents({}) == {}
+
+
+def test_a_size_that_changes_is_one_event_with_its_reason():
+    world = loaded_world()
+    world.scraper.tokens = 1900
+    run(world, turns=20)
+    found = [item for item in world.cluster.all(EVENT) if item["reason"].startswith("Scale")]
+    assert [(item["reason"], item["count"]) for item in found] == [("ScaledUp", 1)]
