@@ -24,6 +24,8 @@ import torch
 from sides import read_bandwidth
 
 from vlm_kernels import paged_attention, plan_attention
+from vlm_worker.model.memory import make_kv_cache
+from vlm_worker.types import KVLayout
 
 BLOCK_SIZE, HEAD_DIM = 64, 128
 CACHE_BYTES = 600 << 20
@@ -60,11 +62,10 @@ class Case:
         self.num_layers = max(1, CACHE_BYTES // per_layer)
         self.bytes_read = per_layer
         num_blocks = shape.num_kv // BLOCK_SIZE
-        inner = BLOCK_SIZE * HEAD_DIM
-        cache = torch.empty(
-            shape.num_seqs * num_blocks + 1, self.num_layers, 2, shape.num_kv_heads, inner,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
+        layout = KVLayout(
+            "bench", self.num_layers, shape.num_kv_heads, HEAD_DIM, BLOCK_SIZE, "bfloat16"
+        )
+        cache = make_kv_cache(layout, shape.num_seqs * num_blocks + 1, torch.device("cpu"))
         rng = np.random.default_rng(0)
         noise = torch.from_numpy(rng.standard_normal(1 << 20, np.float32)).bfloat16()
         flat = cache.view(-1)
