@@ -69,12 +69,14 @@ class Demand:
         image_digest: of the pictures' bytes; empty without pictures.
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
+        inline: pictures may be encoded where the prompt is computed, if no encoder pod is there.
     """
 
     num_tokens: int
     image_digest: bytes
     prefix_digest: bytes
     needs_decode: bool = True
+    inline: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +254,11 @@ def _prefill(usable: _Usable, demand: Demand, decode: Choice | None) -> Choice |
 
 def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRoute:
     fingerprint = prefill.pod.embed_fingerprint
-    agreeing = tuple(c for c in usable.pods if c.embed_fingerprint == fingerprint)
+    agreeing = tuple(
+        c
+        for c in usable.pods
+        if c.embed_fingerprint == fingerprint and (demand.inline or c.role is Role.ENCODER)
+    )
     pods, last_resort = dataclasses.replace(usable, pods=agreeing).pool(Stage.ENCODER)
     if not pods:
         return NoRoute(Stage.ENCODER, "no pod that encodes pictures is ready")

@@ -18,9 +18,10 @@ from vlm_worker.gateway.api.requests import Options, parse_chat, parse_completio
 from vlm_worker.gateway.api.strict_json import parse_object
 from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_disconnect
 from vlm_worker.gateway.choices import Choices
-from vlm_worker.gateway.orchestrate.generation import Generation, NoRouteError
+from vlm_worker.gateway.orchestrate.generation import Generation
 from vlm_worker.gateway.orchestrate.job import Emit, Job
 from vlm_worker.gateway.orchestrate.recovery import Place
+from vlm_worker.gateway.orchestrate.routing import NoEncoderError, NoRouteError
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.pictures import Picture
 from vlm_worker.gateway.piecing import Piecing
@@ -183,7 +184,6 @@ class Endpoint:
     ) -> Choices:
         service = self._service
         service.meters.pictures(len(job.pictures), sum(p.num_tokens for p in job.pictures))
-        waits = bool(job.pictures) and service.live.now.config.on_demand == "Queue"
 
         def generate(job: Job, emit: Emit, index: int) -> Generation:
             return Generation(
@@ -196,7 +196,6 @@ class Endpoint:
                 recovery=service.recovery,
                 place=place,
                 heartbeat=writer.heartbeat,
-                stage_wait_seconds=job.max_wait_seconds if waits else 0.0,
             )
 
         return Choices(job, options.num_choices, writer=writer, generate=generate)
@@ -231,6 +230,8 @@ async def _last_word(response: Response, error: ApiError) -> None:
 
 def _answer_to(error: WorkerError, request_id: str, pictures: Sequence[Picture] = ()) -> ApiError:
     """What the client is told of a worker's last word."""
+    if isinstance(error, NoEncoderError):
+        return errors.no_encoder(held_seconds=error.held_seconds)
     if isinstance(error, NoRouteError):
         return errors.unavailable(f"No worker is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)

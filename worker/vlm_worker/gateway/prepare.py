@@ -100,6 +100,8 @@ class Preparer:
             max_wait_seconds=max_wait_seconds(ask.config.admission),
             block_size=self.block_size,
             priority=ask.options.sampling.priority,
+            inline=ask.config.on_demand == "InlineAtPrefill",
+            max_hold_seconds=max_hold_seconds(ask.config),
         )
 
     def context(self, config: Config) -> int:
@@ -159,6 +161,14 @@ class _Ask:
     request_id: str
     tenant: str
     param: str
+
+
+def max_hold_seconds(config: Config) -> float:
+    """How long a request with pictures is held until a pool at zero has an encoder."""
+    if config.on_demand != "Queue":
+        return 0.0
+    bound = config.admission.max_queue_seconds
+    return MAX_WAIT_SECONDS if bound is None else min(bound, MAX_WAIT_SECONDS)
 
 
 def max_wait_seconds(admission: Admission) -> float:

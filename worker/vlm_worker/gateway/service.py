@@ -91,12 +91,15 @@ class Service:
         """Why this gateway should get no traffic; None when it should.
 
         It waits for every stage once. Later a missing encoder alone does not take it away: requests
-        without pictures need none.
+        without pictures need none. Where pictures are held or refused without an encoder, it does
+        not wait for one.
         """
         if self.draining:
             return "draining"
         needed = _ALWAYS_NEEDED
-        if not self._was_ready and self.live.now.config.limits.images_per_request > 0:
+        config = self.live.now.config
+        inline = config.on_demand == "InlineAtPrefill"
+        if not self._was_ready and inline and config.limits.images_per_request > 0:
             needed |= {Stage.ENCODER}
         missing = missing_stages(self.registry.candidates(), needed)
         if missing:

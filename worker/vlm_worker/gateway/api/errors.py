@@ -6,9 +6,12 @@ Messages are ours to the last word: no text of a library, no path, no address re
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from vlm_worker import errors as worker_errors
+
+ENCODER_RETRY_SECONDS: Final = 10.0
+"""When to come back to a service without encoders: to start one takes longer than a moment."""
 
 
 class ApiError(Exception):
@@ -99,6 +102,17 @@ def unavailable(message: str, *, retry_after_seconds: float = 1.0) -> ApiError:
         kind="server_error",
         code="service_unavailable",
         retry_after_seconds=retry_after_seconds,
+    )
+
+
+def no_encoder(*, held_seconds: float) -> ApiError:
+    """503: pictures have to wait for an encoder, and the wait is over, or there is to be none."""
+    why = "and this service takes no pictures until one does"
+    if held_seconds > 0:
+        why = f"and none came within the {held_seconds:g} seconds that a request may wait for it"
+    return unavailable(
+        f"No encoder runs now, {why}. Send the request again later, or without pictures.",
+        retry_after_seconds=ENCODER_RETRY_SECONDS,
     )
 
 

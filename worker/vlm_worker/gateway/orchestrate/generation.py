@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 
 from vlm_worker.errors import (
     CancelledError,
-    ContextTooLongError,
     CorruptTransferError,
     DrainingError,
     DuplicateError,
@@ -24,10 +23,11 @@ from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.job import Answer, Emit, Job
 from vlm_worker.gateway.orchestrate.recovery import Place, Recovery
 from vlm_worker.gateway.orchestrate.reserving import wait_seconds
+from vlm_worker.gateway.orchestrate.routing import Routing
 from vlm_worker.gateway.orchestrate.trace import Trace
 from vlm_worker.gateway.registry import Registry
 from vlm_worker.route import NoRoute, Route, choose
-from vlm_worker.types import FinishReason, Stage
+from vlm_worker.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,6 @@ _RETRYABLE = (
     CorruptTransferError,
     EngineError,
 )
-
-
-class NoRouteError(WorkerError):
-    """No pod for a stage of the request; `stage` and the message say which and why."""
-
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(message)
-        self.stage = stage
 
 
 class Generation:
@@ -73,7 +65,6 @@ class Generation:
         recovery: Recovery,
         place: Place,
         heartbeat: Callable[[], Awaitable[None]],
-        stage_wait_seconds: float = 0.0,
     ) -> None:
         self._job = job
         self._trace = trace
@@ -81,8 +72,9 @@ class Generation:
         self._background = background
         self._recovery = recovery
         self._place = place
-        self._heartbeat = heartbeat
-        self._stage_wait_seconds = stage_wait_seconds
+        self._routing = Routing(
+            job, trace=trace, registry=registry, recovery=recovery, heartbeat=heartbeat
+        )
         self._failed: set[bytes] = set()
         self.num_retries = 0
         self.answer = Answer(emit)
@@ -103,7 +95,7 @@ class Generation:
                 return FinishReason.LENGTH
             attempt = Attempt(
                 self._job,
-                await self._route(number),
+                await self._routing.find(self._choose),
                 number=number,
                 answer=self.answer,
                 trace=self._trace,
@@ -121,33 +113,6 @@ class Generation:
                 self._retry(error, attempt, number, went_on=went_on)
                 await self._settle()
             self.answer.forget_early()
-
-    async def _route(self, number: int) -> Route:
-        """Choose pods; a stage that has none yet, or none any more, may be waited for."""
-        route = self._choose()
-        until = self._trace.clock() + (self._stage_wait_seconds if number == 1 else 0.0)
-        while isinstance(route, NoRoute) and route.capacity_tokens is None:
-            now = self._trace.clock()
-            left = max(until, self._replaced_by(route.stage)) - now
-            if left <= 0:
-                break
-            await self._registry.wait_until(
-                lambda: isinstance(self._choose(), Route),
-                timeout=min(left, self._registry.timers.heartbeat),
-            )
-            route = self._choose()
-            if isinstance(route, NoRoute):
-                await self._heartbeat()
-        if isinstance(route, Route):
-            return route
-        if route.capacity_tokens is not None:
-            raise ContextTooLongError(f"No pod has KV cache for this request: {route.reason}.")
-        raise NoRouteError(route.stage, route.reason)
-
-    def _replaced_by(self, stage: Stage) -> float:
-        """Until when a pod may come back to a pool that had pods a moment ago; 0: it had none."""
-        lost_at = self._registry.lost_at(stage)
-        return 0.0 if lost_at is None else lost_at + self._recovery.patience_seconds
 
     def _choose(self) -> Route | NoRoute:
         demand = self._job.demand(len(self.answer.token_ids))

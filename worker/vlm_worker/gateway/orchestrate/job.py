@@ -27,6 +27,8 @@ class Job:
         prompt_without: the prompt, when these pictures (by index) are left out.
         skip_corrupt: leave out pictures that cannot be decoded, instead of failing.
         max_wait_seconds: how long to wait for room before the client is told to come back.
+        inline: its pictures may be encoded where it is prefilled, if no encoder pod is there.
+        max_hold_seconds: if they may not, how long it is held until there is one; 0: not at all.
         block_size: tokens of a KV block.
         priority: a larger one goes first.
     """
@@ -40,6 +42,8 @@ class Job:
     max_wait_seconds: float
     block_size: int
     priority: int = 0
+    inline: bool = True
+    max_hold_seconds: float = 0.0
 
     def demand(self, num_delivered: int) -> Demand:
         """What the route must provide for, after so many tokens of the answer."""
@@ -55,6 +59,7 @@ class Job:
             image_digest=self.pictures[0].digest if self.pictures else b"",
             prefix_digest=hasher.digest(),
             needs_decode=self.sampling.max_tokens - num_delivered > 1,
+            inline=self.inline,
         )
 
 
