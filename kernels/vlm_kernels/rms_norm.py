@@ -16,6 +16,13 @@ import torch
 
 from vlm_kernels.cpu import native
 
+SYMBOL = "triptych_rms_norm"
+_POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+ARGUMENTS = (
+    *(_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE),
+    *(ctypes.c_float, _NUMBER, _NUMBER),
+)
+
 
 def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
     """The definition."""
@@ -45,7 +52,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch
             f"rms_norm: x is {x_TD.dtype} on {x_TD.device}, the weight {weight_D.dtype} on "
             f"{weight_D.device}"
         )
-    run = _native() if x_TD.device.type == "cpu" else None
+    run = _kernel() if x_TD.device.type == "cpu" else None
     if run is None or x_TD.dtype not in {torch.float32, torch.bfloat16}:
         return rms_norm_reference(x_TD, weight_D, eps=eps)
     if x_TD.stride(1) != 1:
@@ -66,9 +73,5 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch
 
 
 @functools.cache
-def _native() -> Callable[..., Any] | None:
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    return native.function(
-        "triptych_rms_norm",
-        *(pointer, size, pointer, pointer, size, size, ctypes.c_float, number, number),
-    )
+def _kernel() -> Callable[..., Any] | None:
+    return native.function(SYMBOL, *ARGUMENTS)

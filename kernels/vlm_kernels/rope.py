@@ -17,6 +17,13 @@ import torch
 
 from vlm_kernels.cpu import native
 
+SYMBOL = "triptych_rope"
+_POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+ARGUMENTS = (
+    *(_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
+    *(_SIZE, _SIZE, _SIZE, _NUMBER, _NUMBER),
+)
+
 
 def rope_reference(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
     """The definition; returns a new tensor."""
@@ -47,7 +54,7 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
             )
     if x_THD.stride(2) != 1:
         raise ValueError(f"rope: x has strides {x_THD.stride()}, the last must be 1")
-    run = _native() if x_THD.device.type == "cpu" else None
+    run = _kernel() if x_THD.device.type == "cpu" else None
     if run is None or x_THD.dtype not in {torch.float32, torch.bfloat16}:
         x_THD.copy_(rope_reference(x_THD, cos_TD, sin_TD))
         return
@@ -67,9 +74,5 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
 
 
 @functools.cache
-def _native() -> Callable[..., Any] | None:
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    return native.function(
-        "triptych_rope",
-        *(pointer, size, size, pointer, pointer, size, size, size, number, number),
-    )
+def _kernel() -> Callable[..., Any] | None:
+    return native.function(SYMBOL, *ARGUMENTS)

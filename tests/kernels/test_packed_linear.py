@@ -1,0 +1,179 @@
+"""The product on packed weights is its definition, whatever the shapes, and writes nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from vlm_kernels import packed_linear
+from vlm_kernels.packed_linear import (
+    PackedWeights,
+    is_native,
+    pack,
+    pack_gated,
+    packed_linear_reference,
+)
+
+needs_native = pytest.mark.skipif(not is_native(), reason="this CPU multiplies by torch")
+
+ROWS = st.sampled_from([1, 2, 5, 6, 7, 12, 13, 14, 15, 16, 17, 24, 29, 61])
+
+
+def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).to(torch.bfloat16)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to the order of sums: a unit in the last place of bfloat16, of a sum of them."""
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=1e-2)
+
+
+@given(ROWS, st.integers(1, 140), st.integers(1, 140), st.booleans(), st.booleans())
+@settings(max_examples=40)
+def test_it_is_its_definition_on_any_shape(
+    rows: int, num_out: int, num_in: int, has_bias: bool, has_residual: bool
+) -> None:
+    torch.manual_seed(rows * num_out * num_in)
+    x, w = bf16(rows, num_in), bf16(num_out, num_in, scale=num_in**-0.5)
+    bias = bf16(num_out) if has_bias else None
+    residual = bf16(rows, num_out) if has_residual else None
+    weights = pack(w)
+    plain = functional.linear(x, w, bias)
+    want = packed_linear_reference(x, weights, bias, residual)
+    close(want, plain if residual is None else residual + plain)
+    close(packed_linear(x, weights, bias, residual), want)
+
+
+@given(ROWS, st.integers(1, 140), st.integers(1, 140))
+@settings(max_examples=40)
+def test_a_gated_product_is_its_definition_on_any_shape(
+    rows: int, num_out: int, num_in: int
+) -> None:
+    torch.manual_seed(rows * num_out * num_in)
+    x = bf16(rows, num_in)
+    gate, up = (bf16(num_out, num_in, scale=num_in**-0.5) for _ in range(2))
+    weights = pack_gated(gate, up)
+    want = packed_linear_reference(x, weights)
+    close(want, functional.silu(functional.linear(x, gate)) * functional.linear(x, up))
+    close(packed_linear(x, weights), want)
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [2, 6, 7, 16, 17, 40])
+def test_a_row_is_the_same_among_others_as_alone(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weights = bf16(rows, 320), pack(bf16(200, 320))
+    together = packed_linear(x, weights)
+    alone = torch.cat([packed_linear(x[i : i + 1], weights) for i in range(rows)])
+    assert torch.equal(together, alone)
+
+
+@needs_native
+def test_the_number_of_threads_changes_nothing() -> None:
+    torch.manual_seed(0)
+    x, weights, before = bf16(9, 128), pack(bf16(1000, 128)), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(packed_linear(x, weights))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("value", [0.0, -100.0, 100.0, float("inf"), float("nan")])
+def test_a_gate_far_out_opens_as_silu_does(value: float) -> None:
+    gate, up = bf16(40, 2), bf16(40, 2)
+    gate[:, 0], gate[:, 1], up[:, 1] = 1, 0, 0
+    x = torch.tensor([[value, 0.0]]).to(torch.bfloat16)
+    want = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+    got = packed_linear(x, pack_gated(gate, up))
+    torch.testing.assert_close(got, want, atol=1e-30, rtol=1e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 40])
+@pytest.mark.parametrize("num_out", [1, 31, 33, 70])
+def test_every_output_is_written_and_nothing_beside_it(
+    rows: int, num_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is cut out of a poisoned field; x and the residual are cut out of NaN."""
+    guard, fields = 64, []
+
+    def poisoned(_like: torch.Tensor, *shape: int) -> torch.Tensor:
+        size = shape[0] * shape[1]
+        fields.append(torch.full((size + 2 * guard,), float("nan")).to(torch.bfloat16))
+        return fields[-1][guard : guard + size].view(shape)
+
+    def among_nan(part: torch.Tensor) -> torch.Tensor:
+        field = torch.full((len(part) + 2, part.shape[1] + 10), float("nan")).to(torch.bfloat16)
+        field[1:-1, 5:-5] = part
+        return field[1:-1, 5:-5]
+
+    torch.manual_seed(0)
+    x, weights, residual = bf16(rows, 34), pack(bf16(num_out, 34)), bf16(rows, num_out)
+    want = packed_linear(x, weights, None, residual)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    got = packed_linear(among_nan(x), weights, None, among_nan(residual))
+    assert torch.equal(got, want)
+    if is_native():
+        assert fields, "the result lies in the poisoned field"
+    for field in fields:
+        assert field[:guard].isnan().all()
+        assert field[-guard:].isnan().all()
+
+
+def _call(**changed: Any) -> torch.Tensor:
+    arguments: dict[str, Any] = {
+        "x_MK": bf16(3, 8), "weights": pack(bf16(40, 8)), "bias_N": None, "residual_MN": None,
+    }  # fmt: skip
+    return packed_linear(**(arguments | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"x_MK": bf16(3, 9)}, "x has shape"),
+        ({"x_MK": bf16(2, 3, 8)}, "x has shape"),
+        ({"x_MK": torch.zeros(3, 8)}, "float32"),
+        ({"x_MK": bf16(8, 3).T}, "strides"),
+        ({"bias_N": bf16(39)}, "bias has shape"),
+        ({"bias_N": torch.zeros(40)}, "bias is"),
+        ({"residual_MN": bf16(3, 39)}, "residual"),
+        ({"residual_MN": bf16(40, 3).T}, "residual is"),
+        ({"weights": pack_gated(bf16(40, 8), bf16(40, 8)), "bias_N": bf16(40)}, "gated"),
+    ],
+)
+def test_what_does_not_fit_raises_before_anything_is_computed(
+    changed: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        _call(**changed)
+
+
+def test_only_bfloat16_is_packed() -> None:
+    with pytest.raises(ValueError, match="float32"):
+        pack(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="differ"):
+        pack_gated(bf16(4, 4), bf16(5, 4))
+
+
+def test_without_a_library_the_definition_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    x, weights = bf16(5, 62), pack(bf16(70, 62))
+    fast = packed_linear(x, weights)
+    module = importlib.import_module("vlm_kernels.packed_linear")
+    monkeypatch.setattr(module, "_native", lambda: None)
+    assert not is_native()
+    close(fast, packed_linear(x, weights))
+
+
+def test_weights_of_no_rows_at_all_are_none() -> None:
+    weights = PackedWeights(torch.zeros(2, 4, 32, 2, dtype=torch.bfloat16), 40, 8)
+    assert packed_linear(bf16(0, 8), weights).shape == (0, 40)
