@@ -98,6 +98,7 @@ def controller_manager(folder: Path, who: Identities) -> list[str]:
         f"--controllers={','.join(_CONTROLLERS)}",
         "--secure-port=0",
         "--pvclaimbinder-sync-period=1s",
+        "--horizontal-pod-autoscaler-sync-period=2s",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
     ]
