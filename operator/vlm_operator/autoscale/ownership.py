@@ -36,7 +36,7 @@ def external(case: Case) -> Goal:
     """The number of whoever writes VLMPool; one that is missing starts with what is live."""
     asked = case.pool.replicas
     if asked is None:
-        start, _ = clamp(case, max(case.before, case.policy.minimum))
+        start, _ = clamp(case, case.before)
         return case.exactly(start, Reason.EXTERNAL, f"VLMPool starts with {start}")
     count, bound = clamp(case, asked)
     message = f"VLMPool asks for {asked}"
@@ -87,7 +87,11 @@ def clamp(case: Case, count: int) -> tuple[int, Bound | None]:
 
 def off(case: Case) -> Goal:
     """Nothing decides: the number that stands, within its bounds."""
-    count, bound = clamp(case, case.before)
+    asked = case.before if case.pool.replicas is None else case.pool.replicas
+    count, bound = clamp(case, asked)
     message = "autoscaling.policy is Off: the number stays"
     goal = case.exactly(count, Reason.OFF, message, limited_by=bound)
-    return dataclasses.replace(goal, claim=case.pool.replicas is None)
+    ours = case.pool.owner in (None, names.MANAGER_AUTOSCALER)
+    return dataclasses.replace(
+        goal, claim=ours and (bound is not None or case.pool.replicas is None)
+    )

@@ -20,7 +20,7 @@ from vlm_operator.autoscale.pace import auto
 from vlm_operator.autoscale.paced import KEPT_DECISIONS, Change, PaceMemory, PoolPace
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.stock import exhausted, take_stock
-from vlm_operator.autoscale.telling import decision_of
+from vlm_operator.autoscale.telling import advised, decision_of
 from vlm_operator.autoscale.view import PoolView, View
 from vlm_operator.names import Role
 
@@ -50,10 +50,17 @@ def settle(
     for role, case in cases.items():
         goals[role], paces[role] = _goal(case)
     shares = couple(cases, goals)
+    real, advice = goals, shares
+    if policy.apply is AutoscalingPolicy.ADVISORY:
+        real = {role: _unadvised(case, goals[role]) for role, case in cases.items()}
+        shares = couple(cases, real)
     decisions = {}
     for role, case in cases.items():
         now = dataclasses.replace(case, pace=paces[role])
-        decisions[role] = decision_of(now, goals[role], shares[role], cases)
+        decisions[role] = decision_of(now, real[role], shares[role], cases)
+        if real[role] is not goals[role]:
+            told = decision_of(now, goals[role], advice[role], cases)
+            decisions[role] = advised(decisions[role], told)
         paces[role] = _remember(now, decisions[role], memory.pools.get(role))
     return decisions, dataclasses.replace(memory, pools=paces)
 
@@ -120,6 +127,11 @@ def _goal(case: Case) -> tuple[Goal, PoolPace]:
     if case.service.apply is AutoscalingPolicy.OFF:
         return off(case), case.pace
     return auto(case)
+
+
+def _unadvised(case: Case, goal: Goal) -> Goal:
+    """What a pool may become where advice is not followed."""
+    return off(case) if case.policy.mode is ScalingMode.AUTO else goal
 
 
 def _carried_out(pace: PoolPace, before: int) -> tuple[Change, ...]:

@@ -10,11 +10,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
+from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.estimate import Estimate
 from vlm_operator.autoscale.paced import Exhausted, PoolPace
 from vlm_operator.autoscale.policy import PoolPolicy, Tuning, VariantPolicy
 from vlm_operator.autoscale.view import PodView, PoolView
-from vlm_operator.names import Role
+from vlm_operator.names import MANAGER_AUTOSCALER, Role
 
 LONGEST_BACKOFF = 5  # doublings of the time without another try
 
@@ -126,11 +127,15 @@ def exhausted(
 def _standing(policy: PoolPolicy, pool: PoolView, pace: PoolPace) -> dict[str, int]:
     """Spread the number that stands over node types: as last decided, else as Deployments have it.
 
-    Where neither adds up to it (somebody else wrote it), the difference is taken from the dearest
-    and given to the cheapest.
+    Where neither adds up to it, the difference is taken from the dearest and given to the cheapest.
+    A number that somebody else wrote does not stand before it was decided to follow it.
     """
     names = [item.name for item in policy.variants]
-    total = sum(pool.live.values()) if pool.replicas is None else max(0, pool.replicas)
+    ours = policy.mode is ScalingMode.AUTO and pool.owner in (None, MANAGER_AUTOSCALER)
+    if ours and pool.replicas is not None:
+        total = max(0, pool.replicas)
+    else:
+        total = sum(pace.standing.values()) or sum(pool.live.values())
     decided = {name: pace.standing.get(name, 0) for name in names}
     if sum(decided.values()) == total and sum(pace.standing.values()) == total:
         return decided

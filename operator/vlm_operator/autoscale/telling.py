@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
-from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale.couple import Share, unreadable
 from vlm_operator.autoscale.goal import Case, Goal
 from vlm_operator.autoscale.outcome import Decision
@@ -16,36 +16,42 @@ from vlm_operator.names import Role
 
 def decision_of(case: Case, goal: Goal, share: Share, cases: Mapping[Role, Case]) -> Decision:
     """Put together what was decided and why."""
-    advisory = case.service.apply is AutoscalingPolicy.ADVISORY
-    advisory = advisory and case.policy.mode is ScalingMode.AUTO
-    # bounds are the manifest's own word, not advice: a new pool starts with its minimum
-    advisory = advisory and goal.reason is not Reason.BOUNDS
-    variants = dict(case.stock.standing) if advisory else dict(share.variants)
-    to = sum(variants.values())
+    variants, to = dict(share.variants), share.replicas
     reason, limit = _reason(case, goal, share), share.limited_by
     if share.wanted > share.replicas:
         limit = Bound.BUDGET
     message = _message(case, goal, share, reason, limit, cases)
-    if advisory:
-        message = f"Advisory, would be {share.replicas}: {message}"
     need = case.estimate.needs.get(case.role)
     return Decision(
         time=case.now,
         before=case.before,
         to=to,
-        claim=_claim(case, goal, to, advisory=advisory),
+        claim=_claim(case, goal, to),
         reason=reason.value,
         message=message,
         variants=variants,
         limited_by=None if limit is None else limit.value,
         candidates=() if need is None else need.candidates,
-        recommendation=share.replicas if advisory else _recommendation(case),
+        recommendation=_recommendation(case),
         shares=_shares(case),
         cost_per_hour=_cost(case, variants),
         conflict=goal.conflict,
         held=goal.held,
         flapping=case.pace.damping > 1,
         capacity=capacity(case),
+    )
+
+
+def advised(real: Decision, advice: Decision) -> Decision:
+    """What is done where advice is only given: the reasons are the advice's."""
+    return dataclasses.replace(
+        advice,
+        to=real.to,
+        claim=real.claim,
+        variants=real.variants,
+        cost_per_hour=real.cost_per_hour,
+        recommendation=advice.to,
+        message=f"Advisory, would be {advice.to}: {advice.message}",
     )
 
 
@@ -108,11 +114,11 @@ def _message(
     return "; ".join(parts)
 
 
-def _claim(case: Case, goal: Goal, to: int, *, advisory: bool) -> int | None:
+def _claim(case: Case, goal: Goal, to: int) -> int | None:
     """What VLMPool should say: the wish of the owner, not what a budget made of it."""
     if case.pool.replicas is None:
         return to
-    if advisory or not goal.claim:
+    if not goal.claim:
         return None
     return case.policy.replicas if case.policy.mode is ScalingMode.MANUAL else to
 

@@ -4,6 +4,8 @@ import dataclasses
 
 from settling_support import TICK, World, need, pool, service, variant
 
+from vlm_operator.api import ScalingMode
+from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale.policy import Budget, Ratio, Tuning
 from vlm_operator.names import Role
 
@@ -166,6 +168,20 @@ def test_a_budget_that_is_lowered_takes_replicas_at_once_the_unneeded_first():
     decisions = world.tick([need(4.0, PREFILL), need(2.0)])
     assert (decisions[DECODE].to, decisions[PREFILL].to) == (2, 4)
     assert (decisions[DECODE].reason, decisions[DECODE].limited_by) == ("Bounds", "Budget")
+
+
+def test_advice_that_is_not_followed_takes_nothing_from_a_pool_that_others_scale():
+    policy = service(
+        pool(mode=ScalingMode.AUTO, maximum=20, up_pods=20),
+        pool(PREFILL, mode=ScalingMode.EXTERNAL),
+        budget=Budget(accelerators=6),
+        apply=AutoscalingPolicy.ADVISORY,
+    )
+    world = World(policy, {DECODE: {"a": 2}, PREFILL: {"a": 1}})
+    world.write(PREFILL, "hpa", 4)
+    decisions = world.tick([need(9.0)])
+    assert (decisions[PREFILL].to, decisions[PREFILL].limited_by) == (4, None)
+    assert (decisions[DECODE].to, decisions[DECODE].recommendation) == (2, 5)
 
 
 def test_a_ratio_makes_the_other_pool_grow_along_and_says_so():
