@@ -88,10 +88,10 @@ class ByHand:
         self.asked: dict[str, list[int]] = collections.defaultdict(list)
         self._images: dict[str, tuple[PreparedImage, ...]] = {}
 
-    def encode(self, name: str, images: Sequence[PreparedImage]) -> None:
+    def encode(self, name: str, images: Sequence[PreparedImage], *, priority: int = 0) -> None:
         """Hand pictures to the encoder."""
         stream: EventStream[Any] = EventStream(RequestKey(name, 0))
-        self.state.pictures.encode(stream.key, tuple(images), stream)
+        self.state.pictures.encode(stream.key, tuple(images), stream, priority=priority)
 
     def submit(
         self, request: Request, images: Sequence[PreparedImage] = (), *, hold: bool = False

@@ -144,6 +144,22 @@ def test_a_large_call_takes_one_picture_of_each_request() -> None:
         engine.state.cancel(RequestKey(name, 0))
 
 
+def test_the_pictures_of_important_requests_go_first_and_nobody_waits_for_ever() -> None:
+    engine = ByHand(max_encode_tokens=NUM_TOKENS)
+    for number, priority in enumerate((-1, 0, 1)):
+        engine.encode(str(number), [picture(number)], priority=priority)
+    engine.turn()
+    assert [name for name in "012" if engine.told[name]] == ["2"]
+    engine.now += engine.state.sequences.settings.admission.ageing_seconds
+    engine.encode("late", [picture(9)], priority=5)
+    engine.turn()
+    assert [name for name in ("0", "1", "late") if engine.told[name]] == ["0"]
+    while engine.turn():
+        pass
+    for name in ("0", "1", "2", "late"):
+        engine.state.cancel(RequestKey(name, 0))
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(5, 20))
 def test_a_long_queue_of_pictures_never_keeps_a_decoding_sequence_from_its_next_token(
     sizes: list[int], budget: int

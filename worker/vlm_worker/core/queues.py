@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import heapq
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.core.waves import (
@@ -34,45 +34,48 @@ MAX_UNFIT: Final = 2
 """So many of one lane that do not fit are looked at in a wave; then it is the other's turn."""
 
 
-class Heap:
-    """Sequences by key, the smallest first. Who leaves is marked; the marked are swept in bulk."""
+T = TypeVar("T")
+
+
+class Heap(Generic[T]):
+    """Things by key, the smallest first. Who leaves is marked; the marked are swept in bulk."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, int, Sequence]] = []
-        self._tickets: dict[Sequence, int] = {}
+        self._entries: list[tuple[Any, int, T]] = []
+        self._tickets: dict[T, int] = {}
         self._next_ticket = 0
 
     def __len__(self) -> int:
-        """Sequences in it."""
+        """How many are in it."""
         return len(self._tickets)
 
-    def __contains__(self, sequence: Sequence | None) -> bool:
+    def __contains__(self, one: T | None) -> bool:
         """Whether it is in it."""
-        return sequence in self._tickets
+        return one in self._tickets
 
     @property
-    def first(self) -> Sequence | None:
+    def first(self) -> T | None:
         """The one with the smallest key."""
         while self._entries and not self._is_live(self._entries[0]):
             heapq.heappop(self._entries)
         return self._entries[0][2] if self._entries else None
 
-    def push(self, key: Any, sequence: Sequence) -> None:
+    def push(self, key: Any, one: T) -> None:
         """Put one in."""
         self._next_ticket += 1
-        self._tickets[sequence] = self._next_ticket
-        heapq.heappush(self._entries, (key, self._next_ticket, sequence))
+        self._tickets[one] = self._next_ticket
+        heapq.heappush(self._entries, (key, self._next_ticket, one))
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, one: T) -> None:
         """Take one out, if it is in it."""
-        if self._tickets.pop(sequence, None) is None:
+        if self._tickets.pop(one, None) is None:
             return
         num_left = len(self._entries) - len(self._tickets)
         if num_left > max(len(self._tickets), MIN_SWEEP):
             self._entries = [entry for entry in self._entries if self._is_live(entry)]
             heapq.heapify(self._entries)
 
-    def _is_live(self, entry: tuple[Any, int, Sequence]) -> bool:
+    def _is_live(self, entry: tuple[Any, int, T]) -> bool:
         return self._tickets.get(entry[2]) == entry[1]
 
 
@@ -91,11 +94,12 @@ class Waiting:
         self.rules = rules
         self.num_tokens = 0
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
-        self._ranked = {lane: Heap() for lane in Lane}
-        self._aging = {lane: Heap() for lane in Lane}
-        self._reserved = Heap()
-        self._stalled = Heap()
-        self._asleep_ranked, self._asleep_aging = Heap(), Heap()
+        self._ranked: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in Lane}
+        self._aging: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in Lane}
+        self._reserved: Heap[Sequence] = Heap()
+        self._stalled: Heap[Sequence] = Heap()
+        self._asleep_ranked: Heap[Sequence] = Heap()
+        self._asleep_aging: Heap[Sequence] = Heap()
         self._count = dict.fromkeys(Lane, 0)
         self._last_first = Lane.VISION
 

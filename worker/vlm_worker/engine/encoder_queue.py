@@ -1,4 +1,4 @@
-"""Pictures that wait for the encoder: one call a turn, whoever they belong to.
+"""Pictures are encoded, the most important first: one call a turn, whoever they belong to.
 
     push -> queue -> [a batch within the budget] -> runner.encode -> cache -> all who wait for it
 
@@ -10,15 +10,13 @@ smaller, so that a long queue costs each of their tokens one short call and no m
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Final
 
 from vlm_worker.cache.embeddings import EmbeddingCache
 from vlm_worker.core.busy import BusyMeter
 from vlm_worker.core.encoder_entries import Entry
+from vlm_worker.core.picture_queue import Fill, PictureQueue
 from vlm_worker.core.work import WorkModel
 from vlm_worker.engine.guard import encode_guarded, is_device_lost, is_out_of_memory
 from vlm_worker.engine.runner import Runner
@@ -31,20 +29,6 @@ ENOUGH_TOKENS: Final = 256
 
 Settled = Callable[[Exception | None], None]
 """Called once when an entry is filled (None) or has failed."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fill:
-    """A picture in the queue."""
-
-    entry: Entry
-    image: PreparedImage
-    key: RequestKey
-
-
-def num_pixels(image: PreparedImage) -> int:
-    """Pixels of a picture as the encoder sees it: three float32 each, frames counted apart."""
-    return image.patches.nbytes // 12
 
 
 class EncoderQueue:
@@ -75,7 +59,8 @@ class EncoderQueue:
         self._cache = cache
         self._settings = settings
         self._clock = clock
-        self._queue: collections.deque[Fill] = collections.deque()
+        self._queue = PictureQueue(ageing_seconds=settings.admission.ageing_seconds)
+        self._num_pushed = 0
         self._waiters: dict[int, list[Settled]] = {}
 
     def __len__(self) -> int:
@@ -85,20 +70,21 @@ class EncoderQueue:
     @property
     def num_pixels(self) -> int:
         """Their pixels."""
-        return sum(num_pixels(fill.image) for fill in self._queue)
+        return self._queue.num_pixels
 
     @property
     def seconds(self) -> float:
         """Predicted encoder time of the queue."""
-        return self.predict(sum(fill.image.num_tokens for fill in self._queue))
+        return self.predict(self._queue.num_tokens)
 
     def predict(self, num_tokens: int) -> float:
         """Predicted encoder time of so many visual tokens."""
         return self.work.predict(num_tokens, units_per_step=self._settings.max_encode_tokens)
 
-    def push(self, entry: Entry, image: PreparedImage, key: RequestKey) -> None:
+    def push(self, entry: Entry, image: PreparedImage, key: RequestKey, *, priority: int) -> None:
         """Have an entry filled, for a request."""
-        self._queue.append(Fill(entry, image, key))
+        self._num_pushed += 1
+        self._queue.push(Fill(entry, image, key, priority, self._num_pushed, self._clock()))
 
     def when_settled(self, entry: Entry, settled: Settled) -> None:
         """Have `settled` called when an entry that is being filled is READY, or has failed."""
@@ -106,15 +92,15 @@ class EncoderQueue:
 
     def abandon(self, entry: Entry) -> None:
         """Take an entry that nobody waits for any more out of the queue."""
-        for fill in [fill for fill in self._queue if fill.entry is entry]:
-            self._queue.remove(fill)
+        if self._queue.remove(entry) is not None:
             self._fail(entry, CancelledError("nobody waits for this picture any more"))
 
     def drain(self, error: Exception) -> int:
         """Fail what waits; returns how many pictures did."""
         num_failed = len(self._queue)
-        while self._queue:
-            self._fail(self._queue.popleft().entry, error)
+        while (fill := self._queue.first(now=self._clock())) is not None:
+            self._queue.remove(fill.entry)
+            self._fail(fill.entry, error)
         return num_failed
 
     def turn(self, *, decoding: bool) -> bool:
@@ -128,7 +114,7 @@ class EncoderQueue:
         results = encode_guarded(self._runner, [fill.image for fill in batch])
         seconds = self._clock() - self.batch_started
         self.work.observe(num_tokens, seconds)
-        self.busy.encoded([math.prod(fill.image.grid_thw) for fill in batch], seconds)
+        self.busy.encoded([fill.num_patches for fill in batch], seconds)
         for fill, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
                 self.num_out_of_memory += is_out_of_memory(result.__cause__)
@@ -147,21 +133,25 @@ class EncoderQueue:
         batch: list[Fill] = []
         later: list[Fill] = []
         num_tokens = 0
-        while self._queue and (not batch or num_tokens + self._queue[0].image.num_tokens <= budget):
-            fill = self._queue.popleft()
+        now = self._clock()
+        while (fill := self._queue.first(now=now)) is not None:
+            if batch and num_tokens + fill.image.num_tokens > budget:
+                break
+            self._queue.remove(fill.entry)
             if num_tokens >= ENOUGH_TOKENS and any(other.key == fill.key for other in batch):
                 later.append(fill)
                 continue
             batch.append(fill)
             num_tokens += fill.image.num_tokens
-        self._queue.extendleft(reversed(later))
+        for fill in later:
+            self._queue.push(fill)
         return batch
 
     def _complete(self, fill: Fill, embedding: Any) -> None:
         self._cache.complete(fill.entry, embedding, now=self._clock())
         self.num_images += 1
         self.num_visual_tokens += fill.image.num_tokens
-        self.num_patches += math.prod(fill.image.grid_thw)
+        self.num_patches += fill.num_patches
         self._settled(fill.entry, None)
         self.on_ready(fill.image.image_key)
 

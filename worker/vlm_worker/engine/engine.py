@@ -84,8 +84,12 @@ class Engine:
 
     # ---- encoder ---------------------------------------------------------------------------------
 
-    def encode(self, key: RequestKey, images: Sequence[PreparedImage]) -> EventStream[EncodeEvent]:
+    def encode(
+        self, key: RequestKey, images: Sequence[PreparedImage], *, priority: int = 0
+    ) -> EventStream[EncodeEvent]:
         """Encode pictures, or find them in the cache. Item numbers are positions in `images`.
+
+        Those of a larger priority go first, until others have waited for too long.
 
         Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. The
         stream ends after one event per item. Without room, or while draining, each fails with a
@@ -93,7 +97,7 @@ class Engine:
         """
         stream: EventStream[EncodeEvent] = EventStream(key)
         self._thread.tell(
-            lambda state: state.pictures.encode(key, tuple(images), stream),
+            lambda state: state.pictures.encode(key, tuple(images), stream, priority=priority),
             refuse=lambda error: stream.close_with(
                 *(ItemFailed(item, error) for item in range(len(images)))
             ),

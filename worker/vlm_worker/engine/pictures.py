@@ -16,8 +16,9 @@ from typing import Any
 from vlm_worker.cache.embeddings import EmbeddingCache
 from vlm_worker.core.encoder_cache import Lookup
 from vlm_worker.core.encoder_entries import Entry
+from vlm_worker.core.picture_queue import num_pixels
 from vlm_worker.core.work import retry_after
-from vlm_worker.engine.encoder_queue import EncoderQueue, num_pixels
+from vlm_worker.engine.encoder_queue import EncoderQueue
 from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.guard import guarded
 from vlm_worker.engine.outbox import Outbox
@@ -41,6 +42,7 @@ class Job:
     key: RequestKey
     stream: EventStream[EncodeEvent]
     pending: set[int]
+    priority: int
 
 
 class Pictures:
@@ -96,13 +98,18 @@ class Pictures:
             self.unpin(entry, key)
 
     def encode(
-        self, key: RequestKey, images: tuple[PreparedImage, ...], stream: EventStream[EncodeEvent]
+        self,
+        key: RequestKey,
+        images: tuple[PreparedImage, ...],
+        stream: EventStream[EncodeEvent],
+        *,
+        priority: int = 0,
     ) -> None:
         """See `Engine.encode`."""
         if not images:
             self._outbox.end(stream)
             return
-        job = Job(key, stream, set(range(len(images))))
+        job = Job(key, stream, set(range(len(images))), priority)
         refusal = self._refusal(key, images)
         if refusal is not None:
             for item in range(len(images)):
@@ -227,7 +234,7 @@ class Pictures:
             self._ready(job, item, entry, cache_hit=True, times=(now, now, now))
             return
         if found is Lookup.MINE:
-            self.queue.push(entry, image, job.key)
+            self.queue.push(entry, image, job.key, priority=job.priority)
         self.queue.when_settled(
             entry, lambda error: self._item_settled(job, item, entry, now, error)
         )

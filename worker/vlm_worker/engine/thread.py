@@ -179,7 +179,7 @@ class EngineThread:
         letters = self._state.outbox.take()
         if letters:
             if renew_stats:
-                self._take_snapshot(busy=False)
+                self._take_snapshot(busy=True)
             self._call_loop(deliver, letters)
 
     def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:

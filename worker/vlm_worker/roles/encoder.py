@@ -93,7 +93,8 @@ class EncoderRole:
         try:
             with host.offers.keep(transfers):
                 await host.delay("encoder_queue")
-                async for event in host.engine.encode(call.key, pictures):
+                asked = host.engine.encode(call.key, pictures, priority=call.priority)
+                async for event in asked:
                     index = event.item
                     num_left -= 1
                     if not isinstance(event, EngineItemReady):
