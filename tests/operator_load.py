@@ -63,7 +63,7 @@ def loaded_world(spec: dict[str, Any] | None = None, **pools: Any) -> World:
     world = World(body({**base, **(spec or {})}, **(pools or {"decode": auto()})))
     world.scraper = Loaded()
     world.loop = world.new_loop()
-    world.converge()
+    run(world, turns=8, seconds=3.0)
     return world
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from vlm_operator import names
-from vlm_operator.api import ScalingMode, VLMService
+from vlm_operator.api import OnDemand, ScalingMode, VLMService
 from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.service import Memory
@@ -64,6 +64,16 @@ class Intent:
     draining: tuple[str, ...]
     claims: Mapping[Role, int]
     plan: Plan
+
+    @property
+    def asleep(self) -> bool:
+        """A pool is at zero, and gateways hold requests until it wakes."""
+        return not self.service.spec.suspend and any(
+            self.desired[role] == 0
+            and pool.zero is not None
+            and pool.zero.on_demand is OnDemand.QUEUE
+            for role, pool in self.sizing.policy.pools.items()
+        )
 
 
 def intend(

@@ -40,6 +40,7 @@ from vlm_operator.status import (
 )
 
 DRAIN_TICK_SECONDS = 1.0
+WAKE_TICK_SECONDS = 1.0  # while requests may be held for a pool at zero
 PERSON_SECONDS = 60.0  # between tries at what only a person can change
 
 
@@ -216,4 +217,5 @@ class Loop:
             return PERSON_SECONDS
         if intent.draining:
             return DRAIN_TICK_SECONDS
-        return float(intent.service.spec.autoscaling.tick_seconds)
+        tick = float(intent.service.spec.autoscaling.tick_seconds)
+        return min(tick, WAKE_TICK_SECONDS) if intent.asleep else tick

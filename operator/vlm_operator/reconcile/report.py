@@ -23,6 +23,7 @@ from vlm_operator.autoscale.record import Record
 from vlm_operator.autoscale.service import Memory
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
 from vlm_operator.metrics import (
+    BAD_SAMPLES,
     DESIRED_REPLICAS,
     READY_REPLICAS,
     RECOMMENDED_REPLICAS,
@@ -127,6 +128,9 @@ class Reporter:
 
     def count(self, view: View, intent: Intent) -> None:
         """Set the metrics, and log the whole tick where it says something new."""
+        absurd = intent.sizing.outcome.estimate.bad_samples
+        if absurd:
+            BAD_SAMPLES.labels(reason="absurd").inc(absurd)
         news = False
         for role in view.service.spec.pools.present:
             labels = {"namespace": self._namespace, "service": self._name, "role": role.value}

@@ -1,5 +1,6 @@
 """State in, state out: what turns make of pools in mode Auto."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -8,8 +9,9 @@ from operator_load import FAST, SLO, Loaded, auto, loaded_world, replicas, run, 
 from operator_support import World, body, pool
 
 from vlm_operator.autoscale.record import differences, load_record, replay
-from vlm_operator.cluster import CONFIG_MAP, EVENT, VLM_NODE_CLASS, VLM_POOL
+from vlm_operator.cluster import CONFIG_MAP, EVENT, VLM_NODE_CLASS, VLM_POOL, VLM_SERVICE
 from vlm_operator.names import Role
+from vlm_operator.testing import Died, DyingCluster, settle
 
 
 def test_a_full_decode_pool_grows_says_why_and_shrinks_when_it_is_empty_for_the_window():
@@ -217,6 +219,7 @@ def test_an_encoder_at_zero_wakes_for_a_held_request_and_goes_when_none_comes():
     before = world.written()
     run(world, turns=24)
     assert world.cluster.writes[before:] == []
+    assert world.turn() <= 1.0, "a held request will be seen within a second"
     world.scraper.held = 1
     run(world, turns=3)
     assert replicas(world, "encoder") == 1
@@ -247,3 +250,38 @@ def test_the_log_is_silent_while_the_same_is_decided(caplog):
     caplog.set_level("INFO")
     run(world, turns=30)
     assert [item for item in caplog.records if item.message == "decision"] == []
+
+
+def test_a_suspended_service_keeps_its_numbers_and_is_not_written_however_long():
+    missing = {"missingMetrics": "Fallback", "fallbackReplicas": {"decode": 4}}
+    tuning = {**FAST["tuning"], "missingSeconds": 20}
+    world = loaded_world({"autoscaling": {**FAST, **missing, "tuning": tuning}})
+    world.scraper.tokens = 1900
+    run(world, turns=4)
+    assert replicas(world) == 3
+    world.scraper.tokens = 0
+    world.apply(body({**world.cluster.all(VLM_SERVICE)[0]["spec"], "suspend": True}))
+    run(world, turns=20)
+    before = world.written()
+    run(world, turns=60)
+    assert world.cluster.writes[before:] == []
+    assert replicas(world) == 3
+    assert world.deployments()["demo-decode"] == 0
+
+
+def test_growth_converges_from_a_death_at_every_write():
+    at = 0
+    while True:
+        world = loaded_world()
+        world.scraper.tokens = 1900
+        world.loop = world.new_loop(DyingCluster(world.cluster, at=at, committed=at % 2 == 0))
+        with contextlib.suppress(Died):
+            run(world, turns=4)
+            break
+        settle(world.cluster)
+        world.loop = world.new_loop()
+        run(world, turns=6)
+        assert replicas(world) == world.deployments()["demo-decode"] == 3, f"died at write {at}"
+        assert said(world)["readyReplicas"] == 3
+        at += 1
+    assert at > 4
