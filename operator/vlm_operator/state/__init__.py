@@ -1,0 +1,56 @@
+"""What was seen: pods, their own reports, the objects a service owns. Values only.
+
+reports.py      a pod's /stats                                   Sample
+seen.py         pods, node classes, everything of a service      Observed
+deployments.py  one role, variant and revision                   DeploymentState
+revisions.py    what pods are made of, and the notes of it on Deployments
+
+`observe` and `scrape` fill them.
+"""
+
+from vlm_operator.state.deployments import DeploymentState, Manifest
+from vlm_operator.state.reports import (
+    Busy,
+    Gaps,
+    KvTokens,
+    ModelFacts,
+    Phase,
+    Sample,
+    StageSeconds,
+    Ttft,
+)
+from vlm_operator.state.revisions import (
+    ANNOTATION_APPLIED,
+    ANNOTATION_DELETION_COST,
+    ANNOTATION_FAILED,
+    ANNOTATION_INITIAL,
+    ANNOTATION_INPUTS,
+    ANNOTATION_RESOLVED,
+    Resolved,
+    Revision,
+)
+from vlm_operator.state.seen import NodeClassState, Observed, PodState
+
+__all__ = [
+    "ANNOTATION_APPLIED",
+    "ANNOTATION_DELETION_COST",
+    "ANNOTATION_FAILED",
+    "ANNOTATION_INITIAL",
+    "ANNOTATION_INPUTS",
+    "ANNOTATION_RESOLVED",
+    "Busy",
+    "DeploymentState",
+    "Gaps",
+    "KvTokens",
+    "Manifest",
+    "ModelFacts",
+    "NodeClassState",
+    "Observed",
+    "Phase",
+    "PodState",
+    "Resolved",
+    "Revision",
+    "Sample",
+    "StageSeconds",
+    "Ttft",
+]

@@ -1,0 +1,139 @@
+"""What the API server shows: pods, node classes, and everything that a service owns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.names import Role
+from vlm_operator.state.deployments import DeploymentState, Manifest
+from vlm_operator.state.reports import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class PodState:
+    """One pod as the API server shows it.
+
+    Attributes:
+        accepting: the readiness gate; None until it was set.
+        gate_since: when the gate last changed, seconds since the epoch.
+        ready_since: when it last became ready; None while it is not.
+        unready_since: when it last ceased to be; None while it is ready, or never said.
+        blocked: the one thing that keeps it from being ready, "" when nothing is known to.
+        created: seconds since the epoch.
+    """
+
+    name: str
+    uid: str
+    role: Role
+    variant: str
+    revision: str
+    node: str | None
+    ip: str | None
+    created: float
+    scheduled: bool
+    containers_ready: bool
+    ready: bool
+    accepting: bool | None
+    gate_since: float | None
+    deleting: bool
+    finished: bool
+    restarts: int
+    deletion_cost: int
+    blocked: str
+    ready_since: float | None = None
+    unready_since: float | None = None
+    compat: str = ""
+
+    @property
+    def draining(self) -> bool:
+        """Told to take no new work, or on its way out."""
+        return self.deleting or self.accepting is False
+
+    @property
+    def taking_since(self) -> float | None:
+        """When it began to take work; None while it does not.
+
+        Readiness may flap and a drain may be called off: the earlier of the two is the start.
+        """
+        began = [at for at in (self.ready_since, self.gate_since) if at is not None]
+        return min(began) if self.ready and began else None
+
+    @property
+    def starting(self) -> bool:
+        """On a node, and not ready yet."""
+        return self.scheduled and not self.ready and not self.draining and not self.finished
+
+    @property
+    def pending(self) -> bool:
+        """On no node yet."""
+        return not self.scheduled and not self.draining and not self.finished
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeClassState:
+    """What a VLMNodeClass says that decisions need.
+
+    Attributes:
+        accelerator: resource name of its devices, None where it has none.
+        accelerators: devices of one pod.
+        cost_per_hour: of one replica, the spot price on spot nodes; None where nobody said.
+        speed: work per second of each role relative to other classes, 1.0 where nobody said.
+        roles: that may run here; empty is all.
+        startup_seconds: from creation to ready, measured (90th percentile) or else expected.
+    """
+
+    name: str
+    node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    accelerator: str | None = None
+    accelerators: int = 0
+    cost_per_hour: float | None = None
+    spot: bool = False
+    speed: Mapping[Role, float] = dataclasses.field(default_factory=dict)
+    roles: frozenset[Role] = frozenset()
+    startup_seconds: float = 180.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """Everything that one turn of the loop looks at.
+
+    Attributes:
+        service: the VLMService, None where it is gone.
+        children: what carries the service's label, by kind and name, ours or not.
+        now: seconds since the epoch, when the reading began.
+    """
+
+    service: Manifest | None
+    children: Mapping[tuple[str, str], Manifest]
+    pods: tuple[PodState, ...]
+    node_classes: Mapping[str, NodeClassState]
+    samples: Mapping[str, Sample]  # by pod uid
+    now: float
+
+    def of(self, role: Role) -> tuple[PodState, ...]:
+        """All pods of a role that have not ended, oldest first."""
+        found = [pod for pod in self.pods if pod.role is role and not pod.finished]
+        return tuple(sorted(found, key=lambda pod: (pod.created, pod.name)))
+
+    def child(self, kind: str, name: str) -> Manifest | None:
+        """One child, None where it does not exist."""
+        return self.children.get((kind, name))
+
+    def of_kind(self, kind: str) -> Iterator[Manifest]:
+        """All children of a kind, by name."""
+        for (found, _), manifest in sorted(self.children.items(), key=lambda item: item[0]):
+            if found == kind:
+                yield manifest
+
+    def deployments(self) -> tuple[DeploymentState, ...]:
+        """All Deployments of the service's roles, gateway included."""
+        return tuple(DeploymentState.of(manifest) for manifest in self.of_kind("Deployment"))
+
+    def pool_replicas(self, service: str, role: Role) -> int | None:
+        """`spec.replicas` of the role's VLMPool, None where there is none."""
+        pool = self.child(names.KIND_POOL, names.child(service, role))
+        return None if pool is None else int(pool["spec"]["replicas"])
