@@ -23,6 +23,7 @@ BENCHES = (
     "model",
     "paged_attention",
     "memory",
+    "decode",
     "mixed_trace",
     "generate",
     "curves",

@@ -11,7 +11,7 @@ sum of two tensors is rounded to bfloat16, as transformers' modules do one after
     pack_gated(G, U)   likewise, 16 rows of G and the same 16 of U in each panel
 
 One layout serves one row and thousands. A row's result depends on no other row. C++ for CPUs with
-AVX512-BF16 (`cpu/linear.cpp`); `is_native` says whether this is one.
+AVX512-BF16 (`cpu/linear.cpp`); `has_kernel` says whether this is one.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def packed_linear(
         _check(_is_plain(residual_MN), f"the residual is {residual_MN.dtype}")
     extras = bias_N is not None or residual_MN is not None
     _check(not (weights.is_gated and extras), "gated weights have no bias and no residual")
-    run = _native()
+    run = _kernel()
     if run is None:
         return packed_linear_reference(x_MK, weights, bias_N, residual_MN)
     if x_MK.shape[1] % 2:
@@ -131,13 +131,13 @@ def packed_linear(
     return y_MN
 
 
-def is_native() -> bool:
+def has_kernel() -> bool:
     """Whether this machine has the fast path, the only reason to pack."""
-    return _native() is not None
+    return _kernel() is not None
 
 
 @functools.cache
-def _native() -> Callable[..., Any] | None:
+def _kernel() -> Callable[..., Any] | None:
     has = native.function("triptych_has_linear_bf16", returns=ctypes.c_int)
     if has is None or not has():
         return None

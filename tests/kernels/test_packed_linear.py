@@ -14,13 +14,13 @@ from torch.nn import functional
 from vlm_kernels import packed_linear
 from vlm_kernels.packed_linear import (
     PackedWeights,
-    is_native,
+    has_kernel,
     pack,
     pack_gated,
     packed_linear_reference,
 )
 
-needs_native = pytest.mark.skipif(not is_native(), reason="this CPU multiplies by torch")
+needs_kernel = pytest.mark.skipif(not has_kernel(), reason="this CPU multiplies by torch")
 
 ROWS = st.sampled_from([1, 2, 5, 6, 7, 12, 13, 14, 15, 16, 17, 24, 29, 61])
 
@@ -64,7 +64,7 @@ def test_a_gated_product_is_its_definition_on_any_shape(
     close(packed_linear(x, weights), want)
 
 
-@needs_native
+@needs_kernel
 @pytest.mark.parametrize("rows", [2, 6, 7, 16, 17, 40])
 def test_a_row_is_the_same_among_others_as_alone(rows: int) -> None:
     torch.manual_seed(rows)
@@ -74,7 +74,7 @@ def test_a_row_is_the_same_among_others_as_alone(rows: int) -> None:
     assert torch.equal(together, alone)
 
 
-@needs_native
+@needs_kernel
 def test_the_number_of_threads_changes_nothing() -> None:
     torch.manual_seed(0)
     x, weights, before = bf16(9, 128), pack(bf16(1000, 128)), torch.get_num_threads()
@@ -122,7 +122,7 @@ def test_every_output_is_written_and_nothing_beside_it(
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     got = packed_linear(among_nan(x), weights, None, among_nan(residual))
     assert torch.equal(got, want)
-    if is_native():
+    if has_kernel():
         assert fields, "the result lies in the poisoned field"
     for field in fields:
         assert field[:guard].isnan().all()
@@ -169,8 +169,8 @@ def test_without_a_library_the_definition_computes(monkeypatch: pytest.MonkeyPat
     x, weights = bf16(5, 62), pack(bf16(70, 62))
     fast = packed_linear(x, weights)
     module = importlib.import_module("vlm_kernels.packed_linear")
-    monkeypatch.setattr(module, "_native", lambda: None)
-    assert not is_native()
+    monkeypatch.setattr(module, "_kernel", lambda: None)
+    assert not has_kernel()
     close(fast, packed_linear(x, weights))
 
 

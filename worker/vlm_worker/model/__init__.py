@@ -3,6 +3,7 @@
 checkpoint   a model directory's files, checked before anything is loaded; no torch
 loader       one modelling module, the halves that the stages need, weights
 linear       weights in the order that a CPU multiplies fastest
+layers       decoder layers as a few kernels
 attention    what the modules call instead of their own attention
 vision       pictures to embeddings
 sampler      logits to tokens

@@ -2,14 +2,15 @@
 
     y = x W^T + b        x [..., K], W [N, K], b [N]
 
-oneDNN multiplies blocks of W. Given a plain matrix it copies W into blocks at every call, which for
-the few rows of a decode step costs more than the product; packed once, W is only read. Measured on
-two cores with AVX512-BF16, bfloat16: 1.4 to 2.2 times as fast with up to 64 rows, and no slower
-with more, so that every layer is packed, whatever its shape.
+Given a plain matrix, a library brings W into blocks at every call, which for the few rows of a
+decode step costs more than the product; packed once, W is only read. Every layer is packed,
+whatever its shape; layers of one input are packed as one (`docs/decisions/0013`).
 
-    float32    plain: products stay those of transformers, bit for bit
-    float16    plain: CPUs without AVX512-FP16 have no fast product of it
-    CUDA       plain: the GPU's library needs no order of its own
+    AVX512-BF16    our kernel (`vlm_kernels.packed_linear`)
+    AMX, others    oneDNN, through torch
+    float32        plain: products stay those of transformers, bit for bit
+    float16        plain: CPUs without AVX512-FP16 have no fast product of it
+    CUDA           plain: the GPU's library needs no order of its own
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch import nn
 from torch.nn import functional
 
 from vlm_kernels import PackedWeights, packed_linear
-from vlm_kernels.packed_linear import is_native, pack, pack_gated
+from vlm_kernels.packed_linear import has_kernel, pack, pack_gated
 
 PACKED_ROWS = 256
-"""Rows of x that the order of W is chosen for; measured as good for 1 to 2,048."""
+"""Rows of x that oneDNN chooses the order of W for; measured as good for 1 to 2,048."""
 
 MAX_COPY_SHARE = 0.11
 """A head that shares its weights with the embedding table is packed as a second copy, the table
@@ -69,7 +70,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = _own_bias(linear.bias)
         weight = linear.weight.detach()
-        self._weights = pack(weight) if is_native() else None
+        self._weights = pack(weight) if _uses_kernel() else None
         self._reordered = (
             None
             if self._weights is not None
@@ -174,7 +175,7 @@ def pack_linears(model: nn.Module) -> Packing:
     """
     users = _users(model)
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
-    packing = Packing(backend="native" if is_native() else "onednn")
+    packing = Packing(backend="native" if _uses_kernel() else "onednn")
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
         if _packs_as_one(joint):
             weights: list[Any] = [part.weight for part in joint.parts]
@@ -197,8 +198,13 @@ def pack_linears(model: nn.Module) -> Packing:
     return packing
 
 
+def _uses_kernel() -> bool:
+    """Whether our kernel is the faster one: with AMX, oneDNN is, as soon as rows are many."""
+    return has_kernel() and not torch.cpu._is_amx_tile_supported()
+
+
 def _packs_as_one(joint: JointLinear | GatedLinear) -> bool:
-    return is_native() and (isinstance(joint, JointLinear) or joint.can_pack)
+    return _uses_kernel() and (isinstance(joint, JointLinear) or joint.can_pack)
 
 
 def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:
