@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from vlm_operator.autoscale.attribute import alone_shares, attribute, guilt, itl_p95
 from vlm_operator.autoscale.budget import WEIGHTS, reweighted, target_seconds, wait_budget
 from vlm_operator.autoscale.calibrate import (
+    Fit,
     FitMemory,
     fit_of,
     fitted,
@@ -98,6 +99,7 @@ class Estimate:
         itl_p95_seconds: between tokens, None where none came.
         demands: the load that needs follow from.
         bad_samples: answers whose numbers were absurd, at this tick.
+        fits: service times by "role/variant/kind".
     """
 
     attributions: tuple[Attribution, ...]
@@ -108,6 +110,7 @@ class Estimate:
     itl_p95_seconds: float | None = None
     demands: Mapping[Role, Demand] = dataclasses.field(default_factory=dict)
     bad_samples: int = 0
+    fits: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
 
 
 def estimate(
@@ -157,6 +160,7 @@ def estimate(
         itl_p95_seconds=itl_p95(window, totals),
         demands=demands,
         bad_samples=readings.bad,
+        fits={key: item.fit for key, item in fits.items() if item.fit is not None},
     )
     return found, EstimateMemory(
         answers=readings.answers,

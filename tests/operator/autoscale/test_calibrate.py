@@ -138,6 +138,7 @@ def test_busy_counters_become_a_fit_and_the_fit_a_cap_on_kv_tokens():
     memory = service.memory.fits["decode/plain/decode"]
     assert memory.fit is not None
     assert memory.fit.size_within(0.05) == pytest.approx(3000, rel=0.01)
+    assert found.fits == {"decode/plain/decode": memory.fit}
     replicas = {item.signal: item.replicas for item in found.needs[Role.DECODE].candidates}
     assert replicas["kvTokens"] == 1
     assert replicas["itl"] in (2, 3)

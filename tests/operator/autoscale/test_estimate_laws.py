@@ -267,7 +267,7 @@ def live(ticks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_reported_nothing_breaks_and_no_nonsense_leaves(seed):
-    live(2_500, seed)
+    live(3_000, seed)
 
 
 @pytest.mark.full

@@ -86,7 +86,8 @@ def test_work_gaps_and_held_requests_are_read_where_an_image_reports_them():
     assert gateway.gaps is not None
     assert gateway.gaps.buckets == {0.05: 4, float("inf"): 7}
     assert gateway.held_for == {"encoder": 2}
-    old = parse_stats(EXAMPLE)
+    left_out = ("busy", "gaps", "held_for")
+    old = parse_stats({key: item for key, item in EXAMPLE.items() if key not in left_out})
     assert (old.busy, old.gaps, old.held_for) == ({}, None, {})
 
 
