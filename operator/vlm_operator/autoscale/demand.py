@@ -3,7 +3,8 @@
 encoder, prefill   a = EWMA of (work seconds admitted · speed / second)     Erlang
                    Q = Σ work seconds that wait · speed
 decode             D = Σ running + reserved + queued tokens                 KV tokens
-                   (cached blocks can be evicted: they are no load)
+                   (cached blocks can be evicted: they are no load), or its EWMA, if that is more:
+                   answers of a few seconds come and go faster than pods
 variability        φ = Var(work of a tick) / (2 · S · mean(work of a tick))
                    which is (Ca² + Cs²)/2 for work that comes in items of S seconds; 1, that of
                    Poisson arrivals of exponential items, until enough ticks are known
@@ -34,6 +35,7 @@ class DemandMemory:
         at: of the last tick that was known.
         erlangs: smoothed, in units.
         encode_erlangs: the same of pictures alone.
+        tokens: KV tokens in use or asked for, smoothed.
         tick_mean, tick_variance: of work seconds a second at single ticks, over a window.
         ticks: that these know.
         trend: (when, load) of the last two minutes, oldest first.
@@ -44,6 +46,7 @@ class DemandMemory:
     at: float | None = None
     erlangs: float | None = None
     encode_erlangs: float = 0.0
+    tokens: float | None = None
     tick_mean: float = 0.0
     tick_variance: float = 0.0
     ticks: int = 0
@@ -60,7 +63,7 @@ class Demand:
         erlangs: work seconds admitted a second, smoothed; 0 before two answers.
         encode_erlangs: of these, pictures.
         queued_seconds: work that waits.
-        tokens: KV tokens in use or asked for; `queued_tokens` of them wait.
+        tokens: KV tokens in use or asked for, not less than smoothed; `queued_tokens` of them wait.
         tokens_per_unit: KV capacity of a unit, None where no pod reports one.
         variability: φ.
         idle_seconds: since anything came or was there.
@@ -119,6 +122,7 @@ def demand_of(
         at=now,
         erlangs=_smoothed(memory.erlangs, rate, weight),
         encode_erlangs=_smoothed(memory.encode_erlangs, encode_rate, weight) or 0.0,
+        tokens=_smoothed(memory.tokens, float(tokens), weight),
         worked_at=worked_at,
         silent_since=None if known or not pool.pods else silent,
     )
@@ -128,7 +132,7 @@ def demand_of(
         erlangs=found.erlangs or 0.0,
         encode_erlangs=found.encode_erlangs,
         queued_seconds=queued,
-        tokens=float(tokens),
+        tokens=max(float(tokens), found.tokens or 0.0),
         queued_tokens=float(sum(last.queued_tokens for _, last in loads)),
         tokens_per_unit=(
             sum(capacity for capacity, _ in sized) / sum(speed for _, speed in sized)

@@ -109,6 +109,21 @@ def test_long_answers_grow_decode_and_nothing_else():
     assert signals(found.needs[Role.DECODE])["kvTokensWithQueue"] == 4
 
 
+def test_kv_demand_rises_at_once_and_falls_as_its_average_does():
+    service = Service(policy(), decode=2)
+
+    def demand(tokens: int, ticks: int) -> float:
+        for pod in service.of(Role.DECODE):
+            pod.tokens = tokens
+        return service.tick(ticks).demands[Role.DECODE].tokens
+
+    assert demand(1_000, 3) == 2_000
+    assert demand(8_000, 1) == 16_000
+    assert demand(8_000, 30) == 16_000
+    assert demand(1_000, 1) > 12_000, "one tick is no trend"
+    assert demand(1_000, 60) == pytest.approx(2_000, rel=0.05)
+
+
 def test_evictable_blocks_are_no_load():
     service = Service(policy(), decode=2)
     for pod in service.of(Role.DECODE):
