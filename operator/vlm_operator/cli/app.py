@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from vlm_operator.cli.errors import CliError
-from vlm_operator.cli.output import Format, notes
+from vlm_operator.cli.flags import (
+    ApiKey,
+    Context,
+    Images,
+    Kubeconfig,
+    Model,
+    Namespace,
+    Output,
+    Url,
+)
+from vlm_operator.cli.flags import run as run_command
+from vlm_operator.cli.output import Format
+from vlm_operator.cli.planning import render, rollout
 from vlm_operator.cli.target import Options
 
 app = typer.Typer(
@@ -22,30 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Kubeconfig = Annotated[
-    str | None,
-    typer.Option(envvar="KUBECONFIG", metavar="FILE", help="Default: ~/.kube/config."),
-]
-Context = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Default: the kubeconfig's current one.")
-]
-Namespace = Annotated[
-    str | None,
-    typer.Option("-n", "--namespace", metavar="NS", help="Default: the kubeconfig's."),
-]
-Output = Annotated[Format, typer.Option("-o", "--output", help="Tables, or data for machines.")]
-Url = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="An OpenAI API to ask, instead of a service's gateway."),
-]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="VLM_API_KEY", metavar="KEY", help="Bearer key.")
-]
-Model = Annotated[str | None, typer.Option(metavar="NAME", help="Default: the served name.")]
-Images = Annotated[
-    list[Path] | None, typer.Option("--image", metavar="FILE", help="A picture; repeatable.")
-]
 
 
 @app.command()
@@ -62,7 +47,7 @@ def status(
     """Show what runs, what blocks and where the time goes."""
     from vlm_operator.cli.status import show_status
 
-    _run(
+    run_command(
         show_status(
             name,
             namespace=namespace,
@@ -102,7 +87,7 @@ def chat(
         service, question = None, name
     options = Options(service, url, namespace, kubeconfig, api_key, model, context)
     asked = Question(question, image or [], detail, max_tokens, temperature)
-    _run(chat(options, asked, form=output, timeout=timeout))
+    run_command(chat(options, asked, form=output, timeout=timeout))
 
 
 @app.command()
@@ -147,7 +132,7 @@ def bench(
         timeout=timeout,
         drain=drain,
     )
-    _run(
+    run_command(
         bench(Options(name, url, namespace, kubeconfig, api_key, model, context), load, form=output)
     )
 
@@ -200,7 +185,7 @@ def simulate(
             form=output,
         )
 
-    _run(work())
+    run_command(work())
 
 
 @app.command()
@@ -219,9 +204,13 @@ def explain(
     from vlm_operator.cli.explain import explain_records, explain_services
 
     if record is not None:
-        _run(explain_records(record, last=last))
+        run_command(explain_records(record, last=last))
         return
-    _run(explain_services(name, namespace=namespace, kubeconfig=kubeconfig, context=context))
+    run_command(explain_services(name, namespace=namespace, kubeconfig=kubeconfig, context=context))
+
+
+app.command()(rollout)
+app.command()(render)
 
 
 @app.command()
@@ -237,7 +226,7 @@ def release_finalizers(
     """Let deleted services go when the operator is gone: without it nobody ends their drain."""
     from vlm_operator.cli.release import release
 
-    _run(
+    run_command(
         release(
             name,
             namespace=namespace,
@@ -276,19 +265,6 @@ def demo(
 def run() -> None:
     """Run the command line of this process."""
     app()
-
-
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a command to its end; its errors in words, Ctrl-C without a trace."""
-    try:
-        asyncio.run(work)
-    except CliError as error:
-        notes().print(f"error: {error.problem}", markup=False, style="red")
-        if error.remedy:
-            notes().print(f"  {error.remedy}", markup=False)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def _size(text: str) -> tuple[int, int]:

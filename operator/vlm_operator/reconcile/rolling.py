@@ -22,8 +22,6 @@ from vlm_operator.rollout import (
 )
 from vlm_operator.state import DeploymentState, Observed, Revision
 
-_DEVICE = "/"  # extended resources have a domain, cpu and memory have none
-
 
 def plot(
     service: VLMService,
@@ -132,11 +130,9 @@ def _bills(
     devices, costs = {}, {}
     for role, pool in service.spec.pools.present.items():
         for variant in pool.variants:
-            limits = variant.resources.limits
-            number = sum(float(count) for name, count in limits.items() if _DEVICE in name)
             reference = variant.node_class_ref
             known = observed.node_classes.get(reference.name) if reference else None
-            devices[role, variant.name] = number or float(known.accelerators if known else 0)
+            devices[role, variant.name] = float(variant.accelerators)
             costs[role, variant.name] = (known.cost_per_hour if known else None) or 0.0
     limit = budget.max_cost_per_hour
     for prices, bound in (

@@ -18,7 +18,7 @@ from vlm_operator.rollout.revisions import (
     keep_defaults,
     service_revision,
 )
-from vlm_operator.rollout.steps import Step, next_step, spread
+from vlm_operator.rollout.steps import Step, next_step
 
 __all__ = [
     "Bill",
@@ -36,6 +36,5 @@ __all__ = [
     "service_revision",
     "settle",
     "sizes",
-    "spread",
     "within_budget",
 ]

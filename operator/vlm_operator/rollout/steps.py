@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from vlm_operator.api import RolloutStrategy, Variant
+from vlm_operator.api import RolloutStrategy
 from vlm_operator.names import Role
 from vlm_operator.rollout import counts
 from vlm_operator.rollout.alone import missing, replace_role, waits_for
@@ -112,19 +112,6 @@ def next_step(
     )
 
 
-def spread(count: int, choices: Sequence[Variant]) -> dict[str, int]:
-    """Distribute a pool over its variants: the preferred first, each up to its own maximum.
-
-    What no variant has room for is left out: the manifest's rules keep that from happening.
-    """
-    found: dict[str, int] = {}
-    for variant in sorted(choices, key=lambda item: (-item.preference, item.name)):
-        room = count if variant.max_replicas is None else min(count, variant.max_replicas)
-        found[variant.name] = room
-        count -= room
-    return found
-
-
 def _roles(
     goals: Mapping[tuple[Role, str], Goal],
     target: Mapping[tuple[Role, str], int],
@@ -202,9 +189,11 @@ def _not_ready(
 ) -> str:
     for role in roles:
         revision = next((goal.revision for key, goal in goals.items() if key[0] is role), "")
-        return f"{lacking[role]} {role} pods of revision {revision} are not ready yet"
+        count, one = lacking[role], lacking[role] == 1
+        which = f"{count} {role} {'pod' if one else 'pods'} of revision {revision}"
+        return f"{which} {'is' if one else 'are'} not ready yet"
     return ""
 
 
 def _draining(left: int) -> str:
-    return f"{left} pods of the old revision drain"
+    return f"{left} pods of the old revision drain" if left > 1 else "the last old pod drains"

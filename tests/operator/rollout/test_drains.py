@@ -1,13 +1,12 @@
-"""Drains and variants, as laws over any state of a pool."""
+"""Drains, as laws over any state of a pool."""
 
 import dataclasses
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.api import Variant
 from vlm_operator.names import Role
-from vlm_operator.rollout import settle, spread
+from vlm_operator.rollout import settle
 from vlm_operator.state import DeploymentState, KvTokens, PodState, Sample
 from vlm_operator.testing import sample_of
 
@@ -51,19 +50,6 @@ def pod(number: int, **changes: object) -> PodState:
         blocked="",
     )
     return dataclasses.replace(plain, **changes)
-
-
-@given(st.integers(0, 12), st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_spreading_keeps_to_each_variants_maximum_and_loses_nothing_there_is_room_for(
-    count: int, rooms: list[int]
-):
-    choices = [
-        Variant(name=f"v{index}", placement={}, max_replicas=room, preference=index)
-        for index, room in enumerate(rooms)
-    ]
-    found = spread(count, choices)
-    assert all(found[item.name] <= (item.max_replicas or 0) for item in choices)
-    assert sum(found.values()) == min(count, sum(rooms))
 
 
 @st.composite

@@ -1,0 +1,60 @@
+"""`vlm rollout` and `vlm render`: what the operator would do, and what it is doing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlm_operator.cli.flags import Context, Kubeconfig, Namespace, Output, run
+from vlm_operator.cli.output import Format
+
+WorkerImage = Annotated[
+    str | None,
+    typer.Option(metavar="IMAGE", help="The operator's default image; default: its own default."),
+]
+
+
+def rollout(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; left out with --from.")] = None,
+    old: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="The manifest that runs.")
+    ] = None,
+    new: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="The manifest to apply.")
+    ] = None,
+    worker_image: WorkerImage = None,
+    namespace: Namespace = None,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Print the steps from one manifest to another, offline; or where a service's rollout is."""
+    if (old is None) != (new is None) or (old is None) == (name is None):
+        raise typer.BadParameter("write: vlm rollout NAME, or: vlm rollout --from OLD --to NEW")
+    if old is not None and new is not None:
+        from vlm_operator.cli.offline import show_rehearsal
+
+        run(show_rehearsal(old, new, worker_image=worker_image, form=output))
+        return
+    from vlm_operator.cli.revisions import show_rollout
+
+    assert name is not None
+    run(
+        show_rollout(name, namespace=namespace, kubeconfig=kubeconfig, context=context, form=output)
+    )
+
+
+def render(
+    manifest: Annotated[
+        Path,
+        typer.Option("-f", "--filename", metavar="PATH", help="A file or folder; - reads stdin."),
+    ],
+    worker_image: WorkerImage = None,
+    namespace: Namespace = None,
+) -> None:
+    """Print the objects that the operator makes of a manifest, as YAML, without a cluster."""
+    from vlm_operator.cli.offline import show_children
+
+    run(show_children(manifest, worker_image=worker_image, namespace=namespace))
