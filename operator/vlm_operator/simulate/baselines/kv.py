@@ -27,7 +27,6 @@ class KvOccupancy:
     GRID: ClassVar[horizontal.GRID] = {
         "share": (0.5, 0.6, 0.7),
         "queue": (1.0, 1.5, 2.0),
-        "down_seconds": (180.0, 300.0),
     }
 
     def __init__(

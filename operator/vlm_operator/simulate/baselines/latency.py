@@ -29,7 +29,6 @@ class PodLatency:
     GRID: ClassVar[horizontal.GRID] = {
         "target": (0.6, 0.8, 1.0, 1.4),
         "kv_share": (0.5, 0.6, 0.7),
-        "down_seconds": (180.0, 300.0),
     }
 
     def __init__(

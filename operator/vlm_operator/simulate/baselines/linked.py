@@ -29,7 +29,6 @@ class Linked:
     GRID: ClassVar[horizontal.GRID] = {
         "signal": ("waiting", "inflight"),
         "target": (2.0, 8.0, 14.0, 28.0),
-        "down_seconds": (180.0, 300.0),
     }
 
     def __init__(

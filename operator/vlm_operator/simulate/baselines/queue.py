@@ -24,7 +24,6 @@ class QueueLength:
         "signal": ("waiting", "inflight"),
         "target": (1.0, 1.5, 2.0),
         "decode_target": (8.0, 14.0),
-        "down_seconds": (180.0, 300.0),
     }
 
     def __init__(
