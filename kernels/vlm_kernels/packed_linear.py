@@ -2,6 +2,7 @@
 
     plain      y = x W^T + b                          W [N, K], b [N]
     residual   y = r + (x W^T + b)                    r [M, N]
+    activated  y = z * sigmoid(1.702 z)               z = x W^T + b; GELU of CLIP and Qwen2-VL
     gated      y = silu(x G^T) * (x U^T)              G, U [N, K]
 
 Shapes: M rows of x, K inputs, N outputs. All in bfloat16, sums in float32; each product, SiLU and
@@ -28,7 +29,7 @@ from torch.nn import functional
 from vlm_kernels.cpu import native
 
 PANEL = 32
-_PLAIN, _RESIDUAL, _GATED = range(3)
+_PLAIN, _RESIDUAL, _GATED, _QUICK_GELU = range(4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def packed_linear_reference(
     weights: PackedWeights,
     bias_N: torch.Tensor | None = None,
     residual_MN: torch.Tensor | None = None,
+    *,
+    quick_gelu: bool = False,
 ) -> torch.Tensor:
     """The definition, on unpacked weights, each product in float32."""
     rows = weights.panels.transpose(1, 2).flatten(2).flatten(0, 1).float()
@@ -73,6 +76,8 @@ def packed_linear_reference(
         opened = functional.silu(_product(x_MK, gate.flatten(0, 1), weights))
         return opened * _product(x_MK, up.flatten(0, 1), weights)
     y_MN = _product(x_MK, rows, weights, bias_N)
+    if quick_gelu:
+        return y_MN * torch.sigmoid(1.702 * y_MN)
     return y_MN if residual_MN is None else residual_MN + y_MN
 
 
@@ -81,6 +86,8 @@ def packed_linear(
     weights: PackedWeights,
     bias_N: torch.Tensor | None = None,
     residual_MN: torch.Tensor | None = None,
+    *,
+    quick_gelu: bool = False,
 ) -> torch.Tensor:
     """Multiply by packed weights.
 
@@ -89,6 +96,7 @@ def packed_linear(
         weights: from `pack` or `pack_gated`.
         bias_N: bfloat16; none with gated weights.
         residual_MN: bfloat16, added to the rounded product; none with gated weights.
+        quick_gelu: activate the rounded product; without a residual.
 
     Returns:
         `[M, N]` bfloat16, every element written.
@@ -105,13 +113,17 @@ def packed_linear(
     if residual_MN is not None:
         _check(residual_MN.shape == (num_rows, num_outputs), f"residual {residual_MN.shape}")
         _check(_is_plain(residual_MN), f"the residual is {residual_MN.dtype}")
-    extras = bias_N is not None or residual_MN is not None
-    _check(not (weights.is_gated and extras), "gated weights have no bias and no residual")
+    extras = bias_N is not None or residual_MN is not None or quick_gelu
+    _check(not (weights.is_gated and extras), "gated weights have no bias, residual, activation")
+    _check(not (quick_gelu and residual_MN is not None), "a residual is not activated")
     run = _kernel()
     if run is None:
-        return packed_linear_reference(x_MK, weights, bias_N, residual_MN)
+        return packed_linear_reference(x_MK, weights, bias_N, residual_MN, quick_gelu=quick_gelu)
     if x_MK.shape[1] % 2:
         x_MK = functional.pad(x_MK, (0, 1))
+    follows = _PLAIN if residual_MN is None else _RESIDUAL
+    if weights.is_gated or quick_gelu:
+        follows = _GATED if weights.is_gated else _QUICK_GELU
     y_MN = x_MK.new_empty(num_rows, num_outputs)
     run(
         x_MK.data_ptr(),
@@ -125,7 +137,7 @@ def packed_linear(
         num_rows,
         num_outputs * (2 if weights.is_gated else 1),
         x_MK.shape[1],
-        _GATED if weights.is_gated else _PLAIN if residual_MN is None else _RESIDUAL,
+        follows,
         torch.get_num_threads(),
     )
     return y_MN

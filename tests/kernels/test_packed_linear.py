@@ -64,6 +64,19 @@ def test_a_gated_product_is_its_definition_on_any_shape(
     close(packed_linear(x, weights), want)
 
 
+@given(ROWS, st.integers(1, 140), st.integers(1, 140))
+@settings(max_examples=30)
+def test_an_activated_product_is_its_definition_on_any_shape(
+    rows: int, num_out: int, num_in: int
+) -> None:
+    torch.manual_seed(rows * num_out * num_in)
+    x, w, bias = bf16(rows, num_in), bf16(num_out, num_in, scale=num_in**-0.5), bf16(num_out)
+    weights, z = pack(w), functional.linear(x, w, bias)
+    want = packed_linear_reference(x, weights, bias, quick_gelu=True)
+    close(want, z * torch.sigmoid(1.702 * z))
+    close(packed_linear(x, weights, bias, quick_gelu=True), want)
+
+
 @needs_kernel
 @pytest.mark.parametrize("rows", [2, 6, 7, 16, 17, 40])
 def test_a_row_is_the_same_among_others_as_alone(rows: int) -> None:
@@ -147,6 +160,7 @@ def _call(**changed: Any) -> torch.Tensor:
         ({"bias_N": torch.zeros(40)}, "bias is"),
         ({"residual_MN": bf16(3, 39)}, "residual"),
         ({"residual_MN": bf16(40, 3).T}, "residual is"),
+        ({"residual_MN": bf16(3, 40), "quick_gelu": True}, "not activated"),
         ({"weights": pack_gated(bf16(40, 8), bf16(40, 8)), "bias_N": bf16(40)}, "gated"),
     ],
 )

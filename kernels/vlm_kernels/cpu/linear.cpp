@@ -4,6 +4,7 @@
 //
 //   plain      y = x W^T + b
 //   residual   y = r + bf16(x W^T + b)
+//   quick      y = z * bf16(sigmoid(bf16(1.702 z))),   z = bf16(x W^T + b)
 //   gated      y = bf16(silu(g)) * u,   g, u = x G^T, x U^T;   y [M, N / 2]
 //
 // W is packed in panels of 32 outputs, [N / 32][K / 2][32][2]: one line of 64 bytes holds a pair of
@@ -41,7 +42,7 @@ constexpr int kTileRows = 12;     // when rows are many: x comes out of the cach
 constexpr int kMostPanels = 4;     // of one item of work
 constexpr int kBlockBytes = 512 << 10;  // of x that pass by a panel: half of a core's own cache
 
-enum Epilogue : int { kPlain = 0, kResidual = 1, kGated = 2 };
+enum Epilogue : int { kPlain = 0, kResidual = 1, kGated = 2, kQuickGelu = 3 };
 
 struct Job {
   const bf16* x;
@@ -78,9 +79,18 @@ inline __m512 exp_ps(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-inline __m512 silu(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+// numerator / (1 + exp(-x))
+inline __m512 over_sigmoid(__m512 numerator, __m512 x) {
+  const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  return _mm512_div_ps(numerator, _mm512_add_ps(_mm512_set1_ps(1.f), e));
+}
+
+inline __m512 silu(__m512 x) { return over_sigmoid(x, x); }
+
+// GELU as CLIP and Qwen2-VL have it; x is rounded already.
+inline __m512 quick_gelu(__m512 x) {
+  const __m512 inner = rounded(_mm512_mul_ps(x, _mm512_set1_ps(1.702f)));
+  return _mm512_mul_ps(x, rounded(over_sigmoid(_mm512_set1_ps(1.f), inner)));
 }
 
 inline __mmask16 first(int count) {
@@ -94,6 +104,7 @@ inline void finish(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
     const bf16* at = job.residual + row * job.residual_stride + n;
     sum = _mm512_add_ps(rounded(sum), widen(_mm256_maskz_loadu_epi16(mask, at)));
   }
+  if (job.epilogue == kQuickGelu) sum = quick_gelu(rounded(sum));
   _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, mask, narrow(sum));
 }
 

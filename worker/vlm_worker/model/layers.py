@@ -1,11 +1,11 @@
-"""Decoder layers of Llama's form as a few kernels, in place of transformers' modules.
+"""Layers as a few kernels, in place of transformers' modules: decoder layers of Llama's form.
 
     x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
     x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
 
 transformers computes a layer in some thirty small calls, which for the few rows of a decode step
 cost as much as its products. The same values come out, up to the order of sums: each step here
-rounds as the modules that it replaces.
+rounds as the modules that it replaces. So do the MLPs of vision towers with quick GELU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from vlm_kernels import rms_norm, rope
 from vlm_worker.model.attention import StepContext, paged_forward
-from vlm_worker.model.linear import GatedLinear, JointLinear, add_product
+from vlm_worker.model.linear import GatedLinear, JointLinear, add_product, quick_gelu_product
 
 LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"})
 """Classes of transformers that compute what `DecoderLayer` does; of Gemma 3, norms differ."""
@@ -32,6 +32,8 @@ def use_kernels(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if _is_llama_layer(child):
                 setattr(parent, name, DecoderLayer(child))
+            elif _is_quick_gelu_mlp(child):
+                setattr(parent, name, QuickGeluMlp(child))
             elif type(child).__name__ in NORMS:
                 setattr(parent, name, Norm(child))
 
@@ -39,6 +41,24 @@ def use_kernels(model: nn.Module) -> None:
 def _is_llama_layer(module: Any) -> bool:
     is_known = type(module).__name__ in LAYERS
     return is_known and type(module.mlp.act_fn).__name__ in {"SiLU", "SiLUActivation"}
+
+
+def _is_quick_gelu_mlp(module: Any) -> bool:
+    activation = {"VisionMlp": "act", "CLIPMLP": "activation_fn"}.get(type(module).__name__, "")
+    return type(getattr(module, activation, None)).__name__ == "QuickGELUActivation"
+
+
+class QuickGeluMlp(nn.Module):
+    """The two products of a vision tower's layer, the activation inside the first."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = mlp.fc1, mlp.fc2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., D]` to the same shape."""
+        y: torch.Tensor = self.fc2(quick_gelu_product(self.fc1, x))
+        return y
 
 
 class Norm(nn.Module):

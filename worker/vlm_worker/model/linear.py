@@ -77,17 +77,21 @@ class PackedLinear(nn.Module):
             else torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         )
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., K]` to `[..., N]`, added to the residual where one is given."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, quick_gelu: bool = False
+    ) -> torch.Tensor:
+        """`[..., K]` to `[..., N]`, then either added to the residual or activated, if asked."""
         if self._weights is None:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._reordered, self.bias, "none", [], ""
             )
+            if quick_gelu:
+                return y * torch.sigmoid(1.702 * y)
             return y if residual is None else residual + y
-        if x.dim() == 2:
-            return packed_linear(x, self._weights, self.bias, residual)
         rows = None if residual is None else residual.reshape(-1, self.out_features)
-        y = packed_linear(x.reshape(-1, self.in_features), self._weights, self.bias, rows)
+        y = packed_linear(
+            x.reshape(-1, self.in_features), self._weights, self.bias, rows, quick_gelu=quick_gelu
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -149,6 +153,14 @@ class GatedLinear(nn.Module):
             gate, up = (part(x_TD) for part in self.parts)
             return functional.silu(gate) * up
         return packed_linear(x_TD, self._weights)
+
+
+def quick_gelu_product(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`z * sigmoid(1.702 z)` of `z = linear(x)`, in one pass where the layer is packed."""
+    if isinstance(linear, PackedLinear):
+        return linear(x, quick_gelu=True)
+    z: torch.Tensor = linear(x)
+    return z * torch.sigmoid(1.702 * z)
 
 
 def add_product(linear: nn.Module, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
