@@ -36,7 +36,8 @@ class DemandMemory:
         erlangs: smoothed, in units.
         encode_erlangs: the same of pictures alone.
         tokens: KV tokens in use or asked for, smoothed.
-        tick_mean, tick_variance: of work seconds a second at single ticks, over a window.
+        tick_mean, tick_variance: of work seconds a second at single ticks, over a window; the
+            variance is around the smoothed load.
         ticks: that these know.
         trend: (when, load) of the last two minutes, oldest first.
         worked_at: when anything last came or was there; the first tick counts as such.
@@ -127,7 +128,8 @@ def demand_of(
         silent_since=None if known or not pool.pods else silent,
     )
     if rate is not None and elapsed > 0:
-        found = _moments(found, rate, _weight(elapsed, policy.window_seconds))
+        level = rate if memory.erlangs is None else memory.erlangs
+        found = _moments(found, rate, _weight(elapsed, policy.window_seconds), level=level)
     demand = Demand(
         erlangs=found.erlangs or 0.0,
         encode_erlangs=found.encode_erlangs,
@@ -167,15 +169,16 @@ def _smoothed(before: float | None, value: float | None, weight: float) -> float
     return value if before is None else before + weight * (value - before)
 
 
-def _moments(memory: DemandMemory, rate: float, weight: float) -> DemandMemory:
+def _moments(memory: DemandMemory, rate: float, weight: float, *, level: float) -> DemandMemory:
     if memory.ticks == 0:
         return dataclasses.replace(memory, tick_mean=rate, tick_variance=0.0, ticks=1)
     weight = max(weight, 1.0 / (memory.ticks + 1))
-    gap = rate - memory.tick_mean
+    # around the smoothed load: a level that changes is no variability
+    gap = rate - level
     return dataclasses.replace(
         memory,
-        tick_mean=memory.tick_mean + weight * gap,
-        tick_variance=(1.0 - weight) * (memory.tick_variance + weight * gap * gap),
+        tick_mean=memory.tick_mean + weight * (rate - memory.tick_mean),
+        tick_variance=memory.tick_variance + weight * (gap * gap - memory.tick_variance),
         ticks=min(memory.ticks + 1, 1_000_000),
     )
 
