@@ -150,7 +150,7 @@ class Case:
         `need` is in units, None keeps what stands; `shrinkable` says how many replicas of each
         variant may go, where not every one may.
         """
-        standing, caps = self.stock.standing, self.caps(keep=held)
+        standing, caps = self.stock.standing, self.caps(keep=held or shrink > 0)
         lost = any(count > caps[name] for name, count in standing.items())
         lower, upper = {}, {}
         for name, count in standing.items():
