@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,7 +23,11 @@ async def start() -> AsyncIterator[StartEngine]:
     engines: list[Engine] = []
 
     def start_engine(
-        runner: ChecksumRunner | None = None, *, dies: bool = False, **changes: Any
+        runner: ChecksumRunner | None = None,
+        *,
+        dies: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        **changes: Any,
     ) -> Engine:
         settings = EngineSettings(
             max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, strict=True
@@ -31,6 +36,7 @@ async def start() -> AsyncIterator[StartEngine]:
             runner or ChecksumRunner(),
             settings=dataclasses.replace(settings, **changes),
             positions=plain_positions,
+            clock=clock,
         )
         engine.start(asyncio.get_running_loop())
         if not dies:

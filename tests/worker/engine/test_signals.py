@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.guard import is_out_of_memory
 from vlm_worker.errors import EngineError
 from vlm_worker.testing import ChecksumRunner
-from vlm_worker.types import FailedEvent, Modality
+from vlm_worker.types import FailedEvent, Modality, RequestKey
 
 
 class Starved(ChecksumRunner):
@@ -115,3 +116,23 @@ async def test_the_states_of_kv_add_up_to_the_capacity_at_every_moment(start: An
             assert kv is not None
             states = kv.running_tokens + kv.reserved_tokens + kv.cached_tokens + kv.free_tokens
             assert states == kv.capacity_tokens
+
+
+async def test_a_busy_engine_that_answers_commands_counts_anew_only_now_and_then(
+    start: Any, until: Any
+) -> None:
+    runner, now = ChecksumRunner(num_blocks=1100), [0.0]
+    engine: Engine = start(runner, clock=lambda: now[0], max_model_len=4096)
+    engine.submit_prefill(text(max_tokens=4000), hold=False)  # outlasts all that follows
+    await until(lambda: engine.stats().inflight == 1)
+    runner.gate.clear()  # it is in the midst of a step from now on
+    releases = [asyncio.ensure_future(engine.release(RequestKey("unknown", n))) for n in range(9)]
+    await asyncio.sleep(0)
+    before = engine.stats()
+    runner.gate.set()
+    await asyncio.gather(*releases)
+    assert engine.stats() is before
+    now[0] += 1.0
+    await engine.release(RequestKey("unknown", 9))
+    assert engine.stats() is not before
+    await engine.cancel(text().key)
