@@ -46,22 +46,22 @@ def difference(live: Any, wanted: Any, path: str = "") -> str | None:
     drops the former and rewrites the latter. Keys that others add to maps are theirs; items that
     they add to our lists are not.
     """
-    if isinstance(wanted, Mapping):
-        live = live if isinstance(live, Mapping) else {}
+    if isinstance(wanted, dict):
+        live = live if isinstance(live, dict) else {}
         for key, value in wanted.items():
             found = difference(live.get(key), value, f"{path}.{key}")
             if found is not None:
                 return found
         return None
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        return _list_difference(live if isinstance(live, Sequence) else [], wanted, path)
+    if isinstance(wanted, list | tuple):
+        return _list_difference(live if isinstance(live, list) else [], wanted, path)
     if wanted in ("", None) and live in ("", None):
         return None
     return None if live == wanted or _same_quantity(live, wanted) else path
 
 
 def _list_difference(live: Sequence[Any], wanted: Sequence[Any], path: str) -> str | None:
-    if not all(isinstance(item, Mapping) for item in wanted):
+    if not all(isinstance(item, dict) for item in wanted):
         return None if list(live) == list(wanted) else path
     key = next((name for name in _KEYS if _tells_apart(wanted, name)), None)
     if key is None:
@@ -70,7 +70,7 @@ def _list_difference(live: Sequence[Any], wanted: Sequence[Any], path: str) -> s
             return path
         pairs = list(zip(live, wanted, strict=True))
     else:
-        known = {item.get(key): item for item in live if isinstance(item, Mapping)}
+        known = {item.get(key): item for item in live if isinstance(item, dict)}
         if set(known) - {item[key] for item in wanted} and not path.endswith(_SHARED):
             return path
         pairs = [(known.get(item[key]), item) for item in wanted]
