@@ -46,6 +46,7 @@ async def test_a_rollout_is_shown_by_revision_with_what_it_waits_for(
     live.until(
         lambda: live.condition("shown", "RolloutProgressing").get("status") == "True", seconds=5
     )
+    capsys.readouterr()  # what waiting printed
     await show_rollout(
         "shown",
         namespace="live",
