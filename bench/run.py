@@ -32,6 +32,7 @@ BENCHES = (
     "gateway_overhead",
     "split_ttft",
     "overload",
+    "simulate",
 )
 
 
