@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import OnDemand
 from vlm_operator.autoscale.estimate import Estimate, EstimateMemory, estimate
+from vlm_operator.autoscale.outcome import Need
 from vlm_operator.autoscale.policy import (
     PoolPolicy,
     ServicePolicy,
@@ -251,3 +252,14 @@ class Service:
                 pod.admitted += pod.rate * self.policy.tick_seconds
             found, self.memory = estimate(self.policy, self.view(), self.memory)
         return found
+
+
+def busy(service: Service, role: Role, rate: float) -> None:
+    """Let every pod of a role admit so many work seconds a second."""
+    for pod in service.of(role):
+        pod.rate = rate
+
+
+def signals(need: Need) -> dict[str, int]:
+    """What each signal asked for."""
+    return {item.signal: item.replicas for item in need.candidates}

@@ -12,40 +12,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from vlm_operator.autoscale.attribute import alone_shares, attribute, guilt, itl_p95
-from vlm_operator.autoscale.budget import WEIGHTS, reweighted, target_seconds, wait_budget
+from vlm_operator.autoscale.attribute import alone_shares, attribute, itl_p95
+from vlm_operator.autoscale.budget import WEIGHTS, reweighted
 from vlm_operator.autoscale.calibrate import (
     Fit,
     FitMemory,
-    fit_of,
     fitted,
-    service_seconds,
     with_rows,
 )
-from vlm_operator.autoscale.demand import Demand, DemandMemory, demand_of, with_trend
+from vlm_operator.autoscale.demand import Demand, DemandMemory
 from vlm_operator.autoscale.horizon import (
     SeasonMemory,
     StartupMemory,
-    planned,
     startup_seconds,
     time_startups,
-    with_hour,
 )
+from vlm_operator.autoscale.needs import Turn
 from vlm_operator.autoscale.outcome import Attribution, Need
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.readings import LastAnswer, PoolReading, Readings, read_pools
-from vlm_operator.autoscale.size import Signals, hold_upstream, size
+from vlm_operator.autoscale.readings import LastAnswer, read_pools
 from vlm_operator.autoscale.view import View
 from vlm_operator.autoscale.window import Window
-from vlm_operator.autoscale.zero import Inline, with_zero
-from vlm_operator.names import POOL_ROLES, Role
+from vlm_operator.names import Role
 from vlm_operator.state import Sample
-
-ITEMS: Mapping[Role, str] = {
-    Role.ENCODER: "encode",
-    Role.PREFILL: "prefill",
-    Role.DECODE: "prefill",  # of a pool that prefills too
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +136,25 @@ def estimate(
             for key, item in fits.items()
         }
         weights = reweighted(weights, attributions, present)
-    turn = _Turn(policy, readings, memory, attributions, weights, present, alone, now)
     startup = startup_seconds(policy, startups)
-    needs, demands = turn.needs(startup, held=_held(gateways))
-    silent = [item.silent_since for item in turn.demands.values() if item.silent_since is not None]
+    turn = Turn(
+        policy=policy,
+        pools=readings.pools,
+        fits=memory.fits,
+        memories=memory.demands,
+        seasons=memory.seasons,
+        attributions=attributions,
+        weights=weights,
+        present=present,
+        alone=alone,
+        startup=startup,
+        held=_held(gateways),
+        now=now,
+    )
+    needs, demands = turn.needs()
+    silent = [
+        item.silent_since for item in turn.memories_after.values() if item.silent_since is not None
+    ]
     found = Estimate(
         attributions=attributions,
         needs=needs,
@@ -166,8 +170,8 @@ def estimate(
         answers=readings.answers,
         window=window,
         fits=fits,
-        demands=turn.demands,
-        seasons=turn.seasons,
+        demands=turn.memories_after,
+        seasons=turn.seasons_after,
         weights=weights,
         startups=startups,
         slow_at=slow_at,
@@ -177,130 +181,3 @@ def estimate(
 def _held(gateways: Iterable[Sample]) -> int:
     """Requests that gateways hold for an encoder."""
     return sum(item.held_for.get(Role.ENCODER, 0) for item in gateways)
-
-
-class _Turn:
-    """One tick over all pools; `demands` and `seasons` grow as it goes."""
-
-    def __init__(
-        self,
-        policy: ServicePolicy,
-        readings: Readings,
-        memory: EstimateMemory,
-        attributions: tuple[Attribution, ...],
-        weights: Mapping[Role, float],
-        present: frozenset[Role],
-        alone: Mapping[str, float],
-        now: float,
-    ) -> None:
-        self._policy = policy
-        self._pools = readings.pools
-        self._memory = memory
-        self._attributions = attributions
-        self._weights = weights
-        self._present = present
-        self._alone = alone
-        self._now = now
-        self._each = {
-            role: service_seconds(memory.fits, role, ITEMS[role]) for role in readings.pools
-        }
-        self.demands: dict[Role, DemandMemory] = {}
-        self.seasons: dict[Role, SeasonMemory] = {}
-
-    def needs(
-        self, startup: Mapping[tuple[Role, str], float], *, held: int
-    ) -> tuple[dict[Role, Need], dict[Role, Demand]]:
-        """Size every pool, the encoder last: it depends on who encodes in its stead."""
-        demands: dict[Role, Demand] = {}
-        needs: dict[Role, Need] = {}
-        for role in reversed(POOL_ROLES):
-            pool = self._pools.get(role)
-            if pool is None:
-                continue
-            rules = self._policy.pools[role]
-            inline = self._inline(demands) if role is Role.ENCODER else None
-            demand = self._demand(pool, inline, held=held)
-            demands[role] = demand
-            need = size(self._policy, rules, pool, self._signals(pool, demand, startup))
-            if role is Role.ENCODER:
-                need = with_zero(self._policy, rules, pool, demand, need, held=held, inline=inline)
-            needs[role] = need
-        return hold_upstream(needs, self._pools, demands), demands
-
-    def _demand(self, pool: PoolReading, inline: Inline | None, *, held: int) -> Demand:
-        """Add one tick; an encoder at zero has the pictures that are encoded in its stead."""
-        known, elsewhere = None, 0.0
-        if pool.role is Role.ENCODER and not pool.pods and inline is not None:
-            known, elsewhere = inline.pool.known, inline.demand.encode_erlangs
-        demand, memory = demand_of(
-            self._policy,
-            pool,
-            self._memory.demands.get(pool.role, DemandMemory()),
-            service_seconds=self._each[pool.role],
-            now=self._now,
-            known=known,
-            elsewhere=elsewhere + held * (pool.role is Role.ENCODER),
-        )
-        if elsewhere:
-            demand = dataclasses.replace(demand, encode_erlangs=elsewhere)
-        self.demands[pool.role] = memory
-        return demand
-
-    def _signals(
-        self, pool: PoolReading, demand: Demand, startup: Mapping[tuple[Role, str], float]
-    ) -> Signals:
-        """Everything that the pool's size follows from."""
-        role, policy = pool.role, self._policy
-        horizon = max((startup[key] for key in startup if key[0] is role), default=0.0)
-        load = demand.tokens if role is Role.DECODE else demand.erlangs
-        if role is Role.ENCODER and not pool.pods:
-            load = demand.encode_erlangs
-        season = self._memory.seasons.get(role, SeasonMemory())
-        memory = self.demands[role]
-        if pool.known:
-            memory = self.demands[role] = with_trend(memory, load, now=self._now)
-            self.seasons[role] = with_hour(season, load, now=self._now)
-        else:
-            self.seasons[role] = season
-        ahead = planned(policy, load, memory.trend, season, startup=horizon, now=self._now)
-        return Signals(
-            demand=demand,
-            planned=ahead,
-            planned_work=demand.erlangs,
-            service_seconds=self._each[role],
-            budget_seconds=wait_budget(policy, self._attributions, self._weights, role),
-            target_seconds=target_seconds(policy, self._attributions, role),
-            guilt=guilt(self._attributions, self._alone, self._present, role),
-            itl_tokens=self._itl_tokens(pool) if role is Role.DECODE else None,
-        )
-
-    def _itl_tokens(self, pool: PoolReading) -> float | None:
-        """KV tokens of a unit at which the time between tokens meets its target."""
-        target = self._policy.itl_seconds
-        if target is None or not pool.pods:
-            return None
-        margin, tokens, units = self._policy.tuning.itl_margin, 0.0, 0.0
-        for pod in pool.pods:
-            fit = fit_of(self._policy, self._memory.fits, Role.DECODE, pod.variant, "decode")
-            if fit is None or not fit.confident or fit.base >= margin * target:
-                continue  # a guess, or a step without any KV takes too long: no replica helps
-            room = fit.size_within(target)
-            if room is not None:
-                tokens, units = tokens + room, units + pod.speed
-        return tokens / units if units else None
-
-    def _inline(self, demands: Mapping[Role, Demand]) -> Inline | None:
-        """Who encodes pictures while no encoder does."""
-        for role in (Role.PREFILL, Role.DECODE):
-            rules, pool = self._policy.pools.get(role), self._pools.get(role)
-            if rules is not None and pool is not None and rules.inline:
-                return Inline(
-                    rules=rules,
-                    pool=pool,
-                    demand=demands[role],
-                    service_seconds=self._each[role],
-                    budget_seconds=wait_budget(
-                        self._policy, self._attributions, self._weights, role
-                    ),
-                )
-        return None

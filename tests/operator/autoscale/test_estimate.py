@@ -4,9 +4,8 @@ import dataclasses
 import random
 
 import pytest
-from estimating_support import NOW, TICK, ZERO, Pod, Service, policy
+from estimating_support import NOW, Pod, Service, busy, policy, signals
 
-from vlm_operator.api.enums import OnDemand
 from vlm_operator.autoscale.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.policy import Tuning, VariantPolicy
 from vlm_operator.names import POOL_ROLES, Role
@@ -14,17 +13,8 @@ from vlm_operator.names import POOL_ROLES, Role
 QUICK = Tuning(min_requests=10)
 
 
-def signals(need) -> dict[str, int]:
-    return {item.signal: item.replicas for item in need.candidates}
-
-
 def units(found) -> dict[Role, float]:
     return {role: round(need.units, 3) for role, need in found.needs.items()}
-
-
-def busy(service: Service, role: Role, rate: float) -> None:
-    for pod in service.of(role):
-        pod.rate = rate
 
 
 def test_between_the_bands_nothing_moves():
@@ -226,205 +216,6 @@ def test_a_rise_is_met_before_it_is_there():
         found = service.tick(1)
     need, load = found.needs[Role.PREFILL], found.demands[Role.PREFILL].erlangs
     assert need.units > load / 0.75 * 1.2
-
-
-class TestMissing:
-    """§4.10 of the design: what is missing or strange never shrinks anything."""
-
-    def test_no_traffic_is_idle_and_not_missing(self):
-        service = Service(policy(), prefill=2)
-        found = service.tick(int(300 / TICK) + 1)
-        assert found.fresh
-        assert found.attributions == ()
-        need = found.needs[Role.PREFILL]
-        assert (need.idle, need.known, need.units, need.least_units) == (True, True, 0, 0)
-
-    def test_too_few_answers_hold_the_pool_and_are_timed(self):
-        service = Service(policy(), prefill=3)
-        service.tick(2)
-        for pod in service.of(Role.PREFILL)[:2]:
-            pod.answers = False
-        found = service.tick(4)
-        assert not found.needs[Role.PREFILL].known
-        assert found.needs[Role.DECODE].known
-        assert not found.fresh
-        assert found.missing_seconds == 3 * TICK
-        assert "1 of 3 ready pods answered" in found.needs[Role.PREFILL].message
-        for pod in service.pods:
-            pod.answers = True
-        found = service.tick()
-        assert found.fresh
-        assert found.missing_seconds == 0
-
-    def test_a_pod_that_is_silent_for_a_moment_keeps_its_load(self):
-        service = Service(policy(), prefill=4)
-        busy(service, Role.PREFILL, 0.5)
-        before = service.tick(40).needs[Role.PREFILL]
-        service.of(Role.PREFILL)[0].answers = False
-        during = service.tick(3).needs[Role.PREFILL]
-        assert during.known
-        assert during.least_units == pytest.approx(before.least_units)
-
-    def test_a_pod_that_is_silent_for_long_is_no_capacity_and_is_not_taken_for_idle(self):
-        service = Service(policy(), prefill=4)
-        busy(service, Role.PREFILL, 0.5)
-        before = service.tick(40).needs[Role.PREFILL]
-        service.of(Role.PREFILL)[0].answers = False
-        after = service.tick(60).needs[Role.PREFILL]
-        assert after.known
-        assert after.least_units == pytest.approx(1.5 / 0.7 + 1, rel=0.01)
-        assert after.least_units >= before.least_units
-
-    def test_samples_of_pods_that_are_gone_are_not_looked_at(self):
-        service = Service(policy(), decode=1)
-        ghost = Pod("ghost", Role.DECODE, tokens=9_000)
-        view = service.view()
-        view = dataclasses.replace(view, samples={**view.samples, "ghost": ghost.sample()})
-        found, memory = estimate(service.policy, view, EstimateMemory())
-        assert found.demands[Role.DECODE].tokens == 0
-        assert set(memory.answers) == {pod.uid for pod in service.pods}
-
-    def test_a_restarted_process_counts_from_zero_and_its_load_stays(self):
-        service = Service(policy(), prefill=2)
-        busy(service, Role.PREFILL, 0.6)
-        before = service.tick(60).needs[Role.PREFILL]
-        for pod in service.of(Role.PREFILL):
-            pod.boot, pod.admitted = "b", 0.0
-        after = service.tick().needs[Role.PREFILL]
-        assert after.least_units == pytest.approx(before.least_units)
-
-    @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 1e30])
-    def test_an_absurd_answer_is_silence_and_counted(self, wrong):
-        service = Service(policy(), prefill=1)
-        busy(service, Role.PREFILL, 0.5)
-        before = service.tick(20)
-        (pod,) = service.of(Role.PREFILL)
-        pod.queued = wrong
-        found = service.tick()
-        assert found.bad_samples == 1
-        assert not found.needs[Role.PREFILL].known
-        assert found.needs[Role.PREFILL].units >= before.needs[Role.PREFILL].units - 1e-9
-
-    def test_a_jump_that_no_process_can_make_is_absurd(self):
-        service = Service(policy(), prefill=1)
-        service.tick(5)
-        (pod,) = service.of(Role.PREFILL)
-        pod.admitted += 1e6
-        assert service.tick().bad_samples == 1
-
-    def test_a_clock_that_is_put_back_stops_nothing(self):
-        service = Service(policy(), prefill=2)
-        busy(service, Role.PREFILL, 0.6)
-        service.tick(60)
-        service.now -= 3600
-        before = service.tick()
-        assert before.needs[Role.PREFILL].units >= 0
-        assert service.tick(60).needs[Role.PREFILL].known
-
-    def test_a_pool_whose_pods_report_no_capacity_is_held(self):
-        service = Service(policy(), decode=1)
-        service.of(Role.DECODE)[0].capacity = 0
-        need = service.tick().needs[Role.DECODE]
-        assert not need.known
-        assert "no capacity" in need.message
-
-    def test_a_pool_without_a_ready_pod_is_held(self):
-        service = Service(policy(), decode=1)
-        service.of(Role.DECODE)[0].phase = "starting"
-        assert not service.tick().needs[Role.DECODE].known
-
-
-class TestZero:
-    """An encoder between zero and one."""
-
-    def service(self, on_demand=OnDemand.INLINE_AT_PREFILL, *, encoder=0, **changes) -> Service:
-        zero = dataclasses.replace(ZERO, on_demand=on_demand)
-        rules = {"zero": zero, "minimum": 0, **changes}
-        return Service(policy(encoder=rules), encoder=encoder, prefill=2)
-
-    def encode_inline(self, service: Service, seconds: float) -> None:
-        for pod in service.of(Role.PREFILL):
-            share = seconds * TICK / 2
-            pod.work("encode", seconds=share, calls=1, items=1, units=100, squares=1e4)
-
-    def test_at_zero_and_without_pictures_it_stays_there(self):
-        need = self.service().tick(10).needs[Role.ENCODER]
-        assert (need.units, need.least_units, need.idle, need.known) == (0, 0, True, True)
-
-    def test_a_request_that_is_held_wakes_it_at_once(self):
-        service = self.service(OnDemand.QUEUE)
-        service.held = 1
-        need = service.tick().needs[Role.ENCODER]
-        assert need.units == 1
-        assert need.urgent
-        assert need.guilty
-        assert need.known
-        assert signals(need)["held"] == 1
-
-    def test_a_few_pictures_do_not_pay_for_an_encoder(self):
-        service = self.service()
-        for _ in range(60):
-            self.encode_inline(service, 0.1)
-            need = service.tick().needs[Role.ENCODER]
-        assert need.units == 0
-        assert need.known
-
-    def test_pictures_that_cost_more_inline_than_an_encoder_wake_it(self):
-        cheap = VariantPolicy("plain", cost_per_hour=1.0)
-        dear = VariantPolicy("plain", cost_per_hour=8.0)
-        rules = {"zero": ZERO, "minimum": 0, "variants": (cheap,)}
-        service = Service(policy(encoder=rules, prefill={"variants": (dear,)}), encoder=0)
-        for _ in range(60):
-            (pod,) = service.of(Role.PREFILL)
-            pod.work("encode", seconds=1.0, calls=1, items=1, units=100, squares=1e4)
-            need = service.tick().needs[Role.ENCODER]
-        assert need.units == 1
-        assert "an encoder is cheaper" in need.message
-
-    def test_pictures_that_keep_prefill_busy_wake_it(self):
-        service = self.service()
-        busy(service, Role.PREFILL, 0.8)
-        for _ in range(60):
-            self.encode_inline(service, 0.6)
-            need = service.tick().needs[Role.ENCODER]
-        assert need.units >= 1
-        assert "prefill is busy" in need.message
-
-    def test_prompts_that_keep_prefill_busy_do_not_wake_it(self):
-        service = self.service()
-        busy(service, Role.PREFILL, 0.9)
-        for _ in range(60):
-            self.encode_inline(service, 0.05)
-            need = service.tick().needs[Role.ENCODER]
-        assert need.units == 0
-
-    def test_one_that_starts_is_not_sent_away(self):
-        service = self.service()
-        service.pods.append(Pod("new", Role.ENCODER, phase="starting"))
-        need = service.tick(3).needs[Role.ENCODER]
-        assert (need.units, need.known, need.idle) == (1, True, False)
-
-    def test_it_is_idle_without_pictures_while_prefill_could_encode(self):
-        service = self.service(encoder=1)
-        (encoder,) = service.of(Role.ENCODER)
-        encoder.rate = 0.1
-        need = service.tick(5).needs[Role.ENCODER]
-        assert (need.idle, need.least_units) == (False, 1)
-        encoder.rate = 0.0
-        need = service.tick().needs[Role.ENCODER]
-        assert (need.idle, need.least_units, need.units) == (True, 0, 0)
-        busy(service, Role.PREFILL, 0.8)
-        need = service.tick(60).needs[Role.ENCODER]
-        assert (need.idle, need.least_units) == (False, 1)
-        assert "too busy to encode" in need.message
-
-    def test_silent_pods_never_send_it_to_zero(self):
-        service = self.service(encoder=1)
-        (encoder,) = service.of(Role.ENCODER)
-        encoder.answers = False
-        need = service.tick(60).needs[Role.ENCODER]
-        assert not need.known
-        assert not need.idle
 
 
 def test_variability_is_that_of_the_work_that_came():

@@ -1,0 +1,152 @@
+"""What every pool needs at one tick: demand, horizon, budget and guilt brought together for `size`.
+
+decode ─▶ prefill ─▶ encoder      the encoder last: it depends on who encodes in its stead
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from vlm_operator.autoscale.attribute import guilt
+from vlm_operator.autoscale.budget import target_seconds, wait_budget
+from vlm_operator.autoscale.calibrate import FitMemory, fit_of, service_seconds
+from vlm_operator.autoscale.demand import Demand, DemandMemory, demand_of, with_trend
+from vlm_operator.autoscale.horizon import SeasonMemory, planned, with_hour
+from vlm_operator.autoscale.outcome import Attribution, Need
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.readings import PoolReading
+from vlm_operator.autoscale.size import Signals, hold_upstream, size
+from vlm_operator.autoscale.zero import Inline, with_zero
+from vlm_operator.names import POOL_ROLES, Role
+
+ITEMS: Mapping[Role, str] = {
+    Role.ENCODER: "encode",
+    Role.PREFILL: "prefill",
+    Role.DECODE: "prefill",  # of a pool that prefills too
+}
+
+
+@dataclasses.dataclass
+class Turn:
+    """One tick over all pools. `needs` alone writes it, once.
+
+    Attributes:
+        present: roles with pods.
+        alone: by stage, the share of its time that is its own work.
+        held: requests that gateways hold for an encoder.
+        memories, seasons: as the last tick left them; `…_after`: for the next.
+    """
+
+    policy: ServicePolicy
+    pools: Mapping[Role, PoolReading]
+    fits: Mapping[str, FitMemory]
+    memories: Mapping[Role, DemandMemory]
+    seasons: Mapping[Role, SeasonMemory]
+    attributions: tuple[Attribution, ...]
+    weights: Mapping[Role, float]
+    present: frozenset[Role]
+    alone: Mapping[str, float]
+    startup: Mapping[tuple[Role, str], float]
+    held: int
+    now: float
+    memories_after: dict[Role, DemandMemory] = dataclasses.field(default_factory=dict)
+    seasons_after: dict[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
+
+    def needs(self) -> tuple[dict[Role, Need], dict[Role, Demand]]:
+        """Size every pool, the encoder last: it depends on who encodes in its stead."""
+        demands: dict[Role, Demand] = {}
+        needs: dict[Role, Need] = {}
+        for role in reversed(POOL_ROLES):
+            pool = self.pools.get(role)
+            if pool is None:
+                continue
+            rules = self.policy.pools[role]
+            inline = self._inline(demands) if role is Role.ENCODER else None
+            demand = self._demand(pool, inline)
+            demands[role] = demand
+            need = size(self.policy, rules, pool, self._signals(pool, demand))
+            if role is Role.ENCODER:
+                need = with_zero(
+                    self.policy, rules, pool, demand, need, held=self.held, inline=inline
+                )
+            needs[role] = need
+        return hold_upstream(needs, self.pools, demands), demands
+
+    def _demand(self, pool: PoolReading, inline: Inline | None) -> Demand:
+        """Add one tick; an encoder at zero has the pictures that are encoded in its stead."""
+        known, elsewhere = None, 0.0
+        if pool.role is Role.ENCODER and not pool.pods and inline is not None:
+            known, elsewhere = inline.pool.known, inline.demand.encode_erlangs
+        demand, memory = demand_of(
+            self.policy,
+            pool,
+            self.memories.get(pool.role, DemandMemory()),
+            service_seconds=self._each(pool.role),
+            now=self.now,
+            known=known,
+            elsewhere=elsewhere + self.held * (pool.role is Role.ENCODER),
+        )
+        if elsewhere:
+            demand = dataclasses.replace(demand, encode_erlangs=elsewhere)
+        self.memories_after[pool.role] = memory
+        return demand
+
+    def _signals(self, pool: PoolReading, demand: Demand) -> Signals:
+        """Everything that the pool's size follows from."""
+        role, policy = pool.role, self.policy
+        horizon = max((self.startup[key] for key in self.startup if key[0] is role), default=0.0)
+        load = demand.tokens if role is Role.DECODE else demand.erlangs
+        if role is Role.ENCODER and not pool.pods:
+            load = demand.encode_erlangs
+        season = self.seasons.get(role, SeasonMemory())
+        memory = self.memories_after[role]
+        if pool.known:
+            memory = self.memories_after[role] = with_trend(memory, load, now=self.now)
+            self.seasons_after[role] = with_hour(season, load, now=self.now)
+        else:
+            self.seasons_after[role] = season
+        ahead = planned(policy, load, memory.trend, season, startup=horizon, now=self.now)
+        return Signals(
+            demand=demand,
+            planned=ahead,
+            planned_work=demand.erlangs,
+            service_seconds=self._each(role),
+            budget_seconds=wait_budget(policy, self.attributions, self.weights, role),
+            target_seconds=target_seconds(policy, self.attributions, role),
+            guilt=guilt(self.attributions, self.alone, self.present, role),
+            itl_tokens=self._itl_tokens(pool) if role is Role.DECODE else None,
+        )
+
+    def _itl_tokens(self, pool: PoolReading) -> float | None:
+        """KV tokens of a unit at which the time between tokens meets its target."""
+        target = self.policy.itl_seconds
+        if target is None or not pool.pods:
+            return None
+        margin, tokens, units = self.policy.tuning.itl_margin, 0.0, 0.0
+        for pod in pool.pods:
+            fit = fit_of(self.policy, self.fits, Role.DECODE, pod.variant, "decode")
+            if fit is None or not fit.confident or fit.base >= margin * target:
+                continue  # a guess, or a step without any KV takes too long: no replica helps
+            room = fit.size_within(target)
+            if room is not None:
+                tokens, units = tokens + room, units + pod.speed
+        return tokens / units if units else None
+
+    def _inline(self, demands: Mapping[Role, Demand]) -> Inline | None:
+        """Who encodes pictures while no encoder does."""
+        for role in (Role.PREFILL, Role.DECODE):
+            rules, pool = self.policy.pools.get(role), self.pools.get(role)
+            if rules is not None and pool is not None and rules.inline:
+                return Inline(
+                    rules=rules,
+                    pool=pool,
+                    demand=demands[role],
+                    service_seconds=self._each(role),
+                    budget_seconds=wait_budget(self.policy, self.attributions, self.weights, role),
+                )
+        return None
+
+    def _each(self, role: Role) -> float | None:
+        """Mean seconds of one item of a role's work."""
+        return service_seconds(self.fits, role, ITEMS[role])
