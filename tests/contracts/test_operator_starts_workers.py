@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from operator_support import empty, service, specs
 
 from vlm_operator import names
-from vlm_operator.autoscale.service import Memory
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.pods.gateway import gateway_config
 from vlm_operator.reconcile import Options

@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 from vlm_operator.autoscale.codec import decode, encode
+from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.service import Memory, Outcome, decide_service
 from vlm_operator.autoscale.view import View
 
 VERSION = 1
@@ -71,7 +71,7 @@ def load_record(line: str) -> Record:
 
 def replay(record: Record) -> Outcome:
     """Decide again, from what went in."""
-    return decide_service(record.policy, record.view, record.memory)
+    return decide(record.policy, record.view, record.memory)
 
 
 def differences(record: Record, outcome: Outcome) -> list[str]:

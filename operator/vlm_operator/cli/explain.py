@@ -9,9 +9,9 @@ from pathlib import Path
 from vlm_operator import names
 from vlm_operator.apply import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.explain import explain, explain_status
 from vlm_operator.autoscale.record import Record, RecordError, differences, load_record, replay
-from vlm_operator.autoscale.service import Memory
 from vlm_operator.cli.access import Access, condition, find_service, open_cluster
 from vlm_operator.cli.errors import CliError
 from vlm_operator.cli.output import console

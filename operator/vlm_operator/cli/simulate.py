@@ -13,10 +13,10 @@ import yaml
 
 from vlm_operator.api import parse, resolve
 from vlm_operator.api.enums import ScalingMode
+from vlm_operator.autoscale.decide import Memory, Outcome
 from vlm_operator.autoscale.inputs import service_policy
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.record import Record
-from vlm_operator.autoscale.service import Memory, Outcome
 from vlm_operator.autoscale.view import View
 from vlm_operator.cli.errors import CliError
 from vlm_operator.cli.output import Format, console, emit, plain_table

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from vlm_operator import names
 from vlm_operator.api import OnDemand, ScalingMode, VLMService
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.autoscale.outcome import Decision
-from vlm_operator.autoscale.service import Memory
 from vlm_operator.names import Role
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.plan import Plan, plan

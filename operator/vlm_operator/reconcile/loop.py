@@ -15,7 +15,7 @@ from collections.abc import Callable
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
 from vlm_operator.apply import Accepted, apply_gates
-from vlm_operator.autoscale.service import Memory
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.metrics import forget

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from vlm_operator import names
 from vlm_operator.api import VLMService
-from vlm_operator.autoscale.service import Memory
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.names import Role
 from vlm_operator.plan import pool_claim

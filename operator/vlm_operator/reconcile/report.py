@@ -18,9 +18,9 @@ from vlm_operator.apply import (
     post_events,
     save_memory,
 )
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.record import Record
-from vlm_operator.autoscale.service import Memory
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
 from vlm_operator.metrics import (
     BAD_SAMPLES,

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 
 from vlm_operator.api import ScalingMode, VLMService
+from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.inputs import service_policy, service_view
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
-from vlm_operator.autoscale.service import Memory, Outcome, decide_service
 from vlm_operator.autoscale.view import View
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
@@ -54,7 +54,7 @@ def size_pools(
     if not service.spec.suspend:
         _check_budget(policy)
     view = service_view(service, observed, observed.deployments(), current=current, rolling=rolling)
-    return Sizing(policy, view, memory, decide_service(policy, view, memory))
+    return Sizing(policy, view, memory, decide(policy, view, memory))
 
 
 def _check_budget(policy: ServicePolicy) -> None:

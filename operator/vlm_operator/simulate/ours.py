@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.service import Memory, Outcome, decide_service
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 from vlm_operator.simulate.run import Choice, Reading
@@ -32,7 +32,7 @@ def adjusted(policy: ServicePolicy, settings: Mapping[str, Any]) -> ServicePolic
 
 
 class Ours:
-    """Calls `decide_service`, as `reconcile` does.
+    """Calls `decide`, as `reconcile` does.
 
     Args:
         watch: told of every decision: what was seen, what was remembered, what came out.
@@ -45,7 +45,7 @@ class Ours:
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
         before = self._memory
-        outcome = decide_service(self._policy, reading.view, before)
+        outcome = decide(self._policy, reading.view, before)
         self._memory = outcome.memory
         if self._watch is not None:
             self._watch(reading.view, before, outcome)

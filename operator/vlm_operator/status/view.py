@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from vlm_operator.api import VLMService
+from vlm_operator.autoscale.decide import Outcome
 from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.service import Outcome
 from vlm_operator.names import Role
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, PodState, Revision

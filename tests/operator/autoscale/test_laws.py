@@ -14,9 +14,9 @@ from vlm_operator import names
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import MissingMetrics, OnDemand
 from vlm_operator.autoscale.codec import encode
+from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, Tuning, ZeroPolicy
-from vlm_operator.autoscale.service import Memory, decide_service
 from vlm_operator.autoscale.settle import settle
 from vlm_operator.names import POOL_ROLES, Role
 
@@ -187,8 +187,8 @@ def metrics_through(seed: int, ticks: int, *, restart: bool = True) -> None:
             memory = load(dump(memory), now=world.now)
         world.silent = rng.choices([0.0, 0.2, 1.0], [90, 5, 5])[0]
         view = reports.on(world.view())
-        outcome = decide_service(policy, view, memory)
-        assert encode(decide_service(policy, view, memory)) == encode(outcome)
+        outcome = decide(policy, view, memory)
+        assert encode(decide(policy, view, memory)) == encode(outcome)
         for role, decision in outcome.decisions.items():
             rules, pods = policy.pools[role], view.pools[role].of("ready")
             assert rules.minimum <= decision.to <= rules.maximum, decision

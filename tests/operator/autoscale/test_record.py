@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from settling_support import NOW, Reports, World, attribution, need, pool, service, variant
 
 from vlm_operator.autoscale.codec import decode, encode
+from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.estimate import EstimateMemory
 from vlm_operator.autoscale.explain import BOUND_NEXT, REASON_NEXT, explain, explain_status
 from vlm_operator.autoscale.memory import dump, load, worth_writing
@@ -21,7 +22,6 @@ from vlm_operator.autoscale.paced import Foreign, PaceMemory
 from vlm_operator.autoscale.policy import Budget, ServicePolicy
 from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.autoscale.record import Record, RecordError, differences, load_record, replay
-from vlm_operator.autoscale.service import Memory, decide_service
 from vlm_operator.names import Role
 
 DECODE, PREFILL = Role.DECODE, Role.PREFILL
@@ -41,7 +41,7 @@ def lived(seed: int, ticks: int):
     memory, reports = Memory(), Reports(rng)
     for _ in range(ticks):
         view = reports.on(world.view())
-        outcome = decide_service(policy, view, memory)
+        outcome = decide(policy, view, memory)
         yield Record("ns/demo", policy, view, memory, outcome, epoch=7)
         memory = outcome.memory
         world.carry_out(outcome.decisions)

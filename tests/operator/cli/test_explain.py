@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from settling_support import World, need, pool, service
 
+from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.memory import dump
 from vlm_operator.autoscale.paced import Exhausted
 from vlm_operator.autoscale.record import Record
-from vlm_operator.autoscale.service import Memory, decide_service
 from vlm_operator.cli.errors import CliError
 from vlm_operator.cli.explain import explain_records, explain_services, memory_notes
 from vlm_operator.names import Role
@@ -28,7 +28,7 @@ def recorded(ticks: int) -> list[Record]:
     world, memory, found = World(service(pool()), {Role.DECODE: {"a": 2}}), Memory(), []
     for _ in range(ticks):
         view = world.view()
-        outcome = decide_service(world.policy, view, memory)
+        outcome = decide(world.policy, view, memory)
         found.append(Record("ns/demo", world.policy, view, memory, outcome))
         memory = outcome.memory
         world.advance(5.0)

@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 from operator_support import body, empty, external, pool, service, specs
 
 from vlm_operator import names
-from vlm_operator.autoscale.service import Memory
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import CHILD_KINDS, Manifest
 from vlm_operator.names import Role
 from vlm_operator.reconcile import Options

@@ -34,7 +34,7 @@ class Outcome:
     memory: Memory
 
 
-def decide_service(policy: ServicePolicy, view: View, memory: Memory) -> Outcome:
+def decide(policy: ServicePolicy, view: View, memory: Memory) -> Outcome:
     """Choose the replicas of all pools of one service.
 
     Args:
