@@ -21,6 +21,7 @@ from vlm_operator.state import (
     ANNOTATION_INPUTS,
     ANNOTATION_RESOLVED,
     Observed,
+    Resolved,
     Revision,
 )
 
@@ -64,9 +65,9 @@ def deployments(
         role, name, identity = key
         notes = _notes(step, key)
         revision = current.get(key)
-        if revision is None:
-            # an old revision: whatever its pods were made of, only their number is ours to change
-            known = names.deployment(service.name, role, name, identity)
+        known = names.deployment(service.name, role, name, identity)
+        if revision is None or _of_another_operator(observed, known, revision):
+            # whatever its pods were made of, only their number is ours to change
             yield _as_it_was(service, observed, known, count, notes)
             continue
         pool = service.spec.pools.of(role)
@@ -76,7 +77,7 @@ def deployments(
         yield _deployment(
             service,
             revision,
-            names.deployment(service.name, role, name, identity),
+            known,
             count,
             template,
             match={**selector(service.name, role), names.LABEL_VARIANT: name}
@@ -115,8 +116,18 @@ def gateway_deployments(
             name = names.bounded(f"{usual}-{compat}")
         if name != usual:
             match |= {names.LABEL_COMPAT: compat}
+        same = known is not None and known.revision == revision.id
+        if same and _of_another_operator(observed, name, revision):
+            yield _as_it_was(service, observed, name, count, {})
+            continue
         template = gateway_template(service, revision, options.images)
         yield _deployment(service, revision, name, count, template, match=match)
+
+
+def _of_another_operator(observed: Observed, name: str, revision: Revision) -> bool:
+    """Whether these pods were made by an operator that writes another template for them."""
+    older = revision.resolved.template != Resolved.template
+    return older and observed.child(DEPLOYMENT.kind, name) is not None
 
 
 def _notes(step: Step, key: tuple[Role, str, str]) -> dict[str, str]:

@@ -98,7 +98,7 @@ def _revision(
         stored = _read(deployment)
         if same and stored is not None:
             return Revision(role, variant, deployment.revision, inputs, stored)
-    resolved = dataclasses.replace(shared, drain_seconds=drain)
+    resolved = dataclasses.replace(shared, drain_seconds=drain, template=Resolved.template)
     identity = _digest(inputs, {"image": resolved.image, "template": resolved.template})
     return Revision(role, variant, identity, inputs, resolved)
 

@@ -11,6 +11,7 @@ from operator_support import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, Manifest
 from vlm_operator.names import Role
+from vlm_operator.state import ANNOTATION_RESOLVED, Resolved
 from vlm_operator.testing import Died, DyingCluster, settle
 
 DEADLINE = {"progressDeadlineSeconds": 60}
@@ -259,6 +260,34 @@ def test_a_surge_pod_that_the_budget_has_no_room_for_is_none():
 
     world.until(lambda: world.condition("RolloutProgressing")["reason"] == "Complete", check=check)
     assert most == 3
+
+
+def test_pods_that_an_older_operator_made_from_another_template_are_left_as_they_are():
+    world = Rollout(body(decode=pool(2)))
+
+    def age(item: Manifest) -> None:
+        notes = item["metadata"]["annotations"]
+        notes[ANNOTATION_RESOLVED] = notes[ANNOTATION_RESOLVED].replace(
+            f'"template": {Resolved.template}', '"template": 0'
+        )
+        item["spec"]["template"]["spec"]["containers"][0]["args"].append("--of-then")
+
+    for item in world.cluster.all(DEPLOYMENT):
+        world.cluster.edit(DEPLOYMENT, "ns", item["metadata"]["name"], age)
+    settle(world.cluster)
+    pods = {pod["metadata"]["uid"] for pod in world.cluster.all(POD)}
+    world.loop = world.new_loop()
+    for _ in range(3):
+        world.next()
+    assert {pod["metadata"]["uid"] for pod in world.cluster.all(POD)} == pods
+    world.apply(body(decode=pool(3)))
+    world.until(lambda: world.sizes() == {"decode": 3})
+    args = [pod["spec"]["containers"][0]["args"] for pod in world.cluster.all(POD)]
+    assert all("--of-then" in found for found in args), "one more is as the others are"
+    world.apply(body(FIXED, decode=pool(3)))
+    world.until(lambda: {item.revision for item in world.states()}.isdisjoint(world.good))
+    args = [pod["spec"]["containers"][0]["args"] for pod in workers(world)]
+    assert not any("--of-then" in found for found in args), "another revision is made anew"
 
 
 def test_recreate_starts_new_pods_only_when_the_old_are_gone():
