@@ -66,11 +66,17 @@ def _limit(view: View, role: Role) -> str:
 
 
 def metrics(view: View) -> Verdict:
-    """Whether the pods that serve answer to /stats."""
+    """Whether the pods that serve answer to /stats; one that missed a tick is not silent yet."""
     asked = [pod for role in roles(view) for pod in view.serving(role)]
+    answers, patience = (
+        view.outcome.memory.estimate.answers,
+        view.policy.tuning.stale_ticks * view.policy.tick_seconds,
+    )
+    heard = {uid for uid, last in answers.items() if view.observed.now - last.at <= patience}
     if not asked:
         return Verdict("MetricsAvailable", None, "NoPods", "no pod is ready yet")
-    silent = [pod.name for pod in asked if pod.uid not in view.observed.samples]
+    known = heard | view.observed.samples.keys()
+    silent = [pod.name for pod in asked if pod.uid not in known]
     if silent:
         message = f"{len(silent)} of {len(asked)} pods do not answer to /stats, first {silent[0]}"
         return Verdict("MetricsAvailable", False, "PodsSilent", message)

@@ -3,11 +3,12 @@
 import dataclasses
 
 import pytest
-from operator_load import FAST, auto, loaded_world, replicas, run, said
+from operator_load import FAST, auto, loaded_world, replicas, run, said, seen
 from operator_support import World
 
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.cluster import EVENT
+from vlm_operator.names import Role
 from vlm_operator.status import View, build_status, events
 from vlm_operator.status.decisions import decision_status, percents
 
@@ -128,3 +129,13 @@ def test_a_size_that_changes_is_one_event_with_its_reason():
     run(world, turns=20)
     found = [item for item in world.cluster.all(EVENT) if item["reason"].startswith("Scale")]
     assert [(item["reason"], item["count"]) for item in found] == [("ScaledUp", 1)]
+
+
+def test_a_pod_that_misses_one_tick_is_no_news_and_one_that_stays_silent_is():
+    world = loaded_world()
+    world.scraper.silent = {pod.name for pod in seen(world) if pod.role is Role.DECODE}
+    run(world, turns=2)
+    assert verdict(world.status, "MetricsAvailable")[0] == "True"
+    run(world, turns=3)
+    assert verdict(world.status, "MetricsAvailable")[1] == "PodsSilent"
+    assert [i["reason"] for i in world.cluster.all(EVENT)].count("MetricsMissing") == 1
