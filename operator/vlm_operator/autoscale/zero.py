@@ -4,7 +4,8 @@ asleep   pictures are encoded inline, waited for or refused, as onDemand says
 wake     a request is held for the pool: at once
          a_v · T_up · cost(inline) > T_up · cost(encoder): what is encoded inline within one
          start-up is worth more than the start-up
-         a_inline / units > band_down, and pictures are guilty_share of it
+         a_inline / units > band_down · its target, and pictures are guilty_share of it: an encoder
+         takes a start-up to come, and until then that pool fills up
 awake    one replica at least while pictures come
 idle     no picture since the last tick and, where they would be encoded inline, that pool's use is
          below band_down and its W95 with them within consolidation · B; pace waits idleSeconds
@@ -124,7 +125,7 @@ def _wakes(
         return f"{virtual:.2g} s of pictures a second are encoded inline; an encoder is cheaper"
     use = inline.demand.erlangs / max(inline.pool.ready_units, 1e-9)
     pictures = virtual >= policy.tuning.guilty_share * inline.demand.erlangs > 0
-    if use > policy.tuning.band_down and pictures:
+    if use > policy.tuning.band_down * inline.rules.utilization and pictures:
         return f"{inline.rules.role} is busy to {use:.0%}, and encodes pictures"
     return None
 

@@ -104,9 +104,7 @@ class Cluster:
                 if pod.life.ready_since is not None:
                     samples[pod.life.uid] = self._blurred(pod.sample(self.clock.now))
         inflight = sum(pool_pod.inflight for pool in self.pools.values() for pool_pod in pool.pods)
-        samples[GATEWAY_UID] = self.gateway.meters.sample(
-            held=self.gateway.waiting, inflight=inflight
-        )
+        samples[GATEWAY_UID] = self.gateway.meters.sample(held=self.gateway.held, inflight=inflight)
         if self._noise.loss:
             samples = {
                 uid: item for uid, item in samples.items() if self._rng.random() >= self._noise.loss

@@ -62,9 +62,14 @@ class Gateway:
         }
 
     @property
-    def waiting_tokens(self) -> int:
-        """KV tokens of the requests that no decode pod has room for."""
-        return sum(job.prompt_tokens for job in self._without_room)
+    def held(self) -> Mapping[Role, int]:
+        """Of these, the ones whose pool has no pod: what a gateway reports as `held_for`."""
+        taking = {
+            Role.ENCODER: self._encoders(),
+            Role.PREFILL: self._prefills(),
+            Role.DECODE: self._decoders(),
+        }
+        return {role: count for role, count in self.waiting.items() if not taking[role]}
 
     def arrive(self, request: Request) -> None:
         """Take one request now."""

@@ -18,7 +18,8 @@ Watch = Callable[[View, Memory, Outcome], None]
 GRID: Mapping[str, tuple[Any, ...]] = {
     "utilization": (0.65, 0.7),
     "kv_occupancy": (0.7, 0.75),
-    "down_pods": (2,),
+    "down_seconds": (180.0,),
+    "down_pods": (4,),
     "window_seconds": (120.0,),
 }
 
