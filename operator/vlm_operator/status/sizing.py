@@ -81,7 +81,7 @@ def metrics(view: View) -> Verdict:
         message = f"{len(silent)} of {len(asked)} pods do not answer to /stats, first {silent[0]}"
         return Verdict("MetricsAvailable", False, "PodsSilent", message)
     held = [role for role, item in view.decisions.items() if item.held and view.serving(role)]
-    if held:
+    if held and view.outcome.estimate.missing_seconds > patience:
         message = f"{held[0]}: its pods do not say enough to decide on, so nothing changes"
         return Verdict("MetricsAvailable", False, "TooLittleKnown", message)
     return Verdict("MetricsAvailable", True, "AllAnswer", f"{len(asked)} pods answer to /stats")
