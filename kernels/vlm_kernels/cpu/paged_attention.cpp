@@ -11,10 +11,9 @@
 //   tile   TILE positions: scores, softmax and weighted sum, while its K and V lie in the
 //          innermost cache and the next tile is on its way there
 //
-// The cache is [N, L, 2, H, P * D], inner order [P, D]: of one head, a block's keys are one piece
-// of memory and its values another; values lie `values_behind` elements behind keys. A row of K is
-// multiplied by the queries of up to HEADS heads that share it, register by register, and summed
-// across; a row of V is added to as many sums, weighted. All sums are float32, weights too.
+// A row of K is multiplied by the queries of up to HEADS heads that share it, register by register,
+// and summed across; a row of V is added to as many sums, weighted. All sums are float32, weights
+// too.
 //
 // What limits it is memory: each element of K and V is read once and used HEADS times. The machine
 // itself fetches ahead inside 4 KiB; `__builtin_prefetch` carries it over from block to block, which
@@ -26,6 +25,7 @@
 #include <memory>
 #include <vector>
 
+#include "paged_rows.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -37,26 +37,6 @@ constexpr int PART = 1024;
 constexpr int TILE = 32;
 constexpr int HEADS = NUM_REGISTERS == 32 ? 4 : 2;  // 4 keys * HEADS sums fill half the registers
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-// One step's rows; the same for all layers of one window. `_Step` in decode_attention.py.
-struct Step {
-  const int32_t* block_table;  // [num_rows, table_width]
-  const int32_t* num_kv;       // [num_rows] positions, the row's own among them
-  const int64_t* tokens;       // [num_rows] where in q and out
-  const void* cache;
-  int64_t num_rows, table_width, window;  // a window of 0 sees all
-  int64_t num_layers, num_kv_heads, num_groups, head_dim, block_size;
-  int64_t q_is_bf16, kv_is_bf16, num_threads;
-};
-
-// Of one layer. q: [T, H * G, D] by strides, the inner one is 1; out: the same, contiguous.
-struct Layer {
-  const void* q;
-  int64_t token_stride, head_stride;
-  void* out;
-  int64_t layer;
-  float scale;
-};
 
 int64_t padded(int64_t head_dim) { return (head_dim + PAIR - 1) / PAIR * PAIR; }
 
@@ -162,38 +142,6 @@ inline void add_values(const float (*weights)[TILE], const float* factors, const
   }
 }
 
-// Where the keys of a tile lie, one pointer per position.
-template <class KV>
-class Rows {
- public:
-  Rows(const Step& step, int64_t row, int64_t head, int64_t layer)
-      : table_(step.block_table + row * step.table_width),
-        block_size_(step.block_size),
-        head_dim_(step.head_dim),
-        head_(block_size_ * head_dim_),
-        block_(step.num_layers * 2 * step.num_kv_heads * head_),
-        base_(static_cast<const KV*>(step.cache) + (layer * 2 * step.num_kv_heads + head) * head_) {
-  }
-
-  // Pointers of [begin, end), at most a tile; the last is repeated up to a whole tile.
-  void find(int64_t begin, int64_t end, const KV** rows) const {
-    int64_t block = begin / block_size_, offset = begin % block_size_;
-    int i = 0;
-    for (int64_t left = end - begin; left > 0; block++, offset = 0) {
-      const KV* at = base_ + table_[block] * block_ + offset * head_dim_;
-      const int64_t here = std::min(left, block_size_ - offset);
-      for (int64_t j = 0; j < here; j++) rows[i++] = at + j * head_dim_;
-      left -= here;
-    }
-    for (; i < TILE; i++) rows[i] = rows[i - 1];
-  }
-
- private:
-  const int32_t* table_;
-  int64_t block_size_, head_dim_, head_, block_;
-  const KV* base_;
-};
-
 // One tile for `heads` heads.
 template <int heads, class KV>
 void attend(const float* q, const KV* const* rows, const KV* const* next, int count,
@@ -238,12 +186,12 @@ void add_part(const Step& step, const Layer& layer, int64_t row, int64_t head, i
   std::fill(sums.maximum, sums.maximum + step.num_groups, NOTHING);
   const Rows<KV> places(step, row, head, layer.layer);
   const KV* rows[2][TILE];
-  places.find(begin, std::min(begin + TILE, end), rows[0]);
+  places.find(begin, std::min(begin + TILE, end), rows[0], TILE);
   prefetch(rows[0], behind, dim);
   for (int64_t at = begin, turn = 0; at < end; at += TILE, turn ^= 1) {
     const int count = static_cast<int>(std::min<int64_t>(TILE, end - at));
     const bool is_last = at + TILE >= end;
-    if (!is_last) places.find(at + TILE, std::min(at + 2 * TILE, end), rows[turn ^ 1]);
+    if (!is_last) places.find(at + TILE, std::min(at + 2 * TILE, end), rows[turn ^ 1], TILE);
     const KV* const* next = rows[is_last ? turn : turn ^ 1];
     for (int64_t g = 0; g < step.num_groups;) {
       const auto of = [&](auto heads) {
