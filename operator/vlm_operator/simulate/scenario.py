@@ -44,20 +44,19 @@ def standard(trace: str = "") -> Setup:
 def mixed() -> Setup:
     """Encoders may run on a node type with a third of the price and 0.6 of the speed.
 
-    Decode has one, too, for half the price: 0.8 of the bandwidth, and as much memory.
+    Decode has one, too, for half the price: 0.8 of the bandwidth and of the memory. A pool begins
+    on its first variant, the cheaper one.
     """
-    encoder = (
-        _BIG,
-        VariantPolicy(SMALL, cost_per_hour=1.3, accelerators=1, speed=0.6, startup_seconds=60.0),
+    encoder = VariantPolicy(
+        SMALL, cost_per_hour=1.3, accelerators=1, speed=0.6, startup_seconds=60.0
     )
-    decode = (
-        _BIG,
-        VariantPolicy(SMALL, cost_per_hour=2.0, accelerators=1, speed=0.8, startup_seconds=60.0),
+    decode = VariantPolicy(
+        SMALL, cost_per_hour=2.0, accelerators=1, speed=0.8, startup_seconds=60.0
     )
     plant = Plant(node_types={Role.DECODE: {SMALL: NodeType(kv_share=0.8)}})
     return _setup(
         plant,
-        {Role.ENCODER: encoder, Role.PREFILL: (_BIG,), Role.DECODE: decode},
+        {Role.ENCODER: (encoder, _BIG), Role.PREFILL: (_BIG,), Role.DECODE: (decode, _BIG)},
         zero=False,
     )
 
