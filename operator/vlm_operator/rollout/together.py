@@ -246,7 +246,9 @@ def _gateways(
     )
     have = counts.desired(part.new)
     others = counts.existing(part.old)
-    found = {goal: part.next_new(at, steps, others) if complete else min(have, part.target)}
+    found = {goal: part.next_new(at, steps, others)} if complete else {}
+    if part.new and not complete:
+        found[goal] = min(have, part.target)
     excess = counts.desired(part.old) - part.next_old(at, steps)
     for compat in serving:
         size = counts.desired(_of(part.old, compat))
