@@ -3,19 +3,21 @@
 fields.py      server-side apply over flattened manifests: who owns which field
 cluster.py     FakeCluster: uids, versions, generations, finalizers, garbage collection
 controllers.py what kube-controller-manager and kubelets would do     settle, start_pods
-dying.py       a cluster that dies before or after write k
+dying.py       a cluster that dies before or after write k, and all such deaths of one run
 """
 
 from vlm_operator.testing.cluster import Clock, FakeCluster
 from vlm_operator.testing.controllers import FakeScraper, sample_of, settle, start_pods
-from vlm_operator.testing.dying import Died, DyingCluster
+from vlm_operator.testing.dying import Deaths, Died, DyingCluster, WatchedWrites
 
 __all__ = [
     "Clock",
+    "Deaths",
     "Died",
     "DyingCluster",
     "FakeCluster",
     "FakeScraper",
+    "WatchedWrites",
     "sample_of",
     "settle",
     "start_pods",

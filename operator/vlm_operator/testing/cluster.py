@@ -59,6 +59,7 @@ class FakeCluster:
         self.writes: list[tuple[str, str, str, str]] = []
         self._objects: dict[Key, _Object] = {}
         self.version = 0  # of the last change, anybody's
+        self.made: list[Key] = []  # what came into being, in order
 
     # what the operator may do
 
@@ -254,6 +255,8 @@ class FakeCluster:
             item.meta["generation"] += 1
         item.meta["resourceVersion"] = str(self._next())
         item.written = ""
+        if key not in self._objects:
+            self.made.append(key)
         self._objects[key] = item
 
     def _body(self, kind: Kind, manifest: Manifest, subresource: str) -> Manifest:

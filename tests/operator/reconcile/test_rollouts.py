@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, Manifest
 from vlm_operator.names import Role
 from vlm_operator.state import ANNOTATION_RESOLVED, Resolved
-from vlm_operator.testing import Died, DyingCluster, settle
+from vlm_operator.testing import settle
 
 DEADLINE = {"progressDeadlineSeconds": 60}
 ROLLBACK = {**DEADLINE, "onFailure": "Rollback"}
@@ -183,35 +182,6 @@ def test_the_old_manifest_again_is_a_way_back_too():
     assert {key for key in world.snapshot() if key[0] == "Deployment"} == {
         key for key in before if key[0] == "Deployment"
     }
-
-
-def test_a_rollback_ends_as_ever_from_a_death_at_any_write():
-    def until_broken(at: int | None) -> tuple[World, bool]:
-        world = Rollout(body({"rollout": ROLLBACK}, decode=pool(2)))
-        world.crash = True
-        world.apply(body({"rollout": ROLLBACK, **BROKEN}, decode=pool(2)))
-        world.loop = world.new_loop(
-            DyingCluster(world.cluster, at=at, committed=bool(at and at % 2))
-        )
-        died = False
-        with contextlib.suppress(Died):
-            died = True
-            world.until(lambda: _rolled_back(world), seconds=20)
-            died = False
-        if died:
-            settle(world.cluster, crash=world._crashes)
-            world.loop = world.new_loop()
-            world.until(lambda: _rolled_back(world), seconds=20)
-        return world, died
-
-    reference, _ = until_broken(None)
-    at, died = 0, True
-    while died:
-        world, died = until_broken(at)
-        assert world.sizes() == reference.sizes() == {"decode": 2}, f"died at write {at}"
-        assert {revision_of(pod) for pod in world.cluster.all(POD)} <= world.good
-        at += 3
-    assert at > 6
 
 
 def _rolled_back(world: World) -> bool:

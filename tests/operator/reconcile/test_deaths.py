@@ -1,0 +1,218 @@
+"""A process killed before or after any write, in any operation, leaves what the next one finishes.
+
+One run keeps every state in which a kill could leave the cluster; from each of them a new process
+goes on, and must end where the run without a death ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from operator_support import World, body, pool
+
+from vlm_operator import names
+from vlm_operator.cluster import CHILD_KINDS, DEPLOYMENT, POD, VLM_SERVICE, Cluster, Manifest
+from vlm_operator.testing import Deaths, FakeCluster, settle
+
+OTHER_COMPAT = {"model": {"uri": "pvc://shapes", "dtype": "Float32"}}
+ROLLBACK = {"rollout": {"progressDeadlineSeconds": 60, "onFailure": "Rollback"}}
+CHILDREN = {kind.kind for kind in CHILD_KINDS}
+EXTRA_WRITES = 3  # a status that says what the dead could not, its Event, an Event counted twice
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """Something asked of a running operator.
+
+    Attributes:
+        before: what is there and at rest when it begins; None for nothing.
+        after: the manifest then applied; None deletes the service.
+        crash: pods of revisions that are new crash.
+        ended: what the reason of RolloutProgressing must be at the end.
+    """
+
+    before: Manifest | None
+    after: Manifest | None
+    crash: bool = False
+    ended: str | None = None
+
+
+OPERATIONS = {
+    "create": Operation(None, body(encoder=pool(), decode=pool(2))),
+    "scale": Operation(
+        body(encoder=pool(3), decode=pool(1)), body(encoder=pool(1), decode=pool(3))
+    ),
+    "rollout": Operation(
+        body(decode=pool(2)), body(OTHER_COMPAT, decode=pool(2)), ended="Complete"
+    ),
+    "rollback": Operation(
+        body(ROLLBACK, decode=pool(2)),
+        body({**ROLLBACK, **OTHER_COMPAT}, decode=pool(2)),
+        crash=True,
+        ended="RolledBack",
+    ),
+    "topology": Operation(
+        body(encoder=pool(), prefill=pool(), decode=pool()),
+        body(encoder=pool(), decode=pool(2)),
+        ended="Complete",
+    ),
+    "delete": Operation(body(encoder=pool(), decode=pool()), None),
+}
+
+
+class Story(World):
+    """One operation, from where it begins or from where a dead process left it."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        super().__init__(operation.before or operation.after)
+        if operation.before is not None:
+            self.converge()
+        self.good = {_revision(pod) for pod in self.cluster.all(POD)}
+        if operation.after is None:
+            self.cluster.remove(VLM_SERVICE, "ns", self.name)
+        else:
+            self.apply(operation.after)
+
+    def left(self, cluster: FakeCluster) -> Story:
+        """The same story in what a dead process left, with controllers that went on."""
+        found = copy.copy(self)
+        found.cluster = copy.deepcopy(cluster)
+        found.cluster.writes.clear()
+        settle(found.cluster, crash=found._crashes)
+        return found
+
+    def run(self, cluster: Cluster | None = None) -> Story:
+        """Be a new process until nothing is left to do."""
+        if self.operation.after is None:
+            self._let_go(cluster)
+            return self
+        self.loop = self.new_loop(cluster)
+        quiet = 0
+        for _ in range(60):
+            before = self.cluster.version
+            pause = self.turn(seconds=20.0 if self.operation.crash else 3.0)
+            settle(self.cluster, crash=self._crashes)
+            quiet = quiet + 1 if self.cluster.version == before and pause > 1.0 else 0
+            if quiet and self._ended():
+                return self
+        raise AssertionError(f"still writing: {self.cluster.writes[-5:]}")
+
+    def created(self) -> Counter[Any]:
+        """How often each child came into being."""
+        return Counter(key for key in self.cluster.made if key[0] in CHILDREN)
+
+    def orphans(self) -> list[str]:
+        """Objects whose owner is gone."""
+        uids = {
+            item["metadata"]["uid"]
+            for kind in (VLM_SERVICE, DEPLOYMENT, *CHILD_KINDS)
+            for item in self.cluster.all(kind)
+        }
+        return [
+            item["metadata"]["name"]
+            for kind in (*CHILD_KINDS, POD)
+            for item in self.cluster.all(kind)
+            for owner in item["metadata"]["ownerReferences"]
+            if owner["uid"] not in uids
+        ]
+
+    def _let_go(self, cluster: Cluster | None) -> None:
+        """What the daemon does with a deleted service, and kopf after it."""
+        loop = self.new_loop(cluster)
+        for _ in range(60):
+            self.cluster.clock.now += 1
+            pause = asyncio.run(loop.drain())
+            settle(self.cluster)
+            if pause is None:
+                if self.cluster.all(VLM_SERVICE):
+                    self.cluster.edit(VLM_SERVICE, "ns", self.name, _free)
+                return
+        raise AssertionError("the service never let go")
+
+    def _ended(self) -> bool:
+        if self.operation.ended is None:
+            return self.condition("Ready")["status"] == "True"
+        return bool(self.condition("RolloutProgressing")["reason"] == self.operation.ended)
+
+    def _crashes(self, pod: Manifest) -> bool:
+        return self.operation.crash and _revision(pod) not in self.good
+
+
+def _revision(pod: Manifest) -> str:
+    return str(pod["metadata"]["labels"][names.LABEL_REVISION])
+
+
+def _free(item: Manifest) -> None:
+    item["metadata"]["finalizers"] = []
+
+
+def _same(found: Story, reference: Story, told: str) -> None:
+    """The law: the same end, nothing orphaned, nothing made twice, no more writes than a first run."""
+    assert found.snapshot() == reference.snapshot(), told
+    assert found.orphans() == [], told
+    assert found.created() == reference.created(), told
+    most = len(reference.cluster.writes) + EXTRA_WRITES
+    assert len(found.cluster.writes) <= most, f"{told}: {found.cluster.writes}"
+
+
+def _reference(name: str) -> tuple[Story, Story, Deaths]:
+    """The story before anything happened, its end without a death, and all deaths."""
+    begin = Story(OPERATIONS[name])
+    reference = begin.left(begin.cluster)
+    deaths = Deaths(reference.cluster)
+    reference.run(deaths)
+    return begin, reference, deaths
+
+
+def _deaths(name: str, *, every: int) -> int:
+    begin, reference, deaths = _reference(name)
+    chosen = list(deaths.left.items())[len(name) % every :: every]
+    for told, cluster in chosen:
+        _same(begin.left(cluster).run(), reference, f"{name}, died {told}")
+    return len(chosen)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_ends_as_ever_from_a_death_at_a_write(name: str):
+    assert _deaths(name, every=2) >= (1 if name == "delete" else 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_ends_as_ever_from_a_death_at_every_write(name: str):
+    assert _deaths(name, every=1) >= (3 if name == "delete" else 9)
+
+
+def _pairs(name: str, *, count: int, seed: int) -> None:
+    """Die, and die again while the next process makes up for it."""
+    begin, reference, deaths = _reference(name)
+    draw = random.Random(seed)
+    for _ in range(count):
+        first, cluster = draw.choice(list(deaths.left.items()))
+        again = begin.left(cluster)
+        recovery = Deaths(again.cluster)
+        again.run(recovery)
+        if not recovery.left:
+            continue
+        second, cluster = draw.choice(list(recovery.left.items()))
+        told = f"{name}, died {first}, then {second} (seed {seed})"
+        _same(begin.left(cluster).run(), reference, told)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_second_death_during_recovery_changes_nothing(name: str):
+    _pairs(name, count=1, seed=7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_many_second_deaths_during_recovery_change_nothing(name: str):
+    _pairs(name, count=40, seed=random.SystemRandom().randrange(2**32))
