@@ -23,6 +23,7 @@ from aiohttp import web
 from vlm_operator import kube, metrics
 from vlm_operator.cluster import VLM_SERVICE, Cluster
 from vlm_operator.errors import ClusterError, LeaseLostError, OperatorError
+from vlm_operator.framework import Watching
 from vlm_operator.handlers import App, register
 from vlm_operator.leader import Fenced, Lease, Timing
 from vlm_operator.plan import Options as PlanOptions
@@ -79,6 +80,7 @@ async def serve(settings: Settings) -> int:
         connect=lambda: kube.connection(loaded),
         clock=time.monotonic,
         sight=Sight(time.monotonic),
+        watching=Watching(whole=settings.watch_seconds, silence=settings.silence_seconds),
     )
     classes = ClassLoop(Fenced(cluster, lease), book, clock=time.time, changed=app.wake_all)
     stop = asyncio.Event()

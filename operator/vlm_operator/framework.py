@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -14,8 +15,22 @@ from vlm_operator.cluster import CHILD_KINDS, POD, Kind
 from vlm_operator.kube import Connection
 
 
-async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class Watching:
+    """How long kopf believes in a watch, in seconds.
+
+    Attributes:
+        whole: then it lists and watches anew: what an event did not tell is seen by then.
+        silence: without an event or a bookmark, of which there is one a minute.
+    """
+
+    whole: float = 300.0
+    silence: float = 70.0
+
+
+async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
     """Settle how kopf itself behaves; each line answers a known trap."""
+    watching: Watching = memo.app.watching
     settings.persistence.finalizer = names.FINALIZER
     prefix = names.GROUP
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=prefix)
@@ -27,9 +42,9 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.networking.error_backoffs = Backoffs()
     settings.networking.connect_timeout = 5
     settings.networking.request_timeout = 30
-    settings.watching.server_timeout = 300
-    settings.watching.client_timeout = 330
-    settings.watching.inactivity_timeout = 70
+    settings.watching.server_timeout = watching.whole
+    settings.watching.client_timeout = watching.whole + 30
+    settings.watching.inactivity_timeout = watching.silence
     settings.background.cancellation_polling = 1
     for kind in (*CHILD_KINDS, POD):
         settings.watching.label_selectors[selector(kind)] = (

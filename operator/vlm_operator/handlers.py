@@ -24,7 +24,7 @@ import kopf
 from vlm_operator import names
 from vlm_operator.cluster import CHILD_KINDS, POD
 from vlm_operator.errors import ClusterError, LeaseLostError
-from vlm_operator.framework import configure, login, selector
+from vlm_operator.framework import Watching, configure, login, selector
 from vlm_operator.metrics import TURNS
 from vlm_operator.reconcile import Loop
 from vlm_operator.sight import Sight
@@ -49,12 +49,14 @@ class App:
         lost: set when this process no longer leads; `__main__` then ends it.
         turning: services whose turn began, and when; the health check reads it.
         sight: which events came; the health check reads it too.
+        watching: how long kopf believes in a watch.
     """
 
     make_loop: Callable[[str, str], Loop]
     connect: Callable[[], Any]
     clock: Callable[[], float]
     sight: Sight
+    watching: Watching = dataclasses.field(default_factory=Watching)
     lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     turning: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     _wakes: dict[tuple[str, str], asyncio.Event] = dataclasses.field(default_factory=dict)

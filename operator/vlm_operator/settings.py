@@ -24,6 +24,8 @@ class Settings:
             one.
         cluster_domain: the suffix of `status.url`.
         resync_seconds: a service is read in full at least this often, events or not.
+        watch_seconds: how long a watch of the API server lasts before kopf lists again.
+        silence_seconds: how long a watch may say nothing before it is taken for dead.
         spare_seconds: how long a rollout's new pod waits for a node before one is drained for it.
     """
 
@@ -40,6 +42,8 @@ class Settings:
     metrics_port: int = 8080
     cluster_domain: str = "cluster.local"
     resync_seconds: float = 60.0
+    watch_seconds: float = 300.0
+    silence_seconds: float = 70.0
     spare_seconds: float = 120.0
     log_level: str = "INFO"
     log_format: str = "json"
@@ -85,6 +89,10 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="suffix of status.url (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="read every service in full at least this often (%(default)s)")  # fmt: skip
+    add("--watch-seconds", type=float, default=default.watch_seconds, metavar="S",
+        help="a watch lasts so long, then everything is listed again (%(default)s)")  # fmt: skip
+    add("--silence-seconds", type=float, default=default.silence_seconds, metavar="S",
+        help="a watch that says nothing for so long is dead; above 60 (%(default)s)")  # fmt: skip
     add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",
         help="until a rollout drains a pod for one that has no node (%(default)s)")  # fmt: skip
     add("--log-level", default=default.log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])

@@ -4,6 +4,7 @@ fields.py      server-side apply over flattened manifests: who owns which field
 cluster.py     FakeCluster: uids, versions, generations, finalizers, garbage collection
 controllers.py what kube-controller-manager and kubelets would do     settle, start_pods
 dying.py       a cluster that dies before or after write k, and all such deaths of one run
+proxy.py       a reverse proxy with faults, in front of a real API server
 """
 
 from vlm_operator.testing.cluster import Clock, FakeCluster

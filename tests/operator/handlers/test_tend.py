@@ -206,7 +206,7 @@ async def test_a_service_with_a_daemon_is_drained_by_that_alone():
 
 async def test_kopf_is_set_up_as_the_design_asks():
     settings = kopf.OperatorSettings()
-    await configure(settings=settings)
+    await configure(settings=settings, memo=Memo(FakeLoop()))
     assert settings.persistence.finalizer == "triptych.dev/drain"
     assert settings.posting.enabled is False
     assert settings.scanning.disabled is True

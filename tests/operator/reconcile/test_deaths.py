@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -155,7 +154,7 @@ def _free(item: Manifest) -> None:
 
 
 def _same(found: Story, reference: Story, told: str) -> None:
-    """The law: the same end, nothing orphaned, nothing made twice, no more writes than a first run."""
+    """The law: the same end, nothing orphaned or made twice, as few writes as in a first run."""
     assert found.snapshot() == reference.snapshot(), told
     assert found.orphans() == [], told
     assert found.created() == reference.created(), told
