@@ -38,7 +38,7 @@ from vlm_operator.status import Event, View, pool_status_of_kind
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SECONDS = 30.0  # between two writes of the autoscaler's memory
+MEMORY_SECONDS = 30.0  # between two writes of what was merely measured
 EVENT_SECONDS = 60.0  # in which the same Event is posted once
 
 
@@ -50,7 +50,8 @@ class Reporter:
         self._namespace = namespace
         self._name = name
         self._memory_at = float("-inf")
-        self._activity: Hashable = None
+        self._decided: Hashable = None
+        self._measured: Hashable = None
         self._posted: dict[Event, float] = {}
         self._said: dict[Role, tuple[int, str, str | None]] = {}
 
@@ -98,21 +99,24 @@ class Reporter:
         return found
 
     async def memory(self, intent: Intent, observed: Observed) -> bool:
-        """Write the autoscaler's memory, if it changed and not too often; tells whether it did.
+        """Write the autoscaler's memory where it changed; tells whether it did.
 
-        While nothing happens nothing is learnt: what only ages is not written. Where the manifest
-        says every number there is nothing to remember.
+        What was decided is written at once, what was measured not too often. While nothing happens
+        nothing is learnt: what only ages is not written. Where the manifest says every number
+        there is nothing to remember.
         """
         modes = {pool.mode for pool in intent.sizing.policy.pools.values()}
         if modes == {ScalingMode.MANUAL}:
             return False
         memory = intent.sizing.outcome.memory
-        happened = _activity(intent, observed)
-        late = observed.now - self._memory_at >= MEMORY_SECONDS
-        if not late or happened == self._activity or not worth_writing(memory):
+        decided, measured = _decided(memory), _measured(observed)
+        due = decided != self._decided or (
+            measured != self._measured and observed.now - self._memory_at >= MEMORY_SECONDS
+        )
+        if not due or not worth_writing(memory):
             return False
         data = {MEMORY_KEY: dump(memory)}
-        self._activity = happened
+        self._decided, self._measured = decided, measured
         if data == _stored(observed, self._name):
             return False
         self._memory_at = observed.now
@@ -162,14 +166,18 @@ def stored_memory(observed: Observed, name: str) -> Memory:
     return load(_stored(observed, name).get(MEMORY_KEY), now=observed.now)
 
 
-def _activity(intent: Intent, observed: Observed) -> Hashable:
-    """What differs when work was done or something was decided, and only then."""
-    paces = intent.sizing.outcome.memory.pace.pools.items()
-    decided = tuple(
-        (role, pace.changes, tuple(pace.exhausted), pace.foreign) for role, pace in paces
+def _decided(memory: Memory) -> Hashable:
+    """What differs when something was decided, and only then."""
+    return tuple(
+        (role, pace.changes, tuple(pace.exhausted), pace.foreign)
+        for role, pace in memory.pace.pools.items()
     )
+
+
+def _measured(observed: Observed) -> Hashable:
+    """What differs when work was done, and only then."""
     samples = sorted(observed.samples.values(), key=lambda item: item.pod_uid)
-    done = tuple(
+    return tuple(
         (
             item.boot_id,
             item.admitted_work_seconds,
@@ -178,7 +186,6 @@ def _activity(intent: Intent, observed: Observed) -> Hashable:
         )
         for item in samples
     )
-    return decided, done
 
 
 def _stored(observed: Observed, name: str) -> dict[str, str]:

@@ -31,6 +31,7 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
     pools = view.service.spec.pools
     revision = service_revision(view.revisions)
     compat = view.revisions[Role.GATEWAY, ""].resolved.compat
+    known = previous.get("pools", {})
     found: dict[str, Any] = {
         "observedGeneration": view.written.generation,
         "conditions": conditions(verdicts(view), previous, view.written.generation, now=now),
@@ -42,7 +43,9 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
         "updateRevision": revision,
         "compat": compat,
         "model": _model(view, previous),
-        "pools": {role.value: pool_status(view, role) for role in pools.present},
+        "pools": {
+            role.value: pool_status(view, role, known.get(role.value, {})) for role in pools.present
+        },
         "slo": _slo(view),
         "cost": _cost(view),
         "accelerators": _accelerators(view),

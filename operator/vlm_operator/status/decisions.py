@@ -9,10 +9,21 @@ from typing import Any
 from vlm_operator.autoscale.outcome import Candidate, Decision
 
 
-def decision_status(decision: Decision) -> dict[str, Any]:
-    """Write `status.pools.*.lastDecision`."""
+def decision_status(
+    decision: Decision, previous: Mapping[str, Any], *, epoch: int
+) -> dict[str, Any]:
+    """Write `status.pools.*.lastDecision`.
+
+    Args:
+        decision: the pool's last one.
+        previous: the same as it stands, whose epoch stays while it tells of the same decision.
+        epoch: of the lease under which a decision that is new here was made.
+    """
+    past = past_status(decision)
+    told = all(previous.get(key) == value for key, value in past.items())
     found: dict[str, Any] = {
-        **past_status(decision),
+        **past,
+        "epoch": previous.get("epoch") if told else epoch,
         "limitedBy": decision.limited_by,
         "shares": percents(decision.shares) or None,
         "candidates": [_candidate(item) for item in decision.candidates] or None,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_operator.names import Role
-from vlm_operator.state import PodState, Sample
+from vlm_operator.state import Manifest, PodState, Sample
 from vlm_operator.status.decisions import decision_status, money, past_status
 from vlm_operator.status.view import View
 
 _HISTORY = 8
 
 
-def pool_status(view: View, role: Role) -> dict[str, Any]:
-    """Everything under `status.pools.<role>`."""
+def pool_status(view: View, role: Role, previous: Manifest) -> dict[str, Any]:
+    """Everything under `status.pools.<role>`; `previous` is the same as it stands."""
     pods = view.observed.of(role)
     decisions = view.history(role)
     found: dict[str, Any] = {
@@ -31,7 +31,8 @@ def pool_status(view: View, role: Role) -> dict[str, Any]:
     if decision is not None and decision.recommendation not in (None, decision.to):
         found["recommendation"] = decision.recommendation
     if decisions:
-        found["lastDecision"] = decision_status(decisions[-1])
+        told = previous.get("lastDecision", {})
+        found["lastDecision"] = decision_status(decisions[-1], told, epoch=view.epoch)
         earlier = [past_status(item) for item in reversed(decisions[:-1])][:_HISTORY]
         if earlier:
             found["history"] = earlier

@@ -11,6 +11,7 @@ from operator_support import World, body, pool
 from vlm_operator.autoscale.record import differences, load_record, replay
 from vlm_operator.cluster import CONFIG_MAP, EVENT, VLM_NODE_CLASS, VLM_POOL, VLM_SERVICE
 from vlm_operator.names import Role
+from vlm_operator.reconcile.report import MEMORY_SECONDS
 from vlm_operator.testing import Died, DyingCluster, settle
 
 
@@ -81,6 +82,21 @@ def test_a_new_process_knows_what_was_decided_and_shrinks_nothing_for_a_window()
     run(world, turns=8)
     assert replicas(world) == 3
     assert said(world)["lastDecision"] == history
+
+
+def test_every_decision_is_remembered_at_once():
+    world = loaded_world(decode=auto(1, 8))
+    began, sizes = world.cluster.clock.now, set()
+    for tokens in (1900, 4500):
+        world.scraper.tokens = tokens
+        run(world, turns=2)
+        found = {i["metadata"]["name"]: i for i in world.cluster.all(CONFIG_MAP)}
+        stored = json.loads(found["demo-autoscaler"]["data"]["memory.json"])
+        remembered = stored["pace"]["pools"]["decode"]
+        assert remembered["decisions"][-1]["to"] == replicas(world)
+        sizes.add(replicas(world))
+    assert len(sizes) == 2
+    assert world.cluster.clock.now - began < MEMORY_SECONDS
 
 
 @pytest.mark.parametrize("policy", ["Advisory", "Off"])

@@ -118,9 +118,19 @@ def test_a_recommendation_is_shown_where_it_is_not_what_stands():
 def test_a_decision_is_shown_in_steps_that_noise_does_not_cross():
     plain = Decision(1_800_000_000.4, 1, 2, 2, "ScaleUp", "why", shares={"a": 0.612, "b": 0.011})
     other = dataclasses.replace(plain, time=plain.time + 0.05, shares={"a": 0.605, "b": 0.02})
-    assert decision_status(plain) == decision_status(other)
-    assert decision_status(plain)["shares"] == {"a": 60}
+    first = decision_status(plain, {}, epoch=1)
+    assert first == decision_status(other, {}, epoch=1)
+    assert first["shares"] == {"a": 60}
     assert percents({}) == {}
+
+
+def test_a_decision_keeps_the_epoch_under_which_it_was_made():
+    made = Decision(1_800_000_000.0, 1, 2, 2, "ScaleUp", "why")
+    first = decision_status(made, {}, epoch=3)
+    assert first["epoch"] == 3
+    assert decision_status(made, first, epoch=4) == first
+    later = dataclasses.replace(made, time=made.time + 60, before=2, to=3)
+    assert decision_status(later, first, epoch=4)["epoch"] == 4
 
 
 def test_a_size_that_changes_is_one_event_with_its_reason():
