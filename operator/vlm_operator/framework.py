@@ -17,15 +17,15 @@ from vlm_operator.kube import Connection
 
 @dataclasses.dataclass(frozen=True)
 class Watching:
-    """How long kopf believes in a watch, in seconds.
+    """How long kopf believes in a watch, in whole seconds.
 
     Attributes:
         whole: then it lists and watches anew: what an event did not tell is seen by then.
         silence: without an event or a bookmark, of which there is one a minute.
     """
 
-    whole: float = 300.0
-    silence: float = 70.0
+    whole: int = 300
+    silence: int = 70
 
 
 async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:

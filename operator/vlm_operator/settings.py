@@ -42,8 +42,8 @@ class Settings:
     metrics_port: int = 8080
     cluster_domain: str = "cluster.local"
     resync_seconds: float = 60.0
-    watch_seconds: float = 300.0
-    silence_seconds: float = 70.0
+    watch_seconds: int = 300
+    silence_seconds: int = 70
     spare_seconds: float = 120.0
     log_level: str = "INFO"
     log_format: str = "json"
@@ -89,9 +89,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="suffix of status.url (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="read every service in full at least this often (%(default)s)")  # fmt: skip
-    add("--watch-seconds", type=float, default=default.watch_seconds, metavar="S",
+    add("--watch-seconds", type=int, default=default.watch_seconds, metavar="S",
         help="a watch lasts so long, then everything is listed again (%(default)s)")  # fmt: skip
-    add("--silence-seconds", type=float, default=default.silence_seconds, metavar="S",
+    add("--silence-seconds", type=int, default=default.silence_seconds, metavar="S",
         help="a watch that says nothing for so long is dead; above 60 (%(default)s)")  # fmt: skip
     add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",
         help="until a rollout drains a pod for one that has no node (%(default)s)")  # fmt: skip
