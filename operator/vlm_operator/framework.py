@@ -42,7 +42,7 @@ async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> Non
     settings.networking.error_backoffs = Backoffs()
     settings.networking.connect_timeout = 5
     settings.networking.request_timeout = 30
-    settings.watching.server_timeout = watching.whole
+    settings.watching.server_timeout = max(1, round(watching.whole))  # API servers take integers
     settings.watching.client_timeout = watching.whole + 30
     settings.watching.inactivity_timeout = watching.silence
     settings.background.cancellation_polling = 1
