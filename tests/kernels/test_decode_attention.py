@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.batches import Batch, make_batch
+from kernels.variants import library_of
 
 from vlm_kernels import decode_attention as module
-from vlm_kernels.cpu import native
+from vlm_kernels.cpu import libraries, native
 from vlm_kernels.decode_attention import DecodeRows, attend_decode, plan_decode
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
@@ -26,14 +26,11 @@ if native.library() is None:
     pytest.skip("no native library on this machine", allow_module_level=True)
 
 
-@pytest.fixture(params=[variant.name for variant in native.supported()])
+@pytest.fixture(params=[variant.name for variant in libraries.supported()])
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each library that this machine can run, in place of the best."""
-    chosen = next(v for v in native.VARIANTS if v.name == request.param)
-    environ = {"HOME": str(Path.home())}
-    library = native.load(native.build(chosen, native.Places.of(environ)))
+    kernel = native.typed(library_of(request.param), module.SYMBOL, *module.ARGUMENTS)
     with pytest.MonkeyPatch.context() as patch:
-        kernel = native.typed(library, module.SYMBOL, *module.ARGUMENTS)
         patch.setattr(module, "_kernel", lambda: kernel)
         yield request.param
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import shutil
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from vlm_kernels.cpu import native
+from vlm_kernels.cpu import libraries, native
 
-PORTABLE = native.VARIANTS[-1]
+PORTABLE = libraries.VARIANTS[-1]
 
 ANSWER = """
 #include "threads.h"
@@ -32,7 +33,7 @@ def sources(tmp_path: Path) -> Path:
     directory = tmp_path / "sources"
     directory.mkdir()
     for name in ("threads.h", "threads.cpp"):
-        shutil.copy(native.SOURCES / name, directory)
+        shutil.copy(libraries.SOURCES / name, directory)
     (directory / "answer.h").write_text("#define ANSWER 41\n")
     (directory / "answer.cpp").write_text('#include "answer.h"' + ANSWER)
     return directory
@@ -40,7 +41,7 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def compiler() -> str:
-    found = next((path for name in native.COMPILERS if (path := shutil.which(name))), None)
+    found = next((path for name in libraries.COMPILERS if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip("no C++ compiler on this machine: there is nothing to build")
     return found
@@ -54,7 +55,7 @@ class Places:
         script = root / "counting-compiler"
         script.write_text(f'#!/bin/sh\necho "$@" >> {self.calls}\nexec {compiler} "$@"\n')
         script.chmod(0o755)
-        self.value = native.Places(root / "prebuilt", root / "cache", (str(script),))
+        self.value = libraries.Places(root / "prebuilt", root / "cache", (str(script),))
 
     @property
     def num_links(self) -> int:
@@ -75,12 +76,12 @@ def answer(path: Path) -> int:
 def test_a_library_is_compiled_once_and_again_when_a_header_changes(
     sources: Path, places: Places
 ) -> None:
-    first = native.build(PORTABLE, places.value, sources=sources)
+    first = libraries.build(PORTABLE, places.value, sources=sources)
     assert answer(first) == 41
-    assert native.build(PORTABLE, places.value, sources=sources) == first
+    assert libraries.build(PORTABLE, places.value, sources=sources) == first
     assert places.num_links == 1
     (sources / "answer.h").write_text("#define ANSWER 42\n")
-    second = native.build(PORTABLE, places.value, sources=sources)
+    second = libraries.build(PORTABLE, places.value, sources=sources)
     assert second != first
     assert answer(second) == 42
     assert places.num_links == 2
@@ -90,7 +91,7 @@ def test_all_who_build_at_once_wait_for_one_compiler(sources: Path, places: Plac
     found: list[Path] = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(native.build(PORTABLE, places.value, sources=sources))
+            target=lambda: found.append(libraries.build(PORTABLE, places.value, sources=sources))
         )
         for _ in range(4)
     ]
@@ -108,7 +109,7 @@ def test_all_who_build_at_once_wait_for_one_compiler(sources: Path, places: Plac
 def test_work_is_shared_by_threads_and_each_piece_is_done_once(
     sources: Path, places: Places
 ) -> None:
-    library = native.load(native.build(PORTABLE, places.value, sources=sources))
+    library = native.load(libraries.build(PORTABLE, places.value, sources=sources))
     add = native.typed(library, "triptych_sum", ctypes.c_int, ctypes.c_int, returns=ctypes.c_int)
     for num_threads in (1, 2, 5):
         assert add(1000, num_threads) == 499_500
@@ -126,13 +127,13 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
 
 
 def test_a_prebuilt_library_needs_no_compiler(sources: Path, places: Places) -> None:
-    built = native.build(PORTABLE, places.value, sources=sources)
+    built = libraries.build(PORTABLE, places.value, sources=sources)
     prebuilt = places.value.prebuilt
     prebuilt.mkdir()
-    target = prebuilt / f"{PORTABLE.name}-{native._hash(sources, PORTABLE)}.so"
+    target = prebuilt / f"{PORTABLE.name}-{libraries._hash(sources, PORTABLE)}.so"
     shutil.copy(built, target)
-    without = native.Places(prebuilt, places.value.cache, ("no-such-compiler",))
-    assert native.build(PORTABLE, without, sources=sources) == target
+    without = libraries.Places(prebuilt, places.value.cache, ("no-such-compiler",))
+    assert libraries.build(PORTABLE, without, sources=sources) == target
 
 
 @pytest.mark.parametrize(
@@ -155,11 +156,11 @@ def test_without_a_library_the_reason_is_said_and_torch_computes(
     if script is not None:
         compiler.write_text(script)
         compiler.chmod(0o755)
-    places = native.Places(tmp_path / "none", tmp_path / "cache", (str(compiler),))
-    with pytest.raises(native.NativeError, match=reason):
-        native.build(PORTABLE, places)
+    places = libraries.Places(tmp_path / "none", tmp_path / "cache", (str(compiler),))
+    with pytest.raises(libraries.NativeError, match=reason):
+        libraries.build(PORTABLE, places)
     with caplog.at_level(logging.INFO):
-        assert native._find(places, (PORTABLE,)) is None
+        assert native._find(places, (PORTABLE,)) == native.Library(None, "none")
     assert caplog.records[-1].getMessage() == (
         "no native kernels at all: torch computes instead, slower"
     )
@@ -168,43 +169,85 @@ def test_without_a_library_the_reason_is_said_and_torch_computes(
 def test_a_damaged_library_is_no_reason_to_fail(tmp_path: Path) -> None:
     damaged = tmp_path / "library.so"
     damaged.write_bytes(b"not a library")
-    with pytest.raises(native.NativeError, match="cannot be loaded"):
+    with pytest.raises(libraries.NativeError, match="cannot be loaded"):
         native.load(damaged)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5_000, -1])
+def test_a_library_that_was_cut_off_is_compiled_again(
+    num_bytes: int, sources: Path, places: Places
+) -> None:
+    path = libraries.build(PORTABLE, places.value, sources=sources)
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    again = libraries.build(PORTABLE, places.value, sources=sources)
+    assert (again, places.num_links) == (path, 2)
+    assert answer(again) == 41
+
+
+def test_a_damaged_prebuilt_library_is_passed_over(sources: Path, places: Places) -> None:
+    built = libraries.build(PORTABLE, places.value, sources=sources)
+    places.value.prebuilt.mkdir()
+    damaged = places.value.prebuilt / f"{PORTABLE.name}-{libraries._hash(sources, PORTABLE)}.so"
+    damaged.write_bytes(built.read_bytes()[:-100])
+    assert libraries.build(PORTABLE, places.value, sources=sources) == built
+
+
+def test_options_of_the_compiler_make_a_library_of_their_own(sources: Path, places: Places) -> None:
+    plain = libraries.build(PORTABLE, places.value, sources=sources)
+    chosen = dataclasses.replace(places.value, options=("-DEXTRA=1",))
+    assert libraries.build(PORTABLE, chosen, sources=sources) != plain
+    assert "-DEXTRA=1" in places.calls.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [(None, ["avx2", "portable"]), ("portable", ["portable"]), ("none", [])],
+)
+def test_a_variant_may_be_named(name: str | None, tried: list[str]) -> None:
+    assert [v.name for v in libraries.wanted(name, libraries.VARIANTS[1:])] == tried
+
+
+def test_a_variant_that_the_cpu_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"avx512bf16.*can run avx2, portable; or none"):
+        libraries.wanted("avx512bf16", libraries.VARIANTS[1:])
 
 
 def test_a_cache_that_cannot_be_written_is_named(
     sources: Path, places: Places, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    nowhere = native.Places(tmp_path / "none", tmp_path / "file" / "x", places.value.compilers)
-    with pytest.raises(native.NativeError, match="cannot be written"):
-        native.build(PORTABLE, nowhere, sources=sources)
+    nowhere = libraries.Places(tmp_path / "none", tmp_path / "file" / "x", places.value.compilers)
+    with pytest.raises(libraries.NativeError, match="cannot be written"):
+        libraries.build(PORTABLE, nowhere, sources=sources)
 
 
 def test_the_best_variant_that_the_cpu_can_run_comes_first(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    assert [v.name for v in native.supported(cpuinfo)] == ["portable"]
-    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma f16c bmi2\n")
-    assert [v.name for v in native.supported(cpuinfo)] == ["avx2", "portable"]
-    flags = " ".join(native.VARIANTS[0].needs | {"avx2", "bmi2"})
+    assert [v.name for v in libraries.supported(cpuinfo)] == ["portable"]
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(libraries.V3)}\n")
+    assert [v.name for v in libraries.supported(cpuinfo)] == ["avx2", "portable"]
+    flags = " ".join(libraries.VARIANTS[0].needs)
     cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    assert [v.name for v in native.supported(cpuinfo)] == ["avx512bf16", "avx2", "portable"]
+    assert [v.name for v in libraries.supported(cpuinfo)] == ["avx512bf16", "avx2", "portable"]
 
 
 def test_the_environment_says_where_a_library_comes_from() -> None:
-    chosen = native.Places.of({"XDG_CACHE_HOME": "/c", "CXX": "mine", "TRIPTYCH_NATIVE_DIR": "/p"})
-    assert chosen == native.Places(Path("/p"), Path("/c/triptych/native"), ("mine",))
-    plain = native.Places.of({"HOME": "/h"})
+    chosen = libraries.Places.of(
+        {"XDG_CACHE_HOME": "/c", "CXX": "mine", "CXXFLAGS": "-g -O1", "TRIPTYCH_NATIVE_DIR": "/p"}
+    )
+    cache = Path("/c/triptych/native")
+    assert chosen == libraries.Places(Path("/p"), cache, ("mine",), ("-g", "-O1"))
+    plain = libraries.Places.of({"HOME": "/h"})
     assert plain.cache == Path("/h/.cache/triptych/native")
     assert plain.prebuilt == Path(sys.prefix) / "lib" / "triptych"
-    assert plain.compilers == native.COMPILERS
+    assert plain.compilers == libraries.COMPILERS
 
 
 @pytest.mark.full
 def test_every_variant_compiles_for_an_image(tmp_path: Path, compiler: str) -> None:
-    places = native.Places(tmp_path / "none", tmp_path / "cache", (compiler,))
-    made = native.prebuild(tmp_path / "image", places)
-    assert len(made) == len(native.VARIANTS)
-    without = native.Places(tmp_path / "image", tmp_path / "none", ())
-    for variant in native.supported():
-        native.load(native.build(variant, without))
+    places = libraries.Places(tmp_path / "none", tmp_path / "cache", (compiler,))
+    made = libraries.prebuild(tmp_path / "image", places)
+    assert len(made) == len(libraries.VARIANTS)
+    without = libraries.Places(tmp_path / "image", tmp_path / "none", ())
+    for variant in libraries.supported():
+        native.load(libraries.build(variant, without))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vlm_kernels.cpu import native
+from vlm_kernels.cpu import libraries, native
 
 
 def each_variant(module: Any) -> Any:
@@ -18,7 +19,7 @@ def each_variant(module: Any) -> Any:
     """
 
     @pytest.fixture(
-        params=[*(v.name for v in native.supported()), "torch"], scope="module", autouse=True
+        params=[*(v.name for v in libraries.supported()), "torch"], scope="module", autouse=True
     )
     def variant(request: pytest.FixtureRequest) -> Iterator[str]:
         kernel = None if request.param == "torch" else _kernel_of(module, request.param)
@@ -30,9 +31,14 @@ def each_variant(module: Any) -> Any:
 
 
 def _kernel_of(module: Any, name: str) -> Any:
-    chosen = next(variant for variant in native.VARIANTS if variant.name == name)
     try:
-        path = native.build(chosen, native.Places.of({"HOME": str(Path.home())}))
-    except native.NativeError as error:
+        return native.typed(library_of(name), module.SYMBOL, *module.ARGUMENTS)
+    except libraries.NativeError as error:
         pytest.skip(str(error))
-    return native.typed(native.load(path), module.SYMBOL, *module.ARGUMENTS)
+
+
+def library_of(name: str) -> ctypes.CDLL:
+    """The library of a variant, made as the environment of the tests says. Raises NativeError."""
+    chosen = next(variant for variant in libraries.VARIANTS if variant.name == name)
+    places = libraries.Places.of(os.environ)  # noqa: TID251  `make sanitize` sets CXXFLAGS
+    return native.load(libraries.build(chosen, places))

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from vlm_kernels.cpu import native
+from vlm_kernels.cpu import libraries
 
 
 def main() -> None:
@@ -14,9 +14,9 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m vlm_kernels.cpu DIR")
     try:
-        places = native.Places.of(os.environ)  # noqa: TID251  an entry point of its own
-        native.prebuild(Path(sys.argv[1]), places)
-    except native.NativeError as error:
+        places = libraries.Places.of(os.environ)  # noqa: TID251  an entry point of its own
+        libraries.prebuild(Path(sys.argv[1]), places)
+    except libraries.NativeError as error:
         sys.exit(f"native kernels: {error}")
 
 

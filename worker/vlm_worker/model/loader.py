@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vlm_kernels.cpu import native
 from vlm_worker.core.families import Family, FamilySpec
 from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
@@ -223,6 +224,7 @@ def _log(loaded: LoadedModel) -> None:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "device": str(loaded.device),
             "weights_bytes": loaded.weights_bytes,
+            "native_kernels": native.variant_name() if loaded.device.type == "cpu" else "none",
             "linear_backend": loaded.packing.backend,
             "packed_layers": loaded.packing.num_layers,
             "packed_bytes": loaded.packing.num_bytes,

@@ -39,5 +39,6 @@ def log_as_json(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("vlm_worker").setLevel(level)
+    for ours in ("vlm_worker", "vlm_kernels"):
+        logging.getLogger(ours).setLevel(level)
     logging.captureWarnings(capture=True)
