@@ -34,22 +34,22 @@ namespace {
 
 using bf16 = uint16_t;
 
-constexpr int kPanel = 32;        // outputs of a panel
-constexpr int kAhead = 4096;      // bytes that few rows are prefetched ahead
-constexpr int kFewRows = 16;      // up to so many, W comes from memory faster than sums are made
-constexpr int kMostRows = 14;     // 14 x 2 sums, and 2 lines of W, in 32 registers
-constexpr int kTileRows = 12;     // when rows are many: x comes out of the cache, too
-constexpr int kMostPanels = 4;     // of one item of work
-constexpr int kBlockBytes = 512 << 10;  // of x that pass by a panel: half of a core's own cache
+constexpr int PANEL = 32;               // outputs of a panel
+constexpr int AHEAD = 4096;             // bytes that few rows are prefetched ahead
+constexpr int FEW_ROWS = 16;            // up to so many, reading W takes longest
+constexpr int MOST_ROWS = 14;           // 14 x 2 sums, and 2 lines of W, in 32 registers
+constexpr int TILE_ROWS = 12;           // when rows are many: x comes out of the cache, too
+constexpr int MOST_PANELS = 4;          // of one item of work
+constexpr int BLOCK_BYTES = 512 << 10;  // of x that pass by a panel: half of a core's own cache
 
-enum Epilogue : int { kPlain = 0, kResidual = 1, kGated = 2, kQuickGelu = 3 };
+enum Epilogue : int { PLAIN = 0, RESIDUAL = 1, GATED = 2, QUICK_GELU = 3 };
 
 struct Job {
   const bf16* x;
   int64_t x_stride;
   const bf16* w;
   const bf16* bias;      // may be null
-  const bf16* residual;  // [M, residual_stride], of kResidual alone
+  const bf16* residual;  // [M, residual_stride], of RESIDUAL alone
   int64_t residual_stride;
   bf16* y;
   int64_t y_stride;
@@ -100,17 +100,17 @@ inline __mmask16 first(int count) {
 // 16 outputs of one row, from column `n`, of which `mask` exist.
 inline void finish(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
   if (job.bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, job.bias + n)));
-  if (job.epilogue == kResidual) {
+  if (job.epilogue == RESIDUAL) {
     const bf16* at = job.residual + row * job.residual_stride + n;
     sum = _mm512_add_ps(rounded(sum), widen(_mm256_maskz_loadu_epi16(mask, at)));
   }
-  if (job.epilogue == kQuickGelu) sum = quick_gelu(rounded(sum));
+  if (job.epilogue == QUICK_GELU) sum = quick_gelu(rounded(sum));
   _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, mask, narrow(sum));
 }
 
 // A panel of a gated layer: 16 gates and the 16 values that they open.
 inline void finish_gated(const Job& job, int row, int panel, __m512 gate, __m512 value) {
-  const int n = panel * (kPanel / 2);
+  const int n = panel * (PANEL / 2);
   const __m512 opened = _mm512_mul_ps(rounded(silu(rounded(gate))), rounded(value));
   _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, first(job.n / 2 - n), narrow(opened));
 }
@@ -121,15 +121,15 @@ void tile(const Job& job, int row, int panel) {
   __m512 sums[Rows][Panels * 2];
   for (auto& of_row : sums)
     for (auto& sum : of_row) sum = _mm512_setzero_ps();
-  const int64_t panel_size = int64_t(job.k) * kPanel;
+  const int64_t panel_size = int64_t(job.k) * PANEL;
   const bf16* w = job.w + panel * panel_size;
   const bf16* x = job.x + row * job.x_stride;
   for (int k = 0; k < job.k; k += 2) {
     __m512bh lines[Panels * 2];
 #pragma GCC unroll 4
     for (int j = 0; j < Panels * 2; ++j) {
-      const bf16* line = w + (j / 2) * panel_size + int64_t(k) * kPanel + (j % 2) * 32;
-      if (Ahead) _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
+      const bf16* line = w + (j / 2) * panel_size + int64_t(k) * PANEL + (j % 2) * 32;
+      if (Ahead) _mm_prefetch(reinterpret_cast<const char*>(line) + AHEAD, _MM_HINT_T0);
       lines[j] = (__m512bh)_mm512_loadu_si512(line);
     }
 #pragma GCC unroll 14
@@ -143,12 +143,12 @@ void tile(const Job& job, int row, int panel) {
   }
   for (int i = 0; i < Rows; ++i) {
     for (int p = 0; p < Panels; ++p) {
-      if (job.epilogue == kGated) {
+      if (job.epilogue == GATED) {
         finish_gated(job, row + i, panel + p, sums[i][p * 2], sums[i][p * 2 + 1]);
         continue;
       }
       for (int half = 0; half < 2; ++half) {
-        const int n = (panel + p) * kPanel + half * 16;
+        const int n = (panel + p) * PANEL + half * 16;
         if (n < job.n) finish(job, row + i, n, sums[i][p * 2 + half], first(job.n - n));
       }
     }
@@ -180,7 +180,7 @@ void few_rows(const Job& job, int begin, int end) {
     return;
   }
   for (int panel = begin; panel < end; ++panel) {
-    if (job.m <= kMostRows) {
+    if (job.m <= MOST_ROWS) {
       rows_of<1, true>(job, 0, job.m, panel);
     } else {
       const int half = (job.m + 1) / 2;
@@ -191,13 +191,13 @@ void few_rows(const Job& job, int begin, int end) {
 }
 
 void many_rows(const Job& job, int begin, int end) {
-  const int fitting = kBlockBytes / (job.k * int(sizeof(bf16))) / kTileRows * kTileRows;
-  const int block = std::max(kTileRows, fitting);
+  const int fitting = BLOCK_BYTES / (job.k * int(sizeof(bf16))) / TILE_ROWS * TILE_ROWS;
+  const int block = std::max(TILE_ROWS, fitting);
   for (int first_row = 0; first_row < job.m; first_row += block) {
     const int end_row = std::min(first_row + block, job.m);
     for (int panel = begin; panel < end; ++panel) {
-      for (int row = first_row; row < end_row; row += kTileRows) {
-        rows_of<1, false>(job, row, std::min(kTileRows, end_row - row), panel);
+      for (int row = first_row; row < end_row; row += TILE_ROWS) {
+        rows_of<1, false>(job, row, std::min(TILE_ROWS, end_row - row), panel);
       }
     }
   }
@@ -208,9 +208,9 @@ void many_rows(const Job& job, int begin, int end) {
 TRIPTYCH_EXPORT int triptych_has_linear_bf16() { return 1; }
 
 TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const void* w,
-                                     const void* bias, const void* residual,
-                                     int64_t residual_stride, void* y, int64_t y_stride, int m,
-                                     int n, int k, int epilogue, int num_threads) {
+                                          const void* bias, const void* residual,
+                                          int64_t residual_stride, void* y, int64_t y_stride, int m,
+                                          int n, int k, int epilogue, int num_threads) {
   const Job job{static_cast<const bf16*>(x),
                 x_stride,
                 static_cast<const bf16*>(w),
@@ -223,12 +223,12 @@ TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const
                 n,
                 k,
                 static_cast<Epilogue>(epilogue)};
-  const int num_panels = (n + kPanel - 1) / kPanel;
+  const int num_panels = (n + PANEL - 1) / PANEL;
   const int share = num_panels / (4 * num_threads) / 2 * 2;
-  const int per_item = std::max(2, std::min(kMostPanels, share));
+  const int per_item = std::max(2, std::min(MOST_PANELS, share));
   triptych::parallel_for(num_threads, (num_panels + per_item - 1) / per_item, [&](std::ptrdiff_t i) {
     const int begin = int(i) * per_item, end = std::min(begin + per_item, num_panels);
-    m <= kFewRows ? few_rows(job, begin, end) : many_rows(job, begin, end);
+    m <= FEW_ROWS ? few_rows(job, begin, end) : many_rows(job, begin, end);
   });
 }
 

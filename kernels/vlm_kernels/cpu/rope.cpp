@@ -8,34 +8,33 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "numbers.h"
+#include "rounding.h"
 #include "threads.h"
+
+using namespace triptych;
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
+constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
 
 template <class T>
 void rotate_head(T* x, const T* cos, const T* sin, int64_t half) {
-  using triptych::narrow;
-  using triptych::rounded;
-  using triptych::widen;
   T* const y = x + half;
   for (int64_t i = 0; i < half; ++i) {
-    const float a = widen(x[i]), b = widen(y[i]);
-    const float a_cos = rounded<T>(a * widen(cos[i])), b_sin = rounded<T>(b * widen(sin[i]));
-    const float b_cos = rounded<T>(b * widen(cos[half + i]));
-    const float a_sin = rounded<T>(a * widen(sin[half + i]));
-    x[i] = narrow<T>(a_cos - b_sin);
-    y[i] = narrow<T>(b_cos + a_sin);
+    const float a = to_float(x[i]), b = to_float(y[i]);
+    const float a_cos = rounded<T>(a * to_float(cos[i])), b_sin = rounded<T>(b * to_float(sin[i]));
+    const float b_cos = rounded<T>(b * to_float(cos[half + i]));
+    const float a_sin = rounded<T>(a * to_float(sin[half + i]));
+    from_float(a_cos - b_sin, x + i);
+    from_float(b_cos + a_sin, y + i);
   }
 }
 
 template <class T>
 void rotate(T* x, int64_t token_stride, int64_t head_stride, const T* cos, const T* sin,
             int64_t tokens, int64_t heads, int64_t head_dim, int num_threads) {
-  const int64_t per_item = std::max<int64_t>(1, kGrain / (heads * head_dim));
-  triptych::parallel_for(num_threads, (tokens + per_item - 1) / per_item, [&](std::ptrdiff_t item) {
+  const int64_t per_item = std::max<int64_t>(1, GRAIN / (heads * head_dim));
+  parallel_for(num_threads, (tokens + per_item - 1) / per_item, [&](std::ptrdiff_t item) {
     const int64_t end = std::min(tokens, (item + 1) * per_item);
     for (int64_t t = item * per_item; t < end; ++t) {
       for (int64_t h = 0; h < heads; ++h) {
@@ -51,10 +50,9 @@ void rotate(T* x, int64_t token_stride, int64_t head_stride, const T* cos, const
 TRIPTYCH_EXPORT void triptych_rope(void* x, int64_t token_stride, int64_t head_stride,
                                    const void* cos, const void* sin, int64_t tokens, int64_t heads,
                                    int64_t head_dim, int is_bf16, int num_threads) {
-  using triptych::bf16;
   if (is_bf16) {
-    rotate(static_cast<bf16*>(x), token_stride, head_stride, static_cast<const bf16*>(cos),
-           static_cast<const bf16*>(sin), tokens, heads, head_dim, num_threads);
+    rotate(static_cast<Bfloat16*>(x), token_stride, head_stride, static_cast<const Bfloat16*>(cos),
+           static_cast<const Bfloat16*>(sin), tokens, heads, head_dim, num_threads);
   } else {
     rotate(static_cast<float*>(x), token_stride, head_stride, static_cast<const float*>(cos),
            static_cast<const float*>(sin), tokens, heads, head_dim, num_threads);

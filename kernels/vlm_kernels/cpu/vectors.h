@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the variant's registers, and the two types that KV is kept in.
+// Vectors of floats as wide as the variant's registers, out of the two types that KV is kept in.
 //
 // Plain C++ over the compiler's vector types, so that one kernel text serves every variant; only
 // the sum across a register is written once per instruction set.
@@ -10,6 +10,8 @@
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "bfloat16.h"
 
 namespace triptych {
 
@@ -36,30 +38,6 @@ inline Floats load(const float* from) {
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
-
-// The upper half of a float: its sign, its exponent, 7 bits of its fraction.
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-
-inline float to_float(Bfloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof(y));
-  return y;
-}
-
-inline void from_float(float x, float* y) { *y = x; }
-
-// Rounds to nearest, ties to even; NaN stays NaN.
-inline void from_float(float x, Bfloat16* y) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  y->bits = static_cast<uint16_t>((x == x ? rounded : bits | 0x400000) >> 16);
-}
 
 // 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats lie
 // one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes a shift
