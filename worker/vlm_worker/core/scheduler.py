@@ -11,7 +11,8 @@ one budget. In this order:
        through an image that is on hand
     4  waiting sequences enter if the whole prompt fits; if not, others may pass, so often
 
-1 and 4 are in `entrance`; who of the waiting comes next in `waves`, where they wait in `queues`.
+1 and 4 are in `entrance`; who of the waiting comes next in `waves`, where they wait in `queues`,
+which of them may ask for pictures in `claims`.
 """
 
 from __future__ import annotations
