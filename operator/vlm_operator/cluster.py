@@ -49,6 +49,15 @@ NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+REVIEW = Kind(
+    "authorization.k8s.io/v1", "SubjectAccessReview", "subjectaccessreviews", namespaced=False
+)
+SELF_REVIEW = Kind(
+    "authorization.k8s.io/v1",
+    "SelfSubjectAccessReview",
+    "selfsubjectaccessreviews",
+    namespaced=False,
+)
 VLM_SERVICE = Kind(names.API_VERSION, names.KIND_SERVICE, names.PLURAL_SERVICE)
 VLM_POOL = Kind(names.API_VERSION, names.KIND_POOL, names.PLURAL_POOL)
 VLM_NODE_CLASS = Kind(
@@ -70,7 +79,17 @@ CHILD_KINDS = (
 
 KINDS = {
     (kind.api_version, kind.kind): kind
-    for kind in (*CHILD_KINDS, POD, EVENT, NODE, LEASE, VLM_SERVICE, VLM_NODE_CLASS)
+    for kind in (
+        *CHILD_KINDS,
+        POD,
+        EVENT,
+        NODE,
+        LEASE,
+        REVIEW,
+        SELF_REVIEW,
+        VLM_SERVICE,
+        VLM_NODE_CLASS,
+    )
 }
 
 

@@ -85,6 +85,10 @@ class KubeCluster:
         """Close the connections; the object is of no use afterwards."""
         await self._api.close()
 
+    async def version(self) -> str:
+        """What the API server calls its release, `v1.34.2`."""
+        return str((await self._request("get", "/version"))["gitVersion"])
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         """See `Cluster.get`."""
         try:

@@ -2,7 +2,9 @@
 
 status   what runs, what blocks                 chat     ask about a picture, see where time went
 bench    open-loop load, exact accounting       demo     the whole line on this machine
-release-finalizers   what is left to do when the operator is gone
+explain  why pools have their sizes             simulate a policy on traffic, in simulated time
+rollout  steps from one manifest to another     render   the objects of a manifest
+doctor   what is missing in a cluster           release-finalizers   when the operator is gone
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import yaml
 
 from vlm_operator import kube, names
 from vlm_operator.cli.errors import CliError
-from vlm_operator.cluster import POD, VLM_SERVICE, Cluster, Manifest
+from vlm_operator.cluster import POD, VLM_SERVICE, Manifest
 from vlm_operator.errors import ClusterError, UnavailableError
 
 DEFAULT_KUBECONFIG = "~/.kube/config"
@@ -23,7 +23,7 @@ DEFAULT_KUBECONFIG = "~/.kube/config"
 class Access:
     """An open cluster, the namespace that a command works in, and how to connect beside it."""
 
-    cluster: Cluster
+    cluster: kube.KubeCluster
     namespace: str
     connection: kube.Connection
 

@@ -21,6 +21,7 @@ from vlm_operator.cli.flags import (
 from vlm_operator.cli.flags import run as run_command
 from vlm_operator.cli.output import Format
 from vlm_operator.cli.planning import render, rollout
+from vlm_operator.cli.repair import doctor, release_finalizers
 from vlm_operator.cli.target import Options
 
 app = typer.Typer(
@@ -211,30 +212,8 @@ def explain(
 
 app.command()(rollout)
 app.command()(render)
-
-
-@app.command()
-def release_finalizers(
-    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
-    namespace: Namespace = None,
-    everywhere: Annotated[
-        bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
-    ] = False,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
-) -> None:
-    """Let deleted services go when the operator is gone: without it nobody ends their drain."""
-    from vlm_operator.cli.release import release
-
-    run_command(
-        release(
-            name,
-            namespace=namespace,
-            everywhere=everywhere,
-            kubeconfig=kubeconfig,
-            context=context,
-        )
-    )
+app.command()(doctor)
+app.command()(release_finalizers)
 
 
 @app.command()

@@ -1,0 +1,46 @@
+"""Kinds that only the doctor reads, and what it reads of each."""
+
+from __future__ import annotations
+
+from vlm_operator.cluster import (
+    DEPLOYMENT,
+    LEASE,
+    NODE,
+    POD,
+    VLM_NODE_CLASS,
+    VLM_POOL,
+    VLM_SERVICE,
+    Kind,
+)
+
+CRD = Kind(
+    "apiextensions.k8s.io/v1",
+    "CustomResourceDefinition",
+    "customresourcedefinitions",
+    namespaced=False,
+)
+NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
+CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+CLUSTER_ROLE = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
+AUTOSCALER = Kind("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
+
+# Of the cluster, and of the namespaces that are looked at.
+GLOBAL = (CRD, NAMESPACE, CLUSTER_ROLE, NODE, VLM_NODE_CLASS)
+LOCAL = (VLM_SERVICE, VLM_POOL, POD, CLAIM, AUTOSCALER)
+
+__all__ = [
+    "AUTOSCALER",
+    "CLAIM",
+    "CLUSTER_ROLE",
+    "CRD",
+    "DEPLOYMENT",
+    "GLOBAL",
+    "LEASE",
+    "LOCAL",
+    "NAMESPACE",
+    "NODE",
+    "POD",
+    "VLM_NODE_CLASS",
+    "VLM_POOL",
+    "VLM_SERVICE",
+]

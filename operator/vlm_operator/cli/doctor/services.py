@@ -1,0 +1,205 @@
+"""Do services have what they need, and who else writes what is theirs? Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from vlm_operator import names
+from vlm_operator.autoscale.inputs import pool_owner
+from vlm_operator.cli.access import condition
+from vlm_operator.cli.doctor.facts import Facts, Finding, Level
+from vlm_operator.cli.doctor.installed import installations
+from vlm_operator.cli.doctor.kinds import (
+    AUTOSCALER,
+    CLAIM,
+    DEPLOYMENT,
+    NAMESPACE,
+    POD,
+    VLM_POOL,
+    VLM_SERVICE,
+)
+from vlm_operator.cluster import Manifest
+from vlm_operator.observe import pod_states
+
+_PVC = "pvc://"
+_SHARED = {"ReadOnlyMany", "ReadWriteMany"}
+_SECURITY = "pod-security.kubernetes.io/enforce"
+_LEVELS = ("privileged", "baseline", "restricted")
+# Reasons of Ready=False that pass by themselves, or that somebody chose.
+_PASSING = ("PodsStarting", "PodsMissing", "Deleting", "Suspended")
+# What else a person should know, though a service may be Ready: type, and the status that is wrong.
+_NOTABLE = (
+    ("ScalingActive", "False"),
+    ("MetricsAvailable", "False"),
+    ("CapacitySufficient", "False"),
+    ("SLOAttainable", "False"),
+)
+_CHOSEN = ("Suspended", "Paused", "Off", "Advisory")
+
+
+def watched(facts: Facts) -> Iterator[Finding]:
+    """Each service is in a namespace that an operator looks after."""
+    if DEPLOYMENT in facts.unread:
+        return
+    found = installations(facts)
+    spaces = {item["metadata"]["namespace"] for item in facts.all(VLM_SERVICE)}
+    for space in sorted(spaces):
+        if not any(item.watches(space) for item in found):
+            message = f"no operator looks after namespace {space}, which has services"
+            yield Finding("operator", Level.FAIL, message, "add it to watchNamespaces of the chart")
+
+
+def conditions(facts: Facts) -> Iterator[Finding]:
+    """Each service is Ready, or says in one sentence why not."""
+    services = facts.all(VLM_SERVICE)
+    if not services and VLM_SERVICE not in facts.unread:
+        yield Finding(
+            "services", Level.OK, "there is no VLMService: begin with examples/quickstart"
+        )
+    for service in services:
+        yield from _conditions(service)
+
+
+def claims(facts: Facts) -> Iterator[Finding]:
+    """The claim of each pvc:// model exists, is bound, and can be mounted on several nodes."""
+    if CLAIM in facts.unread:
+        return
+    for service in facts.all(VLM_SERVICE):
+        uri = str(service["spec"]["model"]["uri"])
+        if not uri.startswith(_PVC):
+            continue
+        space = service["metadata"]["namespace"]
+        name = uri.removeprefix(_PVC).partition("/")[0]
+        claim = facts.one(CLAIM, name, space)
+        level, message, remedy = (
+            (Level.FAIL, "does not exist", f"create it, with the weights of {_where(service)}")
+            if claim is None
+            else _claim(claim)
+        )
+        yield Finding("claims", level, f"PersistentVolumeClaim {space}/{name} {message}", remedy)
+
+
+def security(facts: Facts) -> Iterator[Finding]:
+    """Pod Security lets pods in: they pass `restricted`, so any known level does."""
+    if NAMESPACE in facts.unread:
+        return
+    found: Counter[str] = Counter()
+    for space in sorted({item["metadata"]["namespace"] for item in facts.all(VLM_SERVICE)}):
+        labels = (facts.one(NAMESPACE, space) or {"metadata": {}})["metadata"].get("labels", {})
+        level = labels.get(_SECURITY, "none")
+        found[level] += 1
+        if level not in (*_LEVELS, "none"):
+            message = f"namespace {space}: {_SECURITY}={level} is no level"
+            remedy = f"kubectl label --overwrite ns {space} {_SECURITY}=restricted"
+            yield Finding("pod-security", Level.WARN, message, remedy)
+    if found:
+        listed = ", ".join(f"{level} in {count}" for level, count in sorted(found.items()))
+        message = f"pods pass `restricted`; namespaces with services enforce {listed}"
+        yield Finding("pod-security", Level.OK, message)
+
+
+def pods(facts: Facts) -> Iterator[Finding]:
+    """No pod waits for something that does not come by itself; those that say the same are one."""
+    found: Counter[tuple[str, str, str, str]] = Counter()
+    count = 0
+    for item in facts.all(POD):
+        for pod in pod_states([item]):
+            count += 1
+            if pod.blocked and not pod.deleting:
+                meta = item["metadata"]
+                service = meta["labels"].get(names.LABEL_SERVICE, "")
+                found[meta["namespace"], service, pod.role.value, pod.blocked] += 1
+    for (space, service, role, why), number in sorted(found.items()):
+        level = Level.WARN if why.startswith("Pending") else Level.FAIL
+        plural = "pod" if number == 1 else "pods"
+        labels = f"{names.LABEL_SERVICE}={service},{names.LABEL_ROLE}={role}"
+        remedy = f"kubectl -n {space} describe pods -l {labels}"
+        message = f"{number} {role} {plural} of {space}/{service}: {why}"
+        yield Finding("pods", level, message, remedy)
+    if count and not found:
+        yield Finding("pods", Level.OK, f"none of the {count} pods of services is blocked")
+
+
+def writers(facts: Facts) -> Iterator[Finding]:
+    """Nobody else sets what the operator sets: one owner for each number of replicas."""
+    pools = {
+        (item["metadata"]["namespace"], item["metadata"]["name"]): item
+        for item in facts.all(VLM_POOL)
+    }
+    scalers: dict[tuple[str, str], list[str]] = {}
+    for item in facts.all(AUTOSCALER):
+        target = item["spec"]["scaleTargetRef"]
+        if target["kind"] == names.KIND_POOL:
+            key = (item["metadata"]["namespace"], target["name"])
+            scalers.setdefault(key, []).append(item["metadata"]["name"])
+    for (space, name), by in sorted(scalers.items()):
+        yield from _scaled(f"{space}/{name}", pools.get((space, name)), sorted(by))
+    for (space, name), pool in sorted(pools.items()):
+        owner, mode = pool_owner(pool), pool["spec"].get("mode")
+        if mode == "Auto" and owner not in (names.MANAGER_AUTOSCALER, None):
+            message = f"VLMPool {space}/{name} is of mode Auto, and {owner} wrote its replicas"
+            remedy = "let one of them: mode External, or stop the other"
+            yield Finding("writers", Level.WARN, message, remedy)
+
+
+def _scaled(name: str, pool: Manifest | None, by: list[str]) -> Iterator[Finding]:
+    listed = " and ".join(f"HorizontalPodAutoscaler {item}" for item in by)
+    if pool is None:
+        message = f"{listed} scales VLMPool {name}, which does not exist"
+        yield Finding("writers", Level.WARN, message, "name it as `kubectl get vlmp` does")
+    elif len(by) > 1:
+        message = f"{listed} scale VLMPool {name} against each other"
+        yield Finding("writers", Level.FAIL, message, "keep one")
+    elif pool["spec"].get("mode") != "External":
+        message = f"{listed} scales VLMPool {name}, which is of mode {pool['spec'].get('mode')}"
+        remedy = "set scaling.mode External on that pool, or delete the autoscaler"
+        yield Finding("writers", Level.FAIL, message, remedy)
+
+
+def _conditions(service: Manifest) -> Iterator[Finding]:
+    where, meta = _where(service), service["metadata"]
+    ready = condition(service, "Ready")
+    if ready is None:
+        message = f"{where} has no status: no operator has looked at it"
+        yield Finding("services", Level.FAIL, message, "is one running, and for its namespace?")
+        return
+    remedy = f"vlm status -n {meta['namespace']} {meta['name']}"
+    said = f"{where}: {ready.get('reason', '')}: {ready.get('message', '')}"
+    if "deletionTimestamp" in meta:
+        remedy = "where no operator runs any more: vlm release-finalizers"
+        yield Finding("services", Level.WARN, f"{where} is being deleted: {said}", remedy)
+        return
+    if ready["status"] == "True":
+        yield Finding("services", Level.OK, f"{where} is Ready")
+    else:
+        passing = ready.get("reason") in _PASSING
+        yield Finding("services", Level.WARN if passing else Level.FAIL, said, remedy)
+    if service.get("status", {}).get("observedGeneration", 0) < meta.get("generation", 0):
+        message = f"{where}: its last change has not been looked at"
+        yield Finding("services", Level.WARN, message, "is an operator leading?")
+    for kind, wrong in _NOTABLE:
+        found = condition(service, kind)
+        if found and found["status"] == wrong and found.get("reason") not in _CHOSEN:
+            message = f"{where}: {kind}: {found.get('message', '')}"
+            yield Finding("services", Level.WARN, message, f"vlm explain -n {meta['namespace']}")
+
+
+def _claim(claim: Manifest) -> tuple[Level, str, str]:
+    phase = claim.get("status", {}).get("phase", "Pending")
+    meta = claim["metadata"]
+    look = f"kubectl -n {meta['namespace']} describe pvc {meta['name']}"
+    if phase == "Lost":
+        return Level.FAIL, "has lost its volume", look
+    if phase != "Bound":
+        return Level.WARN, f"is {phase}: it has no volume yet", look
+    modes = set(claim["spec"].get("accessModes", []))
+    if not modes & _SHARED:
+        listed = ", ".join(sorted(modes)) or "no access mode"
+        message = f"is bound, {listed}: pods on a second node cannot mount it"
+        return Level.WARN, message, "use a volume with ReadOnlyMany or ReadWriteMany"
+    return Level.OK, "is bound", ""
+
+
+def _where(service: Manifest) -> str:
+    return f"{service['metadata']['namespace']}/{service['metadata']['name']}"

@@ -1,0 +1,400 @@
+"""The checks of `vlm doctor` over facts: a healthy cluster, and then one thing wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import pathlib
+from typing import Any
+
+import pytest
+import yaml
+from operator_support import body, pool
+
+from vlm_operator import names
+from vlm_operator.cli.doctor.checks import CHECKS, examine
+from vlm_operator.cli.doctor.facts import Facts, Finding, Installation, Level, Right
+from vlm_operator.cli.doctor.kinds import (
+    AUTOSCALER,
+    CLAIM,
+    CLUSTER_ROLE,
+    CRD,
+    DEPLOYMENT,
+    GLOBAL,
+    LEASE,
+    LOCAL,
+    NAMESPACE,
+    NODE,
+    POD,
+    VLM_NODE_CLASS,
+    VLM_POOL,
+    VLM_SERVICE,
+)
+from vlm_operator.cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
+from vlm_operator.crd.manifests import KINDS, crd
+
+ROOT = pathlib.Path(__file__).parents[3]
+INSTALLED = [item for item in yaml.safe_load_all((ROOT / "install.yaml").read_text()) if item]
+DEFINITIONS = [crd(kind) for kind in KINDS]
+NOW = 1_800_000_000.0
+GPU = "nvidia.com/gpu"
+
+Objects = dict[str, list[dict[str, Any]]]
+
+
+def installed(kind: str, name: str) -> dict[str, Any]:
+    found = [i for i in INSTALLED if (i["kind"], i["metadata"]["name"]) == (kind, name)]
+    return copy.deepcopy(found[0])
+
+
+def deployment() -> dict[str, Any]:
+    return {**installed("Deployment", "triptych-operator"), "status": {"readyReplicas": 1}}
+
+
+def lease(holder: str = "pod-1", ago: float = 3.0) -> dict[str, Any]:
+    renewed = datetime.datetime.fromtimestamp(NOW - ago, datetime.UTC)
+    return {
+        "metadata": {"name": "triptych-operator", "namespace": "triptych-system"},
+        "spec": {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": 15,
+            "renewTime": renewed.isoformat(),
+        },
+    }
+
+
+def node(name: str = "n1", **labels: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "labels": labels},
+        "spec": {},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "allocatable": {GPU: "2"},
+        },
+    }
+
+
+def service(*conditions: tuple[str, str, str, str]) -> dict[str, Any]:
+    place = {"nodeClassRef": {"name": "fast"}}
+    manifest = body(
+        encoder=pool(),
+        decode=pool(variants=[{"name": "v", **place}]),
+    )
+    said = conditions or (("Ready", "True", "Serving", "demo is served"),)
+    manifest["status"] = {
+        "observedGeneration": 1,
+        "conditions": [
+            dict(zip(("type", "status", "reason", "message"), item, strict=True)) for item in said
+        ],
+    }
+    manifest["metadata"] |= {"namespace": "ns", "generation": 1, "uid": "u-1"}
+    return manifest
+
+
+def node_class(count: int = 1) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "fast"},
+        "spec": {
+            "nodeSelector": {"type": "fast"},
+            "accelerator": {"resourceName": GPU, "count": count},
+        },
+    }
+
+
+def blocked_pod(reason: str) -> dict[str, Any]:
+    waiting = {"state": {"waiting": {"reason": reason, "message": "no"}}}
+    unscheduled = {
+        "type": "PodScheduled",
+        "status": "False",
+        "message": "0/1 nodes are available: x",
+    }
+    return {
+        "metadata": {
+            "name": "p",
+            "namespace": "ns",
+            "uid": "p",
+            "creationTimestamp": "2026-11-21T10:00:00Z",
+            "labels": {names.LABEL_ROLE: "decode", names.LABEL_SERVICE: "demo"},
+        },
+        "spec": {},
+        "status": {"conditions": [unscheduled]}
+        if reason == "Pending"
+        else {"containerStatuses": [waiting]},
+    }
+
+
+def vlm_pool(mode: str = "Manual", manager: str = names.MANAGER_AUTOSCALER) -> dict[str, Any]:
+    fields = {"f:spec": {"f:replicas": {}}}
+    return {
+        "metadata": {
+            "name": "demo-decode",
+            "namespace": "ns",
+            "managedFields": [{"manager": manager, "fieldsV1": fields}],
+        },
+        "spec": {"mode": mode, "replicas": 1},
+    }
+
+
+def scaler(name: str) -> dict[str, Any]:
+    target = {"kind": "VLMPool", "name": "demo-decode"}
+    return {"metadata": {"name": name, "namespace": "ns"}, "spec": {"scaleTargetRef": target}}
+
+
+def claim(phase: str = "Bound", mode: str = "ReadOnlyMany") -> dict[str, Any]:
+    return {
+        "metadata": {"name": "shapes", "namespace": "ns"},
+        "spec": {"accessModes": [mode]},
+        "status": {"phase": phase},
+    }
+
+
+def healthy() -> Facts:
+    found = Installation.of(deployment())
+    rights = dict.fromkeys(OF_NAMESPACES + OF_CLUSTER, True)
+    return Facts(
+        now=NOW,
+        version="v1.34.2",
+        objects={
+            CRD: DEFINITIONS,
+            DEPLOYMENT: [deployment()],
+            LEASE: [lease()],
+            CLUSTER_ROLE: [installed("ClusterRole", names.CLUSTER_ROLE_GATEWAY)],
+            NODE: [node(type="fast")],
+            VLM_NODE_CLASS: [node_class()],
+            NAMESPACE: [{"metadata": {"name": "ns"}}],
+            VLM_SERVICE: [service()],
+            VLM_POOL: [vlm_pool()],
+            CLAIM: [claim()],
+            POD: [],
+            AUTOSCALER: [],
+        },
+        mine=dict.fromkeys(OF_USERS, True),
+        operators={
+            (found.name, ""): rights,
+            (found.name, found.namespace): dict.fromkeys(of_lease(found.lease), True),
+        },
+    )
+
+
+def with_objects(**changed: list[dict[str, Any]]) -> Facts:
+    """The healthy cluster with all objects of some kinds replaced; kinds by their plural."""
+    facts = healthy()
+    by_plural = {kind.plural: kind for kind in (*GLOBAL, *LOCAL, DEPLOYMENT, LEASE)}
+    return dataclasses.replace(
+        facts, objects={**facts.objects, **{by_plural[key]: of for key, of in changed.items()}}
+    )
+
+
+def wrong(facts: Facts) -> list[Finding]:
+    return [item for item in examine(facts) if item.level is not Level.OK]
+
+
+def test_a_healthy_cluster_passes_every_check_and_each_says_what_it_saw():
+    assert wrong(healthy()) == []
+    silent = {check.__name__ for check in CHECKS if not list(check(healthy()))}
+    # these speak only where something is wrong, or where they were asked
+    assert silent == {"unread", "alone", "watched", "pods", "writers", "gateway"}
+
+
+def _old_definition() -> list[dict[str, Any]]:
+    found = [crd(kind) for kind in KINDS]
+    spec = found[0]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"] = dict(spec["properties"])
+    spec["properties"].pop("slo")
+    return found
+
+
+def _unserved() -> list[dict[str, Any]]:
+    found = [crd(kind) for kind in KINDS]
+    found[1]["spec"]["versions"][0]["served"] = False
+    return found
+
+
+def _cordoned() -> list[dict[str, Any]]:
+    return [{**node(type="fast"), "spec": {"unschedulable": True}}]
+
+
+def _narrow_role() -> list[dict[str, Any]]:
+    rules = [{"resources": ["pods"], "verbs": ["get"]}]
+    return [{"metadata": {"name": names.CLUSTER_ROLE_GATEWAY}, "rules": rules}]
+
+
+def _watching(*spaces: str) -> dict[str, Any]:
+    found = deployment()
+    container = found["spec"]["template"]["spec"]["containers"][0]
+    container["args"] += [f"--namespace={space}" for space in spaces]
+    return found
+
+
+def _second(*spaces: str) -> list[dict[str, Any]]:
+    other = _watching(*spaces)
+    other["metadata"]["namespace"] = "elsewhere"
+    return [deployment(), other]
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "level", "said"),
+    [
+        ({"customresourcedefinitions": []}, "crds", "fail", "is not installed"),
+        ({"customresourcedefinitions": _old_definition()}, "crds", "warn", ".spec.slo"),
+        ({"customresourcedefinitions": _unserved()}, "crds", "fail", "serves nothing"),
+        ({"leases": []}, "lease", "fail", "is missing: nobody leads"),
+        ({"leases": [lease("")]}, "lease", "fail", "held by nobody"),
+        ({"leases": [lease(ago=99)]}, "lease", "fail", "not renewed for 99 s"),
+        ({"leases": [lease(ago=-60)]}, "lease", "warn", "60 s from now"),
+        ({"deployments": []}, "operator", "warn", "no Deployment"),
+        (
+            {"deployments": [installed("Deployment", "triptych-operator")]},
+            "operator", "warn", "0 of 1 pods ready",
+        ),
+        (
+            {"deployments": _second()},
+            "operator", "fail", "both look after every namespace",
+        ),
+        (
+            {"deployments": _second("ns")},
+            "operator", "fail", "both look after ns",
+        ),
+        (
+            {"deployments": [_watching("other")]},
+            "operator", "fail", "no operator looks after namespace ns",
+        ),
+        ({"clusterroles": []}, "gateway", "fail", "triptych-gateway is missing"),
+        ({"clusterroles": _narrow_role()}, "gateway", "fail", "list and watch of pods"),
+        ({"nodes": []}, "nodes", "fail", "no node: every pod stays Pending"),
+        ({"nodes": _cordoned()}, "nodes", "fail", "0 of 1 nodes take pods"),
+        ({"nodes": [node()]}, "node-classes", "fail", "fast: no node has type=fast"),
+        (
+            {"vlmnodeclasses": [node_class(count=8)]},
+            "node-classes", "fail", f"takes 8 {GPU}, the largest of its nodes has 2",
+        ),
+        ({"vlmnodeclasses": []}, "placement", "fail", "fast does not exist"),
+        ({"persistentvolumeclaims": []}, "claims", "fail", "ns/shapes does not exist"),
+        ({"persistentvolumeclaims": [claim("Lost")]}, "claims", "fail", "lost"),
+        ({"persistentvolumeclaims": [claim("Pending")]}, "claims", "warn", "Pending"),
+        (
+            {"persistentvolumeclaims": [claim(mode="ReadWriteOnce")]},
+            "claims", "warn", "a second node cannot mount it",
+        ),
+        (
+            {"namespaces": [{"metadata": {
+                "name": "ns", "labels": {"pod-security.kubernetes.io/enforce": "strict"}}}]},
+            "pod-security", "warn", "strict is no level",
+        ),
+        ({"pods": [blocked_pod("ImagePullBackOff")]}, "pods", "fail", "ImagePullBackOff"),
+        ({"pods": [blocked_pod("Pending")]}, "pods", "warn", "no node fits"),
+        (
+            {"horizontalpodautoscalers": [scaler("a")]},
+            "writers", "fail", "which is of mode Manual",
+        ),
+        (
+            {"horizontalpodautoscalers": [scaler("a"), scaler("b")]},
+            "writers", "fail", "against each other",
+        ),
+        (
+            {"horizontalpodautoscalers": [scaler("a")], "vlmpools": []},
+            "writers", "warn", "does not exist",
+        ),
+        (
+            {"vlmpools": [vlm_pool("Auto", "kubectl-scale")]},
+            "writers", "warn", "kubectl-scale wrote its replicas",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line_with_a_remedy(
+    change: Objects, check: str, level: str, said: str
+):
+    found = [item for item in wrong(with_objects(**change)) if item.check == check]
+    assert [item for item in found if said in item.message and item.level.value == level], found
+    assert all(item.remedy for item in found if item.level is Level.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "level", "said"),
+    [
+        ([("Ready", "False", "PodsPending", "decode 0/1: Pending")], "fail", "decode 0/1: Pending"),
+        ([("Ready", "False", "PodsStarting", "decode 0/1")], "warn", "PodsStarting"),
+        (
+            [
+                ("Ready", "True", "Serving", ""),
+                ("ScalingActive", "False", "ScalingConflict", "decode: somebody wrote"),
+            ],
+            "warn", "decode: somebody wrote",
+        ),
+    ],
+)  # fmt: skip
+def test_a_service_that_is_not_well_says_its_one_sentence(
+    conditions: list[tuple[str, str, str, str]], level: str, said: str
+):
+    (found,) = wrong(with_objects(vlmservices=[service(*conditions)]))
+    assert (found.check, found.level.value) == ("services", level)
+    assert said in found.message
+
+
+def test_what_a_person_chose_is_no_problem():
+    chosen = [("Ready", "True", "Serving", ""), ("ScalingActive", "False", "Paused", "spec.paused")]
+    assert wrong(with_objects(vlmservices=[service(*chosen)])) == []
+
+
+def test_a_service_that_nobody_looked_at_and_one_that_is_going_are_told():
+    fresh, going = service(), service()
+    fresh.pop("status")
+    going["metadata"] |= {"deletionTimestamp": "2026-11-21T10:00:00Z"}
+    assert "has no status" in wrong(with_objects(vlmservices=[fresh]))[0].message
+    (found,) = wrong(with_objects(vlmservices=[going]))
+    assert found.remedy.endswith("vlm release-finalizers")
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("v1.34.2", "ok"), ("v1.30.0-eks-1", "ok"), ("v1.29.9", "fail"), ("main", "warn")],
+)
+def test_the_oldest_api_server_is_the_charts(version: str, level: str):
+    facts = dataclasses.replace(healthy(), version=version)
+    (found,) = [item for item in examine(facts) if item.check == "api"]
+    assert found.level.value == level
+    chart = yaml.safe_load((ROOT / "helm" / "triptych" / "Chart.yaml").read_text())
+    assert chart["kubeVersion"] == ">=1.30.0-0"
+
+
+def test_a_right_that_lacks_is_named():
+    facts = healthy()
+    scale = Right("patch", "", "pods/status")
+    who = next(iter(facts.operators))
+    rights = {**facts.operators, who: {**facts.operators[who], scale: False}}
+    (found,) = wrong(dataclasses.replace(facts, operators=rights))
+    assert found.message.endswith("triptych-operator may not patch pods/status")
+    forward = Right("create", "", "pods/portforward")
+    (found,) = wrong(dataclasses.replace(facts, mine={**facts.mine, forward: False}))
+    assert (found.level, "vlm chat" in found.message) == (Level.WARN, True)
+    reading = Right("list", names.GROUP, names.PLURAL_SERVICE)
+    (found,) = wrong(dataclasses.replace(facts, mine={**facts.mine, reading: False}))
+    assert found.level is Level.FAIL
+
+
+def test_what_may_not_be_read_is_said_and_never_judged():
+    facts = healthy()
+    for kind in (*GLOBAL, *LOCAL, DEPLOYMENT, LEASE):
+        objects = {key: found for key, found in facts.objects.items() if key is not kind}
+        blind = dataclasses.replace(facts, objects=objects, unread={kind: "forbidden"})
+        found = wrong(blind)
+        assert {item.level for item in found} == {Level.WARN}, kind
+        assert any(kind.plural in item.message for item in found)
+    blind = dataclasses.replace(facts, operators={}, unasked="forbidden")
+    assert [item.level for item in wrong(blind)] == [Level.WARN]
+
+
+def test_the_rights_that_are_asked_for_are_those_that_the_chart_grants():
+    def granted(kind: str, name: str) -> set[Right]:
+        return {
+            Right(verb, group, resource, "" if not rule.get("resourceNames") else only)
+            for rule in installed(kind, name)["rules"]
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+            for only in rule.get("resourceNames", [""])
+        }
+
+    assert granted("ClusterRole", "triptych-operator") == {*OF_NAMESPACES, *OF_CLUSTER}
+    assert granted("Role", "triptych-operator-lease") == set(of_lease("triptych-operator"))
