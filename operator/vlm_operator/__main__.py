@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import signal
 import sys
 import time
@@ -44,7 +45,11 @@ def main() -> None:
     """Run until told to stop, or until another process leads."""
     settings = Settings.read(sys.argv[1:])
     _log(settings)
-    sys.exit(asyncio.run(serve(settings)))
+    status = asyncio.new_event_loop().run_until_complete(serve(settings))
+    logging.shutdown()
+    # whatever does not end when told to, in kopf or below it, ends here: a process that stays
+    # without leading or without seeing helps nobody
+    os._exit(status)
 
 
 async def serve(settings: Settings) -> int:
@@ -140,10 +145,11 @@ async def _lead(
         logger.error("ended by an error", exc_info=error)
     for task in tasks.values():
         task.cancel()
-    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    await asyncio.wait(tasks.values(), timeout=EXIT_SECONDS)
     if lost:
         return 1
-    await lease.release()
+    if not app.turning:  # else a write may be on its way, and the lease is left to run out
+        await lease.release()
     return 1 if broken else 0
 
 
@@ -176,6 +182,11 @@ async def _tend_classes(app: App, classes: ClassLoop) -> None:
 async def _operate(
     settings: Settings, app: App, kopf_stop: asyncio.Event, stop: asyncio.Event
 ) -> None:
+    """Run kopf until one of its own tasks ends, and raise what ended it.
+
+    kopf then ends the others, but where the API server is away at that moment it waits for them for
+    ever, with all watches dead: it gets `EXIT_SECONDS`.
+    """
     registry = kopf.OperatorRegistry()
     register(registry)
     memo = kopf.Memo()
@@ -187,7 +198,8 @@ async def _operate(
         _on_signal(stop)
 
     signals = asyncio.create_task(take_signals_back())
-    await kopf.operator(
+    existing = asyncio.all_tasks()
+    parts = await kopf.spawn_tasks(
         registry=registry,
         memo=memo,
         standalone=True,
@@ -196,7 +208,16 @@ async def _operate(
         stop_flag=kopf_stop,
         ready_flag=ready,
     )
-    signals.cancel()
+    ending = asyncio.create_task(kopf.run_tasks(parts, ignored=existing))
+    try:
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        ended = [part for part in parts if part.done() and not part.cancelled()]
+        await asyncio.wait([ending], timeout=EXIT_SECONDS)
+    finally:
+        ending.cancel()
+        signals.cancel()
+    for part in ended:
+        part.result()
 
 
 @contextlib.asynccontextmanager

@@ -109,6 +109,7 @@ class Lease:
 
     async def release(self) -> None:
         """Give the lease up, so that the next process need not wait; failing costs that wait."""
+        self._renewed_at = None
         try:
             lease = await self._cluster.get(LEASE, self._namespace, self._name)
             if lease is None or lease["spec"].get("holderIdentity") != self._identity:
@@ -117,8 +118,6 @@ class Lease:
             await self._cluster.replace({**lease, "spec": spec})
         except ClusterError as error:
             logger.info("lease not released", extra={"error": str(error)})
-        finally:
-            self._renewed_at = None
 
     async def _try(self) -> str | None:
         """Take or renew the lease: None when it is ours, else its holder ("" for unknown)."""
