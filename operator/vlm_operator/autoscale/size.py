@@ -239,4 +239,4 @@ def _message(pool: PoolReading, leading: Wish | None, units: float, *, speaks: b
     if leading is None:
         return "no pod is ready"
     there = f"{pool.ready_units:.3g} of {pool.units:.3g} units are ready"
-    return f"{leading.signal} needs {units:.3g} units, {there}"
+    return f"{leading.signal} needs {round(units, 2):.3g} units, {there}"

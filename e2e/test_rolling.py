@@ -1,0 +1,303 @@
+"""Pods replaced and taken away under answers that outlast their drains: none fails, none is cut."""
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Collection, Iterator
+from pathlib import Path
+
+import pytest
+from clients import Answer, Clients, stream
+from served import (
+    START_SECONDS,
+    Served,
+    condition,
+    elapsed,
+    example,
+    is_ready,
+    names_of,
+    num_restarts,
+    place,
+    stats_of,
+)
+
+from vlm_operator import names
+from vlm_operator.local.client import Object
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
+from vlm_operator.names import POOL_ROLES, Role
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+NAMESPACE = "rolling"
+DRAIN_SECONDS = 3
+LONG = 800  # tokens: far more than the seconds of a drain, on a throttled decode pod
+SHORT = 8
+NUM_LONG = 2
+HELD_MILLISECONDS = 200  # how long encoder and prefill keep a request, so that a change meets it
+OPERATOR = f"/apis/apps/v1/namespaces/{names.OPERATOR_NAMESPACE}/deployments/triptych-operator"
+NEW_IMAGE = "triptych/worker:9.9.9"
+
+
+@pytest.fixture(scope="module")
+def cluster_with_model(operator: ControlPlane, endless: Path) -> Iterator[ControlPlane]:
+    with place(operator, NAMESPACE, endless):
+        yield operator
+
+
+@pytest.fixture
+async def served(cluster_with_model: ControlPlane) -> AsyncIterator[Served]:
+    """The quickstart with pods that are given little time to drain, Ready."""
+    async with cluster_with_model.client() as api:
+        one = Served(cluster_with_model, api, NAMESPACE, "shapes")
+        await one.apply(_manifest())
+        await one.ready()
+        await one.num_ready(Role.GATEWAY, 1)
+        yield one
+
+
+def _manifest() -> Object:
+    """A slow decode pod makes long answers; encoder and prefill keep each request for a while."""
+    manifest = example("quickstart")
+    manifest["spec"]["model"]["maxModelLenTokens"] = 2048
+    pools = manifest["spec"]["pools"]
+    for pool in pools.values():
+        pool["drain"] = {"timeoutSeconds": DRAIN_SECONDS}
+    pools["encoder"]["engine"] = {"args": [f"--inject-delay-ms=encode={HELD_MILLISECONDS}"]}
+    pools["prefill"]["engine"] = {"args": [f"--inject-delay-ms=prefill={HELD_MILLISECONDS}"]}
+    pools["decode"]["engine"] = {}
+    for amounts in pools["decode"]["variants"][0]["resources"].values():
+        amounts["cpu"] = "250m"
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("rounds", "together"),
+    [
+        pytest.param(1, True, id="all-pools-together"),
+        pytest.param(3, False, id="3-of-each", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
+        pytest.param(
+            20, False, id="20-of-each", marks=[pytest.mark.full, pytest.mark.timeout(7200)]
+        ),
+    ],
+)
+async def test_pods_are_taken_away_and_replaced_and_no_answer_notices(
+    served: Served, rounds: int, together: bool
+):
+    batches = [POOL_ROLES] if together else [(role,) for role in POOL_ROLES]
+    undisturbed = await _undisturbed(served)
+    manifest = _manifest()
+    clients = Clients(served, long=LONG, short=SHORT)
+    async with clients.asking(num_long=NUM_LONG), _watched(served) as ends:
+        for number in range(rounds):
+            await _grow(served, manifest)
+            for roles in batches:
+                await _shrink(served, manifest, roles, ends, clients)
+            for roles in batches:
+                await _update(served, manifest, roles, ends, number=number)
+    _all_are_whole(clients, undisturbed)
+
+
+async def test_a_gateway_is_replaced_and_nobody_is_refused_or_cut(served: Served):
+    undisturbed = await _undisturbed(served)
+    manifest = _manifest()
+    manifest["spec"]["gateway"]["resources"]["requests"]["cpu"] = "450m"
+    [old] = names_of(await served.pods(Role.GATEWAY))
+    clients = Clients(served, long=LONG, short=SHORT)
+    async with clients.asking(num_long=NUM_LONG), _watched(served) as ends:
+        await _fresh(clients)
+        began = time.monotonic()
+        await served.apply(manifest)
+        await _replaced(served, Role.GATEWAY, {old})
+        print(f"the gateway was replaced {elapsed(began)} after kubectl apply")
+    _all_are_whole(clients, undisturbed)
+    told = ends[old].deleted
+    assert told is not None
+    held = [one for one in clients.answers if one.asked == LONG and one.spans(told, told + 2)]
+    assert held, "a stream was to be in the midst when the gateway was told to end"
+
+
+async def test_an_upgraded_operator_restarts_no_pod(served: Served):
+    before = {pod["metadata"]["uid"]: num_restarts(pod) for pod in await served.pods()}
+    original = (await served.api.get(OPERATOR))["spec"]["template"]["spec"]["containers"][0]
+    upgraded = copy.deepcopy(original)
+    [old] = [item for item in upgraded["args"] if item.startswith("--worker-image=")]
+    upgraded["args"][upgraded["args"].index(old)] = f"--worker-image={NEW_IMAGE}"
+    began = time.monotonic()
+    try:
+        await _operate(served, upgraded)
+        manifest = _manifest()
+        manifest["spec"]["gateway"]["replicas"] = 2
+        await served.apply(manifest)  # the new operator's work, which shows that it has seen all
+        await served.num_ready(Role.GATEWAY, 2)
+        print(f"the upgraded operator has made a gateway {elapsed(began)} after its upgrade")
+        pods = await served.pods(leaving=True)
+        assert {uid: num_restarts(pod) for pod in pods if (uid := pod["metadata"]["uid"]) in before}
+        after = {pod["metadata"]["uid"]: num_restarts(pod) for pod in pods}
+        assert {uid: after.get(uid) for uid in before} == before
+        assert NEW_IMAGE not in {pod["spec"]["containers"][0]["image"] for pod in pods}
+    finally:
+        await _operate(served, original)
+
+
+async def _operate(served: Served, container: Object) -> None:
+    """Replace the operator's only container; return when the old operator is gone."""
+    patch = {"spec": {"template": {"spec": {"containers": [container]}}}}
+    await served.api.patch(OPERATOR, patch)
+
+    async def alone() -> bool:
+        listed = await served.api.get(f"/api/v1/namespaces/{names.OPERATOR_NAMESPACE}/pods")
+        found = [(is_ready(pod), pod["spec"]["containers"][0]["args"]) for pod in listed["items"]]
+        return found == [(True, container["args"])]
+
+    await until(alone, seconds=START_SECONDS, awaited="the new operator alone to run", every=0.2)
+
+
+async def _undisturbed(served: Served) -> list[str]:
+    """The tokens of a long answer while nothing happens."""
+    answer = Answer(LONG, time.monotonic())
+    await stream(served, answer)
+    assert answer.fault(answer.tokens) == ""
+    print(f"undisturbed, {LONG} tokens take {elapsed(answer.began)}")
+    return answer.tokens
+
+
+async def _fresh(clients: Clients) -> None:
+    async def fresh() -> bool:
+        return clients.fresh
+
+    await until(fresh, seconds=120, awaited="long answers to have begun")
+
+
+async def _grow(served: Served, manifest: Object) -> None:
+    """Two pods of each role."""
+    for role in POOL_ROLES:
+        manifest["spec"]["pools"][role]["scaling"]["replicas"] = 2
+    began = time.monotonic()
+    await served.apply(manifest)
+    for role in POOL_ROLES:
+        await served.num_ready(role, 2)
+    print(f"all pools have two pods {elapsed(began)} after kubectl apply")
+
+
+@dataclasses.dataclass
+class End:
+    """When a pod that took requests was told to take no more, and when it was deleted."""
+
+    open: bool = False
+    closed: float | None = None
+    deleted: float | None = None
+
+    @property
+    def drained_seconds(self) -> float:
+        """Between the two."""
+        assert self.closed is not None
+        assert self.deleted is not None
+        return self.deleted - self.closed
+
+
+async def _shrink(
+    served: Served,
+    manifest: Object,
+    roles: Collection[Role],
+    ends: dict[str, End],
+    clients: Clients,
+) -> None:
+    """One pod fewer of each role, while each decode pod is at the beginning of a long answer."""
+
+    async def both() -> bool:
+        stats = [await stats_of(pod) for pod in await served.pods(Role.DECODE)]
+        return clients.fresh and all(one["kv"]["running_tokens"] for one in stats)
+
+    if Role.DECODE in roles:
+        await until(both, seconds=120, awaited="each decode pod to have a long answer")
+    before = {role: names_of(await served.pods(role)) for role in roles}
+    for role in roles:
+        manifest["spec"]["pools"][role]["scaling"]["replicas"] = 1
+    began = time.monotonic()
+    await served.apply(manifest)
+    for role in roles:
+        [left] = await served.num_ready(role, 1)
+        [gone] = before[role] - names_of([left])
+        seconds = ends[gone].drained_seconds
+        print(f"{role} shrunk {elapsed(began)} after kubectl apply, drained for {seconds:.1f} s")
+        if role is Role.DECODE:
+            assert seconds > DRAIN_SECONDS - 1, "its answer was to outlast the drain"
+
+
+async def _update(
+    served: Served,
+    manifest: Object,
+    roles: Collection[Role],
+    ends: dict[str, End],
+    *,
+    number: int,
+) -> None:
+    """Another revision of each role: a pod beside the old one, which then drains."""
+    before = {role: names_of(await served.pods(role)) for role in roles}
+    for role in roles:
+        env = [{"name": "ROUND", "value": f"{number}"}]
+        manifest["spec"]["pools"][role]["engine"]["env"] = env
+    began = time.monotonic()
+    await served.apply(manifest)
+    for role in roles:
+        await _replaced(served, role, before[role])
+        [gone] = before[role]
+        seconds = ends[gone].drained_seconds
+        print(f"{role} replaced {elapsed(began)} after kubectl apply, drained for {seconds:.1f} s")
+
+
+async def _replaced(served: Served, role: Role, old: Collection[str]) -> None:
+    """Wait until the old pods are gone and one other is ready."""
+
+    async def other() -> bool:
+        pods = await served.pods(role, leaving=True)
+        return len(pods) == 1 and is_ready(pods[0]) and names_of(pods).isdisjoint(old)
+
+    await until(other, seconds=START_SECONDS, awaited=f"the {role} to be another", every=0.1)
+
+
+@contextlib.asynccontextmanager
+async def _watched(served: Served) -> AsyncIterator[dict[str, End]]:
+    """How each pod ends, as it happens."""
+    ends: dict[str, End] = {}
+
+    async def watch() -> None:
+        async for event, thing in served.api.watch(served.path("pods")):
+            for pod in thing["items"] if event == "SYNC" else [thing]:
+                _note(ends.setdefault(pod["metadata"]["name"], End()), pod)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield ends
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _note(end: End, pod: Object) -> None:
+    now = time.monotonic()
+    gate = condition(pod, names.GATE_ACCEPTING).get("status")
+    end.open = end.open or gate == "True"
+    if end.open and end.closed is None and gate == "False":
+        end.closed = now
+    if end.deleted is None and "deletionTimestamp" in pod["metadata"]:
+        end.deleted = now
+
+
+def _all_are_whole(clients: Clients, undisturbed: list[str]) -> None:
+    """No answer failed, was cut, or has another token anywhere."""
+    faults = [fault for one in clients.answers if (fault := one.fault(undisturbed))]
+    faults += [
+        f"{len(one.tokens)} of {len(undisturbed)} tokens with text"
+        for one in clients.answers
+        if one.asked == LONG and len(one.tokens) != len(undisturbed)
+    ]
+    seconds = [one.ended - one.began for one in clients.answers if one.asked == LONG and one.ended]
+    print(
+        f"{len(clients.answers)} answers, {len(seconds)} of them long: "
+        f"{min(seconds):.1f} to {max(seconds):.1f} s each; {len(faults)} at fault"
+    )
+    assert faults == []
+    assert max(seconds) > 2 * DRAIN_SECONDS, "answers were to be longer than drains"
