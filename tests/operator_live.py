@@ -10,26 +10,33 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
 from vlm_operator.local.controlplane import ControlPlane
 
+ROOT = pathlib.Path(__file__).parents[1]
 USER = "system:serviceaccount:triptych-system:triptych-operator"
 WRITES = ("create", "update", "patch", "delete")
 
 
 class Live:
-    """One operator process and the cluster that it works on."""
+    """One operator process and the cluster that it works on.
 
-    def __init__(self, plane: ControlPlane, folder: pathlib.Path) -> None:
+    `options` are more of its command line: the namespaces that it looks after, for one.
+    """
+
+    def __init__(self, plane: ControlPlane, folder: pathlib.Path, *options: str) -> None:
         self.plane = plane
         self.folder = folder
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the process and wait until it leads."""
         command = [
             sys.executable, "-m", "vlm_operator", f"--kubeconfig={self.folder / 'kubeconfig'}",
-            "--namespace=live", "--namespace=live-gone", "--lease-namespace=triptych-system",
-            "--identity=live", "--lease-seconds=6", "--bind=127.0.0.1", "--metrics-port=0",
+            "--lease-namespace=triptych-system", "--identity=live", "--bind=127.0.0.1",
+            "--metrics-port=0", *self._options,
         ]  # fmt: skip
         file = self.folder / "log"
         file.touch()
@@ -49,6 +56,12 @@ class Live:
         assert self._process is not None
         self._process.kill()
         self._process.wait(timeout=15)
+
+    @property
+    def pid(self) -> int:
+        """The process's."""
+        assert self._process is not None
+        return self._process.pid
 
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
         """Type a command as a user would; returns what it printed."""
@@ -80,12 +93,7 @@ class Live:
 
     def until(self, holds: Callable[[], Any], *, seconds: float) -> float:
         """Wait until something holds, three times as long as promised; prints how long it took."""
-        began = time.monotonic()
-        while not holds():
-            if time.monotonic() - began > 3 * seconds:
-                raise AssertionError(f"not within three times {seconds} s")
-            time.sleep(0.05)  # noqa: TID251
-        took = time.monotonic() - began
+        took = _until(holds, seconds=3 * seconds)
         print(f"took {took:.2f} s of {seconds} s promised")
         return took
 
@@ -101,6 +109,29 @@ class Live:
                 continue
             found.append((entry["verb"], about.get("resource", ""), about.get("name", "")))
         return found
+
+
+def install(plane: ControlPlane, folder: pathlib.Path) -> None:
+    """Install the chart's objects; `folder/kubeconfig` is the operator's own way in."""
+    plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
+    plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    # established is not yet served: an operator that asks too early waits before it asks again
+    for kind in ("vlm", "vlmp", "vlmnc"):
+        _until(lambda kind=kind: plane.kubectl("get", kind, "-A", check=False).returncode == 0)
+    token = plane.kubectl("-n", "triptych-system", "create", "token", "triptych-operator").stdout
+    config = yaml.safe_load(plane.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token.strip()}
+    (folder / "kubeconfig").write_text(yaml.safe_dump(config))
+
+
+def _until(holds: Callable[[], Any], *, seconds: float = 30) -> float:
+    """Ask until something holds; returns how long it took."""
+    began = time.monotonic()
+    while not holds():
+        if time.monotonic() - began > seconds:
+            raise AssertionError(f"not within {seconds} s")
+        time.sleep(0.05)  # noqa: TID251
+    return time.monotonic() - began
 
 
 def plain_children(plane: ControlPlane, namespace: str, service: str) -> str:

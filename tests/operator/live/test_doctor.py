@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from operator_live import install
 from operator_support import body, pool
 
 from vlm_operator.cli.doctor.command import examine_cluster
@@ -20,19 +20,16 @@ from vlm_operator.local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 
-ROOT = pathlib.Path(__file__).parents[3]
 SPACE = "doctor"
 
 
 @pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
+def plane(
+    control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlPlane]:
     """Installed, with a service that lacks nodes, a claim and an operator that leads."""
     kubectl = control_plane.kubectl
-    kubectl("apply", "-f", str(ROOT / "install.yaml"))
-    kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
-    # established is not yet served: the API server opens their storage after that
-    for kind in ("vlm", "vlmp", "vlmnc"):
-        wait_until(lambda kind=kind: kubectl("get", kind, "-A", check=False).returncode == 0)
+    install(control_plane, tmp_path_factory.mktemp("doctor"))
     kubectl("-n", "triptych-system", "delete", "lease", "triptych-operator", "--ignore-not-found")
     kubectl("create", "namespace", SPACE)
     kubectl("-n", SPACE, "create", "serviceaccount", "reader")
@@ -43,14 +40,6 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
     yield control_plane
     kubectl("delete", "namespace", SPACE, "--wait=false")
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Ask until something holds."""
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.1)  # noqa: TID251
 
 
 async def examined(
