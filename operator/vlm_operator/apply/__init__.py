@@ -1,11 +1,13 @@
 """Writing: server-side apply in the plan's order, pruning, gates, events.
 
 compare.py  is this object what we applied?                     covers, digest
+contest.py  who else writes what we write? back off             contested
 objects.py  apply what differs, prune what the plan dropped     apply_plan, prune
 marks.py    small writes: pods' gates, status, pools, memory
 events.py   a transition becomes one Event, counted if it recurs
 """
 
+from vlm_operator.apply.contest import contested
 from vlm_operator.apply.events import post_events
 from vlm_operator.apply.marks import (
     MEMORY_KEY,
@@ -33,6 +35,7 @@ __all__ = [
     "apply_status",
     "check_new",
     "claim_pool",
+    "contested",
     "post_events",
     "prune",
     "save_memory",

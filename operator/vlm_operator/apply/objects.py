@@ -13,6 +13,7 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.apply.compare import difference, stamped
+from vlm_operator.apply.contest import Contests, Key, current, due, repaired
 from vlm_operator.cluster import CHILD_KINDS, Cluster, Manifest, kind_of
 from vlm_operator.errors import ClusterError, ConflictError, NameConflictError, UnavailableError
 from vlm_operator.metrics import WRITES
@@ -23,12 +24,18 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Accepted:
-    """What the API server made of our manifests, so that its own ways are no drift.
+    """What became of our manifests, by kind and name. Written by `apply_plan` alone.
 
-    Written by `apply_plan` alone: a digest whose answer still differed at a path.
+    Attributes:
+        paths: a digest whose answer still differed at a path: the API server's own ways are no
+            drift.
+        digests: what was last found or put as wanted.
+        contests: what somebody else changed since.
     """
 
-    paths: dict[tuple[str, str], tuple[str, str]] = dataclasses.field(default_factory=dict)
+    paths: dict[Key, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    digests: dict[Key, str] = dataclasses.field(default_factory=dict)
+    contests: Contests = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,7 @@ async def apply_plan(
         UnavailableError, LeaseLostError: nothing more can be written in this turn.
     """
     written, conflicts, refused = [], [], []
+    accepted.contests = current(accepted.contests, now=observed.now)
     for manifest in objects:
         key = (manifest["kind"], manifest["metadata"]["name"])
         label = f"{key[0]} {key[1]}"
@@ -71,7 +79,9 @@ async def apply_plan(
             if live is None:
                 live = await cluster.get(kind_of(manifest), namespace, key[1])
             _check_owner(live, key, uid)
-            if await _apply(cluster, manifest, live, key=key, uid=uid, accepted=accepted):
+            if await _apply(
+                cluster, manifest, live, key=key, uid=uid, accepted=accepted, now=observed.now
+            ):
                 written.append(label)
         except NameConflictError as error:
             conflicts.append(error)
@@ -147,20 +157,28 @@ async def _apply(
     key: tuple[str, str],
     uid: str,
     accepted: Accepted,
+    now: float,
 ) -> bool:
     """Apply one object where it differs; tells whether it wrote."""
     wanted = stamped(manifest)
     digest = wanted["metadata"]["annotations"][ANNOTATION_APPLIED]
+    found: str | None = None
     if live is not None:
         if "deletionTimestamp" in live["metadata"]:
             return False  # on its way out: it is made anew once it is gone
         found = difference(live, wanted)
         if found is None or accepted.paths.get(key) == (digest, found):
+            accepted.digests[key] = digest
             return False
         # a precondition: the object that we looked at, not one that took its name since
         wanted["metadata"]["uid"] = live["metadata"]["uid"]
         logger.info("differs", extra={"kind": key[0], "object": key[1], "field": found})
+    if accepted.digests.get(key) == digest:  # it was as wanted, and somebody changed it
+        if due(accepted.contests, key, now=now) > 0:
+            return False
+        accepted.contests = repaired(accepted.contests, key, found or "its existence", now=now)
     answer = await _write(cluster, wanted, existed=live is not None)
+    accepted.digests[key] = digest
     WRITES.labels(kind=key[0], verb="apply").inc()
     _check_owner(answer, key, uid)
     wanted["metadata"].pop("uid", None)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
-from vlm_operator.apply import Accepted, apply_gates
+from vlm_operator.apply import Accepted, apply_gates, contested
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import SpecError
@@ -109,6 +109,7 @@ class Loop:
         except SpecError as error:
             return await self._refuse(observed, body, error)
         self._book.note((self._namespace, self._name), class_uses(written, observed))
+        contests = self._accepted.contests
         failure_found, wrote = await carry_out(
             self._cluster, intent, observed, accepted=self._accepted
         )
@@ -116,8 +117,9 @@ class Loop:
             self._seen = None  # what we saw is no longer what is there
         view = self._view(written, intent, observed, failure_found)
         status = build_status(view, previous, now=observed.now)
-        news = events(previous, status, intent.decisions.items())
-        await self._tell(body, status, news)
+        fights = contested(contests, self._accepted.contests)
+        said = tuple(Event("ChildContested", message) for message in fights)
+        await self._tell(body, status, (*events(previous, status, intent.decisions.items()), *said))
         self._note(await self._report.pools(view))
         if not written.spec.paused and await self._report.memory(intent, observed):
             self._seen = None
