@@ -21,7 +21,12 @@ from vlm_operator.apply import (
     prune,
 )
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, Cluster
-from vlm_operator.errors import ClusterError, NameConflictError
+from vlm_operator.errors import (
+    ClusterError,
+    ConflictError,
+    NameConflictError,
+    UnavailableError,
+)
 from vlm_operator.plan import pool_claim
 from vlm_operator.reconcile.decisions import Intent
 from vlm_operator.state import Observed
@@ -44,13 +49,18 @@ async def carry_out(
     if refused is not None:
         return refused, bool(count)
     conflicts: list[NameConflictError] = []
+    unclaimed: list[tuple[str, ClusterError]] = []
     for role, number in intent.claims.items():
         try:
             await claim_pool(cluster, pool_claim(service, role, number), observed, uid=service.uid)
             count += 1
         except NameConflictError as error:
             conflicts.append(error)
-    skipped = {error.name for error in conflicts}
+        except (UnavailableError, ConflictError):
+            raise
+        except ClusterError as error:
+            unclaimed.append((names.child(service.name, role), error))
+    skipped = {error.name for error in conflicts} | {name for name, _ in unclaimed}
     objects = tuple(
         item
         for item in intent.plan.objects
@@ -72,7 +82,12 @@ async def carry_out(
         namespace=service.namespace,
         uid=service.uid,
     )
-    applied = dataclasses.replace(applied, conflicts=(*conflicts, *applied.conflicts))
+    refused_claims = tuple((f"{names.KIND_POOL} {name}", error) for name, error in unclaimed)
+    applied = dataclasses.replace(
+        applied,
+        conflicts=(*conflicts, *applied.conflicts),
+        refused=(*refused_claims, *applied.refused),
+    )
     return _failure(applied), bool(count or applied.written or gone)
 
 
