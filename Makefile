@@ -37,6 +37,10 @@ static: $(ENV)  ## all of check but the tests
 test-full: $(ENV)  ## the long form of every law (hours)
 	@tools/test.sh --full
 
+.PHONY: sanitize
+sanitize: $(ENV)  ## tests of the kernels in C++ with checks of every address and integer (needs libasan)
+	@tools/sanitize.sh $(ARGS)
+
 .PHONY: bench
 bench: $(ENV)  ## ratios against the limits of this machine, as JSON lines under bench/results
 	@$(BIN)/python bench/run.py $(ARGS)
