@@ -75,3 +75,9 @@ def test_the_query_of_kubectl_is_understood():
     now = datetime(2026, 1, 1, 0, 1, tzinfo=UTC)
     options = LogOptions.parse({"follow": "true", "tailLines": "5", "sinceSeconds": "60"}, now=now)
     assert options == LogOptions(follow=True, tail_lines=5, since=datetime(2026, 1, 1, tzinfo=UTC))
+
+
+async def test_a_line_as_long_as_a_decision_record_stays_one(tmp_path: Path):
+    text = b"%b\nnext\n" % (b"x" * 200_000)
+    log = await written(tmp_path / "0.log", [text[:70_000], text[70_000:]])
+    assert (await read(log)).encode() == text

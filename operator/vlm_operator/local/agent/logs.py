@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-LONGEST_LINE = 64 * 1024
+READ_BYTES = 64 * 1024
+LONGEST_LINE = 1024 * 1024  # as a runtime's that joins its pieces; a decision record is one line
 FOLLOW_SECONDS = 0.1
 
 
@@ -55,7 +56,7 @@ class ContainerLog:
         """Write what comes until its end, a long line in pieces."""
         rest = b""
         with self.path.open("ab", buffering=0) as file:
-            while piece := await output.read(LONGEST_LINE):
+            while piece := await output.read(READ_BYTES):
                 *lines, rest = (rest + piece).split(b"\n")
                 if len(rest) >= LONGEST_LINE:
                     lines, rest = [*lines, rest], b""
