@@ -8,6 +8,8 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
+LEAST_LEASE_SECONDS = 6.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -23,6 +25,7 @@ class Settings:
         metrics_port: of the operator's own `/metrics`, `/healthz` and `/readyz`; 0 picks a free
             one.
         cluster_domain: the suffix of `status.url`.
+        lease_seconds: how long others wait for a leader that is gone; none writes in its last 5.
         resync_seconds: a service is read in full at least this often, events or not.
         watch_seconds: how long a watch of the API server lasts before kopf lists again.
         silence_seconds: how long a watch may say nothing before it is taken for dead.
@@ -79,7 +82,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--lease-namespace", default=environ.get("POD_NAMESPACE") or default.lease_namespace,
         metavar="NS", help="default: POD_NAMESPACE")  # fmt: skip
     add("--lease-name", default=default.lease_name, metavar="NAME", help="default: %(default)s")
-    add("--lease-seconds", type=float, default=default.lease_seconds, metavar="S",
+    add("--lease-seconds", type=_lease_seconds, default=default.lease_seconds, metavar="S",
         help="how long others wait for a leader that is gone (%(default)s)")  # fmt: skip
     add("--bind", default=environ.get("POD_IP") or default.bind, metavar="IP",
         help="address of metrics and health (POD_IP, else all)")  # fmt: skip
@@ -98,3 +101,13 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--log-level", default=default.log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     add("--log-format", default=default.log_format, choices=["json", "plain"])
     return parser
+
+
+def _lease_seconds(text: str) -> float:
+    """Refuse a Lease under which a renewal would have no time to arrive before writes stop."""
+    seconds = float(text)
+    if seconds < LEAST_LEASE_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text} is too short: at least {LEAST_LEASE_SECONDS:g}, since a write may take 5"
+        )
+    return seconds

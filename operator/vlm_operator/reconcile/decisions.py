@@ -19,15 +19,15 @@ from vlm_operator.reconcile.sizing import Sizing, size_pools
 from vlm_operator.rollout import (
     Course,
     Gate,
+    Key,
     Step,
     current_revisions,
     drain_seconds,
     keep_defaults,
+    key_of,
     settle,
 )
 from vlm_operator.state import DeploymentState, Observed, Revision
-
-Key = tuple[Role, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +174,7 @@ def _settle(
     step: Step,
 ) -> tuple[dict[Key, int], tuple[Gate, ...], tuple[str, ...]]:
     """Bound what the step wants by what has drained."""
-    live = {
-        (item.role, item.variant, item.revision): item
-        for item in deployments
-        if item.role is not Role.GATEWAY
-    }
+    live = {key_of(item): item for item in deployments if item.role is not Role.GATEWAY}
     replicas = {key: count for key, count in step.replicas.items() if key not in live}
     gates: list[Gate] = []
     draining: list[str] = []

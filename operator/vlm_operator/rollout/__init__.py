@@ -6,9 +6,11 @@ pace.py       how many pods above and below a pool's size                     Pa
 steps.py      how many replicas of which revision now                         next_step
 together.py     all roles in steps, where old and new cannot talk to each other
 alone.py        one role, where they can
+counts.py     sums over Deployments, and sharing out a change of a sum         Key
 drain.py      which pods stop taking work, and when they may go               settle
 """
 
+from vlm_operator.rollout.counts import Key, key_of
 from vlm_operator.rollout.drain import Gate, Settled, settle
 from vlm_operator.rollout.goal import Course, Goal, course, sizes
 from vlm_operator.rollout.pace import Bill, Pace, within_budget
@@ -25,6 +27,7 @@ __all__ = [
     "Course",
     "Gate",
     "Goal",
+    "Key",
     "Pace",
     "Settled",
     "Step",
@@ -32,6 +35,7 @@ __all__ = [
     "current_revisions",
     "drain_seconds",
     "keep_defaults",
+    "key_of",
     "next_step",
     "service_revision",
     "settle",

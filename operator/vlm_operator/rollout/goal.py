@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from vlm_operator.api.enums import OnFailure
 from vlm_operator.api.policy import Rollout
 from vlm_operator.names import Role
+from vlm_operator.rollout.counts import Key, key_of
 from vlm_operator.state import DeploymentState, PodState, Revision
 
-Key = tuple[Role, str, str]  # role, variant, revision
 CRASHES = 3  # restarts after which short times of readiness are no recovery
 
 
@@ -73,7 +73,7 @@ def course(
         key: Goal(item.id, item.resolved.compat, stages.get(key[0], frozenset()))
         for key, item in revisions.items()
     }
-    known = {(item.role, item.variant, item.revision): item for item in deployments}
+    known = {key_of(item): item for item in deployments}
     failures = {
         key: live.failed
         for key, goal in wanted.items()

@@ -97,8 +97,8 @@ def next_step(
     if fronts and not waiting:
         waiting = "gateways of the old revision finish their streams"
     # the memory of a failed revision is its Deployment, at 0 replicas
-    current = {key for key in kept if key not in wanted and key in map(counts.key_of, pools)}
-    replicas |= {key: replicas.get(key, 0) for key in current if course.back}
+    failed = {counts.key_of(item) for item in pools} & kept.keys() - wanted
+    replicas |= {key: replicas.get(key, 0) for key in failed if course.back}
     return Step(
         replicas=replicas,
         waiting=waiting,

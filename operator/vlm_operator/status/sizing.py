@@ -7,16 +7,17 @@ import datetime
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale.outcome import Attribution
+from vlm_operator.autoscale.reasons import Bound
 from vlm_operator.names import Role
 from vlm_operator.status.readiness import roles
 from vlm_operator.status.view import Verdict, View
 
 # What holds a pool for longer than a window, in words that do not change from tick to tick.
-_LASTING = {
-    "Max": "maxReplicas",
-    "Budget": "the budget",
-    "Capacity": "node types that give no node or are at their own maxReplicas",
-    "Coupling": "the ratio to another pool",
+_LASTING: dict[str, str] = {
+    Bound.MAX: "maxReplicas",
+    Bound.BUDGET: "the budget",
+    Bound.CAPACITY: "node types that give no node or are at their own maxReplicas",
+    Bound.COUPLING: "the ratio to another pool",
 }
 
 
@@ -57,7 +58,7 @@ def _limit(view: View, role: Role) -> str:
     decision = view.decisions.get(role)
     if decision is None or decision.limited_by is None:
         return ""
-    if decision.limited_by == "BudgetUnreadable":
+    if decision.limited_by == Bound.BUDGET_UNREADABLE:
         return f"{role}: nothing grows, the budget cannot be kept: {view.policy.budget.unreadable}"
     if view.policy.pools[role].mode is ScalingMode.EXTERNAL:
         return f"{role}: {decision.message}"

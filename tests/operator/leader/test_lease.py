@@ -153,3 +153,45 @@ def test_settings_default_to_the_names_of_the_chart():
 @pytest.mark.parametrize(("ip", "bind"), [("127.0.3.1", "$(POD_IP)"), ("10.0.0.4", "::")])
 def test_workers_bind_their_own_address_on_a_local_cluster(ip: str, bind: str):
     assert Settings.read([], {"POD_IP": ip}).worker_bind == bind
+
+
+def test_a_lease_that_leaves_no_time_for_a_write_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        Settings.read(["--lease-seconds=5"], {})
+    assert "5 is too short: at least 6, since a write may take 5" in capsys.readouterr().err
+    assert Settings.read(["--lease-seconds=6"], {}).lease_seconds == 6
+
+
+class Slow(FakeCluster):
+    """A cluster that answers when told to, and counts who waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = asyncio.Event()
+        self.under_way = self.most = 0
+
+    async def list(self, *arguments):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await self.answer.wait()
+        self.under_way -= 1
+        return await super().list(*arguments)
+
+
+async def test_a_hundred_loops_that_wake_together_queue_up_and_the_fence_is_asked_after_the_wait():
+    cluster, clock = Slow(), Watch()
+    one = lease(cluster, "one", clock)
+    await one.acquire()
+    fenced = Fenced(cluster, one, at_once=8)
+    reading = [asyncio.create_task(fenced.list(SERVICE)) for _ in range(100)]
+    manifest = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s", "namespace": "ns"}}
+    writing = asyncio.create_task(fenced.apply(manifest, manager="m"))
+    await asyncio.sleep(0.01)
+    assert cluster.under_way == 8
+    clock.now = 10.1  # the write waited until the lease was too short for it
+    cluster.answer.set()
+    await asyncio.gather(*reading)
+    assert cluster.most == 8
+    with pytest.raises(LeaseLostError):
+        await writing
+    assert cluster.all(SERVICE) == []
