@@ -1,0 +1,96 @@
+"""An operator behind a fault proxy, started again when it ends, as a kubelet would."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from operator_live import Live, install
+
+from vlm_operator.local.client import Access
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.testing.proxy import FaultProxy
+
+LEASE_SECONDS = 9  # a write takes up to five, which leaves four to renew it
+SILENCE_SECONDS = 4  # in production 70
+
+
+class ProxyThread:
+    """A `FaultProxy` on an event loop of its own, for tests that block."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        access = Access.read(plane.kubeconfig)
+        anonymous = Access(access.server, access.ca).ssl_context()
+        self.proxy = FaultProxy(plane.server, anonymous)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def start(self) -> None:
+        """Listen."""
+        self._thread.start()
+        self.call(self.proxy.__aenter__())
+
+    def stop(self) -> None:
+        """Close everything."""
+        self.call(self.proxy.__aexit__())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run something on the proxy's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
+
+    def break_watches(self, plural: str) -> None:
+        """See `FaultProxy.break_watches`."""
+        self._loop.call_soon_threadsafe(self.proxy.break_watches, plural)
+
+
+class Supervised(Live):
+    """An operator process that is started again whenever it ends.
+
+    Attributes:
+        exits: the statuses with which it ended so far.
+    """
+
+    def __init__(self, plane: ControlPlane, folder: pathlib.Path, *options: str) -> None:
+        super().__init__(plane, folder, *options)
+        self.exits: list[int] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether the last process that was started is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def until(self, holds: Callable[[], Any], *, seconds: float) -> float:
+        """See `Live.until`; the process is kept running meanwhile."""
+
+        def kept() -> Any:
+            ended = None if self._process is None else self._process.poll()
+            if ended is not None:
+                self.exits.append(ended)
+                self._process = None
+                self.start()
+            return holds()
+
+        return super().until(kept, seconds=seconds)
+
+
+def behind(plane: ControlPlane, proxy: ProxyThread, folder: pathlib.Path, name: str) -> Supervised:
+    """An operator for the namespace `name` alone that sees nothing but the proxy."""
+    install(plane, folder)
+    kubeconfig = folder / "kubeconfig"
+    token = Access.read(kubeconfig).token
+    Access(proxy.proxy.url, None, token=token).write(kubeconfig)
+    plane.kubectl("create", "namespace", name)
+    return Supervised(
+        plane,
+        folder,
+        f"--namespace={name}",
+        f"--lease-seconds={LEASE_SECONDS}",
+        f"--silence-seconds={SILENCE_SECONDS}",
+        "--watch-seconds=20",
+    )
