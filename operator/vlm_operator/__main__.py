@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -59,26 +60,27 @@ async def serve(settings: Settings) -> int:
     except OperatorError as error:
         logger.error("no credentials", extra={"error": str(error)})
         return 2
-    cluster = kube.KubeCluster(loaded)
-    scraper = HttpScraper()
+    connections = [kube.KubeCluster(loaded) for _ in range(2)]
     lease = Lease(
-        cluster,
+        connections[0],  # its own: a renewal waits for nobody
         namespace=settings.lease_namespace,
         name=settings.lease_name,
         identity=settings.identity,
         clock=time.monotonic,
         timing=_timing(settings),
     )
-    book = ClassBook()
+    scraper, book = HttpScraper(), ClassBook()
+    cluster = Fenced(connections[1], lease)
     app = App(
         make_loop=lambda namespace, name: Loop(
             namespace,
             name,
-            cluster=Fenced(cluster, lease),
+            cluster=cluster,
             scraper=scraper,
             options=_options(settings),
             clock=time.time,
-            resync=settings.resync_seconds,
+            # not all at the same moment, and none later than promised
+            resync=settings.resync_seconds * random.uniform(0.7, 1.0),  # noqa: S311
             epoch=lambda: lease.epoch,
             book=book,
         ),
@@ -87,7 +89,7 @@ async def serve(settings: Settings) -> int:
         sight=Sight(time.monotonic),
         watching=Watching(whole=settings.watch_seconds, silence=settings.silence_seconds),
     )
-    classes = ClassLoop(Fenced(cluster, lease), book, clock=time.time, changed=app.wake_all)
+    classes = ClassLoop(cluster, book, clock=time.time, changed=app.wake_all)
     stop = asyncio.Event()
     _on_signal(stop)
     try:
@@ -98,7 +100,8 @@ async def serve(settings: Settings) -> int:
         return 1
     finally:
         await scraper.close()
-        await cluster.close()
+        for connection in connections:
+            await connection.close()
 
 
 async def _lead(
