@@ -1,0 +1,67 @@
+"""Pods of a running service keep their template when the operator is upgraded.
+
+The templates that this operator writes for the maximal service stand in templates/VERSION.json,
+by `Resolved.template`. Pods that an older version made are left alone; a changed template under the
+same version restarts every pod of every service as soon as its operator is upgraded.
+"""
+
+import copy
+import json
+import pathlib
+from typing import Any
+
+import yaml
+from operator_support import empty, service
+
+from vlm_operator import names
+from vlm_operator.autoscale.decide import Memory
+from vlm_operator.reconcile import Options
+from vlm_operator.reconcile.decisions import intend
+from vlm_operator.state import NodeClassState, Resolved
+
+HERE = pathlib.Path(__file__).parent
+MAXIMAL = HERE.parent / "operator" / "crd" / "maximal.yaml"
+FOLDER = HERE / "templates"
+FIX = (
+    "raise `Resolved.template` in operator/vlm_operator/state/revisions.py, or the next upgrade of "
+    "the operator restarts all pods of all services; then write templates/VERSION.json anew: "
+    "python tests/contracts/test_pod_templates.py"
+)
+
+
+def rendered() -> dict[str, Any]:
+    """The pod template of each Deployment of the maximal service, by role and variant."""
+    manifest = copy.deepcopy(yaml.safe_load(MAXIMAL.read_text()))
+    manifest["metadata"]["namespace"] = "ns"
+    manifest["spec"]["suspend"] = False
+    classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}
+    observed = empty()
+    observed = type(observed)(**{**vars(observed), "node_classes": classes})
+    found = intend(service(manifest), observed, Memory(), options=Options())
+    return {
+        "/".join(
+            item["metadata"]["labels"].get(label, "")
+            for label in (names.LABEL_ROLE, names.LABEL_VARIANT)
+        ): json.loads(json.dumps(item["spec"]["template"]))
+        for item in found.plan.objects
+        if item["kind"] == "Deployment"
+    }
+
+
+def test_every_template_stands_under_its_version():
+    file = FOLDER / f"{Resolved.template}.json"
+    assert file.exists(), f"there is no snapshot of this version: {FIX}"
+    kept, now = json.loads(file.read_text()), rendered()
+    assert set(kept) == set(now)
+    changed = [name for name in now if now[name] != kept[name]]
+    assert not changed, f"the pods of {', '.join(changed)} look different: {FIX}"
+
+
+def test_the_maximal_service_has_every_role_and_a_node_class():
+    assert {name.partition("/")[0] for name in rendered()} == {*names.POOL_ROLES, "gateway"}
+    assert "encoder/l40s" in rendered()
+
+
+if __name__ == "__main__":
+    text = json.dumps(rendered(), indent=1, sort_keys=True) + "\n"
+    (FOLDER / f"{Resolved.template}.json").write_text(text)
