@@ -143,6 +143,7 @@ def _problem(case: Case, goal: Goal) -> PoolProblem:
     """One pool in integers; its need no more than its own bounds can give."""
     tuning, policy = case.service.tuning, case.policy
     priced = all(item.cost_per_hour is not None for item in policy.variants)
+    window = max(case.window, 1.0)  # a manifest may ask for none
     pool = PoolProblem(
         role=case.role,
         need=_thousandths(goal.need),
@@ -158,7 +159,7 @@ def _problem(case: Case, goal: Goal) -> PoolProblem:
                 most=goal.upper[item.name],
                 standing=case.stock.standing[item.name],
                 overdue=case.stock.overdue.get(item.name, 0),
-                start=startup_seconds(case.role, item, case.estimate, tuning) / case.window,
+                start=startup_seconds(case.role, item, case.estimate, tuning) / window,
                 priced=priced,
                 risk=tuning.spot_risk,
             )

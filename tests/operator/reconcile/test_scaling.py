@@ -1,5 +1,6 @@
 """State in, state out: what turns make of a number of replicas that changes."""
 
+from operator_load import auto, loaded_world, replicas, run
 from operator_support import World, body, external, pool
 
 from vlm_operator import names
@@ -127,3 +128,14 @@ def test_suspend_drains_everything_and_keeps_the_status():
     world.apply(body())
     world.converge()
     assert world.condition("Ready")["status"] == "True"
+
+
+def test_a_pool_that_shrinks_without_waiting_grows_and_shrinks():
+    world = loaded_world(decode=auto(down=0))
+    world.scraper.tokens = 4000
+    run(world, turns=12)
+    grown = replicas(world)
+    assert grown > 1
+    world.scraper.tokens = 0
+    run(world, turns=40)
+    assert replicas(world) < grown
