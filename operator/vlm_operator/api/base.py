@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic import WithJsonSchema as Schema
-from pydantic.alias_generators import to_camel
+from pydantic.alias_generators import to_camel, to_snake
 
 from vlm_operator import names
 
 # Keys of the JSON schema that only `vlm_operator.crd` reads; none reaches the API server.
 KEY_RESTARTS = "x-triptych-restarts"
 KEY_UNSET = "x-triptych-unset"
+KEY_MAP_KEYS = "x-kubernetes-list-map-keys"
 
 OPEN_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 _QUANTITY = r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[numk])?$"
@@ -107,6 +115,20 @@ class Model(BaseModel):
             schema["x-kubernetes-validations"] = [rule.schema() for rule in cls.rules]
         return schema
 
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        """Refuse two items with one key, as the API server does."""
+        for name, info in type(self).model_fields.items():
+            extra = info.json_schema_extra
+            if isinstance(extra, dict) and KEY_MAP_KEYS in extra:
+                (key,) = cast("list[str]", extra[KEY_MAP_KEYS])
+                found = [getattr(item, to_snake(key)) for item in getattr(self, name) or ()]
+                twice = sorted({str(item) for item in found if found.count(item) > 1})
+                if twice:
+                    message = f"{to_camel(name)}: two items with the {key} {twice[0]}"
+                    raise ValueError(message)
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return the object as YAML spells it, without what is not set."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -139,7 +161,7 @@ def field(
     if restarts is not None:
         extra[KEY_RESTARTS] = restarts.value
     if keys is not None:
-        extra |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [keys]}
+        extra |= {"x-kubernetes-list-type": "map", KEY_MAP_KEYS: [keys]}
     if example is not None:
         extra["example"] = example
     return Field(default, description=description, json_schema_extra=extra, **limits)

@@ -5,6 +5,7 @@ body ── parse ─▶ VLMService as written ── resolve ─▶ VLMService 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ def parse(body: Mapping[str, Any]) -> VLMService:
     """
     meta = body["metadata"]
     try:
-        spec = VLMServiceSpec.model_validate(body.get("spec") or {})
+        # as strict as the API server: JSON has no "3" that is a number
+        spec = VLMServiceSpec.model_validate_json(json.dumps(body.get("spec") or {}), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise SpecError(_path(first["loc"]), first["msg"]) from None
