@@ -332,6 +332,15 @@ def test_a_service_that_is_not_well_says_its_one_sentence(
     assert said in found.message
 
 
+def test_a_claim_of_several_services_is_told_once_and_no_node_is_one_thing():
+    twins = [service(), service()]
+    twins[1]["metadata"] |= {"name": "other", "uid": "u-2"}
+    missing = wrong(with_objects(vlmservices=twins, persistentvolumeclaims=[]))
+    assert [item.check for item in missing] == ["claims"]
+    empty = wrong(with_objects(nodes=[], vlmnodeclasses=[]))
+    assert [item.check for item in empty] == ["nodes"]
+
+
 def test_what_a_person_chose_is_no_problem():
     chosen = [("Ready", "True", "Serving", ""), ("ScalingActive", "False", "Paused", "spec.paused")]
     assert wrong(with_objects(vlmservices=[service(*chosen)])) == []

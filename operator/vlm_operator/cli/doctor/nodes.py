@@ -54,14 +54,14 @@ def classes(facts: Facts) -> Iterator[Finding]:
         devices = {found.accelerator: found.accelerators} if found.accelerator else {}
         problem, remedy = _lacking(facts.all(NODE), found.node_selector, devices)
         level = Level.OK if not problem else Level.FAIL if found.name in used else Level.WARN
-        message = problem or _plenty(facts.all(NODE), found.node_selector)
+        message = problem or f"{len(_matching(facts.all(NODE), found.node_selector))} nodes"
         note = "" if found.name in used else " (no service uses it)"
         yield Finding("node-classes", level, f"{found.name}: {message}{note}", remedy)
 
 
 def variants(facts: Facts) -> Iterator[Finding]:
     """Each variant that places its pods itself has nodes, and each class that one names exists."""
-    if NODE in facts.unread or VLM_NODE_CLASS in facts.unread:
+    if not facts.all(NODE) or VLM_NODE_CLASS in facts.unread:
         return
     known = {_name(item): node_class(item) for item in facts.all(VLM_NODE_CLASS)}
     fine = 0
@@ -101,6 +101,8 @@ def _lacking(
     matching = _matching(nodes, selector)
     if not matching:
         pairs = " ".join(f"{key}={value}" for key, value in sorted(selector.items()))
+        if not pairs:
+            return "the cluster has no node", "add one"
         return f"no node has {pairs.replace(' ', ', ')}", f"kubectl label node NAME {pairs}"
     for resource, count in devices.items():
         most = max(_allocatable(node, resource) for node in matching)
@@ -113,10 +115,6 @@ def _lacking(
     if not any(_takes(node) for node in matching):
         return f"none of the {len(matching)} nodes is Ready and schedulable", "kubectl get nodes"
     return "", ""
-
-
-def _plenty(nodes: Sequence[Manifest], selector: Mapping[str, str]) -> str:
-    return f"{len(_matching(nodes, selector))} nodes"
 
 
 def _matching(nodes: Sequence[Manifest], selector: Mapping[str, str]) -> list[Manifest]:

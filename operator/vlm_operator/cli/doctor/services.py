@@ -35,7 +35,8 @@ _NOTABLE = (
     ("CapacitySufficient", "False"),
     ("SLOAttainable", "False"),
 )
-_CHOSEN = ("Suspended", "Paused", "Off", "Advisory")
+# Of these, what somebody chose, and what `pods` says better.
+_UNTOLD = ("Suspended", "Paused", "Off", "Advisory", "Unschedulable")
 
 
 def watched(facts: Facts) -> Iterator[Finding]:
@@ -65,12 +66,13 @@ def claims(facts: Facts) -> Iterator[Finding]:
     """The claim of each pvc:// model exists, is bound, and can be mounted on several nodes."""
     if CLAIM in facts.unread:
         return
+    users: dict[tuple[str, str], Manifest] = {}  # one of each claim's
     for service in facts.all(VLM_SERVICE):
         uri = str(service["spec"]["model"]["uri"])
-        if not uri.startswith(_PVC):
-            continue
-        space = service["metadata"]["namespace"]
-        name = uri.removeprefix(_PVC).partition("/")[0]
+        if uri.startswith(_PVC):
+            name = uri.removeprefix(_PVC).partition("/")[0]
+            users.setdefault((service["metadata"]["namespace"], name), service)
+    for (space, name), service in sorted(users.items(), key=lambda item: item[0]):
         claim = facts.one(CLAIM, name, space)
         level, message, remedy = (
             (Level.FAIL, "does not exist", f"create it, with the weights of {_where(service)}")
@@ -180,7 +182,7 @@ def _conditions(service: Manifest) -> Iterator[Finding]:
         yield Finding("services", Level.WARN, message, "is an operator leading?")
     for kind, wrong in _NOTABLE:
         found = condition(service, kind)
-        if found and found["status"] == wrong and found.get("reason") not in _CHOSEN:
+        if found and found["status"] == wrong and found.get("reason") not in _UNTOLD:
             message = f"{where}: {kind}: {found.get('message', '')}"
             yield Finding("services", Level.WARN, message, f"vlm explain -n {meta['namespace']}")
 
