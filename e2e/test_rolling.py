@@ -29,7 +29,7 @@ from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 from vlm_operator.names import POOL_ROLES, Role
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 NAMESPACE = "rolling"
 DRAIN_SECONDS = 3
 LONG = 800  # tokens: far more than the seconds of a drain, on a throttled decode pod
@@ -76,7 +76,7 @@ def _manifest() -> Object:
     ("rounds", "together"),
     [
         pytest.param(1, True, id="all-pools-together"),
-        pytest.param(3, False, id="3-of-each", marks=[pytest.mark.full, pytest.mark.timeout(1200)]),
+        pytest.param(3, False, id="3-of-each", marks=[pytest.mark.full, pytest.mark.timeout(1800)]),
         pytest.param(
             20, False, id="20-of-each", marks=[pytest.mark.full, pytest.mark.timeout(7200)]
         ),
