@@ -33,6 +33,7 @@ BENCHES = (
     "split_ttft",
     "overload",
     "simulate",
+    "operator_scale",
 )
 
 

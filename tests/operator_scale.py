@@ -1,0 +1,288 @@
+"""A hundred services on nodes that only play status: how soon, how quietly, how small.
+
+    Yard: control plane ─ status-only nodes ─ operator process, all of its own
+    measure: create ─▶ settle ─▶ idle ─▶ events one by one ─▶ events all at once ─▶ Figures
+
+Every time comes from the API server's audit log, so there is one clock, and the operator is timed
+from outside: from the moment that a user's write arrives to the moment that the operator's first
+write about that service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from operator_live import USER, WRITES, Live, install
+from operator_support import body, pool
+
+from vlm_operator.local.agent.nodes import NodeType
+from vlm_operator.local.client import Client
+from vlm_operator.local.cluster import NodeAgent
+from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.waiting import until
+
+NAMESPACE = "scale"
+SERVICES = f"/apis/triptych.dev/v1alpha1/namespaces/{NAMESPACE}/vlmservices"
+NODES = NodeType("played", cpu="100k", memory="100Ti", status_only=True)
+EVENT_SECONDS = 0.1  # between two events of the row
+SETTLE_SECONDS = 3.0  # without a write before anything is measured
+AT_ONCE = 16  # requests of ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is measured: `services` with `pods_each` pods, gateway included (4 at least)."""
+
+    services: int
+    pods_each: int
+    idle_seconds: float
+    resync_seconds: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What came out.
+
+    Attributes:
+        created_seconds: until all pods served and every status said so.
+        first_write_seconds: from an event to the first write that answers it, events in a row.
+        burst_seconds: the same where all services change at the same moment.
+        idle_writes: verb, resource, name of what was written while nothing happened, the Lease
+            apart.
+        idle_cpu: processor seconds per second while nothing happened.
+        rss_bytes: resident memory, the highest that was ever seen.
+    """
+
+    created_seconds: float
+    first_write_seconds: list[float]
+    burst_seconds: list[float]
+    idle_writes: list[tuple[str, str, str]]
+    idle_cpu: float
+    rss_bytes: int
+
+
+class Yard:
+    """A control plane, its nodes and the operator, with a client of the administrator's."""
+
+    def __init__(self, plane: ControlPlane, live: Live, api: Client, load: Load) -> None:
+        self.live = live
+        self._plane = plane
+        self._api = api
+        self._load = load
+        self._names = [f"svc-{number:03}" for number in range(load.services)]
+        self._read = 0  # bytes of the audit log
+        self._entries: list[dict[str, Any]] = []
+
+    async def measure(self) -> Figures:
+        """Take all figures, one after another."""
+        created = await self._create()
+        await self._settled()
+        idle_writes, idle_cpu = await self._idle()
+        one_by_one = await self._events(0, pause=EVENT_SECONDS)
+        await self._settled()
+        at_once = await self._events(1, pause=0.0)
+        return Figures(created, one_by_one, at_once, idle_writes, idle_cpu, self._peak())
+
+    async def _create(self) -> float:
+        began = time.monotonic()
+        await self._at_once(
+            [self._api.create(SERVICES, self._manifest(name)) for name in self._names]
+        )
+
+        async def all_ready() -> bool:
+            found = (await self._api.get(SERVICES))["items"]
+            return sum(_is_ready(item) for item in found) == self._load.services
+
+        await until(all_ready, seconds=600, awaited="every service to be Ready", every=0.5)
+        return time.monotonic() - began
+
+    async def _settled(self) -> None:
+        """Wait until nobody has written about our services for a while."""
+        last, since = -1, time.monotonic()
+        while time.monotonic() - since < SETTLE_SECONDS:
+            count = len(self._writes_of_operator())
+            if count != last:
+                last, since = count, time.monotonic()
+            await asyncio.sleep(0.2)
+
+    async def _idle(self) -> tuple[list[tuple[str, str, str]], float]:
+        before, cpu = len(self._writes_of_operator()), self._cpu_seconds()
+        await asyncio.sleep(self._load.idle_seconds)
+        used = self._cpu_seconds() - cpu
+        found = [_about(entry) for entry in self._writes_of_operator()[before:]]
+        return found, used / self._load.idle_seconds
+
+    async def _events(self, turn: int, *, pause: float) -> list[float]:
+        """One event per service, by turns a change of its spec and of a child; how long each took.
+
+        Raises:
+            TimeoutError: one was not answered.
+        """
+        patches = [
+            self._change(name) if (index + turn) % 2 else self._disturb(name, turn)
+            for index, name in enumerate(self._names)
+        ]
+        row = []
+        for patch in patches:
+            row.append(asyncio.create_task(patch))
+            await asyncio.sleep(pause)
+        marks = dict(zip(self._names, await asyncio.gather(*row), strict=True))
+        took: dict[str, float] = {}
+
+        async def all_answered() -> bool:
+            took.update(self._answers(marks))
+            return len(took) == len(marks)
+
+        await until(all_answered, seconds=60, awaited="an answer to every event", every=0.2)
+        return sorted(took.values())
+
+    async def _change(self, name: str) -> str:
+        """Ask for one decode pod more; no service is asked twice."""
+        number = self._decodes + 1
+        patch = {"spec": {"pools": {"decode": {"scaling": {"replicas": number}}}}}
+        return await self._patch(f"{SERVICES}/{name}", patch)
+
+    async def _disturb(self, name: str, turn: int) -> str:
+        """Change a child behind the operator's back."""
+        path = f"/api/v1/namespaces/{NAMESPACE}/services/{name}-gateway"
+        patch = {"spec": {"ports": [{"name": "http", "port": 81 + turn}]}}
+        return await self._patch(path, patch)
+
+    async def _patch(self, path: str, patch: dict[str, Any]) -> str:
+        """Patch as the manager `event`; returns the path, by which the audit log is read."""
+        await self._api.patch(path, patch, fieldManager="event")
+        return path
+
+    def _answers(self, marks: dict[str, str]) -> dict[str, float]:
+        """Seconds from the latest event of each service to the operator's first write after it."""
+        began: dict[str, float] = {}
+        found: dict[str, float] = {}
+        by_path = {path: name for name, path in marks.items()}
+        for entry in self._audit():
+            path, _, query = entry["requestURI"].partition("?")
+            at = _moment(entry["requestReceivedTimestamp"])
+            if query == "fieldManager=event" and path in by_path:
+                began[by_path[path]] = at
+        for entry in self._writes_of_operator():
+            name = _service(_about(entry)[2])
+            late = _moment(entry["requestReceivedTimestamp"]) - began.get(name, float("inf"))
+            if late >= 0 and (name not in found or late < found[name]):
+                found[name] = late
+        return found
+
+    def _writes_of_operator(self) -> list[dict[str, Any]]:
+        return [entry for entry in self._audit() if _is_write(entry)]
+
+    def _audit(self) -> list[dict[str, Any]]:
+        """Everything that the API server was asked so far, by when it arrived."""
+        with self._plane.audit_log.open("rb") as log:
+            log.seek(self._read)
+            text = log.read()
+        whole = text.rfind(b"\n") + 1
+        self._read += whole
+        found = [json.loads(line) for line in text[:whole].splitlines()]
+        # of what others read and watch nothing is asked
+        self._entries += [entry for entry in found if entry["verb"] in WRITES]
+        return self._entries
+
+    async def _at_once(self, requests: list[Any]) -> None:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def send(request: Any) -> None:
+            async with gate:
+                await request
+
+        await asyncio.gather(*(send(request) for request in requests))
+
+    @property
+    def _decodes(self) -> int:
+        return self._load.pods_each - 3
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        """A gateway, an encoder, a prefill and the rest in decode; one pool is the autoscaler's."""
+        auto = {"mode": "Auto", "minReplicas": 1, "maxReplicas": 4}
+        found = body(
+            {
+                "model": {"uri": "hf://org/name", "revision": "abc"},  # no volume to be bound first
+                "slo": {"ttftP95Milliseconds": 1000},
+            },
+            name=name,
+            encoder={"scaling": auto},
+            prefill=pool(1),
+            decode=pool(self._decodes),
+        )
+        found["metadata"] = {"name": name, "namespace": NAMESPACE}
+        return found
+
+    def _peak(self) -> int:
+        status = pathlib.Path(f"/proc/{self.live.pid}/status").read_text()
+        line = next(item for item in status.splitlines() if item.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+    def _cpu_seconds(self) -> float:
+        fields = pathlib.Path(f"/proc/{self.live.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.asynccontextmanager
+async def yard(load: Load) -> AsyncIterator[Yard]:
+    """Start everything that a measurement needs; all of it ends with it."""
+    with tempfile.TemporaryDirectory(prefix="triptych-scale-") as name:
+        folder = pathlib.Path(name)
+        async with ControlPlane() as plane, NodeAgent(plane, node_types=(NODES,)):
+            install(plane, folder)
+            plane.kubectl("create", "namespace", NAMESPACE)
+            resync = f"--resync-seconds={load.resync_seconds}"
+            live = Live(plane, folder, resync, "--lease-seconds=15")
+            live.start()
+            try:
+                async with plane.client() as api:
+                    yield Yard(plane, live, api, load)
+            finally:
+                live.stop()
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest of the values that at least that share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
+
+
+def _is_ready(item: dict[str, Any]) -> bool:
+    conditions = item.get("status", {}).get("conditions", [])
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def _is_write(entry: dict[str, Any]) -> bool:
+    about = entry.get("objectRef", {})
+    return (
+        entry["user"].get("username") == USER
+        and about.get("resource") != "leases"
+        and "dryRun" not in entry["requestURI"]
+    )
+
+
+def _about(entry: dict[str, Any]) -> tuple[str, str, str]:
+    about = entry.get("objectRef", {})
+    return entry["verb"], about.get("resource", ""), about.get("name", "")
+
+
+def _service(name: str) -> str:
+    """svc-007 of svc-007-decode-5d8f."""
+    return "-".join(itertools.islice(name.split("-"), 2))
+
+
+def _moment(text: str) -> float:
+    return datetime.datetime.fromisoformat(text).timestamp()
