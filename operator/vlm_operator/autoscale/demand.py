@@ -2,7 +2,9 @@
 
 encoder, prefill   a = EWMA of (work seconds admitted · speed / second)     Erlang
                    Q = Σ work seconds that wait · speed
-decode             D = Σ running + reserved + queued tokens                 KV tokens
+decode             D = Σ running + flow · (reserved + queued tokens)        KV tokens
+                   flow: share of them that is not stuck before encoder or prefill; requests that
+                   gateways hold for want of room count with the mean of those that have some
                    (cached blocks can be evicted: they are no load), or its EWMA, if that is more:
                    answers of a few seconds come and go faster than pods
 variability        φ = Var(work of a tick) / (2 · S · mean(work of a tick))
@@ -23,7 +25,7 @@ from vlm_operator.autoscale.readings import PoolReading
 
 PHI_LEAST, PHI_MOST = 0.25, 4.0
 PHI_TICKS = 12  # before a variance is believed
-TREND_SECONDS = 120.0  # over which a slope is taken
+TREND_SECONDS = 60.0  # over which a slope is taken
 TREND_POINTS = 12
 
 
@@ -39,7 +41,7 @@ class DemandMemory:
         tick_mean, tick_variance: of work seconds a second at single ticks, over a window; the
             variance is around the smoothed load.
         ticks: that these know.
-        trend: (when, load) of the last two minutes, oldest first.
+        trend: (when, load) of the last minute, oldest first.
         worked_at: when anything last came or was there; the first tick counts as such.
         silent_since: since when too few pods answer, None while they do.
     """
@@ -89,6 +91,8 @@ def demand_of(
     now: float,
     known: bool | None = None,
     elsewhere: float = 0.0,
+    held: int = 0,
+    flow: float = 1.0,
 ) -> tuple[Demand, DemandMemory]:
     """Add one tick to what is known of a pool's load.
 
@@ -100,6 +104,8 @@ def demand_of(
         now: seconds since the epoch.
         known: enough is known of it; None is what the pool itself says.
         elsewhere: work seconds a second that other pools do in its stead.
+        held: requests that gateways hold for want of KV room.
+        flow: share of what is promised or waits that is not stuck in another pool's queue.
     """
     known = pool.known if known is None else known
     loads = pool.loads
@@ -110,7 +116,7 @@ def demand_of(
     weight = _weight(elapsed, policy.tuning.smoothing_seconds)
     # a tick does not weigh upon itself: more work at it must never look like less variance
     variability = _variability(memory, service_seconds, policy.tick_seconds)
-    tokens = sum(last.tokens for _, last in loads)
+    tokens, waiting = _tokens(pool, held, flow)
     queued = sum(last.queued_seconds * pod.speed for pod, last in loads)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
     works = bool(rate or queued or tokens or encode_rate or elsewhere)
@@ -123,7 +129,7 @@ def demand_of(
         at=now,
         erlangs=_smoothed(memory.erlangs, rate, weight),
         encode_erlangs=_smoothed(memory.encode_erlangs, encode_rate, weight) or 0.0,
-        tokens=_smoothed(memory.tokens, float(tokens), weight),
+        tokens=_smoothed(memory.tokens, tokens, weight),
         worked_at=worked_at,
         silent_since=None if known or not pool.pods else silent,
     )
@@ -134,8 +140,8 @@ def demand_of(
         erlangs=found.erlangs or 0.0,
         encode_erlangs=found.encode_erlangs,
         queued_seconds=queued,
-        tokens=max(float(tokens), found.tokens or 0.0),
-        queued_tokens=float(sum(last.queued_tokens for _, last in loads)),
+        tokens=max(tokens, found.tokens or 0.0),
+        queued_tokens=waiting,
         tokens_per_unit=(
             sum(capacity for capacity, _ in sized) / sum(speed for _, speed in sized)
             if sized
@@ -148,7 +154,7 @@ def demand_of(
 
 
 def with_trend(memory: DemandMemory, load: float, *, now: float) -> DemandMemory:
-    """Note the load for the slope, at most twelve times in two minutes."""
+    """Note the load for the slope, at most twelve times in a minute."""
     last = memory.trend[-1][0] if memory.trend else -math.inf
     if last > now:
         return dataclasses.replace(memory, trend=((now, load),))  # the clock was put back
@@ -156,6 +162,18 @@ def with_trend(memory: DemandMemory, load: float, *, now: float) -> DemandMemory
         return memory
     kept = [point for point in memory.trend if now - point[0] <= TREND_SECONDS]
     return dataclasses.replace(memory, trend=(*kept, (now, load))[-TREND_POINTS - 1 :])
+
+
+def _tokens(pool: PoolReading, held: int, flow: float) -> tuple[float, float]:
+    """KV tokens that count as load, and those of them that wait."""
+    last = [item for _, item in pool.loads]
+    running = float(sum(item.running for item in last))
+    promised = float(sum(item.promised for item in last))
+    inflight = sum(item.inflight for item in last)
+    # who waits at a gateway will hold what others hold
+    each = (running + promised) / inflight if inflight else 0.0
+    queued = sum(item.queued_tokens for item in last) + held * each
+    return running + flow * (promised + queued), flow * queued
 
 
 def _weight(elapsed: float, seconds: float) -> float:

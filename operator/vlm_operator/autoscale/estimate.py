@@ -33,7 +33,7 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.readings import LastAnswer, read_pools
 from vlm_operator.autoscale.view import View
 from vlm_operator.autoscale.window import Window
-from vlm_operator.names import Role
+from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Sample
 
 
@@ -148,7 +148,7 @@ def estimate(
         present=present,
         alone=alone,
         startup=startup,
-        held=_held(gateways),
+        held={role: _held(gateways, role) for role in POOL_ROLES},
         now=now,
     )
     needs, demands = turn.needs()
@@ -178,6 +178,6 @@ def estimate(
     )
 
 
-def _held(gateways: Iterable[Sample]) -> int:
-    """Requests that gateways hold for an encoder."""
-    return sum(item.held_for.get(Role.ENCODER, 0) for item in gateways)
+def _held(gateways: Iterable[Sample], role: Role) -> int:
+    """Requests that gateways hold for a pool."""
+    return sum(item.held_for.get(role, 0) for item in gateways)

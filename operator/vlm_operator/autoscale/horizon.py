@@ -3,7 +3,7 @@
 start-up   p90 of (pod created → ready) over the last 20 of a role and variant; before that what the
            node class expects, before that the default
 plan       a_plan = max(a, a + slope⁺ · start-up, season(now + start-up))
-slope⁺     Theil-Sen over the last two minutes, where three quarters of all pairs rise; at most
+slope⁺     Theil-Sen over the last minute, where three quarters of all pairs rise; at most
            growth_cap · a within one start-up
 season     multiplicative Holt-Winters without a trend, one value for each hour of the day, known
            after forecast_days; a floor, never a reason to shrink

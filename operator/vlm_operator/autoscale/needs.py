@@ -34,7 +34,7 @@ class Turn:
     Attributes:
         present: roles with pods.
         alone: by stage, the share of its time that is its own work.
-        held: requests that gateways hold for an encoder.
+        held: requests that gateways hold, by the pool that they wait for.
         memories, seasons: as the last tick left them; `…_after`: for the next.
     """
 
@@ -48,7 +48,7 @@ class Turn:
     present: frozenset[Role]
     alone: Mapping[str, float]
     startup: Mapping[tuple[Role, str], float]
-    held: int
+    held: Mapping[Role, int]
     now: float
     memories_after: dict[Role, DemandMemory] = dataclasses.field(default_factory=dict)
     seasons_after: dict[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
@@ -68,15 +68,21 @@ class Turn:
             need = size(self.policy, rules, pool, self._signals(pool, demand))
             if role is Role.ENCODER:
                 need = with_zero(
-                    self.policy, rules, pool, demand, need, held=self.held, inline=inline
+                    self.policy,
+                    rules,
+                    pool,
+                    demand,
+                    need,
+                    held=self.held.get(role, 0),
+                    inline=inline,
                 )
             needs[role] = need
         return hold_upstream(needs, self.pools, demands), demands
 
     def _demand(self, pool: PoolReading, inline: Inline | None) -> Demand:
         """Add one tick; an encoder at zero has the pictures that are encoded in its stead."""
-        known, elsewhere = None, 0.0
-        if pool.role is Role.ENCODER and not pool.pods and inline is not None:
+        known, elsewhere, encoder = None, 0.0, pool.role is Role.ENCODER
+        if encoder and not pool.pods and inline is not None:
             known, elsewhere = inline.pool.known, inline.demand.encode_erlangs
         demand, memory = demand_of(
             self.policy,
@@ -85,12 +91,29 @@ class Turn:
             service_seconds=self._each(pool.role),
             now=self.now,
             known=known,
-            elsewhere=elsewhere + self.held * (pool.role is Role.ENCODER),
+            elsewhere=elsewhere + (self.held.get(Role.ENCODER, 0) if encoder else 0),
+            held=0 if encoder else self.held.get(pool.role, 0),
+            flow=self._flow() if pool.role is Role.DECODE else 1.0,
         )
         if elsewhere:
             demand = dataclasses.replace(demand, encode_erlangs=elsewhere)
         self.memories_after[pool.role] = memory
         return demand
+
+    def _flow(self) -> float:
+        """The share of what decode has promised that is not stuck before encoder or prefill."""
+        share = 1.0
+        if Role.PREFILL not in self.policy.pools:
+            return share  # what waits, waits for decode's own steps
+        for role in (Role.ENCODER, Role.PREFILL):
+            pool = self.pools.get(role)
+            budget = wait_budget(self.policy, self.attributions, self.weights, role)
+            if pool is None or budget is None:
+                continue
+            queued = sum(last.queued_seconds * pod.speed for pod, last in pool.loads)
+            if queued > 0:
+                share = min(share, budget * pool.ready_units / queued)
+        return share
 
     def _signals(self, pool: PoolReading, demand: Demand) -> Signals:
         """Everything that the pool's size follows from."""

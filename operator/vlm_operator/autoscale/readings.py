@@ -32,7 +32,8 @@ class LastAnswer:
 
     Attributes:
         rate: work seconds it admitted a second, since the answer before; None of its first.
-        tokens: running, reserved and queued: cached blocks are no load.
+        running, promised, queued_tokens: KV tokens that sequences hold, that are reserved, and that
+            are waited for; cached blocks are no load.
     """
 
     at: float
@@ -40,11 +41,18 @@ class LastAnswer:
     admitted: float
     rate: float | None
     queued_seconds: float
-    tokens: int
+    inflight: int
+    running: int
+    promised: int
     queued_tokens: int
     capacity: int
     encode_rate: float
     busy: Mapping[str, Busy]
+
+    @property
+    def tokens(self) -> int:
+        """KV tokens in use, promised or waited for."""
+        return self.running + self.promised + self.queued_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +223,9 @@ def _pod(
         admitted=sample.admitted_work_seconds,
         rate=rate,
         queued_seconds=sample.queued_work_seconds,
-        tokens=kv.running + kv.reserved + kv.queued if kv else 0,
+        inflight=sample.inflight,
+        running=kv.running if kv else 0,
+        promised=kv.reserved if kv else 0,
         queued_tokens=kv.queued if kv else 0,
         capacity=kv.capacity if kv else 0,
         encode_rate=encoding,

@@ -63,13 +63,12 @@ class Gateway:
 
     @property
     def held(self) -> Mapping[Role, int]:
-        """Of these, the ones whose pool has no pod: what a gateway reports as `held_for`."""
+        """Of these, what a gateway reports as `held_for`: no pod of the pool, or no KV room."""
         taking = {
             Role.ENCODER: self._encoders(),
             Role.PREFILL: self._prefills(),
-            Role.DECODE: self._decoders(),
         }
-        return {role: count for role, count in self.waiting.items() if not taking[role]}
+        return {role: count for role, count in self.waiting.items() if not taking.get(role)}
 
     def arrive(self, request: Request) -> None:
         """Take one request now."""

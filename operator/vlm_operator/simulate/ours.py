@@ -21,6 +21,7 @@ GRID: Mapping[str, tuple[Any, ...]] = {
     "down_seconds": (180.0,),
     "down_pods": (4,),
     "window_seconds": (120.0,),
+    "growth_cap": (0.5, 1.0),
 }
 
 
@@ -28,8 +29,10 @@ def adjusted(policy: ServicePolicy, settings: Mapping[str, Any]) -> ServicePolic
     """The same policy with other targets and paces (`GRID`)."""
     rest = dict(settings)
     window = rest.pop("window_seconds", policy.window_seconds)
+    cap = rest.pop("growth_cap", policy.tuning.growth_cap)
+    tuning = dataclasses.replace(policy.tuning, growth_cap=cap)
     pools = {role: dataclasses.replace(pool, **rest) for role, pool in policy.pools.items()}
-    return dataclasses.replace(policy, pools=pools, window_seconds=window)
+    return dataclasses.replace(policy, pools=pools, window_seconds=window, tuning=tuning)
 
 
 class Ours:

@@ -6,8 +6,10 @@ import random
 import pytest
 from estimating_support import NOW, Pod, Service, busy, policy, signals
 
+from vlm_operator.autoscale.demand import DemandMemory, demand_of
 from vlm_operator.autoscale.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.policy import Tuning, VariantPolicy
+from vlm_operator.autoscale.readings import LastAnswer, PodReading, PoolReading
 from vlm_operator.names import POOL_ROLES, Role
 
 QUICK = Tuning(min_requests=10)
@@ -255,3 +257,26 @@ def test_memory_is_bounded_and_what_lasts_does_not_change_while_idle():
     service.tick(400)
     assert service.memory.lasting == lasting
     assert service.now > NOW
+
+
+def test_requests_held_for_kv_room_count_as_tokens_of_decode():
+    reading = pool_reading(running=8_000, promised=2_000, inflight=10)
+    without, _ = demand_of(policy(), reading, DemandMemory(), service_seconds=None, now=NOW)
+    held, _ = demand_of(policy(), reading, DemandMemory(), service_seconds=None, now=NOW, held=5)
+    assert without.tokens == pytest.approx(10_000)
+    assert held.tokens == pytest.approx(15_000)
+    assert held.queued_tokens == pytest.approx(5_000)
+
+
+def test_room_promised_to_prompts_stuck_before_prefill_is_no_load_of_decode():
+    reading = pool_reading(running=8_000, promised=2_000, inflight=10)
+    found, _ = demand_of(
+        policy(), reading, DemandMemory(), service_seconds=None, now=NOW, held=5, flow=0.1
+    )
+    assert found.tokens == pytest.approx(8_000 + 0.1 * 7_000)
+
+
+def pool_reading(*, running: int, promised: int, inflight: int) -> PoolReading:
+    last = LastAnswer(NOW, "b", 0.0, 0.0, 0.0, inflight, running, promised, 0, 24_000, 0.0, {})
+    pod = PodReading("uid", "default", 1.0, True, last)
+    return PoolReading(Role.DECODE, (pod,), True, 1.0, 0.0, 0.0, 1)

@@ -130,7 +130,7 @@ class Registry:
 
     @contextlib.contextmanager
     def held_for_pool(self, role: Role) -> Iterator[None]:
-        """A request waits until a pool without pods has one; told in `/stats` while it does."""
+        """A request waits for a pool without pods or room; told in `/stats` while it does."""
         self._held[role] += 1
         try:
             yield
@@ -139,7 +139,7 @@ class Registry:
 
     @property
     def held_for(self) -> dict[str, int]:
-        """How many requests wait for a pool without pods, by its role."""
+        """How many requests wait for a pool without pods or without room, by its role."""
         return {role.value: count for role, count in self._held.items() if count}
 
     def refused(self, boot_id: bytes) -> None:

@@ -1,6 +1,6 @@
 """Room on a decode pod, before anything is computed: on the routed one, on another, or a bit later.
 
-There is no queue: each request asks again for itself.
+There is no queue: each request asks again for itself. While it waits it is counted in `held_for`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from vlm_worker.errors import DrainingError, OverloadedError, PeerLostError
 from vlm_worker.gateway.registry import Registry
 from vlm_worker.route import Choice, Demand, Route, another_decode
+from vlm_worker.types import Role
 from vlm_worker.wire.calls import Reservation
 
 MIN_WAIT_SECONDS = 0.02
@@ -47,7 +48,8 @@ async def reserve(
             if other is None:
                 if not isinstance(error, OverloadedError) or not may_wait():
                     raise
-                await asyncio.sleep(wait_seconds(error))
+                with registry.held_for_pool(Role.DECODE):
+                    await asyncio.sleep(wait_seconds(error))
                 refused.clear()
                 other = another_decode(registry.candidates(), demand, route, frozenset())
             choice = other or choice
