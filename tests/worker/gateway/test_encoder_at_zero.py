@@ -109,6 +109,24 @@ async def test_where_pictures_are_refused_the_answer_says_why_and_text_is_served
     assert ready.status_code == 200  # text is served all the same
 
 
+async def test_an_encoder_lost_a_moment_ago_is_waited_for_where_pictures_are_refused(
+    tmp_path: Path,
+) -> None:
+    """A crash is no pool at zero: it has the patience of every lost pool."""
+    async with stack(*WITHOUT_ENCODERS, config=settings_file(tmp_path, "Reject")) as served:
+        async with started(Role.ENCODER, (E,)) as lost:
+            await encoder_comes(served, lost.address)
+            async with asyncio.timeout(10):
+                while (await say(served, png(), "What is this?")).status_code != 200:
+                    pass
+        waiting = asyncio.create_task(say(served, png(), "What is this now?"))
+        await until_held(served, 1)
+        async with started(Role.ENCODER, (E,)) as encoder:
+            await encoder_comes(served, encoder.address)
+            assert (await waiting).status_code == 200
+            await served.until_idle()
+
+
 async def test_inline_the_next_role_that_has_the_stage_encodes(tmp_path: Path) -> None:
     config = settings_file(tmp_path, "InlineAtPrefill")
     async with stack(*LENDS_ITS_ENCODER, config=config) as served:

@@ -97,9 +97,10 @@ class Routing:
 
     def _wait_until(self, stage: Stage) -> float:
         """Until when a pod of a stage is waited for."""
+        until = self._replaced_by(stage)
         if stage is Stage.ENCODER and not self._job.inline:
-            return self._trace.received + self._job.max_hold_seconds
-        return self._replaced_by(stage)
+            until = max(until, self._trace.received + self._job.max_hold_seconds)
+        return until
 
     def _replaced_by(self, stage: Stage) -> float:
         """Until when a pod may come back to a pool that had pods a moment ago; 0: it had none."""
