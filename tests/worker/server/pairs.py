@@ -11,11 +11,15 @@ from typing import Any
 
 from worker.server.serving import Serving, serving
 
+from vlm_worker.roles.encoder import EncoderRole
+from vlm_worker.roles.times import CallClock
 from vlm_worker.testing import assert_idle
 from vlm_worker.types import Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.calls import (
     Accepted,
     DecodeCall,
+    EncodeCall,
+    EncodeItem,
     Finished,
     FirstToken,
     PrefillCall,
@@ -110,3 +114,32 @@ async def accept(worker: Serving, request: Request, *sources: Source) -> Accepte
 
 async def collect(worker: Serving, call: PrefillCall) -> list[Any]:
     return [reply.event async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+
+
+def encoding(
+    worker: Serving, image: Any, key: RequestKey = KEY
+) -> tuple[Source, asyncio.Task[Any]]:
+    """A picture that a worker encodes, behind its media pool; and where to fetch it."""
+    item = EncodeItem("e-1", 1, 28, 28, image.num_tokens, 0, "PNG")
+    call = EncodeCall(key, (item,), bytes(32))
+
+    async def chunks() -> AsyncIterator[tuple[int, bytes]]:
+        yield 0, b"x"
+
+    class Known:
+        async def known_key(self, data: Any, spec: Any) -> None:
+            return None
+
+        async def prepare(self, data: Any, spec: Any) -> Any:
+            return image
+
+    role = EncoderRole(worker.parts.host, Known())
+
+    async def run() -> None:
+        async with aclosing(role.encode(call, chunks(), CallClock())) as replies:
+            _ = [reply async for reply in replies]
+
+    host = worker.parts.host
+    fingerprint = host.embed_layout.fingerprint
+    source = Source(worker.client.address, host.life.boot_id, "e-1", fingerprint)
+    return source, asyncio.create_task(run())

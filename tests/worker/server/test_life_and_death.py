@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -19,15 +17,17 @@ from worker.server.pairs import (
     TIMEOUT,
     accept,
     collect,
+    encoding,
     kill,
     pair,
     request_of,
     until,
 )
-from worker.server.serving import Serving, serving
+from worker.server.serving import serving
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.errors import (
+    CancelledError,
     DuplicateError,
     EngineError,
     GoneError,
@@ -158,39 +158,6 @@ def about(images: list[Any], key: RequestKey = KEY) -> Request:
     return Request(key, tuple(tokens), len(tokens), sampling, tuple(items))
 
 
-def encoding(
-    worker: Serving, image: Any, key: RequestKey = KEY
-) -> tuple[Source, asyncio.Task[Any]]:
-    """A picture that a worker encodes, behind its media pool; and where to fetch it."""
-    from vlm_worker.roles.encoder import EncoderRole
-    from vlm_worker.roles.times import CallClock
-    from vlm_worker.wire.calls import EncodeCall, EncodeItem
-
-    item = EncodeItem("e-1", 1, 28, 28, image.num_tokens, 0, "PNG")
-    call = EncodeCall(key, (item,), bytes(32))
-
-    async def chunks() -> AsyncIterator[tuple[int, bytes]]:
-        yield 0, b"x"
-
-    class Known:
-        async def known_key(self, data: Any, spec: Any) -> None:
-            return None
-
-        async def prepare(self, data: Any, spec: Any) -> Any:
-            return image
-
-    role = EncoderRole(worker.parts.host, Known())
-
-    async def run() -> None:
-        async with aclosing(role.encode(call, chunks(), CallClock())) as replies:
-            _ = [reply async for reply in replies]
-
-    host = worker.parts.host
-    fingerprint = host.embed_layout.fingerprint
-    source = Source(worker.client.address, host.life.boot_id, "e-1", fingerprint)
-    return source, asyncio.create_task(run())
-
-
 async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it() -> None:
     async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
         e.runner.gate.clear()
@@ -205,6 +172,25 @@ async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it
         await assert_idle(p.server)
         e.runner.gate.set()
         await task
+        await assert_idle(e.server)
+
+
+@pytest.mark.parametrize("how", ["released", "cancelled"])
+async def test_a_lease_that_ends_before_its_picture_is_pinned_leaves_no_pin(how: str) -> None:
+    """A consumer gives up while the picture is still on its way to the engine."""
+    async with serving("encoder", TENTH) as e:
+        offers, delay = e.parts.host.offers, e.parts.host.delay
+
+        async def give_up(stage: str) -> None:
+            await delay(stage)
+            if stage == "encoder_queue" and how == "released":
+                offers.release(e.parts.host.life.boot_id, "e-1")
+            elif stage == "encoder_queue":
+                offers.cancel(KEY, CancelledError("the caller left"))
+
+        e.parts.host.delay = give_up  # type: ignore[method-assign]
+        await encoding(e, IMAGES[0])[1]
+        assert e.parts.engine.stats().images == 1, "it was encoded all the same"
         await assert_idle(e.server)
 
 

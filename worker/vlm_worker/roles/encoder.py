@@ -113,6 +113,14 @@ class EncoderRole:
             # with its last picture announced, the caller may leave; then the leases decide
             if num_left:
                 host.run(host.abandon(call.key))
+            else:
+                self._let_go(call.key, transfers)
+
+    def _let_go(self, key: RequestKey, transfers: Sequence[str]) -> None:
+        """Free the items whose lease ended before the engine pinned them: nobody else will."""
+        for index, transfer_id in enumerate(transfers):
+            if not self._host.offers.holds(transfer_id):
+                self._host.engine.release_embedding(key, index)
 
     def _offer(
         self,
