@@ -35,6 +35,7 @@ DRAIN_SECONDS = 3
 LONG = 800  # tokens: far more than the seconds of a drain, on a throttled decode pod
 SHORT = 8
 NUM_LONG = 2
+MAX_TRIES = 5
 HELD_MILLISECONDS = 200  # how long encoder and prefill keep a request, so that a change meets it
 OPERATOR = f"/apis/apps/v1/namespaces/{names.OPERATOR_NAMESPACE}/deployments/triptych-operator"
 NEW_IMAGE = "triptych/worker:9.9.9"
@@ -93,7 +94,12 @@ async def test_pods_are_taken_away_and_replaced_and_no_answer_notices(
         for number in range(rounds):
             await _grow(served, manifest)
             for roles in batches:
-                await _shrink(served, manifest, roles, ends, clients)
+                for _ in range(MAX_TRIES):
+                    if await _shrink(served, manifest, roles, ends, clients):
+                        break
+                    await _grow(served, manifest)
+                else:
+                    pytest.fail("no answer outlasted a drain of decode")
             for roles in batches:
                 await _update(served, manifest, roles, ends, number=number)
     _all_are_whole(clients, undisturbed)
@@ -202,27 +208,31 @@ async def _shrink(
     roles: Collection[Role],
     ends: dict[str, End],
     clients: Clients,
-) -> None:
-    """One pod fewer of each role, while each decode pod is at the beginning of a long answer."""
+) -> bool:
+    """One pod fewer of each role, while long answers have just begun.
+
+    False where the decode pod that went had none of them: which pod streams what is not known here.
+    """
 
     async def both() -> bool:
         stats = [await stats_of(pod) for pod in await served.pods(Role.DECODE)]
         return clients.fresh and all(one["kv"]["running_tokens"] for one in stats)
 
     if Role.DECODE in roles:
-        await until(both, seconds=120, awaited="each decode pod to have a long answer")
+        await until(both, seconds=120, awaited="each decode pod to have an answer")
     before = {role: names_of(await served.pods(role)) for role in roles}
     for role in roles:
         manifest["spec"]["pools"][role]["scaling"]["replicas"] = 1
     began = time.monotonic()
     await served.apply(manifest)
+    outlasted = True
     for role in roles:
         [left] = await served.num_ready(role, 1)
         [gone] = before[role] - names_of([left])
         seconds = ends[gone].drained_seconds
         print(f"{role} shrunk {elapsed(began)} after kubectl apply, drained for {seconds:.1f} s")
-        if role is Role.DECODE:
-            assert seconds > DRAIN_SECONDS - 1, "its answer was to outlast the drain"
+        outlasted = outlasted and (role is not Role.DECODE or seconds > DRAIN_SECONDS - 1)
+    return outlasted
 
 
 async def _update(
