@@ -12,6 +12,7 @@ pytestmark = pytest.mark.cluster
 
 # the garbage collector looks for new kinds twice a minute, and ours are as old as the module
 COLLECT_SECONDS = 25
+NOBODY = "nobody"  # a node without a kubelet
 
 
 def service(name: str, namespace: str = "live", **pools: Any) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def test_a_killed_operator_resumes_the_drain_of_a_deleted_service(live: Live, le
         for item in live.items("pods", name)
         if item["metadata"]["labels"]["triptych.dev/role"] == "gateway"
     )
-    _hold(live, gateway, ["test.triptych.dev/stream"])
+    _hold(live, gateway)
     if left == "before its first look":
         live.kill()
     live.kubectl("-n", "live", "delete", "vlm", name, "--wait=false")
@@ -244,15 +245,28 @@ def test_a_killed_operator_resumes_the_drain_of_a_deleted_service(live: Live, le
     left_over = live.items("deployments", name)
     kept = {item["metadata"]["labels"]["triptych.dev/role"] for item in left_over}
     assert kept == {"encoder", "decode"}
-    _hold(live, gateway, None)
+    _let_go(live, gateway)
     live.kubectl("-n", "live", "wait", "--for=delete", f"vlm/{name}", "--timeout=15s")
     live.until(lambda: live.items("deployments,pods,vlmpools", name) == [], seconds=COLLECT_SECONDS)
 
 
-def _hold(live: Live, pod: str, finalizers: list[str] | None) -> None:
-    """Keep a pod while it is being deleted, as one with open streams keeps itself."""
-    patch = json.dumps({"metadata": {"finalizers": finalizers}})
-    live.kubectl("-n", "live", "patch", "pod", pod, "--type=merge", "-p", patch)
+def _hold(live: Live, pod: str) -> None:
+    """Keep a pod while it is being deleted, as one with open streams keeps itself.
+
+    It is bound to a node where no kubelet ends it: Kubernetes collects pods that have no node.
+    """
+    target = {"apiVersion": "v1", "kind": "Node", "name": NOBODY}
+    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NOBODY}}
+    live.apply(node | {"spec": {"unschedulable": True}})
+    path = f"/api/v1/namespaces/live/pods/{pod}/binding"
+    live.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
+
+
+def _let_go(live: Live, pod: str) -> None:
+    """End it, as its kubelet would."""
+    live.kubectl("-n", "live", "delete", "pod", pod, "--force", "--grace-period=0")
+    live.kubectl("delete", "node", NOBODY)
 
 
 def _settled(live: Live) -> None:
