@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.outcome import Attribution, Candidate, Decision, Need
-from vlm_operator.autoscale.paced import PaceMemory
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
-from vlm_operator.autoscale.settle import settle
+from vlm_operator.autoscale.settling.paced import PaceMemory
+from vlm_operator.autoscale.settling.settle import settle
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import Role
 from vlm_operator.state import Busy, Gaps, KvTokens, Sample, StageSeconds, Ttft

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.estimate import Estimate, EstimateMemory, estimate
+from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.outcome import Decision
-from vlm_operator.autoscale.paced import PaceMemory
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.settle import settle
+from vlm_operator.autoscale.settling.paced import PaceMemory
+from vlm_operator.autoscale.settling.settle import settle
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.decide import Memory
-from vlm_operator.autoscale.paced import Change, Exhausted, PaceMemory, PoolPace
+from vlm_operator.autoscale.settling.paced import Change, Exhausted, PaceMemory, PoolPace
 
 VERSION = 2
 _DIGITS = 3  # significant, of what is measured; times are whole seconds

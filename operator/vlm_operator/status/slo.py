@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from vlm_operator.autoscale.attribute import shares
+from vlm_operator.autoscale.estimating.attribute import shares
+from vlm_operator.autoscale.estimating.window import ITL, Window, percentile
 from vlm_operator.autoscale.policy import Tuning
-from vlm_operator.autoscale.window import ITL, Window, percentile
 from vlm_operator.state import Sample
 
 

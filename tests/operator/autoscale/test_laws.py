@@ -17,7 +17,7 @@ from vlm_operator.autoscale.codec import encode
 from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, Tuning, ZeroPolicy
-from vlm_operator.autoscale.settle import settle
+from vlm_operator.autoscale.settling.settle import settle
 from vlm_operator.names import POOL_ROLES, Role
 
 OURS = names.MANAGER_AUTOSCALER  # a number that others wrote is followed, whatever pods say

@@ -14,14 +14,14 @@ from settling_support import NOW, Reports, World, attribution, need, pool, servi
 
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.decide import Memory, decide
-from vlm_operator.autoscale.estimate import EstimateMemory
+from vlm_operator.autoscale.estimating.estimate import EstimateMemory
 from vlm_operator.autoscale.explain import BOUND_NEXT, REASON_NEXT, explain, explain_status
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.outcome import Attribution, Candidate
-from vlm_operator.autoscale.paced import Foreign, PaceMemory
 from vlm_operator.autoscale.policy import Budget, ServicePolicy
 from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.autoscale.record import Record, RecordError, differences, load_record, replay
+from vlm_operator.autoscale.settling.paced import Foreign, PaceMemory
 from vlm_operator.names import Role
 
 DECODE, PREFILL = Role.DECODE, Role.PREFILL

@@ -11,8 +11,8 @@ from settling_support import World, need, pool, service
 
 from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.memory import dump
-from vlm_operator.autoscale.paced import Exhausted
 from vlm_operator.autoscale.record import Record
+from vlm_operator.autoscale.settling.paced import Exhausted
 from vlm_operator.cli.errors import CliError
 from vlm_operator.cli.explain import explain_records, explain_services, memory_notes
 from vlm_operator.names import Role

@@ -12,12 +12,12 @@ import dataclasses
 import math
 
 from vlm_operator.api.enums import MissingMetrics
-from vlm_operator.autoscale.goal import EPSILON, Case, Goal
 from vlm_operator.autoscale.outcome import Need
-from vlm_operator.autoscale.ownership import clamp, foreign_write
-from vlm_operator.autoscale.paced import PoolPace
 from vlm_operator.autoscale.reasons import Bound, Reason
-from vlm_operator.autoscale.shrink import shrink
+from vlm_operator.autoscale.settling.goal import EPSILON, Case, Goal
+from vlm_operator.autoscale.settling.ownership import clamp, foreign_write
+from vlm_operator.autoscale.settling.paced import PoolPace
+from vlm_operator.autoscale.settling.shrink import shrink
 
 MINUTE = 60.0
 _SLOTS = 30  # into which a window's wants are thinned

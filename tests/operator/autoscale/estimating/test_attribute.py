@@ -17,9 +17,9 @@ from estimating_support import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.autoscale.attribute import REMEDIES, attribute, guilt, owner
+from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, guilt, owner
+from vlm_operator.autoscale.estimating.window import Tally, Window, percentile, tail_mean
 from vlm_operator.autoscale.policy import ServicePolicy, Tuning
-from vlm_operator.autoscale.window import Tally, Window, percentile, tail_mean
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Ttft
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.autoscale.waiting import erlang_c, least_servers, wait_p95
+from vlm_operator.autoscale.estimating.waiting import erlang_c, least_servers, wait_p95
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from estimating_support import NOW, PLAIN, Pod, Service, policy, rules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.autoscale.calibrate import (
+from vlm_operator.autoscale.estimating.calibrate import (
     MAX_ROWS,
     Fit,
     FitMemory,

@@ -13,12 +13,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from vlm_operator.autoscale.fill import fill
-from vlm_operator.autoscale.goal import Case, Goal
 from vlm_operator.autoscale.policy import Budget, VariantPolicy
 from vlm_operator.autoscale.reasons import Bound
-from vlm_operator.autoscale.solve import Choice, PoolProblem, Problem, Vector, solve
-from vlm_operator.autoscale.stock import startup_seconds
+from vlm_operator.autoscale.settling.fill import fill
+from vlm_operator.autoscale.settling.goal import Case, Goal
+from vlm_operator.autoscale.settling.solve import Choice, PoolProblem, Problem, Vector, solve
+from vlm_operator.autoscale.settling.stock import startup_seconds
 from vlm_operator.names import Role
 
 MICROS = 1e6  # of the currency

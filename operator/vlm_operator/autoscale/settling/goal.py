@@ -6,12 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.outcome import Need
-from vlm_operator.autoscale.paced import PaceMemory, PoolPace
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.reasons import Bound, Reason
-from vlm_operator.autoscale.stock import Stock, startup_seconds
+from vlm_operator.autoscale.settling.paced import PaceMemory, PoolPace
+from vlm_operator.autoscale.settling.stock import Stock, startup_seconds
 from vlm_operator.autoscale.view import PoolView, View
 from vlm_operator.names import Role
 

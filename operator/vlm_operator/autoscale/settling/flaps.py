@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
-from vlm_operator.autoscale.paced import Change, PoolPace
 from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.autoscale.settling.paced import Change, PoolPace
 
 
 def damp(pace: PoolPace, tuning: Tuning, *, window: float, now: float) -> PoolPace:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from vlm_operator import names
-from vlm_operator.autoscale.goal import Case, Goal
-from vlm_operator.autoscale.paced import Foreign
 from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.settling.goal import Case, Goal
+from vlm_operator.autoscale.settling.paced import Foreign
 
 # Somebody else's number stands at least this long, however short the window is.
 LEAST_BASELINE_SECONDS = 60.0

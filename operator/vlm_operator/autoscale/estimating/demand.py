@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.readings import PoolReading
 
 PHI_LEAST, PHI_MOST = 0.25, 4.0
 PHI_TICKS = 12  # before a variance is believed

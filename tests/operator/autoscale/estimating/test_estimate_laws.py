@@ -11,7 +11,7 @@ from estimating_support import BOUNDS, NOW, TICK, ZERO, Pod, Service, gateway, p
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.autoscale.estimate import Estimate, EstimateMemory, estimate
+from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.policy import Tuning, VariantPolicy
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role

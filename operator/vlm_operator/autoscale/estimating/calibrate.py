@@ -18,8 +18,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy, Tuning
-from vlm_operator.autoscale.readings import PoolReading
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Busy
 

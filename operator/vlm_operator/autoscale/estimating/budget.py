@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from vlm_operator.autoscale.attribute import owner
+from vlm_operator.autoscale.estimating.attribute import owner
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import POOL_ROLES, Role

@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.attribute import guilt
-from vlm_operator.autoscale.budget import target_seconds, wait_budget
-from vlm_operator.autoscale.calibrate import FitMemory, fit_of, service_seconds
-from vlm_operator.autoscale.demand import Demand, DemandMemory, demand_of, with_trend
-from vlm_operator.autoscale.horizon import SeasonMemory, planned, with_hour
+from vlm_operator.autoscale.estimating.attribute import guilt
+from vlm_operator.autoscale.estimating.budget import target_seconds, wait_budget
+from vlm_operator.autoscale.estimating.calibrate import FitMemory, fit_of, service_seconds
+from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory, demand_of, with_trend
+from vlm_operator.autoscale.estimating.horizon import SeasonMemory, planned, with_hour
+from vlm_operator.autoscale.estimating.readings import PoolReading
+from vlm_operator.autoscale.estimating.size import Signals, hold_upstream, size
+from vlm_operator.autoscale.estimating.zero import Inline, with_zero
 from vlm_operator.autoscale.outcome import Attribution, Need
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.readings import PoolReading
-from vlm_operator.autoscale.size import Signals, hold_upstream, size
-from vlm_operator.autoscale.zero import Inline, with_zero
 from vlm_operator.names import POOL_ROLES, Role
 
 ITEMS: Mapping[Role, str] = {

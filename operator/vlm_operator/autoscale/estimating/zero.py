@@ -18,11 +18,11 @@ from __future__ import annotations
 import dataclasses
 
 from vlm_operator.api.enums import OnDemand
-from vlm_operator.autoscale.demand import Demand
+from vlm_operator.autoscale.estimating.demand import Demand
+from vlm_operator.autoscale.estimating.readings import PoolReading
+from vlm_operator.autoscale.estimating.waiting import wait_p95
 from vlm_operator.autoscale.outcome import Candidate, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, ZeroPolicy
-from vlm_operator.autoscale.readings import PoolReading
-from vlm_operator.autoscale.waiting import wait_p95
 
 
 @dataclasses.dataclass(frozen=True)

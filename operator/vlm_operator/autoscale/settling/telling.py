@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.couple import Share, unreadable
-from vlm_operator.autoscale.goal import Case, Goal
 from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.settling.couple import Share, unreadable
+from vlm_operator.autoscale.settling.goal import Case, Goal
 from vlm_operator.names import Role
 
 

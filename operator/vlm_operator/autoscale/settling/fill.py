@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vlm_operator.autoscale.solve import Choice, PoolProblem, Problem, Vector
+from vlm_operator.autoscale.settling.solve import Choice, PoolProblem, Problem, Vector
 from vlm_operator.names import Role
 
 

@@ -10,17 +10,17 @@ import math
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.autoscale import flaps
-from vlm_operator.autoscale.couple import couple
-from vlm_operator.autoscale.estimate import Estimate
-from vlm_operator.autoscale.goal import Case, Goal
+from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.outcome import Decision
-from vlm_operator.autoscale.ownership import external, manual, off
-from vlm_operator.autoscale.pace import auto
-from vlm_operator.autoscale.paced import KEPT_DECISIONS, Change, PaceMemory, PoolPace
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
-from vlm_operator.autoscale.stock import exhausted, take_stock
-from vlm_operator.autoscale.telling import advised, decision_of
+from vlm_operator.autoscale.settling import flaps
+from vlm_operator.autoscale.settling.couple import couple
+from vlm_operator.autoscale.settling.goal import Case, Goal
+from vlm_operator.autoscale.settling.ownership import external, manual, off
+from vlm_operator.autoscale.settling.pace import auto
+from vlm_operator.autoscale.settling.paced import KEPT_DECISIONS, Change, PaceMemory, PoolPace
+from vlm_operator.autoscale.settling.stock import exhausted, take_stock
+from vlm_operator.autoscale.settling.telling import advised, decision_of
 from vlm_operator.autoscale.view import PoolView, View
 from vlm_operator.names import Role
 

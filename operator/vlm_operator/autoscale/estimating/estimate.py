@@ -12,27 +12,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from vlm_operator.autoscale.attribute import alone_shares, attribute, itl_p95
-from vlm_operator.autoscale.budget import WEIGHTS, reweighted
-from vlm_operator.autoscale.calibrate import (
+from vlm_operator.autoscale.estimating.attribute import alone_shares, attribute, itl_p95
+from vlm_operator.autoscale.estimating.budget import WEIGHTS, reweighted
+from vlm_operator.autoscale.estimating.calibrate import (
     Fit,
     FitMemory,
     fitted,
     with_rows,
 )
-from vlm_operator.autoscale.demand import Demand, DemandMemory
-from vlm_operator.autoscale.horizon import (
+from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory
+from vlm_operator.autoscale.estimating.horizon import (
     SeasonMemory,
     StartupMemory,
     startup_seconds,
     time_startups,
 )
-from vlm_operator.autoscale.needs import Turn
+from vlm_operator.autoscale.estimating.needs import Turn
+from vlm_operator.autoscale.estimating.readings import LastAnswer, read_pools
+from vlm_operator.autoscale.estimating.window import Window
 from vlm_operator.autoscale.outcome import Attribution, Need
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.readings import LastAnswer, read_pools
 from vlm_operator.autoscale.view import View
-from vlm_operator.autoscale.window import Window
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Sample
 

@@ -6,9 +6,9 @@ fewer are enough, no target was close, nothing has just grown or rolls, and near
 
 from __future__ import annotations
 
-from vlm_operator.autoscale.goal import EPSILON, Case, Goal
 from vlm_operator.autoscale.outcome import Need
 from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.settling.goal import EPSILON, Case, Goal
 
 MINUTE = 60.0
 

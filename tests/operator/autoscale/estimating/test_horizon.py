@@ -5,7 +5,7 @@ from estimating_support import NOW, PLAIN, Pod, Service, policy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.autoscale.horizon import (
+from vlm_operator.autoscale.estimating.horizon import (
     SeasonMemory,
     forecast,
     ninth_tenth,
