@@ -1,0 +1,44 @@
+"""Kernels for GPUs, in Triton: one file each, launched by the function of that name above.
+
+    vlm_kernels.rms_norm(x, w)      definition, checks, then by the tensor's device:
+        cpu     ─▶ cpu/norm.cpp
+        cuda    ─▶ gpu/rms_norm.py      a short paper: mathematics, tiles, configs, kernel, launch
+        other   ─▶ the definition, in torch
+
+A launcher trusts its caller: shapes, types, strides and indices were checked before. Nothing is
+tuned at run time; `configs.json` holds what `bench/gpu` found best per device and shape.
+
+Legend of shape suffixes: T tokens, D head size or features, H heads, G query heads per KV head,
+M N K rows, columns and inner axis of a product, P slots per KV block.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def serves(device: torch.device) -> bool:
+    """Whether tensors on this device go to the kernels here."""
+    return device.type == "cuda" and _has_triton()
+
+
+def num_processors(device: torch.device) -> int:
+    """Programs that run side by side, at least; what splitting a short batch aims at."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Asked once a process, so that the log says once what is missing."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    logger.warning("triton is not installed: torch computes instead of our GPU kernels, slower")
+    return False

@@ -1,0 +1,44 @@
+"""What each kernel is launched with: the winners in `configs.json`, else the kernel's own default.
+
+    {"NVIDIA H200": {"paged_attention/decode": {"d128": {"TILE_N": 64, "num_warps": 4}}}}
+
+Read once; `bench/gpu` writes it. There is no autotuning at run time: it costs start-up, and two
+pods of one pool would compute in different orders.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+PATH = Path(__file__).with_name("configs.json")
+
+Config = Mapping[str, int]
+Table = Mapping[str, Mapping[str, Mapping[str, Config]]]
+
+
+def config(kernel: str, shape: str, device: torch.device, default: Config) -> Config:
+    """Tile sizes, warps and stages of one launch.
+
+    Args:
+        kernel: as in the table.
+        shape: likewise; what the best choice depends on.
+        device: whose name is looked up.
+        default: for what the table does not say.
+    """
+    return {**default, **_table().get(_name(device), {}).get(kernel, {}).get(shape, {})}
+
+
+@functools.cache
+def _table() -> Table:
+    table: Table = json.loads(PATH.read_text())
+    return table
+
+
+@functools.cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
