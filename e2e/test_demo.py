@@ -15,6 +15,8 @@ import openai
 import pytest
 from PIL import Image, ImageDraw
 
+from vlm_operator.local.spawn import tied
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 ROOT = Path(__file__).parents[1]
 ProcessesOf = Callable[[Path], list[str]]
@@ -23,9 +25,9 @@ ProcessesOf = Callable[[Path], list[str]]
 @contextlib.asynccontextmanager
 async def demo(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """`vlm demo` with its temporary files under `folder`."""
+    main = "from vlm_operator.cli import main; main()"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", "from vlm_operator.cli import main; main()"),
-        *("demo", *arguments),
+        *tied([sys.executable, "-P", "-c", main, "demo", *arguments]),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "160"},  # noqa: TID251

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.spawn import tied
 
 ROOT = pathlib.Path(__file__).parents[1]
 USER = "system:serviceaccount:triptych-system:triptych-operator"
@@ -42,7 +43,7 @@ class Live:
         file.touch()
         led = file.read_bytes().count(b'"leading"')
         with file.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(tied(command), stdout=log, stderr=log)
         self.until(lambda: file.read_bytes().count(b'"leading"') > led, seconds=30)
 
     def stop(self) -> int:

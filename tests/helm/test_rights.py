@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.spawn import tied
 from vlm_operator.local.waiting import until
 
 pytestmark = pytest.mark.cluster
@@ -65,19 +66,12 @@ async def operator(cluster: ControlPlane, folder: pathlib.Path) -> AsyncIterator
     kubeconfig = folder / "kubeconfig"
     kubeconfig.write_text(yaml.safe_dump(config))
     with (folder / "operator.log").open("w") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "vlm_operator",
-            f"--kubeconfig={kubeconfig}",
-            f"--namespace={NAMESPACE}",
-            "--lease-namespace=triptych-system",
-            "--identity=rights",
-            "--bind=127.0.0.1",
-            "--metrics-port=0",
-            stdout=log,
-            stderr=log,
-        )
+        command = (
+            sys.executable, "-m", "vlm_operator", f"--kubeconfig={kubeconfig}",
+            f"--namespace={NAMESPACE}", "--lease-namespace=triptych-system", "--identity=rights",
+            "--bind=127.0.0.1", "--metrics-port=0",
+        )  # fmt: skip
+        process = await asyncio.create_subprocess_exec(*tied(command), stdout=log, stderr=log)
         try:
             yield
         finally:

@@ -15,6 +15,8 @@ from typing import Any
 
 from worker.faults.proxy import Proxy
 
+from vlm_operator.local.spawn import tied
+
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 60.0
 ORDER_SECONDS = 30.0
@@ -48,7 +50,7 @@ class Pod:
         self._ready = asyncio.get_running_loop().create_future()
         self.said.clear()
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "worker.faults.pod", self.role, *self._flags,
+            *tied([sys.executable, "-m", "worker.faults.pod", self.role, *self._flags]),
             stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=1 << 20, process_group=0,
             env={
                 "PYTHONPATH": f"{ROOT / 'worker'}:{ROOT / 'tests'}",

@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 from worker.gateway.stack import COLOCATED, MODEL, NOBODY, stack
 
+from vlm_operator.local.spawn import tied
+
 COMMAND = (
     "gateway",
     f"--model={MODEL}",
@@ -25,9 +27,10 @@ COMMAND = (
 
 async def start(*args: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "vlm_worker", *COMMAND, *args, stderr=asyncio.subprocess.PIPE,
+        *tied([sys.executable, "-m", "vlm_worker", *COMMAND, *args]),
+        stderr=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[3] / "worker",
-    )  # fmt: skip
+    )
 
 
 async def until_logged(process: asyncio.subprocess.Process, message: str) -> dict[str, str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from vlm_operator.local.spawn import tied
+
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 START_SECONDS = 60.0  # three times what three workers together may take
 
@@ -100,24 +102,12 @@ async def spawn(
     role: str, *flags: str, runner: str = "checksum", module: str = "vlm_worker"
 ) -> Process:
     """The bare process, as the operator starts it, or of a module that changes it first."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        role,
-        f"--model={MODEL}",
-        "--served-name=shapes",
-        "--bind=127.0.0.1",
-        "--grpc-port=0",
-        "--http-port=0",
-        "--max-model-len=1024",
-        "--block-size=4",
-        f"--runner={runner}",
-        "--strict",
-        *flags,
-        stderr=PIPE,
-        limit=1 << 20,
-    )
+    command = (
+        sys.executable, "-m", module, role, f"--model={MODEL}", "--served-name=shapes",
+        "--bind=127.0.0.1", "--grpc-port=0", "--http-port=0", "--max-model-len=1024",
+        "--block-size=4", f"--runner={runner}", "--strict", *flags,
+    )  # fmt: skip
+    return await asyncio.create_subprocess_exec(*tied(command), stderr=PIPE, limit=1 << 20)
 
 
 async def read_until(

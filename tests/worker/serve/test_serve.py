@@ -18,6 +18,8 @@ import openai
 import pytest
 from PIL import Image, ImageDraw
 
+from vlm_operator.local.spawn import tied
+
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -26,11 +28,11 @@ STOP_SECONDS = 30.0
 @contextlib.asynccontextmanager
 async def served(*flags: str, model: Path = MODEL) -> AsyncIterator[tuple[Process, str, list[str]]]:
     """The process, the API's URL, and what it told the person who started it."""
-    process = await asyncio.create_subprocess_exec(
+    command = (
         sys.executable, "-m", "vlm_worker", "serve", str(model), "--served-name=shapes",
         "--port=0", "--max-model-len=512", *flags,
-        stderr=PIPE,
     )  # fmt: skip
+    process = await asyncio.create_subprocess_exec(*tied(command), stderr=PIPE)
     told: list[str] = []
     try:
         async with asyncio.timeout(START_SECONDS):
