@@ -1,6 +1,8 @@
 """CPU and memory limits of containers by cgroup, version 1 or 2, where this process may make them.
 
 <own cgroup>/triptych-<agent pid>/<container>/{memory.max, cpu.max, cgroup.procs}
+
+Those of an agent that was killed are removed by the next one.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PERIOD_MICROSECONDS = 100_000
+_PREFIX = "triptych-"
 _V1 = {"memory": "memory.limit_in_bytes", "cpu": "cpu.cfs_quota_us"}
 _V2 = {"memory": "memory.max", "cpu": "cpu.max"}
 
@@ -18,7 +21,7 @@ class Cgroups:
 
     def __init__(self, mount: Path = Path("/sys/fs/cgroup")) -> None:
         self.problem: str | None = None
-        self._name = f"triptych-{os.getpid()}"
+        self._name = f"{_PREFIX}{os.getpid()}"
         self._parents: dict[str, Path] = {}
         self._unified = (mount / "cgroup.controllers").exists()
         try:
@@ -27,7 +30,9 @@ class Cgroups:
                 self._parents = dict.fromkeys(_V2, _make_v2(mount, self._name))
             else:
                 for controller in _V1:
-                    parent = _existing(mount / controller, own.get(controller, "/")) / self._name
+                    top = _existing(mount / controller, own.get(controller, "/"))
+                    _sweep(top)
+                    parent = top / self._name
                     parent.mkdir(exist_ok=True)
                     self._parents[controller] = parent
         except OSError as error:
@@ -47,10 +52,9 @@ class Cgroups:
         return group
 
     def close(self) -> None:
-        """Remove what is empty; each container removes its own."""
+        """Remove what is left: of containers that ended, all of it."""
         for parent in set(self._parents.values()):
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+            _remove(parent)
 
 
 class ContainerCgroup:
@@ -105,6 +109,23 @@ class ContainerCgroup:
             (folder / (_V2 if self._unified else _V1)[controller]).write_text(value)
 
 
+def _sweep(top: Path) -> None:
+    """Remove what agents that are gone left under `top`; what holds a process stays.
+
+    They may have run in another session, which has a cgroup beside this one's.
+    """
+    for folder in (*top.glob(f"{_PREFIX}*"), *top.parent.glob(f"*/{_PREFIX}*")):
+        if not Path("/proc", folder.name.removeprefix(_PREFIX)).exists():
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a cgroup and those in it, as far as they hold no process."""
+    for one in (*folder.glob("*/"), folder):
+        with contextlib.suppress(OSError):
+            one.rmdir()
+
+
 def _own_cgroups() -> dict[str, str]:
     """This process's cgroup by controller; the unified hierarchy has the empty name."""
     found: dict[str, str] = {}
@@ -122,6 +143,7 @@ def _existing(mount: Path, path: str) -> Path:
 
 def _make_v2(mount: Path, name: str) -> Path:
     """A cgroup directly under the top: cgroups with processes of their own have no children."""
+    _sweep(mount)
     parent = mount / name
     parent.mkdir(exist_ok=True)
     try:

@@ -160,8 +160,12 @@ class Container:
         probing = asyncio.create_task(self._probe(process, prepared.cgroup))
         try:
             code = await process.wait()
+        except asyncio.CancelledError:  # it ends with its task
+            process.signal(signal.SIGKILL)
+            await process.wait()
+            prepared.cgroup.remove()
+            raise
         finally:
-            process.signal(signal.SIGKILL)  # cancelled: it ends with its task
             probing.cancel()
             await asyncio.gather(probing, recording, return_exceptions=True)
             process.close()
