@@ -1,9 +1,9 @@
 """Paged attention of decoding sequences: one query token each, over the KV blocks of its sequence.
 
 The mathematics stands in `paged_attention.py`, whose reference defines the answer, and the kernel
-in `cpu/paged_attention.cpp`. Scores, weights and sums are float32 for every type of q and KV: of
-bfloat16 KV the answer differs from the float32 one by its own rounding alone, where transformers'
-`eager` and `sdpa` round scores and weights too.
+in `cpu/paged_attention.cpp`. Scores and sums are float32 for every type of q and KV. Where products
+are the CPU's own of bfloat16 pairs, weights are rounded to bfloat16, as transformers' `sdpa` does; its
+`eager` rounds scores too.
 
     rows = plan_decode(...)             once per step: numbers and addresses
     attend_decode(rows, q, ..., out)    once per layer: one call, all rows
@@ -21,19 +21,24 @@ import numpy as np
 import torch
 
 from vlm_kernels.cpu import native
+from vlm_kernels.kv_rows import block_size_of
 
 TYPES = (torch.float32, torch.bfloat16)
+"""Of q."""
+
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""The numbers are `KVType`'s in cpu/kv_types.h."""
 
 SYMBOL = "triptych_paged_attention"
 ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
-    ctypes.c_void_p, ctypes.c_int64, ctypes.c_float,
+    ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_float,
 )  # fmt: skip
-"""step, q, token stride, head stride, out, layer, scale"""
+"""step, q, token stride, head stride, out, layer, scale, soft cap"""
 
 
 class _Step(ctypes.Structure):
-    """`Step` in cpu/paged_attention.cpp."""
+    """`Step` in cpu/paged_rows.h."""
 
     _fields_ = (
         ("block_table", ctypes.c_void_p),
@@ -45,7 +50,7 @@ class _Step(ctypes.Structure):
             for name in (
                 "num_rows", "table_width", "window",
                 "num_layers", "num_kv_heads", "num_groups", "head_dim", "block_size",
-                "q_is_bf16", "kv_is_bf16", "num_threads",
+                "q_is_bf16", "kv_type", "num_threads",
             )
         ),
     )  # fmt: skip
@@ -76,7 +81,7 @@ def can_attend_decode(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel computes this, on this machine."""
     return (
         kv_cache.device.type == "cpu"
-        and kv_cache.dtype in TYPES
+        and kv_cache.dtype in KV_TYPES
         and dtype in TYPES
         and _kernel() is not None
     )
@@ -98,7 +103,7 @@ def plan_decode(
         tokens: `[R]` where each row's query lies among the packed tokens.
         num_kv: `[R]` positions of each row's sequence, its own included.
         block_table: `[R, B]`; entries behind a sequence's end are not read.
-        kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32 or bfloat16, on the CPU.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32, bfloat16 or int8, on the CPU.
         head_dim: D.
         dtype: of q, float32 or bfloat16.
         window: positions that a row sees, its own included; None is all.
@@ -107,8 +112,8 @@ def plan_decode(
         ValueError: a shape, type or block number is wrong; says which.
     """
     _check_cache(kv_cache, head_dim, dtype)
-    num_blocks, num_layers, _, num_kv_heads, inner = kv_cache.shape
-    block_size, num_rows = inner // head_dim, len(tokens)
+    num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
+    block_size, num_rows = block_size_of(kv_cache, head_dim), len(tokens)
     if tokens.shape != (num_rows,) or num_kv.shape != (num_rows,) or num_rows == 0:
         raise ValueError(f"tokens {tokens.shape} and num_kv {num_kv.shape}: one of each per row")
     if block_table.ndim != 2 or len(block_table) != num_rows:
@@ -138,14 +143,20 @@ def plan_decode(
         head_dim=head_dim,
         block_size=block_size,
         q_is_bf16=dtype == torch.bfloat16,
-        kv_is_bf16=kv_cache.dtype == torch.bfloat16,
+        kv_type=KV_TYPES[kv_cache.dtype],
         num_threads=torch.get_num_threads(),
     )
     return DecodeRows(step, arrays, kv_cache, int(tokens.max()) + 1, head_dim, dtype)
 
 
 def attend_decode(
-    rows: DecodeRows, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor, *, scale: float
+    rows: DecodeRows,
+    q_THD: torch.Tensor,
+    layer: int,
+    out_THD: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> None:
     """Write the answers of the rows into their places of `out_THD`; others are left alone.
 
@@ -155,6 +166,7 @@ def attend_decode(
         layer: which layer of the cache.
         out_THD: like q, contiguous.
         scale: factor of the scores.
+        softcap: bound of the scores, c tanh(s / c); None is none.
 
     Raises:
         ValueError: a shape, type or stride is wrong; says which.
@@ -188,15 +200,14 @@ def attend_decode(
         out_THD.data_ptr(),
         layer,
         scale,
+        softcap or 0.0,
     )
 
 
 def _check_cache(kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
     if kv_cache.ndim != 5 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache {tuple(kv_cache.shape)}: must be contiguous [N, L, 2, H, P*D]")
-    if head_dim < 1 or kv_cache.shape[4] % head_dim:
-        raise ValueError(f"head_dim {head_dim}: does not divide P*D = {kv_cache.shape[4]}")
-    if kv_cache.dtype not in TYPES or dtype not in TYPES or kv_cache.device.type != "cpu":
+    if kv_cache.dtype not in KV_TYPES or dtype not in TYPES or kv_cache.device.type != "cpu":
         raise ValueError(f"kv_cache {kv_cache.dtype} on {kv_cache.device}, q {dtype}: not built")
 
 

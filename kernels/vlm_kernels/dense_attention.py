@@ -29,9 +29,11 @@ def dense_attention_reference(
     scale: float,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The definition, in float32."""
     scores = scale * torch.einsum("bgqd,bkd->bgqk", q_BGQD.float(), k_BKD.float())
+    scores = capped(scores, softcap)
     if mask is not None:
         scores = scores + mask.float()
     if causal:
@@ -39,6 +41,11 @@ def dense_attention_reference(
         scores = scores.masked_fill(behind, float("-inf"))
     o_BGQD = torch.einsum("bgqk,bkd->bgqd", torch.softmax(scores, dim=-1), v_BKD.float())
     return o_BGQD.to(q_BGQD.dtype)
+
+
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scores s bounded to c tanh(s / c); None is no bound."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def dense_attention(
@@ -49,6 +56,7 @@ def dense_attention(
     scale: float,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend; keys and values of a batch are shared by its G query heads.
 
@@ -59,13 +67,14 @@ def dense_attention(
         scale: factor of the scores.
         mask: added to scores; 4 axes that broadcast to `[B, G, Q, K]`. Every query sees some key.
         causal: query i sees keys up to i; K = Q, and no mask.
+        softcap: bound of the scores before the mask; None is none.
 
     Returns:
         `[B, G, Q, D]`, every element written.
     """
     assert not causal or (mask is None and q_BGQD.shape[2] == k_BKD.shape[1])
-    if q_BGQD.device.type == "cpu" and q_BGQD.dtype == torch.bfloat16:
-        return _by_products(q_BGQD, k_BKD, v_BKD, scale, mask, causal)
+    if softcap is not None or (q_BGQD.device.type == "cpu" and q_BGQD.dtype == torch.bfloat16):
+        return _by_products(q_BGQD, k_BKD, v_BKD, scale, mask, causal, softcap)
     return _fused(q_BGQD, k_BKD, v_BKD, scale, mask, causal)
 
 
@@ -97,6 +106,7 @@ def _by_products(
     scale: float,
     mask: torch.Tensor | None,
     causal: bool,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Piece by piece: some batches, some of their queries."""
     num_batches, num_groups, num_queries, _ = q_BGQD.shape
@@ -118,6 +128,7 @@ def _by_products(
                 scale,
                 None if mask is None else mask[of, :, start:end],
                 causal,
+                softcap,
             )
     return o_BGQD
 
@@ -129,6 +140,7 @@ def _piece(
     scale: float,
     mask: torch.Tensor | None,
     causal: bool,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Scores, softmax, sum: the queries of all G heads are the rows of one product per batch.
 
@@ -139,11 +151,12 @@ def _piece(
     rows = q_BGQD.reshape(num_batches, num_groups * num_queries, head_dim)
     nothing = rows.new_empty(1)
     scores = torch.baddbmm(nothing, rows, k_BKD.transpose(1, 2), beta=0, alpha=scale)
+    scores = capped(scores, softcap)
     scores_BGQK = scores.view(num_batches, num_groups, num_queries, num_keys)
     if mask is not None:
         scores_BGQK += mask
     if causal:
-        behind = torch.full((num_queries, num_queries), float("-inf"), dtype=scores.dtype)
+        behind = scores.new_full((num_queries, num_queries), float("-inf"))
         scores_BGQK[..., num_keys - num_queries :] += behind.triu_(1)
     weights = torch.softmax(scores, dim=-1)
     return torch.bmm(weights, v_BKD).view(num_batches, num_groups, num_queries, head_dim)

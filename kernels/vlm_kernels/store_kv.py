@@ -1,9 +1,9 @@
 """Store KV:  cache[slot of t] = (k_t, v_t) for each new token t, in one layer.
 
 Shapes: T new tokens, H KV heads, D head size, N blocks, L layers, P slots per block.
-A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`. On CPUs
-rows are copied by `cpu/store_kv.cpp`, else by numpy; nothing is computed but the rounding to the
-cache's type.
+A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`, or of int8
+with scales behind (`kv_rows`). On CPUs rows are written by `cpu/store_kv.cpp`, else by numpy; nothing
+is computed but the rounding to the cache's type.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ import numpy as np
 import torch
 
 from vlm_kernels.cpu import native
+from vlm_kernels.kv_rows import block_size_of, quantise, split_pieces
 
 TYPES = (torch.float32, torch.bfloat16)
-"""That the C++ kernel copies, each to each."""
+"""That the C++ kernel reads."""
+
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""That it writes; the numbers are `KVType`'s in cpu/kv_types.h."""
+
+SYMBOL = "triptych_store_kv"
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS = (_P, _N, _N, _P, _N, _N, _N, _P, _N, _P, *(_N,) * 7)
+"""k and v with their strides {token, head}; their type; the cache, its type; slots; counts"""
 
 
 def store_kv_reference(
@@ -30,13 +39,16 @@ def store_kv_reference(
     slots_T: torch.Tensor,
 ) -> None:
     """The definition: token by token, in place."""
-    head_dim = k_THD.shape[-1]
-    block_size = kv_cache.shape[-1] // head_dim
+    rows, scale_bytes = split_pieces(kv_cache, k_THD.shape[-1])
     for token, slot in enumerate(slots_T.tolist()):
-        block, offset = divmod(slot, block_size)
-        inside = slice(offset * head_dim, (offset + 1) * head_dim)
-        kv_cache[block, layer, 0, :, inside] = k_THD[token]
-        kv_cache[block, layer, 1, :, inside] = v_THD[token]
+        block, offset = divmod(slot, rows.shape[-2])
+        for kv, new in enumerate((k_THD[token], v_THD[token])):
+            if scale_bytes is None:
+                rows[block, layer, kv, :, offset] = new
+                continue
+            integers, scales = quantise(new)
+            rows[block, layer, kv, :, offset] = integers
+            scale_bytes[block, layer, kv, :, offset] = scales[:, None].view(torch.int8)
 
 
 def store_kv(
@@ -49,9 +61,9 @@ def store_kv(
     """Write keys and values of new tokens into their slots, in place.
 
     Args:
-        k_THD: keys after rotation; cast to the cache's type.
+        k_THD: keys after rotation; rounded to the cache's type.
         v_THD: values.
-        kv_cache: `[N, L, 2, H, P * D]`, contiguous.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous; of int8 as `kv_rows` says.
         layer: which layer.
         slots_T: int64, all different, on the cache's device.
 
@@ -59,15 +71,15 @@ def store_kv(
         ValueError: a shape, type or slot is wrong; says which.
     """
     num_tokens, head_dim = len(slots_T), k_THD.shape[-1]
-    num_blocks, num_layers, _, num_heads, inner = kv_cache.shape
+    num_blocks, num_layers, _, num_heads, _ = kv_cache.shape
     if not k_THD.shape == v_THD.shape == (num_tokens, num_heads, head_dim):
         raise ValueError(
             f"k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}: must be "
             f"[{num_tokens} slots, {num_heads}, D]"
         )
-    if inner % head_dim or not kv_cache.is_contiguous() or not 0 <= layer < num_layers:
-        raise ValueError(f"kv_cache {tuple(kv_cache.shape)}, head size {head_dim}, layer {layer}")
-    block_size = inner // head_dim
+    block_size = block_size_of(kv_cache, head_dim)
+    if not kv_cache.is_contiguous() or not 0 <= layer < num_layers:
+        raise ValueError(f"kv_cache {tuple(kv_cache.shape)}, layer {layer}")
     if kv_cache.device.type == "cpu":
         slots = slots_T.numpy()
         if slots.dtype != np.int64 or not slots.flags.c_contiguous:
@@ -76,15 +88,20 @@ def store_kv(
             raise ValueError(f"a slot is not in 0 to {num_blocks * block_size - 1}")
         if _native(k_THD, v_THD, kv_cache, layer, slots_T, block_size):
             return
-        _by_numpy(k_THD, v_THD, kv_cache, layer, slots)
-        return
-    k_THD, v_THD = k_THD.to(kv_cache.dtype), v_THD.to(kv_cache.dtype)
+        if kv_cache.dtype != torch.int8:
+            _by_numpy(k_THD, v_THD, kv_cache, layer, slots)
+            return
     block_T = slots_T // block_size
     offset_T = slots_T - block_T * block_size
-    cache = kv_cache.view(num_blocks, num_layers, 2, num_heads, block_size, head_dim)
-    # two index tensors with a slice between them: the indexed axis comes first, as in k_THD
-    cache[block_T, layer, 0, :, offset_T] = k_THD
-    cache[block_T, layer, 1, :, offset_T] = v_THD
+    rows, scale_bytes = split_pieces(kv_cache, head_dim)
+    for kv, new_THD in enumerate((k_THD, v_THD)):
+        # two index tensors with a slice between them: the indexed axis comes first, as in new_THD
+        if scale_bytes is None:
+            rows[block_T, layer, kv, :, offset_T] = new_THD.to(kv_cache.dtype)
+        else:
+            integers, scales = quantise(new_THD)
+            rows[block_T, layer, kv, :, offset_T] = integers
+            scale_bytes[block_T, layer, kv, :, offset_T] = scales[..., None].view(torch.int8)
 
 
 def _native(
@@ -95,13 +112,13 @@ def _native(
     slots_T: torch.Tensor,
     block_size: int,
 ) -> bool:
-    """Copy by the C++ kernel; False where that is not possible."""
+    """Write by the C++ kernel; False where that is not possible."""
     kernel = _kernel()
     num_heads, head_dim = k_THD.shape[1:]
     (k_token, k_head, k_inner), (v_token, v_head, v_inner) = k_THD.stride(), v_THD.stride()
     if (
         kernel is None
-        or kv_cache.dtype not in TYPES
+        or kv_cache.dtype not in CACHE_TYPES
         or k_THD.dtype not in TYPES
         or v_THD.dtype != k_THD.dtype
         or (k_inner, v_inner) != (1, 1)
@@ -111,7 +128,7 @@ def _native(
     kernel(
         k_THD.data_ptr(), k_token, k_head, v_THD.data_ptr(), v_token, v_head,
         k_THD.dtype == torch.bfloat16,
-        kv_cache.data_ptr(), kv_cache.dtype == torch.bfloat16, slots_T.data_ptr(), len(slots_T),
+        kv_cache.data_ptr(), CACHE_TYPES[kv_cache.dtype], slots_T.data_ptr(), len(slots_T),
         kv_cache.shape[1], num_heads, head_dim, block_size, layer, torch.get_num_threads(),
     )  # fmt: skip
     return True
@@ -119,12 +136,7 @@ def _native(
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    return native.function(
-        "triptych_store_kv",
-        pointer, number, number, pointer, number, number, number,
-        pointer, number, pointer, *(number,) * 7,
-    )  # fmt: skip
+    return native.function(SYMBOL, *ARGUMENTS)
 
 
 def _by_numpy(

@@ -129,8 +129,8 @@ class KVLayout:
 
     The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that
     one block is one contiguous piece to move. `inner` names the order inside the last axis
-    (`slot-major`: `[block_size, head_dim]`). Never names a device: prefill on
-    one kind and decode on another is the point.
+    (`slot-major`: `[block_size, head_dim]`; of int8, one float32 scale per slot behind that). Never
+    names a device: prefill on one kind and decode on another is the point.
     """
 
     model_revision: str
@@ -142,9 +142,9 @@ class KVLayout:
     inner: str = "slot-major"
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return ITEMSIZE[self.dtype]
+    def row_bytes(self) -> int:
+        """Bytes of one token's key, or value, of one head, its scale among them."""
+        return self.head_dim * ITEMSIZE[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
 
     @property
     def block_bytes(self) -> int:
@@ -154,7 +154,7 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """KV bytes of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def fingerprint(self) -> bytes:
@@ -182,7 +182,9 @@ class EmbedLayout:
         return _fingerprint("embed/1", self)
 
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+SCALE_BYTES = {"int8": 4}
+"""Behind the elements of a row of KV."""
 
 
 def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:

@@ -59,8 +59,9 @@ V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "x
 VARIANTS = (
     Variant(
         "avx512bf16",
-        V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"},
-        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+        V3
+        | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
     ),
     Variant("avx2", V3, ("-march=x86-64-v3",)),
     Variant("portable", frozenset(), ()),

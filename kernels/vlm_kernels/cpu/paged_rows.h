@@ -1,11 +1,13 @@
 // Where the KV of decoding rows lies.
 //
-// The cache is [N, L, 2, H, P * D], inner order [P, D]: of one head, a block's keys are one piece of
-// memory and its values another.
+// The cache is [N, L, 2, H, piece], a piece being [P, D] and what kv_types.h puts behind: of one
+// head, a block's keys are one piece of memory and its values another.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+#include "kv_types.h"
 
 namespace triptych {
 
@@ -17,7 +19,7 @@ struct Step {
   const void* cache;
   int64_t num_rows, table_width, window;  // a window of 0 sees all
   int64_t num_layers, num_kv_heads, num_groups, head_dim, block_size;
-  int64_t q_is_bf16, kv_is_bf16, num_threads;
+  int64_t q_is_bf16, kv_type, num_threads;
 };
 
 // Of one layer. q: [T, H * G, D] by strides, the inner one is 1; out: the same, contiguous.
@@ -26,10 +28,20 @@ struct Layer {
   int64_t token_stride, head_stride;
   void* out;
   int64_t layer;
-  float scale;
+  float scale, softcap;  // a cap of 0 is none
 };
 
-// Where the keys of a tile lie, one pointer per position.
+constexpr int TILE = 32;
+
+// Positions that are computed together. Behind `count` the last one is repeated.
+template <class KV>
+struct Tile {
+  int count;
+  const KV* keys[TILE];  // a position's value lies `behind` its key, the same distance for all
+  float key_scales[TILE], value_scales[TILE];  // of int8 alone
+};
+
+// The tiles of one row and KV head.
 template <class KV>
 class Rows {
  public:
@@ -37,27 +49,44 @@ class Rows {
       : table_(step.block_table + row * step.table_width),
         block_size_(step.block_size),
         head_dim_(step.head_dim),
-        head_(block_size_ * head_dim_),
-        block_(step.num_layers * 2 * step.num_kv_heads * head_),
-        base_(static_cast<const KV*>(step.cache) + (layer * 2 * step.num_kv_heads + head) * head_) {
-  }
+        piece_(piece_size<KV>(block_size_, head_dim_)),
+        block_(step.num_layers * 2 * step.num_kv_heads * piece_),
+        behind_(step.num_kv_heads * piece_),
+        base_(static_cast<const KV*>(step.cache) +
+              (layer * 2 * step.num_kv_heads + head) * piece_) {}
 
-  // Pointers of [begin, end), at most `size`; the last is repeated up to so many.
-  void find(int64_t begin, int64_t end, const KV** rows, int size) const {
+  // Elements from a key to its value.
+  int64_t behind() const { return behind_; }
+
+  // Finds [begin, end), at most TILE positions and at least one.
+  void find(int64_t begin, int64_t end, Tile<KV>* tile) const {
     int64_t block = begin / block_size_, offset = begin % block_size_;
     int i = 0;
     for (int64_t left = end - begin; left > 0; block++, offset = 0) {
-      const KV* at = base_ + table_[block] * block_ + offset * head_dim_;
+      const KV* piece = base_ + table_[block] * block_;
       const int64_t here = std::min(left, block_size_ - offset);
-      for (int64_t j = 0; j < here; j++) rows[i++] = at + j * head_dim_;
+      for (int64_t j = 0; j < here; j++, i++) {
+        tile->keys[i] = piece + (offset + j) * head_dim_;
+        if constexpr (HAS_SCALES<KV>) {
+          tile->key_scales[i] = scale_of(piece, block_size_, head_dim_, offset + j);
+          tile->value_scales[i] = scale_of(piece + behind_, block_size_, head_dim_, offset + j);
+        }
+      }
       left -= here;
     }
-    for (; i < size; i++) rows[i] = rows[i - 1];
+    tile->count = i;
+    for (; i < TILE; i++) {
+      tile->keys[i] = tile->keys[i - 1];
+      if constexpr (HAS_SCALES<KV>) {
+        tile->key_scales[i] = tile->key_scales[i - 1];
+        tile->value_scales[i] = tile->value_scales[i - 1];
+      }
+    }
   }
 
  private:
   const int32_t* table_;
-  int64_t block_size_, head_dim_, head_, block_;
+  int64_t block_size_, head_dim_, piece_, block_, behind_;
   const KV* base_;
 };
 

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the variant's registers, out of the two types that KV is kept in.
+// Vectors of floats as wide as the variant's registers, out of the types that KV is kept in.
 //
 // Plain C++ over the compiler's vector types, so that one kernel text serves every variant; only
 // the sum across a register is written once per instruction set.
@@ -39,8 +39,8 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
-// 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats lie
-// one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes a shift
+// 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats
+// and int8 lie one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes a shift
 // and a mask, and no shuffle.
 struct Pair {
   Floats a, b;
@@ -58,6 +58,14 @@ inline Pair load_pair(const Bfloat16* from) {
   std::memcpy(&pair.a, &even, sizeof(even));
   std::memcpy(&pair.b, &odd, sizeof(odd));
   return pair;
+}
+
+inline Pair load_pair(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+  Bytes a, b;
+  std::memcpy(&a, from, sizeof(a));
+  std::memcpy(&b, from + WIDTH, sizeof(b));
+  return {__builtin_convertvector(a, Floats), __builtin_convertvector(b, Floats)};
 }
 
 // The first `count` values; the others are zero and not read.

@@ -7,11 +7,17 @@ import mmap
 
 import torch
 
+from vlm_kernels.kv_rows import slot_elements
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.container import available_memory_bytes
 from vlm_worker.types import KVLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
 DEFAULT_CPU_BYTES = 1 << 30  # of host memory nobody means to give a quarter without saying so
@@ -50,11 +56,13 @@ def num_kv_blocks(
 def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
     """The buffer, `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, all zeros.
 
+    Of int8, scales lie behind the last axis' elements, as `vlm_kernels.kv_rows` says.
+
     On a CPU the system gives the memory page by page as blocks are written: a large cache that is
     mostly unused costs address space alone. (`torch.zeros` would write all of it.) Huge pages are
     asked for: attention reads blocks in any order, a sixth faster where fewer pages are looked up.
     """
-    inner = layout.block_size * layout.head_dim
+    inner = layout.block_size * slot_elements(DTYPES[layout.dtype], layout.head_dim)
     shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
