@@ -162,6 +162,7 @@ class Pod:
     busy: dict[str, Busy] = dataclasses.field(default_factory=dict)
     phase: str = "ready"
     created: float = NOW - 900
+    scheduled: float | None = None
     answers: bool = True
     boot: str = "a"
     admitted: float = 0.0
@@ -230,6 +231,7 @@ class Service:
                     pod.phase,
                     pod.created,
                     pod.created + 60 if pod.phase == "ready" else None,
+                    pod.scheduled,
                 )
                 for pod in self.of(role)
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.estimating.estimate import Estimate
+from vlm_operator.autoscale.estimating.horizon import Phases
 from vlm_operator.autoscale.outcome import Attribution, Candidate, Decision, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
 from vlm_operator.autoscale.settling.paced import PaceMemory
@@ -146,6 +147,7 @@ class Pod:
     created: float
     phase: str = "pending"
     ready_since: float | None = None
+    scheduled_since: float | None = None
     gone_at: float = float("inf")
 
 
@@ -155,6 +157,7 @@ class World:
     Attributes:
         nodes: of each variant's name; what is missing has plenty.
         startup, drain: seconds.
+        phases: of starts, as they were timed.
         written: numbers that somebody else wrote, by role: (manager, replicas).
     """
 
@@ -164,6 +167,7 @@ class World:
         self.memory = PaceMemory()
         self.nodes: dict[str, int] = {}
         self.startup = 30.0
+        self.phases: Mapping[tuple[Role, str], Phases] = {}
         self.drain = 20.0
         self.silent = 0.0
         self.rolling = False
@@ -183,7 +187,7 @@ class World:
         self.count += 1
         pod = Pod(f"pod-{self.count}", role, name, self.now)
         if ready:
-            pod.phase, pod.ready_since = "ready", self.now
+            pod.phase, pod.ready_since, pod.scheduled_since = "ready", self.now, self.now
         self.pods.append(pod)
 
     def write(self, role, manager, replicas):
@@ -202,7 +206,8 @@ class World:
                 owner=self.owners[role],
                 live=live,
                 pods=tuple(
-                    PodView(p.uid, p.variant, p.phase, p.created, p.ready_since) for p in own
+                    PodView(p.uid, p.variant, p.phase, p.created, p.ready_since, p.scheduled_since)
+                    for p in own
                 ),
                 rolling=self.rolling,
             )
@@ -223,6 +228,7 @@ class World:
             missing_seconds=missing,
             startup={},
             itl_p95_seconds=itl,
+            phases=self.phases,
         )
         self.decisions, self.memory = settle(self.policy, view, estimate, self.memory)
         self.carry_out(self.decisions)
@@ -247,7 +253,7 @@ class World:
                     for other in self.pods
                 )
                 if used < self.nodes.get(item.variant, 10**9):
-                    item.phase = "starting"
+                    item.phase, item.scheduled_since = "starting", self.now
             if item.phase == "starting" and self.now - item.created >= self.startup:
                 item.phase, item.ready_since = "ready", self.now
         self._reconcile()

@@ -98,6 +98,7 @@ def _pod(item: Manifest) -> PodState:
         blocked=_blocked(spec, status, conditions),
         ready_since=_since(conditions, "Ready"),
         unready_since=_since(conditions, "Ready", status="False"),
+        scheduled_since=_since(conditions, "PodScheduled"),
         compat=labels.get(names.LABEL_COMPAT, ""),
     )
 

@@ -43,10 +43,11 @@ class Tuning(Model):
     after_growth_seconds: int = _seconds(60, "Without shrinking after growth.", least=0)
     write_off_percent: int = _percent(
         200,
-        "Of the start-up time, after which a starting pod does not count.",
+        "Of its phase of a start, after which a pod does not count.",
         least=100,
         most=1000,
     )
+    pending_seconds: int = _seconds(120, "Without a node before a pod is written off.")
     spot_risk_percent: int = _percent(10, "By which spot counts as dearer.", least=0, most=1000)
     exhausted_seconds: int = _seconds(600, "Before a variant without nodes is tried again.")
     startup_seconds: int = _seconds(180, "Until a variant's own start-up is known.")

@@ -14,7 +14,7 @@ from typing import Any
 
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.decide import Memory
-from vlm_operator.autoscale.settling.paced import Change, Exhausted, PaceMemory, PoolPace
+from vlm_operator.autoscale.settling.paced import Change, PaceMemory, PoolPace
 
 VERSION = 2
 _DIGITS = 3  # significant, of what is measured; times are whole seconds
@@ -70,7 +70,9 @@ def _lasting(pace: PoolPace) -> PoolPace:
         damped_at=float(round(pace.damped_at)),
         panic_until=float(round(pace.panic_until)),
         exhausted={
-            name: Exhausted(float(round(item.since)), float(round(item.until)), item.times)
+            name: dataclasses.replace(
+                item, since=float(round(item.since)), until=float(round(item.until))
+            )
             for name, item in pace.exhausted.items()
         },
         foreign=foreign,

@@ -27,7 +27,9 @@ class Tuning:
         ttft_margin, itl_margin: share of the target that must not be exceeded before shrinking.
         consolidation: share of the waiting budget and of the KV cap that one replica fewer may use.
         after_growth_seconds: without shrinking after any pool of the service grew.
-        write_off: multiple of the start-up time after which a starting pod is no capacity.
+        write_off: multiple of its phase of a start after which a pod is no capacity.
+        pending_seconds: without a node, before which no pod is written off that starts were seen
+            of: a cluster that adds nodes takes longer than one that has some.
         spot_risk: how much dearer, as a share of its price, a spot replica counts in choosing: it
             may be taken away and must start again.
         exhausted_seconds: without another try of a variant that got no node; doubles each time.
@@ -59,6 +61,7 @@ class Tuning:
     consolidation: float = 0.8
     after_growth_seconds: float = 60.0
     write_off: float = 2.0
+    pending_seconds: float = 120.0
     spot_risk: float = 0.1
     exhausted_seconds: float = 600.0
     startup_seconds: float = 180.0

@@ -20,6 +20,7 @@ class PodView:
         phase: pending (on no node), starting, ready (takes work), draining.
         created: seconds since the epoch.
         ready_since: seconds since the epoch; None until it takes work.
+        scheduled_since: when it got its node, seconds since the epoch; None where unknown.
     """
 
     uid: str
@@ -27,6 +28,7 @@ class PodView:
     phase: PodPhase
     created: float
     ready_since: float | None = None
+    scheduled_since: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

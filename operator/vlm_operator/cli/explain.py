@@ -105,7 +105,7 @@ def memory_notes(memory: Memory, *, now: float) -> dict[Role, list[str]]:
             if now < item.until:
                 minutes = (item.until - now) / 60
                 notes.append(
-                    f"variant {name} gave no ready pod in time ({item.times} times in a row), "
+                    f"variant {name} {item.what} ({item.times} times in a row), "
                     f"tried again in {minutes:.0f} min"
                 )
         if pace.damping > 1:

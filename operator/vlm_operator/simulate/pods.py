@@ -23,7 +23,7 @@ class Life:
     """Who a pod is and how far it has come; written by its pool.
 
     Attributes:
-        scheduled: it is on a node and holds its devices.
+        scheduled_since: since when it is on a node and holds its devices; None before.
         draining_since: None while it takes work.
     """
 
@@ -34,10 +34,15 @@ class Life:
     accelerators: int
     cost_per_hour: float
     created: float
-    scheduled: bool = False
+    scheduled_since: float | None = None
     ready_since: float | None = None
     draining_since: float | None = None
     gone: bool = False
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether it is on a node."""
+        return self.scheduled_since is not None
 
     @property
     def phase(self) -> PodPhase:
@@ -55,8 +60,18 @@ class Life:
 
     def view(self, epoch: float) -> PodView:
         """What decisions see; the clock's zero is `epoch` in seconds since the epoch."""
-        ready = None if self.ready_since is None else epoch + self.ready_since
-        return PodView(self.uid, self.variant, self.phase, epoch + self.created, ready)
+
+        def moment(since: float | None) -> float | None:
+            return None if since is None else epoch + since
+
+        return PodView(
+            self.uid,
+            self.variant,
+            self.phase,
+            epoch + self.created,
+            moment(self.ready_since),
+            moment(self.scheduled_since),
+        )
 
 
 class Pod(Protocol):

@@ -81,8 +81,7 @@ class Pool(Generic[Kind]):
         """Begin with pods that are ready."""
         self.scale(variants)
         for pod in self.pods:
-            pod.life.scheduled = True
-            pod.life.ready_since = self._clock.now
+            pod.life.scheduled_since = pod.life.ready_since = self._clock.now
         self._refresh()
 
     def settle(self) -> None:
@@ -182,7 +181,7 @@ class Pool(Generic[Kind]):
             if placed >= kind.nodes or waited < kind.schedule_seconds:
                 continue
             if self._around.fits(life.accelerators, life.cost_per_hour):
-                life.scheduled = True
+                life.scheduled_since = self._clock.now
                 self._clock.after(self._startup(kind), functools.partial(self._ready, pod))
 
     def _startup(self, kind: NodeType) -> float:

@@ -20,6 +20,7 @@ class PodState:
         accepting: the readiness gate; None until it was set.
         gate_since: when the gate last changed, seconds since the epoch.
         ready_since: when it last became ready; None while it is not.
+        scheduled_since: when it got its node; None while it has none.
         unready_since: when it last ceased to be; None while it is ready, or never said.
         blocked: the one thing that keeps it from being ready, "" when nothing is known to.
         created: seconds since the epoch.
@@ -46,6 +47,7 @@ class PodState:
     ready_since: float | None = None
     unready_since: float | None = None
     compat: str = ""
+    scheduled_since: float | None = None
 
     @property
     def draining(self) -> bool:

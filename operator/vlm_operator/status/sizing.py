@@ -44,7 +44,11 @@ def scaling(view: View) -> Verdict:
     limited = next((said for role in modes if (said := _limit(view, role))), "")
     if limited:
         return Verdict("ScalingActive", True, "Limited", limited)
-    damped = [role for role, decision in view.decisions.items() if decision.flapping]
+    damped = [
+        role
+        for role, decision in view.decisions.items()
+        if decision.flapping and modes.get(role) is ScalingMode.AUTO
+    ]
     if damped:
         message = f"{damped[0]} went up and down too often: it waits longer before it shrinks"
         return Verdict("ScalingActive", True, "Damped", message)
@@ -100,8 +104,7 @@ def capacity(view: View) -> Verdict:
             if view.observed.now < item.until:
                 again = datetime.datetime.fromtimestamp(item.until, datetime.UTC)
                 message = (
-                    f"{role}: variant {name} gave no ready pod in time, "
-                    f"not tried again before {again:%H:%M} UTC"
+                    f"{role}: variant {name} {item.what}, not tried again before {again:%H:%M} UTC"
                 )
                 return Verdict("CapacitySufficient", False, "Exhausted", message)
     return Verdict("CapacitySufficient", True, "AllScheduled", "every pod has a node")

@@ -22,8 +22,10 @@ from vlm_operator.autoscale.estimating.calibrate import (
 )
 from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory
 from vlm_operator.autoscale.estimating.horizon import (
+    Phases,
     SeasonMemory,
     StartupMemory,
+    startup_phases,
     startup_seconds,
     time_startups,
 )
@@ -66,7 +68,7 @@ class EstimateMemory:
         at each.
         """
         fits = {key: FitMemory((), item.fit) for key, item in self.fits.items() if item.fit}
-        starts = StartupMemory({}, self.startups.seconds)
+        starts = dataclasses.replace(self.startups, starting={})
         whole = {
             role: dataclasses.replace(item, hour=None, total=0.0, ticks=0)
             for role, item in self.seasons.items()
@@ -85,6 +87,7 @@ class Estimate:
         fresh: enough pods of every pool answered.
         missing_seconds: since they did not; 0 while they do.
         startup: seconds until a new replica is ready, by role and variant.
+        phases: the same by phase, of those whose starts were seen.
         itl_p95_seconds: between tokens, None where none came.
         demands: the load that needs follow from.
         bad_samples: answers whose numbers were absurd, at this tick.
@@ -100,6 +103,7 @@ class Estimate:
     demands: Mapping[Role, Demand] = dataclasses.field(default_factory=dict)
     bad_samples: int = 0
     fits: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
+    phases: Mapping[tuple[Role, str], Phases] = dataclasses.field(default_factory=dict)
 
 
 def estimate(
@@ -165,6 +169,7 @@ def estimate(
         demands=demands,
         bad_samples=readings.bad,
         fits={key: item.fit for key, item in fits.items() if item.fit is not None},
+        phases=startup_phases(startups),
     )
     return found, EstimateMemory(
         answers=readings.answers,

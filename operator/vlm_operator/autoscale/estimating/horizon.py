@@ -2,6 +2,7 @@
 
 start-up   p90 of (pod created → ready) over the last 20 of a role and variant; before that what the
            node class expects, before that the default
+phases     of the same starts: created → on a node, and on a node → ready (image, weights, warm-up)
 plan       a_plan = max(a, a + slope⁺ · start-up, season(now + start-up))
 slope⁺     Theil-Sen over the last minute, where three quarters of all pairs rise; at most
            growth_cap · a within one start-up
@@ -17,7 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.view import View
+from vlm_operator.autoscale.view import PodView, View
 from vlm_operator.names import POOL_ROLES, Role
 
 RISING_SHARE = 0.75  # of pairs of points that must rise before a slope is one
@@ -32,10 +33,32 @@ DIGITS = 4  # that a season is remembered with
 
 @dataclasses.dataclass(frozen=True)
 class StartupMemory:
-    """Starts that are timed, and those that were, by "role/variant"."""
+    """Starts that are timed, and those that were, by "role/variant".
 
-    starting: Mapping[str, float] = dataclasses.field(default_factory=dict)  # uid → created
+    Attributes:
+        starting: uid → created.
+        seconds: from creation to ready.
+        unplaced: of these, until the pod was on a node; of starts whose pods say when that was.
+        loading: the rest of them: image, weights, warm-up.
+    """
+
+    starting: Mapping[str, float] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    unplaced: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    loading: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """How long starts of a variant take by phase, in seconds: nine of ten are faster.
+
+    Attributes:
+        unplaced: until the pod is on a node.
+        loading: from there until it is ready.
+    """
+
+    unplaced: float
+    loading: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +84,7 @@ class SeasonMemory:
 def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> StartupMemory:
     """Note pods that start, and how long it took those that now are ready."""
     starting: dict[str, float] = {}
-    seconds = dict(memory.seconds)
+    ended: list[tuple[str, PodView, float]] = []
     for role in POOL_ROLES:
         pool = view.pools.get(role)
         for pod in pool.pods if pool is not None else ():
@@ -71,14 +94,26 @@ def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> S
             elif pod.phase == "ready" and pod.uid in memory.starting:
                 # a gate that flaps would count again: only the first time is a start
                 end = pod.ready_since if pod.ready_since is not None else view.now
-                took = end - pod.created
-                if math.isfinite(took) and took >= 0:
-                    key = f"{role}/{pod.variant}"
-                    kept = (*seconds.get(key, ()), took)
-                    seconds[key] = kept[-policy.tuning.startups_kept :]
-    if starting == memory.starting and seconds == memory.seconds:
-        return memory
-    return StartupMemory(starting, seconds)
+                ended.append((f"{role}/{pod.variant}", pod, end))
+    if not ended:
+        return memory if starting == memory.starting else _starting(memory, starting)
+    kept = policy.tuning.startups_kept
+    seconds, unplaced, loading = dict(memory.seconds), dict(memory.unplaced), dict(memory.loading)
+    for key, pod, end in ended:
+        _keep(seconds, key, end - pod.created, kept)
+        if pod.scheduled_since is not None:
+            _keep(unplaced, key, pod.scheduled_since - pod.created, kept)
+            _keep(loading, key, end - pod.scheduled_since, kept)
+    return StartupMemory(starting, seconds, unplaced, loading)
+
+
+def _starting(memory: StartupMemory, starting: Mapping[str, float]) -> StartupMemory:
+    return dataclasses.replace(memory, starting=starting)
+
+
+def _keep(known: dict[str, tuple[float, ...]], key: str, took: float, most: int) -> None:
+    if math.isfinite(took) and took >= 0:
+        known[key] = (*known.get(key, ()), took)[-most:]
 
 
 def startup_seconds(policy: ServicePolicy, memory: StartupMemory) -> dict[tuple[Role, str], float]:
@@ -93,6 +128,17 @@ def startup_seconds(policy: ServicePolicy, memory: StartupMemory) -> dict[tuple[
                 found[role, variant.name] = max(0.0, variant.startup_seconds)
             else:
                 found[role, variant.name] = policy.tuning.startup_seconds
+    return found
+
+
+def startup_phases(memory: StartupMemory) -> dict[tuple[Role, str], Phases]:
+    """The same by phase, of variants whose starts were seen."""
+    found = {}
+    for key, unplaced in memory.unplaced.items():
+        role, _, variant = key.partition("/")
+        loading = memory.loading.get(key)
+        if unplaced and loading and role in POOL_ROLES:
+            found[Role(role), variant] = Phases(ninth_tenth(unplaced), ninth_tenth(loading))
     return found
 
 

@@ -24,15 +24,22 @@ class Foreign:
 
 @dataclasses.dataclass(frozen=True)
 class Exhausted:
-    """A node type that gave no node in time: not tried again before `until`.
+    """A node type that gave no ready pod in time: not tried again before `until`.
 
     Attributes:
         times: that it happened in a row; each doubles the wait.
+        nodes: it gave not even a node.
     """
 
     since: float
     until: float
     times: int
+    nodes: bool = False
+
+    @property
+    def what(self) -> str:
+        """What it did not do, in words."""
+        return "gave no node in time" if self.nodes else "gave no ready pod in time"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Stock:
     Attributes:
         standing: decided replicas.
         pending: pods on no node.
-        overdue: pods that should have taken work long ago: no capacity.
+        overdue: pods that are in their phase of a start for too long: no capacity.
         stuck: those of them that are on no node.
         draining, active, live: draining pods, all others, and what Deployments ask for; these know
             variants that the policy has no longer, too.
@@ -66,6 +66,21 @@ def startup_seconds(
     return found if found is not None and 0 < found < float("inf") else tuning.startup_seconds
 
 
+def patience(
+    role: Role, variant: VariantPolicy, estimate: Estimate, tuning: Tuning
+) -> tuple[float, float]:
+    """Seconds after which a pod is written off: since its creation without a node, then on it.
+
+    Where no start has been timed by phase, either is given the time of a whole start.
+    """
+    whole = tuning.write_off * startup_seconds(role, variant, estimate, tuning)
+    phases = estimate.phases.get((role, variant.name))
+    if phases is None:
+        return whole, whole
+    unplaced = max(tuning.pending_seconds, tuning.write_off * phases.unplaced)
+    return min(whole, unplaced), min(whole, tuning.write_off * phases.loading)
+
+
 def take_stock(
     policy: PoolPolicy,
     pool: PoolView,
@@ -76,14 +91,16 @@ def take_stock(
     now: float,
 ) -> Stock:
     """Count a pool's replicas and pods."""
-    waits = {
-        item.name: tuning.write_off * startup_seconds(policy.role, item, estimate, tuning)
-        for item in policy.variants
-    }
-    late = [
+    waits = {item.name: patience(policy.role, item, estimate, tuning) for item in policy.variants}
+    stuck = [
         pod
-        for pod in (*pool.of("pending"), *pool.of("starting"))
-        if now - pod.created >= waits.get(pod.variant, 0.0)
+        for pod in pool.of("pending")
+        if now - pod.created >= waits.get(pod.variant, (0.0, 0.0))[0]
+    ]
+    slow = [
+        pod
+        for pod in pool.of("starting")
+        if now - _placed(pod) >= waits.get(pod.variant, (0.0, 0.0))[1]
     ]
     standing = _standing(policy, pool, pace)
 
@@ -94,8 +111,8 @@ def take_stock(
     return Stock(
         standing=standing,
         pending=within(list(pool.of("pending"))),
-        overdue=within(late),
-        stuck=within([pod for pod in late if pod.phase == "pending"]),
+        overdue=within([*stuck, *slow]),
+        stuck=within(stuck),
         draining=_count(list(pool.of("draining"))),
         active=_count([pod for pod in pool.pods if pod.phase != "draining"]),
         live={name: count for name, count in pool.live.items() if count > 0},
@@ -107,21 +124,35 @@ def exhausted(
 ) -> dict[str, Exhausted]:
     """Which node types are not tried now, as remembered and as pods show it.
 
-    Each time in a row doubles the wait; a pod that has become ready since then ends it.
+    Each time in a row doubles the wait. A pod that has become ready since then ends it, and where
+    nodes were lacking one that has got a node does.
     """
     found: dict[str, Exhausted] = {}
     for item in policy.variants:
         known = pace.exhausted.get(item.name)
-        came = [pod for pod in pool.of("ready") if pod.variant == item.name]
-        if known is not None and any((pod.ready_since or 0.0) > known.since for pod in came):
+        own = [pod for pod in pool.pods if pod.variant == item.name]
+        if known is not None and any(_came(pod, known) for pod in own):
             known = None
         if stock.overdue.get(item.name) and (known is None or known.until <= now):
             times = 1 if known is None else known.times + 1
             wait = tuning.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
-            known = Exhausted(since=now, until=now + wait, times=times)
+            lacking = bool(stock.stuck.get(item.name))
+            known = Exhausted(since=now, until=now + wait, times=times, nodes=lacking)
         if known is not None and now < known.until + tuning.exhausted_seconds:
             found[item.name] = known
     return found
+
+
+def _came(pod: PodView, known: Exhausted) -> bool:
+    """Whether a pod shows that its node type gives again what it did not give."""
+    if pod.phase == "ready" and (pod.ready_since or 0.0) > known.since:
+        return True
+    return known.nodes and (pod.scheduled_since or 0.0) > known.since
+
+
+def _placed(pod: PodView) -> float:
+    """When a pod got its node; its creation, where nobody says."""
+    return pod.created if pod.scheduled_since is None else pod.scheduled_since
 
 
 def _standing(policy: PoolPolicy, pool: PoolView, pace: PoolPace) -> dict[str, int]:

@@ -59,7 +59,7 @@ def capacity(case: Case) -> str:
     """Which node types gave no node, "" where all did."""
     tried = {name: item for name, item in case.pace.exhausted.items() if case.now < item.until}
     return "; ".join(
-        f"{case.role}: variant {name} gave no ready pod in time, not tried for "
+        f"{case.role}: variant {name} {item.what}, not tried for "
         f"{math.ceil((item.until - case.now) / 60)} min"
         for name, item in sorted(tried.items())
     )

@@ -104,3 +104,16 @@ def test_a_quiet_day_lowers_the_floor():
         level = 0.25 if hour >= 72 else 1.0
         memory = with_hour(memory, level * day(hour), now=start + hour * HOUR)
     assert forecast(policy(), memory, start + 13 * HOUR) < 4.0
+
+
+def test_a_start_is_timed_by_phase_where_pods_say_when_they_got_their_node():
+    service = Service(policy(), decode=1)
+    for waited in (2.0, 40.0):
+        pod = Pod(f"late-{waited}", Role.DECODE, phase="pending", created=service.now)
+        service.pods.append(pod)
+        service.tick()
+        pod.phase, pod.scheduled = "ready", pod.created + waited
+        found = service.tick()
+    phases = found.phases[Role.DECODE, "plain"]
+    assert (phases.unplaced, phases.loading) == (40.0, 58.0)
+    assert service.memory.lasting.startups.loading == {"decode/plain": (58.0, 20.0)}

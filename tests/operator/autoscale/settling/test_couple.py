@@ -60,7 +60,7 @@ def test_a_type_that_gives_no_node_is_left_for_the_next_one_by_cost():
     assert run(world, 3.0, 60).variants == {"a": 3, "b": 0}
     last = run(world, 3.0, 10)
     assert last.variants == {"a": 2, "b": 1}
-    assert "variant a gave no ready pod in time" in last.capacity
+    assert "variant a gave no node in time" in last.capacity
     assert world.memory.pools[DECODE].exhausted["a"].times == 1
     assert run(world, 3.9, 600 - 20).variants == {"a": 2, "b": 2}
     assert world.decisions[DECODE].capacity
