@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from vlm_kernels import gpu
 from vlm_kernels.decode_attention import DecodeRows, can_attend_decode, plan_decode
 from vlm_kernels.flash_attention import can_attend_dense
+from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.tiled_attention import plan_tiled
+
+if TYPE_CHECKING:
+    from vlm_kernels.gpu.paged_attention import TiledStep
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """Per sequence, the [start, end) ranges that attend in both directions."""
@@ -61,10 +68,12 @@ class AttentionPlan:
     Attributes:
         rows: decoding sequences, for the native kernel; None where there are none for it.
         groups: all others.
+        tiles: all of them, on a GPU; None elsewhere.
     """
 
     rows: DecodeRows | None
     groups: tuple[Group, ...]
+    tiles: TiledStep | None = None
 
 
 def plan_attention(
@@ -78,6 +87,7 @@ def plan_attention(
     spans: Spans = (),
     window: int | None = None,
     use_native: bool = True,
+    num_heads: int | None = None,
 ) -> AttentionPlan:
     """Lay out one step.
 
@@ -94,7 +104,18 @@ def plan_attention(
         window: tokens that a sliding-window layer sees, itself included; it bounds the past alone,
             in spans too, as transformers' masks do.
         use_native: compute by the native kernels, where there are any.
+        num_heads: H * G of the queries; a GPU's tiles hold whole groups.
+
+    Raises:
+        ValueError: on a GPU, a block is not in the cache, a span ends behind its sequence, or
+            `num_heads` is missing.
     """
+    if use_native and gpu.serves(kv_cache.device):
+        tiles = plan_tiled(
+            query_start, context_lens, block_table, kv_cache,
+            spans=spans, window=window, num_heads=num_heads,
+        )  # fmt: skip
+        return AttentionPlan(None, (), tiles)
     num_queries = np.diff(query_start).astype(np.int64)
     num_kv = context_lens.astype(np.int64) + num_queries
     assert (num_queries > 0).all()
@@ -150,7 +171,7 @@ class _Layout:
         self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, *, use_native: bool
     ) -> None:
         self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
-        self._block_size = kv_cache.shape[4] // head_dim
+        self._block_size = block_size_of(kv_cache, head_dim)
         self._device, self._dtype = kv_cache.device, dtype
         self._is_flash = use_native and can_attend_dense(dtype, kv_cache.device)
 

@@ -2,15 +2,17 @@
 
 Token t at position p of its sequence sees position j when `j <= p`, or when both lie in one span
 (an image that attends in both directions); with a sliding window w, only where also `j > p - w`.
+With a soft cap c, scores are `c * tanh(scale * q_t . k_j / c)`.
 
 Shapes: T packed query tokens, S sequences, H KV heads, G query heads per KV head, D head size,
-P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`. The KV of the queries
-themselves is stored before.
+P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`, or of int8 with scales
+behind (`kv_rows`). The KV of the queries themselves is stored before.
 
     plan = plan_attention(...)          once per step
     paged_attention(q, ..., plan)       once per layer: decoding rows by the native kernel
                                         (`decode_attention`), then group by group: gather, attend
-                                        (by `flash_attention` where there is no mask)
+                                        (by `flash_attention` where there is no mask);
+                                        on a GPU all of it by `gpu/paged_attention.py`
 
 Query heads of one KV head share its gathered rows; nothing is repeated in memory.
 """
@@ -24,8 +26,10 @@ import torch
 
 from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
 from vlm_kernels.decode_attention import attend_decode
-from vlm_kernels.dense_attention import dense_attention
+from vlm_kernels.dense_attention import capped, dense_attention
 from vlm_kernels.flash_attention import flash_attention
+from vlm_kernels.kv_rows import block_size_of, values_of
+from vlm_kernels.tiled_attention import attend_tiled
 
 
 def paged_attention_reference(
@@ -39,10 +43,11 @@ def paged_attention_reference(
     scale: float,
     spans: Spans = (),
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The definition: one query token and one head at a time, in float32."""
     num_heads, head_dim = q_THD.shape[1:]
-    num_kv_heads, block_size = kv_cache.shape[3], kv_cache.shape[4] // head_dim
+    num_kv_heads, block_size = kv_cache.shape[3], block_size_of(kv_cache, head_dim)
     o_THD = torch.empty_like(q_THD)
     for s, context_len in enumerate(context_lens.tolist()):
         start, end = int(query_start[s]), int(query_start[s + 1])
@@ -53,16 +58,14 @@ def paged_attention_reference(
                 for j in range(context_len + end - start)
                 if _sees(p, j, window, spans[s] if len(spans) else ())
             ]
-            places = [
-                (int(block_table[s, j // block_size]), j % block_size * head_dim) for j in seen
-            ]
+            blocks = values_of(
+                kv_cache[block_table[s, : seen[-1] // block_size + 1], layer], head_dim
+            )
             for h in range(num_heads):
-                rows = [
-                    kv_cache[b, layer, :, h * num_kv_heads // num_heads, o : o + head_dim]
-                    for b, o in places
-                ]
-                k, v = torch.stack(rows, dim=1).float()
-                weights = torch.softmax(scale * (k @ q_THD[t, h].float()), dim=0)
+                of_head = blocks[:, :, h * num_kv_heads // num_heads].transpose(0, 1)
+                k, v = of_head.reshape(2, -1, head_dim)[:, seen].float()
+                scores = capped(scale * (k @ q_THD[t, h].float()), softcap)
+                weights = torch.softmax(scores, dim=0)
                 o_THD[t, h] = (weights @ v).to(o_THD.dtype)
     return o_THD
 
@@ -73,7 +76,13 @@ def _sees(p: int, j: int, window: int | None, spans: Sequence[tuple[int, int]]) 
 
 
 def paged_attention(
-    q_THD: torch.Tensor, kv_cache: torch.Tensor, layer: int, plan: AttentionPlan, *, scale: float
+    q_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend over KV blocks.
 
@@ -83,19 +92,25 @@ def paged_attention(
         layer: which layer.
         plan: of this step, from `plan_attention`.
         scale: factor of the scores.
+        softcap: bound of the scores; None is none.
 
     Returns:
         `[T, H * G, D]`, every element written.
+
+    Raises:
+        ValueError: q, cache or plan do not fit.
     """
+    if plan.tiles is not None:
+        return attend_tiled(q_THD, kv_cache, layer, plan.tiles, scale=scale, softcap=softcap)
     num_kv_heads, head_dim = kv_cache.shape[3], q_THD.shape[-1]
     o_THD: torch.Tensor | None = None
     if plan.rows is not None:
         o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        attend_decode(plan.rows, q_THD, layer, o_THD, scale=scale)
+        attend_decode(plan.rows, q_THD, layer, o_THD, scale=scale, softcap=softcap)
     pieces = kv_cache.view(-1, kv_cache.shape[-1])
     for group in plan.groups:
         rows = group.kv_pieces + layer * 2 * num_kv_heads
-        kv = pieces.index_select(0, rows).view(-1, head_dim)
+        kv = values_of(pieces.index_select(0, rows), head_dim).reshape(-1, head_dim)
         if group.unwritten is not None:
             kv.index_fill_(0, group.unwritten, 0)
         kv = kv.view(2, group.num_seqs * num_kv_heads, -1, head_dim)[:, :, : group.num_kv]
@@ -110,7 +125,7 @@ def paged_attention(
             q, o = (_by_kv_head(x[at], num_kv_heads) for x in (q_THD, o_THD))
             flash_attention(q, kv[:1], kv[1:], o, scale=scale, causal=group.causal)
         else:
-            o_THD[at] = _attend(q_THD[at], kv, group, num_kv_heads, scale)
+            o_THD[at] = _attend(q_THD[at], kv, group, num_kv_heads, scale, softcap)
     assert o_THD is not None
     return o_THD
 
@@ -123,12 +138,19 @@ def _by_kv_head(x_QHD: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor, kv: torch.Tensor, group: Group, num_kv_heads: int, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    group: Group,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """One group: q `[S * Q, H * G, D]`, kv `[2, S * H, num_kv, D]`."""
     head_dim, num_groups = q.shape[-1], q.shape[1] // num_kv_heads
     q = q.view(group.num_seqs, group.num_queries, num_kv_heads, num_groups, head_dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(-1, num_groups, group.num_queries, head_dim)
-    o = dense_attention(q, kv[0], kv[1], scale=scale, mask=group.mask, causal=group.causal)
+    o = dense_attention(
+        q, kv[0], kv[1], scale=scale, mask=group.mask, causal=group.causal, softcap=softcap
+    )
     o = o.view(group.num_seqs, num_kv_heads, num_groups, group.num_queries, head_dim)
     return o.permute(0, 3, 1, 2, 4).reshape(-1, num_kv_heads * num_groups, head_dim)

@@ -1,0 +1,110 @@
+"""Paged attention on a GPU: what is checked before `gpu/paged_attention.py` is launched.
+
+    plan_tiled(...)     once per step: blocks, spans and heads
+    attend_tiled(...)   once per layer: queries and cache
+
+A wrong index on a GPU reads what another request wrote, or ends the process; so nothing is launched
+with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vlm_kernels.kv_rows import split_pieces
+
+if TYPE_CHECKING:
+    from vlm_kernels.gpu.paged_attention import TiledStep
+
+QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def plan_tiled(
+    query_start: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    kv_cache: torch.Tensor,
+    *,
+    spans: Sequence[Sequence[tuple[int, int]]],
+    window: int | None,
+    num_heads: int | None,
+) -> TiledStep:
+    """Lay out one step; arguments as of `plan_attention`.
+
+    Raises:
+        ValueError: a block is not in the cache, a span ends behind its sequence, or heads do not
+            come in whole groups.
+    """
+    from vlm_kernels.gpu.paged_attention import plan_tiles
+
+    num_blocks, num_kv_heads = kv_cache.shape[0], kv_cache.shape[3]
+    if num_heads is None or num_heads % num_kv_heads:
+        raise ValueError(f"plan_attention: {num_heads} query heads, {num_kv_heads} KV heads")
+    if block_table.size and not 0 <= block_table.min() <= block_table.max() < num_blocks:
+        raise ValueError(f"plan_attention: a block is not in 0 to {num_blocks - 1}")
+    return plan_tiles(
+        query_start, context_lens, block_table, num_groups=num_heads // num_kv_heads,
+        num_kv_heads=num_kv_heads, device=kv_cache.device, spans=spans, window=window,
+    )  # fmt: skip
+
+
+def attend_tiled(
+    q_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    tiles: TiledStep,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend; arguments as of `paged_attention`.
+
+    Raises:
+        ValueError: q, cache, layer and plan do not fit together.
+    """
+    from vlm_kernels.gpu.paged_attention import paged_attention
+
+    num_tokens, num_heads, head_dim = q_THD.shape
+    if not 0 <= layer < kv_cache.shape[1] or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"paged_attention: kv_cache {tuple(kv_cache.shape)} with strides {kv_cache.stride()}, "
+            f"layer {layer}"
+        )
+    expected = (len(tiles.first), kv_cache.shape[3] * tiles.num_groups)
+    if (num_tokens, num_heads) != expected:
+        raise ValueError(
+            f"paged_attention: q is {tuple(q_THD.shape)}; the plan is of {expected[0]} tokens and "
+            f"{expected[1]} heads"
+        )
+    if q_THD.stride(2) != 1 or q_THD.device != kv_cache.device or q_THD.dtype not in QUERY_TYPES:
+        raise ValueError(
+            f"paged_attention: q is {q_THD.dtype} with strides {q_THD.stride()} on {q_THD.device}; "
+            f"the last must be 1, the cache is on {kv_cache.device}"
+        )
+    kv, factors = layer_views(kv_cache, layer, head_dim)
+    return paged_attention(q_THD, kv, factors, tiles, scale=scale, softcap=softcap)
+
+
+def layer_views(
+    kv_cache: torch.Tensor, layer: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One layer as kernels for GPUs address it.
+
+    Returns:
+        Rows `[N, 2, H, P, D]`, and float32 scales `[N, 2, H, P]` of a quantised cache.
+
+    Raises:
+        ValueError: rows are so short that scales behind them lie at odd addresses.
+    """
+    rows, scale_bytes = split_pieces(kv_cache[:, layer], head_dim)
+    if scale_bytes is None:
+        return rows, None
+    if rows.shape[-2] * head_dim % 4:
+        raise ValueError(
+            f"kv_cache of {kv_cache.dtype}: {rows.shape[-2]} slots of {head_dim} must fill words"
+        )
+    return rows, scale_bytes.view(torch.float32)[..., 0]

@@ -1,0 +1,179 @@
+"""Paged attention in Triton is the textbook sum, whatever the tiles, splits and unused memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.batches import Batch, make_batch
+
+from vlm_kernels import gpu, paged_attention, plan_attention
+from vlm_kernels.gpu import attention_tiles
+
+MIXED = [(40, 1), (3, 1), (0, 13), (17, 30), (55, 1), (20, 9)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def attend(batch: Batch, device: torch.device, *, softcap: float | None = None) -> torch.Tensor:
+    kv_cache = batch.kv_cache.to(device)
+    plan = plan_attention(
+        batch.query_start, batch.context_lens, batch.block_table, kv_cache,
+        head_dim=batch.q.shape[-1], dtype=batch.q.dtype, spans=batch.spans, window=batch.window,
+        num_heads=batch.q.shape[1],
+    )  # fmt: skip
+    assert plan.tiles is not None
+    return paged_attention(batch.q.to(device), kv_cache, 1, plan, scale=0.3, softcap=softcap).cpu()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.isfinite(got).all(), "an element was not written, or unused memory was read"
+    torch.testing.assert_close(got, want, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+
+
+@pytest.fixture(params=[1, 1000], ids=["whole", "split"])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """As on a GPU of so many processors; short sequences are worth splitting too."""
+    monkeypatch.setattr(gpu, "num_processors", lambda device: request.param)
+    monkeypatch.setattr(attention_tiles, "MIN_SPLIT", 8)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_groups", "head_dim", "block_size", "window"),
+    [
+        pytest.param(2, 2, 16, 4, None, id="small"),
+        pytest.param(1, 7, 24, 16, 11, id="one KV head, odd sizes, a window"),
+        pytest.param(2, 1, 64, 64, None, id="no grouping"),
+    ],
+)
+def test_a_mixed_step_equals_the_definition(
+    num_kv_heads: int, num_groups: int, head_dim: int, block_size: int, window: int | None,
+    dtype: torch.dtype, splits: int, device: torch.device,
+) -> None:  # fmt: skip
+    batch = make_batch(
+        MIXED, num_kv_heads=num_kv_heads, num_groups=num_groups, head_dim=head_dim,
+        block_size=block_size, dtype=dtype, window=window,
+    )  # fmt: skip
+    assert_close(attend(batch, device), batch.definition(1))
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
+def test_tokens_of_one_span_see_each_other_in_both_directions(
+    window: int | None, splits: int, device: torch.device
+) -> None:
+    spans = (((2, 8), (9, 12)), (), ((18, 30),), ((1, 5),))
+    batch = make_batch([(0, 13), (6, 4), (17, 30), (20, 1)], spans=spans, window=window)
+    got = attend(batch, device)
+    assert_close(got, batch.definition(1))
+    causal = attend(dataclasses.replace(batch, spans=((),) * 4), device)
+    assert (got - causal).abs().max() > 0.1, "the spans change nothing"
+
+
+def test_a_soft_cap_bounds_the_scores(splits: int, device: torch.device) -> None:
+    batch = make_batch([(30, 1), (2, 5)])
+    want = attend(batch, device)
+    batch.q *= 4
+    got = attend(batch, device, softcap=0.5)
+    assert_close(got, definition(batch, softcap=0.5))
+    assert (got - want).abs().max() > 0.1, "the cap changes nothing"
+
+
+def definition(batch: Batch, *, softcap: float) -> torch.Tensor:
+    from vlm_kernels.paged_attention import paged_attention_reference
+
+    return paged_attention_reference(
+        batch.q, batch.kv_cache, 1, batch.query_start, batch.context_lens, batch.block_table,
+        scale=0.3, softcap=softcap,
+    )  # fmt: skip
+
+
+def test_a_sequence_is_the_same_among_others_as_alone(device: torch.device) -> None:
+    batch = make_batch(MIXED)
+    together = attend(batch, device)
+    for s in range(len(MIXED)):
+        rows = slice(int(batch.query_start[s]), int(batch.query_start[s + 1]))
+        assert torch.equal(attend(batch.alone(s), device), together[rows])
+
+
+def test_a_poisoned_neighbour_stays_alone(splits: int, device: torch.device) -> None:
+    batch = make_batch([(9, 1), (14, 1), (11, 3)])
+    clean = attend(batch, device)
+    batch.kv_cache[int(batch.block_table[1, 0])] = float("nan")
+    got = attend(batch, device)
+    assert torch.isnan(got[1]).all(), "the fault took no effect"
+    assert torch.equal(got[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
+
+
+@pytest.mark.full
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=6),
+    st.sampled_from([1, 4, 16, 64]),
+    st.sampled_from([1, 3, 4, 8]),
+    st.sampled_from([None, 1, 6]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_batch_equals_the_definition(
+    lens: list[tuple[int, int]], block_size: int, num_groups: int, window: int | None
+) -> None:
+    batch = make_batch(
+        lens, block_size=block_size, num_groups=num_groups, head_dim=8, window=window
+    )
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert_close(attend(batch, where), batch.definition(1))
+
+
+def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> None:
+    batch = make_batch([(9, 1), (14, 3)])
+    for block in (-1, len(batch.kv_cache)):
+        table = batch.block_table.copy()
+        table[1, 0] = block
+        with pytest.raises(ValueError, match="a block is not in 0 to"):
+            attend(dataclasses.replace(batch, block_table=table), device)
+    with pytest.raises(ValueError, match=r"the span .* ends behind its 17 positions"):
+        attend(dataclasses.replace(batch, spans=((), ((15, 18),))), device)
+    with pytest.raises(ValueError, match="3 query heads, 2 KV heads"):
+        attend(dataclasses.replace(batch, q=batch.q[:, :3]), device)
+    with pytest.raises(ValueError, match="the last must be 1"):
+        attend(dataclasses.replace(batch, q=batch.q.transpose(1, 2).contiguous().mT), device)
+
+
+class TestTiles:
+    """Every query is in one tile, and a tile has no more rows than its launch."""
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 90)), min_size=1, max_size=9),
+        st.integers(1, 20),
+        st.sampled_from([None, 1, 7]),
+    )
+    def test_tiles_cover_the_queries(
+        self, lens: list[tuple[int, int]], num_groups: int, window: int | None
+    ) -> None:
+        context, queries = np.array(lens, np.int32).T
+        query_start = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+        first, limit = attention_tiles.intervals(query_start, context, window=window)
+        assert (first < limit).all()
+        found = attention_tiles.launches(query_start, first, limit, num_groups=num_groups)
+        covered = np.zeros(query_start[-1], np.int32)
+        for launch in found:
+            for s, token, count in launch.tiles.tolist():
+                assert count * num_groups <= launch.num_rows
+                assert query_start[s] <= token
+                assert token + count <= query_start[s + 1]
+                covered[token : token + count] += 1
+                seen = limit[token : token + count].max() - first[token : token + count].min()
+                assert seen <= launch.longest
+        assert (covered == 1).all()
+
+    @given(st.integers(1, 10_000), st.integers(1, 1 << 20), st.integers(1, 200))
+    def test_a_short_batch_is_split_and_a_full_one_is_not(
+        self, programs: int, longest: int, processors: int
+    ) -> None:
+        splits = attention_tiles.num_splits(programs, longest, num_processors=processors)
+        assert splits & (splits - 1) == 0
+        assert splits == 1 or splits * programs <= 2 * processors
+        assert splits == 1 or longest // splits >= attention_tiles.MIN_SPLIT
