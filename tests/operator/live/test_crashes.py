@@ -1,4 +1,8 @@
-"""A process that dies at a write, against the real API server: the next one finishes."""
+"""A process that dies at a write, against the real API server: the next one finishes.
+
+Pods have no node here and never serve; test_deaths.py has the same operations over a fake cluster
+whose pods do, from every state that a death could leave.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,20 @@ import itertools
 import json
 import time
 import uuid
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from operator_live import plain_children
-from operator_support import body, pool
+from operator_operations import OPERATIONS, Operation
 
 from vlm_operator import kube, names
-from vlm_operator.cluster import VLM_NODE_CLASS, VLM_POOL, VLM_SERVICE, Manifest
+from vlm_operator.cluster import (
+    VLM_NODE_CLASS,
+    VLM_POOL,
+    VLM_SERVICE,
+    Cluster,
+    Manifest,
+)
 from vlm_operator.errors import UnavailableError
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
@@ -24,6 +34,10 @@ from vlm_operator.reconcile import Loop, Options
 from vlm_operator.testing import Died, DyingCluster, FakeScraper
 
 pytestmark = pytest.mark.cluster
+LATE_SECONDS = 3600.0  # past every deadline of a rollout
+BOTH = (False, True)  # before the write, and after it
+NOTHING = "[]"
+FREE = '{"metadata": {"finalizers": null}}'
 
 
 @pytest.fixture
@@ -32,7 +46,7 @@ def namespace() -> str:
 
 
 @pytest.fixture
-async def cluster(control_plane: ControlPlane, namespace: str):
+async def cluster(control_plane: ControlPlane, namespace: str) -> AsyncIterator[kube.KubeCluster]:
     control_plane.kubectl("apply", "-f", "crds")
     control_plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
     control_plane.kubectl("create", "namespace", namespace)
@@ -51,174 +65,151 @@ async def cluster(control_plane: ControlPlane, namespace: str):
     control_plane.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-def loop(cluster: Any, namespace: str, name: str, *, late: float = 0.0) -> Loop:
-    return Loop(
-        namespace,
-        name,
-        cluster=cluster,
-        scraper=FakeScraper(),
-        options=Options(),
-        clock=lambda: time.time() + late,
-    )
-
-
-def manifest(namespace: str, name: str, found: Manifest | None = None) -> Manifest:
-    found = copy.deepcopy(found or body(decode=pool(2)))
-    found["metadata"] = {"name": name, "namespace": namespace, "finalizers": [names.FINALIZER]}
-    return found
-
-
-async def converge(cluster: Any, namespace: str, name: str, *, late: float = 0.0) -> None:
-    """Turn until a turn writes nothing; pods stay Pending, their events are awaited elsewhere."""
-    await _rest(DyingCluster(cluster, at=None), namespace, name, late=late)
-
-
-async def die(
-    cluster: Any, namespace: str, name: str, *, at: int, committed: bool, late: float = 0.0
-) -> bool:
-    """Turn until write `at`; tells whether it came."""
-    dying = DyingCluster(cluster, at=at, committed=committed)
-    with contextlib.suppress(Died):
-        await _rest(dying, namespace, name, late=late)
-        return False
-    return True
-
-
-async def _rest(counting: DyingCluster, namespace: str, name: str, *, late: float) -> None:
-    found = loop(counting, namespace, name, late=late)
-    for _ in range(20):
-        before = counting.writes
-        await found.turn()
-        if counting.writes == before:
-            return
-    raise AssertionError(f"{name} never came to rest")
-
-
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """What is there, what is applied, and how much later its turns are, in seconds."""
+class Story:
+    """One operation on one service of that name."""
 
-    before: Manifest | None
-    after: Manifest
-    late: float = 0.0
+    plane: ControlPlane
+    cluster: kube.KubeCluster
+    namespace: str
+    name: str
+    operation: Operation
+
+    async def begin(self) -> None:
+        """What is there before, at rest, and then what is asked for."""
+        before, after = self.operation.before, self.operation.after
+        await self.cluster.create(self._manifest(before or after))
+        if before is None:
+            return
+        await self._turn(self.cluster)
+        if after is None:
+            self._kubectl("delete", "vlm", self.name, "--wait=false")
+            return
+        text = json.dumps(self._manifest(after))
+        self._kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+        if self.operation.fails:
+            await self._turn(self.cluster)  # it has begun, and from here on it is late
+
+    async def die(self, *, at: int, committed: bool) -> bool:
+        """Be a process until write `at`; tells whether it came."""
+        dying = DyingCluster(self.cluster, at=at, committed=committed)
+        with contextlib.suppress(Died):
+            await self._work(dying)
+            return False
+        return True
+
+    async def finish(self) -> str:
+        """Be the process after it, until nothing is left to do; returns the children."""
+        await self._work(self.cluster)
+        if self.operation.after is None:
+            self._kubectl("patch", "vlm", self.name, "--type=merge", "-p", FREE)
+
+            async def gone() -> bool:
+                left = await self.cluster.get(VLM_SERVICE, self.namespace, self.name)
+                return left is None and self._children() == NOTHING
+
+            # garbage collection discovers a new kind within half a minute
+            await until(gone, seconds=75, every=0.2, awaited=f"{self.name} and all of it to go")
+        return self._children()
+
+    def _children(self) -> str:
+        return plain_children(self.plane, self.namespace, self.name)
+
+    async def _work(self, cluster: Cluster) -> None:
+        if self.operation.after is not None:
+            await self._turn(cluster, late=LATE_SECONDS if self.operation.fails else 0.0)
+            return
+        loop = self._loop(cluster)
+
+        async def drained() -> bool:
+            return await loop.drain() is None
+
+        await until(drained, seconds=20, awaited=f"{self.name} to drain")
+
+    async def _turn(self, cluster: Cluster, *, late: float = 0.0) -> None:
+        """Turn until a turn writes nothing: pods stay Pending, whatever is awaited."""
+        counting = DyingCluster(cluster, at=None)
+        loop = self._loop(counting, late=late)
+        for _ in range(20):
+            before = counting.writes
+            await loop.turn()
+            if counting.writes == before:
+                return
+        raise AssertionError(f"{self.name} never came to rest")
+
+    def _loop(self, cluster: Cluster, *, late: float = 0.0) -> Loop:
+        return Loop(
+            self.namespace,
+            self.name,
+            cluster=cluster,
+            scraper=FakeScraper(),
+            options=Options(),
+            clock=lambda: time.time() + late,
+        )
+
+    def _manifest(self, manifest: Manifest | None) -> Manifest:
+        found = copy.deepcopy(manifest)
+        assert found is not None
+        meta = {"name": self.name, "namespace": self.namespace, "finalizers": [names.FINALIZER]}
+        return {**found, "metadata": meta}
+
+    def _kubectl(self, *arguments: str, stdin: str | None = None) -> None:
+        self.plane.kubectl("-n", self.namespace, *arguments, stdin=stdin)
 
 
-OTHER = {"model": {"uri": "pvc://shapes", "dtype": "Float32"}}
-ROLLBACK = {"rollout": {"progressDeadlineSeconds": 60, "onFailure": "Rollback"}}
-OPERATIONS = {
-    "create": Operation(None, body(decode=pool(2))),
-    "scale": Operation(body(decode=pool(1)), body(decode=pool(3))),
-    "rollout": Operation(body(decode=pool(2)), body(OTHER, decode=pool(2))),
-    "topology": Operation(body(), body(encoder=pool(), decode=pool(2))),
-    # no pod has a node here: the new revision runs out of time, and is taken back
-    "rollback": Operation(
-        body(ROLLBACK, decode=pool(2)), body({**ROLLBACK, **OTHER}, decode=pool(2)), late=3600.0
-    ),
-}
+async def _deaths(reference: Story, *, first: int, every: int, sides: Sequence[bool]) -> int:
+    """Die at each so-manyth write, on each side of it; returns how often."""
+    await reference.begin()
+    wanted = await reference.finish()
+    assert wanted == NOTHING or len(json.loads(wanted)) > 8
+    count = 0
+    for at in itertools.count(first, every):
+        for committed in sides:
+            name = f"k-{at:03d}-{'after' if committed else 'before'}"
+            story = dataclasses.replace(reference, name=name)
+            await story.begin()
+            died = await story.die(at=at, committed=committed)
+            assert await story.finish() == wanted, name
+            if not died:
+                return count
+            count += 1
+    raise AssertionError
 
 
-async def _begin(
+def _story(plane: ControlPlane, cluster: kube.KubeCluster, namespace: str, name: str) -> Story:
+    return Story(plane, cluster, namespace, "k-ref", OPERATIONS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "side"),
+    [
+        ("create", 13, True),
+        ("scale", 5, False),
+        ("rollout", 8, True),
+        ("topology", 9, False),
+        ("rollback", 5, True),
+        ("delete", 2, False),
+    ],
+)
+async def test_an_operation_converges_from_a_death_at_a_write(
     control_plane: ControlPlane,
     cluster: kube.KubeCluster,
     namespace: str,
     name: str,
-    operation: Operation,
-) -> None:
-    if operation.before is None:
-        await cluster.create(manifest(namespace, name, operation.after))
-        return
-    await cluster.create(manifest(namespace, name, operation.before))
-    await converge(cluster, namespace, name)
-    text = json.dumps(manifest(namespace, name, operation.after))
-    control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
-    if operation.late:
-        await converge(cluster, namespace, name)  # the rollout has begun, and fails from here on
-
-
-async def _deaths(
-    control_plane: ControlPlane,
-    cluster: kube.KubeCluster,
-    namespace: str,
-    operation: Operation,
-    *,
-    first: int,
     every: int,
-) -> int:
-    """Die at each so-manyth write; returns at how many."""
-
-    async def finish(name: str) -> str:
-        await converge(cluster, namespace, name, late=operation.late)
-        return plain_children(control_plane, namespace, name)
-
-    await _begin(control_plane, cluster, namespace, "k-ref", operation)
-    wanted = await finish("k-ref")
-    assert len(json.loads(wanted)) > 8
-    for at in itertools.count(first, every):
-        name = f"k-{at:03d}"
-        await _begin(control_plane, cluster, namespace, name, operation)
-        died = await die(
-            cluster, namespace, name, at=at, committed=at % 2 == 1, late=operation.late
-        )
-        assert await finish(name) == wanted, f"died at write {at}"
-        if not died:
-            return (at - first) // every
-    raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("name", "every"),
-    [("create", 11), ("scale", 5), ("rollout", 7), ("topology", 9), ("rollback", 4)],
-)
-async def test_an_operation_converges_from_a_death_at_a_write(
-    control_plane: ControlPlane, cluster: kube.KubeCluster, namespace: str, name: str, every: int
+    side: bool,
 ):
-    operation = OPERATIONS[name]
-    count = await _deaths(
-        control_plane, cluster, namespace, operation, first=every // 2, every=every
-    )
-    assert count >= 1
+    story = _story(control_plane, cluster, namespace, name)
+    assert await _deaths(story, first=every // 2, every=every, sides=(side,)) >= 1
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", OPERATIONS)
-async def test_an_operation_converges_from_a_death_at_every_write(
+async def test_an_operation_converges_from_a_death_before_and_after_every_write(
     control_plane: ControlPlane, cluster: kube.KubeCluster, namespace: str, name: str
 ):
-    operation = OPERATIONS[name]
-    count = await _deaths(control_plane, cluster, namespace, operation, first=0, every=1)
-    assert count >= 3
-
-
-@pytest.mark.parametrize("at", [1, 2, *(pytest.param(at, marks=pytest.mark.full) for at in (0, 3))])
-async def test_deletion_converges_from_a_death_at_every_write(
-    control_plane: ControlPlane, cluster: kube.KubeCluster, namespace: str, at: int
-):
-    name = f"d-{at:03d}"
-    await cluster.create(manifest(namespace, name))
-    await converge(cluster, namespace, name)
-    control_plane.kubectl("-n", namespace, "delete", "vlm", name, "--wait=false")
-    with contextlib.suppress(Died):
-        dying = DyingCluster(cluster, at=at // 2, committed=at % 2 == 1)
-        await loop(dying, namespace, name).drain()
-    await _drain(control_plane, cluster, namespace, name)
-
-
-async def _drain(
-    control_plane: ControlPlane, cluster: kube.KubeCluster, namespace: str, name: str
-) -> None:
-    found = loop(cluster, namespace, name)
-
-    async def drained() -> bool:
-        return await found.drain() is None
-
-    await until(drained, seconds=20, awaited=f"{name} to drain")
-    patch = '{"metadata": {"finalizers": null}}'
-    control_plane.kubectl("-n", namespace, "patch", "vlm", name, "--type=merge", "-p", patch)
-
-    async def gone() -> bool:
-        left = json.loads(plain_children(control_plane, namespace, name))
-        return not left and await cluster.get(VLM_SERVICE, namespace, name) is None
-
-    # garbage collection discovers a new kind within half a minute
-    await until(gone, seconds=75, awaited=f"the children of {name} to go")
+    story = _story(control_plane, cluster, namespace, name)
+    count = await _deaths(story, first=0, every=1, sides=BOTH)
+    print(f"{name}: {count} deaths")
+    assert count >= 4

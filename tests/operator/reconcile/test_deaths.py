@@ -8,62 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import random
 from collections import Counter
 from typing import Any
 
 import pytest
-from operator_support import World, body, pool
+from operator_operations import OPERATIONS, Operation
+from operator_support import World
 
 from vlm_operator import names
 from vlm_operator.cluster import CHILD_KINDS, DEPLOYMENT, POD, VLM_SERVICE, Cluster, Manifest
 from vlm_operator.testing import Deaths, FakeCluster, settle
 
-OTHER_COMPAT = {"model": {"uri": "pvc://shapes", "dtype": "Float32"}}
-ROLLBACK = {"rollout": {"progressDeadlineSeconds": 60, "onFailure": "Rollback"}}
 CHILDREN = {kind.kind for kind in CHILD_KINDS}
 EXTRA_WRITES = 3  # a status that says what the dead could not, its Event, an Event counted twice
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """Something asked of a running operator.
-
-    Attributes:
-        before: what is there and at rest when it begins; None for nothing.
-        after: the manifest then applied; None deletes the service.
-        crash: pods of revisions that are new crash.
-        ended: what the reason of RolloutProgressing must be at the end.
-    """
-
-    before: Manifest | None
-    after: Manifest | None
-    crash: bool = False
-    ended: str | None = None
-
-
-OPERATIONS = {
-    "create": Operation(None, body(encoder=pool(), decode=pool(2))),
-    "scale": Operation(
-        body(encoder=pool(3), decode=pool(1)), body(encoder=pool(1), decode=pool(3))
-    ),
-    "rollout": Operation(
-        body(decode=pool(2)), body(OTHER_COMPAT, decode=pool(2)), ended="Complete"
-    ),
-    "rollback": Operation(
-        body(ROLLBACK, decode=pool(2)),
-        body({**ROLLBACK, **OTHER_COMPAT}, decode=pool(2)),
-        crash=True,
-        ended="RolledBack",
-    ),
-    "topology": Operation(
-        body(encoder=pool(), prefill=pool(), decode=pool()),
-        body(encoder=pool(), decode=pool(2)),
-        ended="Complete",
-    ),
-    "delete": Operation(body(encoder=pool(), decode=pool()), None),
-}
 
 
 class Story(World):
@@ -97,7 +55,7 @@ class Story(World):
         quiet = 0
         for _ in range(60):
             before = self.cluster.version
-            pause = self.turn(seconds=20.0 if self.operation.crash else 3.0)
+            pause = self.turn(seconds=20.0 if self.operation.fails else 3.0)
             settle(self.cluster, crash=self._crashes)
             quiet = quiet + 1 if self.cluster.version == before and pause > 1.0 else 0
             if quiet and self._ended():
@@ -142,7 +100,7 @@ class Story(World):
         return bool(self.condition("RolloutProgressing")["reason"] == self.operation.ended)
 
     def _crashes(self, pod: Manifest) -> bool:
-        return self.operation.crash and _revision(pod) not in self.good
+        return self.operation.fails and _revision(pod) not in self.good
 
 
 def _revision(pod: Manifest) -> str:
