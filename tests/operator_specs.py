@@ -170,8 +170,7 @@ def _model(spec: Spec) -> Spec:
     remote = "credentialsSecretRef" in spec or "revision" in spec
     if not remote:
         return {**spec, "uri": "pvc://shapes"}
-    kv_dtype = spec.get("kvDtype")
-    spec = _without("kvDtype")(spec) if kv_dtype in ("Int8", "FP8") else spec
+    spec = _without("kvDtype")(spec) if spec.get("kvDtype") == "FP8" else spec
     return {**spec, "uri": "hf://org/name", "revision": spec.get("revision", "abc")}
 
 

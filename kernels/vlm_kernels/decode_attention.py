@@ -1,9 +1,9 @@
 """Paged attention of decoding sequences: one query token each, over the KV blocks of its sequence.
 
 The mathematics stands in `paged_attention.py`, whose reference defines the answer, and the kernel
-in `cpu/paged_attention.cpp`. Scores and sums are float32 for every type of q and KV. Where products
-are the CPU's own of bfloat16 pairs, weights are rounded to bfloat16, as transformers' `sdpa` does; its
-`eager` rounds scores too.
+in `cpu/paged_attention.cpp`. Scores and sums are float32 for every type of q and KV. Where the CPU
+multiplies bfloat16, weights are rounded to it, as transformers' `sdpa` does; its `eager` rounds
+scores too.
 
     rows = plan_decode(...)             once per step: numbers and addresses
     attend_decode(rows, q, ..., out)    once per layer: one call, all rows

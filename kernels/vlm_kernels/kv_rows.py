@@ -54,10 +54,11 @@ def split_pieces(pieces: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, tor
         `[..., P, D]`, and `[..., P, SCALE_BYTES]` int8, None where the rows are values.
     """
     block_size = block_size_of(pieces, head_dim)
-    rows = pieces[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    shape = pieces.shape[:-1]
+    rows = pieces[..., : block_size * head_dim].view(*shape, block_size, head_dim)
     if pieces.dtype != torch.int8:
         return rows, None
-    return rows, pieces[..., block_size * head_dim :].unflatten(-1, (block_size, SCALE_BYTES))
+    return rows, pieces[..., block_size * head_dim :].view(*shape, block_size, SCALE_BYTES)
 
 
 def values_of(pieces: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Store KV:  cache[slot of t] = (k_t, v_t) for each new token t, in one layer.
 
 Shapes: T new tokens, H KV heads, D head size, N blocks, L layers, P slots per block.
-A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`, or of int8
-with scales behind (`kv_rows`). On CPUs rows are written by `cpu/store_kv.cpp`, else by numpy; nothing
-is computed but the rounding to the cache's type.
+A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`, or of
+int8 with scales behind (`kv_rows`). On CPUs rows are written by `cpu/store_kv.cpp`, else by numpy;
+nothing is computed but the rounding to the cache's type.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class ModelSource(Model):
     )
     kv_dtype: KvDType = field(
         KvDType.AUTO,
-        "Number type of the KV cache; Auto is that of the activations.",
+        "Number type of the KV cache; Auto is that of the activations, Int8 keeps a scale per token "
+        "and head.",
         example="BFloat16",
         restarts=Restarts.PODS,
     )
@@ -166,10 +167,10 @@ class ModelSource(Model):
             at=".servedName",
         ),
         not_built(
-            "kv-dtype-quantised",
-            "!has(self.kvDtype) || !(self.kvDtype in ['Int8', 'FP8'])",
-            "a quantised KV cache",
+            "kv-dtype-fp8",
+            "!has(self.kvDtype) || self.kvDtype != 'FP8'",
+            "a KV cache in FP8",
             at=".kvDtype",
-            instead="use Auto, BFloat16 or Float32",
+            instead="use Auto, BFloat16, Float32 or Int8",
         ),
     )

@@ -181,7 +181,7 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"kv_dtype": "int8"}, "--kv-dtype=int8: not built yet", id="kv type"),
+        pytest.param({"kv_dtype": "fp8"}, "--kv-dtype=fp8: not built yet", id="kv type"),
         pytest.param({"block_size": 0}, "--block-size=0: must be at least 1", id="block size"),
     ],
 )

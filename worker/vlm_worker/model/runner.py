@@ -36,7 +36,7 @@ class RunnerSettings:
         stages: what to load.
         model_revision: enters the layout fingerprints; empty = derived from the content.
         dtype: of weights and activations; `auto` is the checkpoint's.
-        kv_dtype: of the KV cache; `auto` is `dtype`.
+        kv_dtype: of the KV cache; `auto` is `dtype`, `int8` has a scale per token and head.
         block_size: tokens of one KV block.
         kv_memory_bytes: for the KV cache; goes before `kv_memory_percent`.
         kv_memory_percent: likewise, a share of what is left after loading.

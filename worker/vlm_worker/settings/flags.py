@@ -10,7 +10,7 @@ from vlm_worker.settings.values import DEFAULT_SHARED_MEMORY_DIR
 from vlm_worker.types import STAGES, Role, Stage
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_DTYPES = ("auto", "bfloat16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 PACKINGS = ("auto", "off")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
