@@ -55,13 +55,19 @@ class Answer:
 
 
 class Clients:
-    """Long and short answers to the same question, over and over; `answers` has them all."""
+    """Long and short answers to the same question, over and over.
+
+    Attributes:
+        answers: all of them.
+        long_alone: who holds it sees no short answer, neither asked for nor under way.
+    """
 
     def __init__(self, served: Served, *, long: int, short: int) -> None:
         self.answers: list[Answer] = []
         self._served = served
         self._long = long
         self._short = short
+        self.long_alone = asyncio.Lock()
         self._enough = asyncio.Event()
         self._num_long = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,8 +80,8 @@ class Clients:
         """
         self._num_long = num_long
         self._tasks = [
-            asyncio.create_task(self._ask([self._long] * num_long)),
-            asyncio.create_task(self._ask([self._short])),
+            asyncio.create_task(self._ask_long(num_long)),
+            asyncio.create_task(self._ask_short()),
         ]
         try:
             yield
@@ -92,11 +98,19 @@ class Clients:
         last = [one for one in self.answers if one.asked == self._long][-self._num_long :]
         return all(0 < len(one.tokens) < self._long // 8 for one in last)
 
-    async def _ask(self, lengths: Sequence[int]) -> None:
+    async def _ask_long(self, number: int) -> None:
         while not self._enough.is_set():
-            answers = [Answer(length, time.monotonic()) for length in lengths]
-            self.answers += answers
-            await asyncio.gather(*(stream(self._served, one) for one in answers))
+            await self._ask([self._long] * number)
+
+    async def _ask_short(self) -> None:
+        while not self._enough.is_set():
+            async with self.long_alone:
+                await self._ask([self._short])
+
+    async def _ask(self, lengths: Sequence[int]) -> None:
+        answers = [Answer(length, time.monotonic()) for length in lengths]
+        self.answers += answers
+        await asyncio.gather(*(stream(self._served, one) for one in answers))
 
 
 async def stream(served: Served, answer: Answer) -> None:

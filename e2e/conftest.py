@@ -1,7 +1,8 @@
 """Fixtures of services with real pods.
 
-operator    the operator from install.yaml, as a pod of the session's cluster
-endless     the shapes model, made to answer for as long as it may
+operator         the operator from install.yaml, as a pod of the session's cluster
+endless          the shapes model, made to answer for as long as it may
+endless_cluster  that operator's cluster, with that model in the module's NAMESPACE
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served import place
 
 from vlm_operator import names
 from vlm_operator.local.controlplane import ControlPlane
@@ -46,3 +48,12 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
             fields["dtype"] = "float32"
         (folder / name).write_text(json.dumps(fields))
     return folder
+
+
+@pytest.fixture(scope="module")
+def endless_cluster(
+    operator: ControlPlane, endless: Path, request: pytest.FixtureRequest
+) -> Iterator[ControlPlane]:
+    """The operator's cluster; the module's namespace has a claim on the endless model."""
+    with place(operator, request.module.NAMESPACE, endless):
+        yield operator

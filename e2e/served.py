@@ -62,6 +62,12 @@ def example(folder: str) -> Object:
     return manifest
 
 
+def hold(pools: Object, *, milliseconds: int) -> None:
+    """Have encoder and prefill keep each request for a while, so that what happens meets it."""
+    for role, stage in (("encoder", "encode"), ("prefill", "prefill")):
+        pools[role]["engine"] = {"args": [f"--inject-delay-ms={stage}={milliseconds}"]}
+
+
 @dataclasses.dataclass(frozen=True)
 class Served:
     """One service in one namespace of a cluster; `api` is open."""

@@ -14,14 +14,14 @@ import io
 import itertools
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from PIL import Image
-from served import ANSWER, START_SECONDS, Served, example, is_ready, place
+from served import ANSWER, START_SECONDS, Served, example, is_ready
 
 from vlm_operator.local.client import Object
 from vlm_operator.local.controlplane import ControlPlane
@@ -80,19 +80,17 @@ def _manifest(*, encoder_sleeps: bool = False) -> Object:
     return manifest
 
 
-@pytest.fixture(scope="module")
-def cluster_with_model(operator: ControlPlane, endless: Path) -> Iterator[ControlPlane]:
+@pytest.fixture(scope="module", autouse=True)
+def limited(operator: ControlPlane) -> None:
     if "limits are not enforced" in (operator.folder / "agent.log").read_text():
         pytest.skip("CPU limits cannot be set here, and without them no pool is the slow one")
-    with place(operator, NAMESPACE, endless):
-        yield operator
 
 
 @pytest.fixture
-async def served(cluster_with_model: ControlPlane) -> AsyncIterator[Served]:
+async def served(endless_cluster: ControlPlane) -> AsyncIterator[Served]:
     """The quickstart with pools that the autoscaler sizes, in a hurry, Ready."""
-    async with cluster_with_model.client() as api:
-        one = Served(cluster_with_model, api, NAMESPACE, NAME)
+    async with endless_cluster.client() as api:
+        one = Served(endless_cluster, api, NAMESPACE, NAME)
         await one.apply(_manifest())
         await one.ready()
         yield one

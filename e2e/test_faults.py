@@ -2,27 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+from ends import End, watched
 from served import (
     ANSWER,
     Served,
-    condition,
     elapsed,
     example,
+    hold,
     is_ready,
     kill,
     names_of,
     num_restarts,
-    place,
     stats_of,
 )
 
-from vlm_operator import names
 from vlm_operator.local.client import Object
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
@@ -36,17 +34,11 @@ BEGUN = 20  # tokens a stream, on average, before a fault
 HELD_MILLISECONDS = 400  # how long encoder and prefill keep a request, so that a fault meets it
 
 
-@pytest.fixture(scope="module")
-def cluster_with_model(operator: ControlPlane, endless: Path) -> Iterator[ControlPlane]:
-    with place(operator, NAMESPACE, endless):
-        yield operator
-
-
 @pytest.fixture
-async def served(cluster_with_model: ControlPlane) -> AsyncIterator[Served]:
+async def served(endless_cluster: ControlPlane) -> AsyncIterator[Served]:
     """The quickstart, its decode pool in mode External with one pod, Ready."""
-    async with cluster_with_model.client() as api:
-        one = Served(cluster_with_model, api, NAMESPACE, "shapes")
+    async with endless_cluster.client() as api:
+        one = Served(endless_cluster, api, NAMESPACE, "shapes")
         await one.apply(_manifest())
         await one.ready()
         if len(await one.pods(Role.DECODE)) != 1:
@@ -60,8 +52,7 @@ def _manifest() -> Object:
     manifest["spec"]["model"]["maxModelLenTokens"] = 2048
     pools = manifest["spec"]["pools"]
     pools["decode"]["scaling"] = {"mode": "External", "minReplicas": 1, "maxReplicas": 2}
-    pools["encoder"]["engine"] = {"args": [f"--inject-delay-ms=encode={HELD_MILLISECONDS}"]}
-    pools["prefill"]["engine"] = {"args": [f"--inject-delay-ms=prefill={HELD_MILLISECONDS}"]}
+    hold(pools, milliseconds=HELD_MILLISECONDS)
     return manifest
 
 
@@ -117,23 +108,18 @@ async def _kill_one_of_two(served: Served, expected: str) -> None:
 async def _scale_down(served: Served, expected: str) -> None:
     """The pod that goes stops accepting first, ends what it has, and only then is deleted."""
     pods = names_of(await served.pods(Role.DECODE))
-    steps: dict[str, list[str]] = {name: [] for name in pods}
-    watching = asyncio.create_task(_watch(served, steps))
-    try:
-        async with _streams(served) as streams:
-            held = {_name(pod): (await stats_of(pod))["inflight"] for pod in await _decode(served)}
-            assert all(held.values()), f"each pod was to have a stream: {held}"
-            began = time.monotonic()
-            await _scale(served, 1)
-            answers = await asyncio.gather(*streams)
+    async with watched(served) as ends, _streams(served) as streams:
+        held = {_name(pod): (await stats_of(pod))["inflight"] for pod in await _decode(served)}
+        assert all(held.values()), f"each pod was to have a stream: {held}"
+        began = time.monotonic()
+        await _scale(served, 1)
+        answers = await asyncio.gather(*streams)
         [left] = await served.num_ready(Role.DECODE, 1)
         print(f"scaled down {elapsed(began)} after kubectl scale, with {held} streams in flight")
-    finally:
-        watching.cancel()
     assert answers == [expected] * STREAMS
     [gone] = pods - {_name(left)}
-    assert steps[gone] == ["not accepting", "deleted"]
-    assert steps[_name(left)] == []
+    assert ends[gone].drained_seconds > 0
+    assert ends[_name(left)] == End(open=True)
 
 
 @pytest.mark.parametrize("role", [Role.ENCODER, Role.PREFILL])
@@ -202,18 +188,6 @@ async def _scale(served: Served, replicas: int) -> None:
 
 async def _decode(served: Served) -> list[Object]:
     return await served.pods(Role.DECODE)
-
-
-async def _watch(served: Served, steps: dict[str, list[str]]) -> None:
-    """Note for each pod, in order, that it stopped accepting and that it was deleted."""
-    async for event, pod in served.api.watch(served.path("pods")):
-        if event == "SYNC" or (seen := steps.get(_name(pod))) is None:
-            continue
-        gate = condition(pod, names.GATE_ACCEPTING)
-        if gate.get("status") == "False" and "not accepting" not in seen:
-            seen.append("not accepting")
-        if "deletionTimestamp" in pod["metadata"] and "deleted" not in seen:
-            seen.append("deleted")
 
 
 async def _outcome(served: Served) -> Any:
