@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from operator_live import Live, install
+from operator_live import Live, install, plain_children
+from operator_support import body, pool
 
 from vlm_operator.local.client import Access
 from vlm_operator.local.controlplane import ControlPlane
@@ -94,3 +96,42 @@ def behind(plane: ControlPlane, proxy: ProxyThread, folder: pathlib.Path, name: 
         f"--silence-seconds={SILENCE_SECONDS}",
         "--watch-seconds=20",
     )
+
+
+def apply(operator: Supervised, name: str, *, decode: int = 1) -> None:
+    manifest = body(name=name, encoder=pool(), decode=pool(decode))
+    manifest["metadata"] = {"name": name, "namespace": operator.namespace}
+    operator.apply(manifest)
+
+
+def finished(operator: Supervised, name: str) -> bool:
+    """Whether the operator has said of the manifest's latest form what keeps it."""
+    found = operator.get("vlm", name, operator.namespace)
+    status = found.get("status", {})
+    return bool(status.get("observedGeneration") == found["metadata"]["generation"])
+
+
+def decode_replicas(operator: Supervised, name: str) -> list[int]:
+    found = operator.items("deployments", name, operator.namespace)
+    return [item["spec"]["replicas"] for item in found if "-decode-" in item["metadata"]["name"]]
+
+
+def same_as_reference(operator: Supervised, name: str) -> bool:
+    found = plain_children(operator.plane, operator.namespace, name)
+    return found == plain_children(operator.plane, operator.namespace, "reference")
+
+
+def writes_seen(proxy: ProxyThread) -> int:
+    """The operator's own writes that passed the proxy so far, its Lease's apart."""
+    return sum(
+        call.verb in ("create", "replace", "patch", "delete") and call.plural != "leases"
+        for call in list(proxy.proxy.calls)
+    )
+
+
+@contextlib.contextmanager
+def ends(operator: Supervised, *, expected: bool) -> Iterator[None]:
+    """The process ends with status 1 once, or it does not; a kubelet starts the next one."""
+    before = len(operator.exits)
+    yield
+    assert operator.exits[before:] == ([1] if expected else [])
