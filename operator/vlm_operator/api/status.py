@@ -104,6 +104,9 @@ class PoolStatus(Model):
     last_decision: Decision | None = field(None, "The last scaling decision.")
     history: list[PastDecision] | None = field(None, "The decisions before it.", max_length=8)
     recommendation: int | None = field(None, "Replicas that it would choose.")
+    warm_cost_per_hour: Quantity | None = field(
+        None, "Of it, per hour, for growth within a start-up (tuning.warmSharePercent)."
+    )
 
 
 class PoolStatuses(Model):

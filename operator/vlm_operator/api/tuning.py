@@ -52,8 +52,14 @@ class Tuning(Model):
     exhausted_seconds: int = _seconds(600, "Before a variant without nodes is tried again.")
     startup_seconds: int = _seconds(180, "Until a variant's own start-up is known.")
     startups_kept: int = _count(20, "Of each variant, for its percentile.", most=100)
+    window_starts_percent: int = _percent(
+        200, "Of the longest start, the least window to shrink.", least=0, most=1000
+    )
     growth_cap_percent: int = _percent(
         100, "Most growth foreseen in one start-up.", least=0, most=1000
+    )
+    warm_share_percent: int = _percent(
+        0, "Of usual growth within one start-up, held ready.", least=0, most=200
     )
     stale_ticks: int = _count(3, "Without an answer make a pod silent.", most=100)
     fresh_share_percent: int = _percent(70, "Of ready pods that must answer.")

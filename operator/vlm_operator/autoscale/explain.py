@@ -31,6 +31,8 @@ BOUND_NEXT: Mapping[Bound, str] = {
     "variants[].maxReplicas",
     Bound.COUPLING: "spec.coupling ties it to another pool",
     Bound.MAX_PODS_PER_MINUTE: "goes on within a minute: scaling.behavior.*.maxPodsPerMinute",
+    Bound.UNKNOWN_TIMES: "goes on by one replica at a time: more work shows how long it takes "
+    "(tuning.fitPoints)",
     Bound.UP_WINDOW: "grows when the need has lasted: scaling.behavior.scaleUp"
     ".stabilizationSeconds",
     Bound.WINDOW: "shrinks when a whole window has needed less: scaling.behavior.scaleDown"

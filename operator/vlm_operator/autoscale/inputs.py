@@ -254,6 +254,4 @@ def _pod(pod: PodState) -> PodView:
         phase = "pending"
     elif pod.ready:
         phase = "ready"
-    return PodView(
-        pod.uid, pod.variant, phase, pod.created, pod.taking_since, pod.scheduled_since
-    )
+    return PodView(pod.uid, pod.variant, phase, pod.created, pod.taking_since, pod.scheduled_since)

@@ -79,6 +79,9 @@ class Need:
             zero, nothing came since the last tick, and the pool is not missed at zero.
         urgent: the work that waits cannot be done within the target: panic may set in.
         message: one sentence.
+        credible: service times are known well enough; where they are not, the pool grows and
+            shrinks by one replica at a time.
+        warm_units: of `units`, those held for growth within a start-up.
     """
 
     role: Role
@@ -90,6 +93,8 @@ class Need:
     idle: bool
     urgent: bool
     message: str
+    credible: bool = True
+    warm_units: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +116,8 @@ class Decision:
         flapping: its window is longer for a while, because it went up and down too often.
         capacity: which node types gave no node, and until when they are not tried; "" where all is
             well.
+        warm_cost_per_hour: of the capacity that is held for growth within a start-up, None where
+            none is, or nobody said.
     """
 
     time: float
@@ -129,3 +136,4 @@ class Decision:
     held: bool = False
     flapping: bool = False
     capacity: str = ""
+    warm_cost_per_hour: float | None = None

@@ -35,6 +35,7 @@ class Tuning:
         exhausted_seconds: without another try of a variant that got no node; doubles each time.
         startup_seconds: until a variant's own is known.
         startups_kept: of each variant, for its 90th percentile.
+        window_starts: multiple of the longest start that the window to shrink lasts at least.
         growth_cap: most growth that a slope may foresee within one start-up time, as a share.
         stale_ticks: without an answer after which a pod is silent.
         fresh_share: of ready pods that must answer.
@@ -44,6 +45,7 @@ class Tuning:
         max_down_seconds: to which it may be doubled.
         fit_points, fit_spread, fit_seconds, fit_shift: least rows, least spread of the regressor,
             memory, and the change of shape that starts a fit afresh.
+        warm_share: of the growth that a start-up usually sees, that is held ready beyond the load.
         forecast_days: of load that must be known before a forecast is a floor.
     """
 
@@ -66,6 +68,7 @@ class Tuning:
     exhausted_seconds: float = 600.0
     startup_seconds: float = 180.0
     startups_kept: int = 20
+    window_starts: float = 2.0
     growth_cap: float = 1.0
     stale_ticks: int = 3
     fresh_share: float = 0.7
@@ -78,6 +81,7 @@ class Tuning:
     fit_spread: float = 0.3
     fit_seconds: float = 1800.0
     fit_shift: float = 0.2
+    warm_share: float = 0.0
     forecast_days: float = 2.0
 
 

@@ -45,6 +45,7 @@ class Bound(enum.StrEnum):
     CAPACITY = "Capacity"  # node types exhausted, or at their own maxReplicas
     COUPLING = "Coupling"
     MAX_PODS_PER_MINUTE = "MaxPodsPerMinute"
+    UNKNOWN_TIMES = "UnknownTimes"  # service times are not credible yet: one replica at a time
     UP_WINDOW = "UpWindow"  # the need has not lasted for scaleUp.stabilizationSeconds
     WINDOW = "Window"  # one whole window has not said so yet
     SLO_MARGIN = "SLOMargin"  # too close to a target, or has been within the window

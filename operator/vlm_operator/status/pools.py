@@ -30,6 +30,8 @@ def pool_status(view: View, role: Role, previous: Manifest) -> dict[str, Any]:
     decision = view.decisions.get(role)
     if decision is not None and decision.recommendation not in (None, decision.to):
         found["recommendation"] = decision.recommendation
+    if decision is not None and decision.warm_cost_per_hour is not None:
+        found["warmCostPerHour"] = money(decision.warm_cost_per_hour)
     if decisions:
         told = previous.get("lastDecision", {})
         found["lastDecision"] = decision_status(decisions[-1], told, epoch=view.epoch)

@@ -10,6 +10,7 @@ forgotten after fit_seconds. Coefficients are never negative: a term that would 
 where the slope itself would be, the last good fit stays. When the newest rows take more than
 fit_shift longer or shorter than the fit says, the work has changed its shape: older rows go.
 A variant without a fit of its own takes another's, by the ratio of their speeds, unconfidently.
+A role's mean service time is credible from fit_points rows on, however alike they are.
 """
 
 from __future__ import annotations
@@ -163,6 +164,14 @@ def fit_of(
     return own.fit if own is not None else None
 
 
+def credible(tuning: Tuning, memory: Mapping[str, FitMemory], role: Role, kind: str) -> bool:
+    """Whether enough is known of how long a role's work takes to rest its size on it."""
+    return any(
+        len(item.rows) >= tuning.fit_points or (item.fit is not None and item.fit.confident)
+        for item in _of(memory, role, kind)
+    )
+
+
 def service_seconds(memory: Mapping[str, FitMemory], role: Role, kind: str) -> float | None:
     """Mean seconds of one item of a role's work, over all node types; None before the first."""
     seconds = items = 0.0
@@ -178,13 +187,13 @@ def busy_seconds(memory: Mapping[str, FitMemory], kind: str, *, since: float) ->
 
 
 def _rows(memory: Mapping[str, FitMemory], role: Role, kind: str) -> list[Row]:
+    return [row for item in _of(memory, role, kind) for row in item.rows]
+
+
+def _of(memory: Mapping[str, FitMemory], role: Role, kind: str) -> list[FitMemory]:
+    """Of all variants of a role."""
     head, tail = f"{role}/", f"/{kind}"
-    return [
-        row
-        for key, item in memory.items()
-        if key.startswith(head) and key.endswith(tail)
-        for row in item.rows
-    ]
+    return [item for key, item in memory.items() if key.startswith(head) and key.endswith(tail)]
 
 
 def _fit(rows: Sequence[Row], *, curved: bool) -> Fit | None:

@@ -4,7 +4,8 @@ samples ─▶ readings ─▶ calibrate ─▶ demand ─▶ horizon ─┐
         └▶ window   ─▶ attribute ─▶ budget ────────────┴▶ size ─▶ zero ─▶ Need of each pool
 
 Every tick adds counters and loads; fits and weights move on the slow tick. What is remembered is
-bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20 starts, a day of hours.
+bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20 starts, two hours of
+minutes, a day of hours.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vlm_operator.autoscale.estimating.calibrate import (
 )
 from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory
 from vlm_operator.autoscale.estimating.horizon import (
+    GrowthMemory,
     Phases,
     SeasonMemory,
     StartupMemory,
@@ -47,7 +49,7 @@ class EstimateMemory:
         answers: what each pod last said, by uid.
         window: what gateways counted.
         fits: by "role/variant/kind".
-        demands, seasons, weights: by role.
+        demands, seasons, growths, weights: by role.
         slow_at: when the last slow tick was.
     """
 
@@ -56,6 +58,7 @@ class EstimateMemory:
     fits: Mapping[str, FitMemory] = dataclasses.field(default_factory=dict)
     demands: Mapping[Role, DemandMemory] = dataclasses.field(default_factory=dict)
     seasons: Mapping[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
+    growths: Mapping[Role, GrowthMemory] = dataclasses.field(default_factory=dict)
     weights: Mapping[Role, float] = dataclasses.field(default_factory=lambda: dict(WEIGHTS))
     startups: StartupMemory = dataclasses.field(default_factory=StartupMemory)
     slow_at: float | None = None
@@ -147,6 +150,7 @@ def estimate(
         fits=memory.fits,
         memories=memory.demands,
         seasons=memory.seasons,
+        growths=memory.growths,
         attributions=attributions,
         weights=weights,
         present=present,
@@ -177,6 +181,7 @@ def estimate(
         fits=fits,
         demands=turn.memories_after,
         seasons=turn.seasons_after,
+        growths=turn.growths_after,
         weights=weights,
         startups=startups,
         slow_at=slow_at,

@@ -3,9 +3,11 @@
 start-up   p90 of (pod created → ready) over the last 20 of a role and variant; before that what the
            node class expects, before that the default
 phases     of the same starts: created → on a node, and on a node → ready (image, weights, warm-up)
-plan       a_plan = max(a, a + slope⁺ · start-up, season(now + start-up))
+plan       a_plan = max(a + warm, a + slope⁺ · start-up, season(now + start-up))
 slope⁺     Theil-Sen over the last minute, where three quarters of all pairs rise; at most
            growth_cap · a within one start-up
+warm       warm_share · p95 of what load grew by within a start-up, over two hours; of pools whose
+           start-up outlasts what the target forgives: a twentieth of the window
 season     multiplicative Holt-Winters without a trend, one value for each hour of the day, known
            after forecast_days; a floor, never a reason to shrink
 """
@@ -24,6 +26,10 @@ from vlm_operator.names import POOL_ROLES, Role
 RISING_SHARE = 0.75  # of pairs of points that must rise before a slope is one
 LEAST_POINTS = 5
 MAX_STARTING = 1024  # pods whose start is timed at once
+MINUTE = 60.0
+GROWTH_MINUTES = 120  # that are kept
+LEAST_MINUTES = 20  # before a percentile of them is one
+FORGIVEN = 0.05  # of a window, that a target of the 95th percentile forgives
 HOURS = 24
 SEASON_WEIGHT = 0.5  # of the newest day
 LEVEL_WEIGHT = 0.3  # of the newest hour
@@ -79,6 +85,17 @@ class SeasonMemory:
     season: tuple[float | None, ...] = (None,) * HOURS
     level: float = 1.0
     since: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowthMemory:
+    """The load at the first tick of each of the last minutes, oldest first; `minute` is the last's.
+
+    A minute in which nothing was known has the load of the one before it.
+    """
+
+    minute: int | None = None
+    loads: tuple[float, ...] = ()
 
 
 def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> StartupMemory:
@@ -155,10 +172,38 @@ def planned(
     *,
     startup: float,
     now: float,
+    warm: float = 0.0,
 ) -> float:
-    """The load to plan for: that of now, of the slope, or of the same hour on other days."""
+    """The load to plan for: of the slope, of a usual rise, or of the same hour on other days."""
     rise = min(rising_slope(trend) * startup, policy.tuning.growth_cap * load)
-    return max(load, load + rise, forecast(policy, season, now + startup))
+    return max(load + warm, load + rise, forecast(policy, season, now + startup))
+
+
+def with_minute(memory: GrowthMemory, load: float, *, now: float) -> GrowthMemory:
+    """Add one tick; only the first of a minute counts."""
+    minute = int(now // MINUTE)
+    if memory.minute is None or minute < memory.minute:
+        return GrowthMemory(minute, (load,))  # the first ever, or the clock was put back
+    if minute == memory.minute:
+        return memory
+    unknown = memory.loads[-1:] * min(minute - memory.minute - 1, GROWTH_MINUTES)
+    return GrowthMemory(minute, (*memory.loads, *unknown, load)[-GROWTH_MINUTES:])
+
+
+def warm_load(policy: ServicePolicy, memory: GrowthMemory, *, startup: float) -> float:
+    """What load usually does not grow by beyond, until a replica that starts now is ready."""
+    share, loads = policy.tuning.warm_share, memory.loads
+    if share <= 0 or startup <= FORGIVEN * policy.window_seconds:
+        return 0.0
+    ahead = max(1, math.ceil(startup / MINUTE))
+    rises = sorted(
+        max(0.0, later - earlier)
+        for earlier, later in zip(loads[:-ahead], loads[ahead:], strict=True)
+    )
+    if len(rises) < LEAST_MINUTES:
+        return 0.0
+    usual = rises[math.ceil(0.95 * len(rises)) - 1]
+    return share * usual * min(1.0, startup / MINUTE)
 
 
 def rising_slope(points: Sequence[tuple[float, float]]) -> float:

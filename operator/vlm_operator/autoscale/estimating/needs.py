@@ -10,9 +10,21 @@ from collections.abc import Mapping
 
 from vlm_operator.autoscale.estimating.attribute import guilt
 from vlm_operator.autoscale.estimating.budget import target_seconds, wait_budget
-from vlm_operator.autoscale.estimating.calibrate import FitMemory, fit_of, service_seconds
+from vlm_operator.autoscale.estimating.calibrate import (
+    FitMemory,
+    credible,
+    fit_of,
+    service_seconds,
+)
 from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory, demand_of, with_trend
-from vlm_operator.autoscale.estimating.horizon import SeasonMemory, planned, with_hour
+from vlm_operator.autoscale.estimating.horizon import (
+    GrowthMemory,
+    SeasonMemory,
+    planned,
+    warm_load,
+    with_hour,
+    with_minute,
+)
 from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.estimating.size import Signals, hold_upstream, size
 from vlm_operator.autoscale.estimating.zero import Inline, with_zero
@@ -35,7 +47,7 @@ class Turn:
         present: roles with pods.
         alone: by stage, the share of its time that is its own work.
         held: requests that gateways hold, by the pool that they wait for.
-        memories, seasons: as the last tick left them; `…_after`: for the next.
+        memories, seasons, growths: as the last tick left them; `…_after`: for the next.
     """
 
     policy: ServicePolicy
@@ -43,6 +55,7 @@ class Turn:
     fits: Mapping[str, FitMemory]
     memories: Mapping[Role, DemandMemory]
     seasons: Mapping[Role, SeasonMemory]
+    growths: Mapping[Role, GrowthMemory]
     attributions: tuple[Attribution, ...]
     weights: Mapping[Role, float]
     present: frozenset[Role]
@@ -52,6 +65,7 @@ class Turn:
     now: float
     memories_after: dict[Role, DemandMemory] = dataclasses.field(default_factory=dict)
     seasons_after: dict[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
+    growths_after: dict[Role, GrowthMemory] = dataclasses.field(default_factory=dict)
 
     def needs(self) -> tuple[dict[Role, Need], dict[Role, Demand]]:
         """Size every pool, the encoder last: it depends on who encodes in its stead."""
@@ -123,16 +137,23 @@ class Turn:
         if role is Role.ENCODER and not pool.pods:
             load = demand.encode_erlangs
         season = self.seasons.get(role, SeasonMemory())
+        growth = self.growths.get(role, GrowthMemory())
         memory = self.memories_after[role]
         if pool.known:
             memory = self.memories_after[role] = with_trend(memory, load, now=self.now)
             self.seasons_after[role] = with_hour(season, load, now=self.now)
+            self.growths_after[role] = with_minute(growth, load, now=self.now)
         else:
-            self.seasons_after[role] = season
-        ahead = planned(policy, load, memory.trend, season, startup=horizon, now=self.now)
+            self.seasons_after[role], self.growths_after[role] = season, growth
+        warm = warm_load(policy, growth, startup=horizon)
+        ahead = planned(
+            policy, load, memory.trend, season, startup=horizon, now=self.now, warm=warm
+        )
         return Signals(
             demand=demand,
             planned=ahead,
+            warm=warm,
+            credible=credible(policy.tuning, self.fits, role, ITEMS[role]),
             planned_work=demand.erlangs,
             service_seconds=self._each(role),
             budget_seconds=wait_budget(policy, self.attributions, self.weights, role),

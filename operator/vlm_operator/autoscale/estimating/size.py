@@ -42,7 +42,9 @@ class Signals:
 
     Attributes:
         planned: load to plan for: Erlang, or KV tokens for decode.
+        warm: of it, what is held for growth within a start-up.
         planned_work: Erlang of a decode pool that prefills too, 0 elsewhere.
+        credible: service times are known well enough to size by them.
         service_seconds: mean seconds of one item on a unit, None where unknown.
         budget_seconds: that may be spent waiting here, None without a target.
         target_seconds: the strictest target of TTFT, None without one.
@@ -53,6 +55,8 @@ class Signals:
     demand: Demand
     planned: float
     planned_work: float = 0.0
+    warm: float = 0.0
+    credible: bool = True
     service_seconds: float | None = None
     budget_seconds: float | None = None
     target_seconds: float | None = None
@@ -109,6 +113,8 @@ def size(policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: S
         known=pool.known and speaks,
         idle=pool.known and signals.demand.idle_seconds >= policy.window_seconds,
         urgent=_urgent(rules, pool, signals, units),
+        credible=signals.credible or (rules.role is Role.DECODE and Role.PREFILL in policy.pools),
+        warm_units=_warm(rules, signals),
         message=_message(pool, leading, units, speaks=speaks),
     )
 
@@ -165,7 +171,9 @@ def _work_wishes(
             float(least_servers(planned, seconds=each, within=most, variability=demand.variability))
             for most in (budget, tuning.consolidation * budget)
         )
-        wishes.append(Wish("waiting", needed, safe, guilty_only=True))
+        # a time that is not credible adds nothing, and takes nothing away either
+        grow = needed if signals.credible else 0.0
+        wishes.append(Wish("waiting", grow, safe, guilty_only=True))
     if demand.queued_seconds > budget * pool.ready_units:
         wishes.append(_overrun(pool))
     return wishes
@@ -201,6 +209,14 @@ def _token_wishes(
     if demand.queued_tokens > 0:
         wishes.append(_overrun(pool))
     return wishes
+
+
+def _warm(rules: PoolPolicy, signals: Signals) -> float:
+    """Units that are held for growth within a start-up."""
+    if rules.role is not Role.DECODE:
+        return signals.warm / rules.utilization
+    capacity = signals.demand.tokens_per_unit
+    return 0.0 if capacity is None else signals.warm / (rules.kv_occupancy * capacity)
 
 
 def _overrun(pool: PoolReading) -> Wish:

@@ -281,7 +281,7 @@ def _limit(
         return goal.limited_by
     if total >= case.policy.maximum:
         return Bound.MAX
-    return Bound.MAX_PODS_PER_MINUTE if total >= goal.most else Bound.CAPACITY
+    return goal.paced_by if total >= goal.most else Bound.CAPACITY
 
 
 def _thousandths(units: float) -> int:

@@ -28,6 +28,7 @@ class Goal:
         need: units of capacity that count, overdue pods apart; 0 where `least` says it all.
         lower, upper: by variant.
         caps: most of each variant, were the pool to grow.
+        paced_by: what keeps `most` below the need, where it does.
         spare: replicas that may be added for the sake of a ratio to another pool.
         claim: VLMPool follows the decision; else it is left to its owner.
         conflict, held: as in Decision.
@@ -42,6 +43,7 @@ class Goal:
     reason: Reason
     message: str
     limited_by: Bound | None = None
+    paced_by: Bound = Bound.MAX_PODS_PER_MINUTE
     spare: int = 0
     claim: bool = True
     conflict: bool = False

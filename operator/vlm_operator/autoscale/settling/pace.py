@@ -43,6 +43,8 @@ def auto(case: Case) -> tuple[Goal, PoolPace]:
     else:
         pace = dataclasses.replace(case.pace, over_since=None)
         goal = shrink(dataclasses.replace(case, pace=pace), need)
+    if not need.credible:
+        goal = dataclasses.replace(goal, paced_by=Bound.UNKNOWN_TIMES)
     return dataclasses.replace(goal, spare=_room(case, _step_up(case))), pace
 
 
@@ -90,7 +92,7 @@ def _more(case: Case, need: Need) -> tuple[Goal, PoolPace]:
         why = "no number of replicas meets the target" if beyond else "time is lost elsewhere"
         return case.goal(reason, f"{text}, but {why}"), pace
     if case.before == 0:
-        step = max(1, policy.up_pods)
+        step = max(1, policy.up_pods) if need.credible else 1
         return case.goal(Reason.WAKE, text, grow=_room(case, step), need=need.units), pace
     if case.before >= policy.maximum:
         return case.goal(Reason.STEADY, text, need=need.units, limited_by=Bound.MAX), pace
@@ -98,9 +100,9 @@ def _more(case: Case, need: Need) -> tuple[Goal, PoolPace]:
         return case.goal(Reason.STEADY, text, limited_by=Bound.UP_WINDOW), pace
     if panics(case, need):
         pace = dataclasses.replace(pace, panic_until=now + policy.panic_hold_seconds)
-        goal = case.goal(Reason.PANIC, text, grow=_room(case, policy.maximum), need=need.units)
-        return goal, pace
-    step = _step_up(case)
+        step = policy.maximum if need.credible else 1
+        return case.goal(Reason.PANIC, text, grow=_room(case, step), need=need.units), pace
+    step = _step_up(case) if need.credible else min(1, _step_up(case))
     if step <= 0:
         return case.goal(Reason.STEADY, text, limited_by=Bound.MAX_PODS_PER_MINUTE), pace
     return case.goal(Reason.SCALE_UP, text, grow=_room(case, step), need=need.units), pace

@@ -37,6 +37,8 @@ def shrink(case: Case, need: Need) -> Goal:
         return case.goal(Reason.STABILIZING, f"{text}; {why}", limited_by=Bound.WINDOW)
     last = case.before == 1
     step = min(room, case.policy.down_pods - _taken(case))
+    if not need.credible:
+        step = min(step, 1)
     if step <= 0:
         return case.goal(Reason.STABILIZING, text, limited_by=Bound.MAX_PODS_PER_MINUTE)
     if case.policy.zero is not None and not last:

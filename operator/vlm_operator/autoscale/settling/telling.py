@@ -39,6 +39,7 @@ def decision_of(case: Case, goal: Goal, share: Share, cases: Mapping[Role, Case]
         held=goal.held,
         flapping=case.pace.damping > 1,
         capacity=capacity(case),
+        warm_cost_per_hour=_warm_cost(case, variants),
     )
 
 
@@ -150,3 +151,12 @@ def _cost(case: Case, variants: Mapping[str, int]) -> float | None:
     if any(costs[name] is None for name, count in variants.items() if count):
         return None
     return sum((costs[name] or 0.0) * count for name, count in variants.items())
+
+
+def _warm_cost(case: Case, variants: Mapping[str, int]) -> float | None:
+    """Of the units that are held for growth, at what a unit of the mix costs."""
+    need, cost = case.need, _cost(case, variants)
+    units = sum(case.speeds[name] * count for name, count in variants.items())
+    if need is None or cost is None or not units or need.warm_units <= 0:
+        return None
+    return cost * min(1.0, need.warm_units / units)

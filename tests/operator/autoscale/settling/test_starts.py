@@ -1,4 +1,4 @@
-"""Pods that do not come: written off by the phase that they are in, and their node type let alone."""
+"""Pods that do not come are written off by their phase, and their node type is let alone."""
 
 from hypothesis import given
 from hypothesis import strategies as st

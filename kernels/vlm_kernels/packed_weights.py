@@ -1,0 +1,129 @@
+"""Weights of linear layers in panels, as `packed_linear` multiplies them.
+
+    pack(W)            32 outputs a panel, inputs in groups side by side
+    pack_gated(G, U)   likewise, 16 rows of G and the same 16 of U in each panel
+
+In bfloat16 a group is two inputs, `[panels, K / 2, 32, 2]`. In int8 it is four,
+`[panels, K / 4, 32, 4]`, and each output has a scale:  W_nk ~ s_n q_nk,  s_n = max_k |W_nk| / 127.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn import functional
+
+PANEL = 32
+LEVELS = 127
+"""Codes of int8 are -127 to 127: symmetric, so that a product of two fits 14 bits and a sign."""
+
+MOST_INPUTS = 1 << 16
+"""Of int8: up to so many, a sum of products with unsigned codes fits 32 bits."""
+
+LEAST_SCALED = 1e-30
+"""Rows of nothing but smaller values have codes of 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Weights in panels, zeros beyond N and K.
+
+    Attributes:
+        panels: `[ceil(N / 32), ceil(K / 2), 32, 2]` bfloat16 or `[.., ceil(K / 4), 32, 4]` int8;
+            of gated weights there are 2 N rows in panels.
+        num_outputs: N.
+        num_inputs: K.
+        is_gated: whether panels hold two matrices.
+        scales: of int8, float32 `[panels * 32]`, in the order of panels.
+        offsets: of int8, 128 times the sum of each row's codes, int32 likewise.
+    """
+
+    panels: torch.Tensor
+    num_outputs: int
+    num_inputs: int
+    is_gated: bool = False
+    scales: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether they are codes with scales."""
+        return self.scales is not None
+
+    def rows(self) -> torch.Tensor:
+        """Float32 `[panels * 32, K]`: the values, in the order of panels."""
+        rows = self.panels.transpose(1, 2).flatten(2).flatten(0, 1).float()
+        return rows[:, : self.num_inputs]
+
+
+def pack(weight_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
+    """Bring bfloat16 weights into panels, rounded to int8 if asked; a copy."""
+    _check_type(weight_NK)
+    num_outputs, num_inputs = weight_NK.shape
+    padded = functional.pad(weight_NK, (0, 0, 0, -num_outputs % PANEL))
+    return _in_panels(padded, num_outputs, is_gated=False, int8=int8)
+
+
+def pack_gated(
+    gate_NK: torch.Tensor, up_NK: torch.Tensor, *, int8: bool = False
+) -> PackedWeights:
+    """Bring the two matrices of a gated layer into shared panels; a copy."""
+    _check_type(gate_NK)
+    if gate_NK.shape != up_NK.shape:
+        raise ValueError(f"pack: gate {tuple(gate_NK.shape)} and up {tuple(up_NK.shape)} differ")
+    num_outputs, num_inputs = gate_NK.shape
+    half = PANEL // 2
+    padding = (0, 0, 0, -num_outputs % half)
+    parts = [functional.pad(w, padding).view(-1, half, num_inputs) for w in (gate_NK, up_NK)]
+    mixed = torch.cat(parts, dim=1).view(-1, num_inputs)
+    return _in_panels(mixed, num_outputs, is_gated=True, int8=int8)
+
+
+def quantise(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integer codes of each row, float32 `[R, K]`, and its scale `[R, 1]`.
+
+    A row that is not finite has codes of 0 and a scale of NaN.
+    """
+    wide = x_RK.float()
+    most = wide.abs().amax(dim=1, keepdim=True)
+    is_finite = most.isfinite()
+    most = most.clamp_min(LEAST_SCALED).where(is_finite, torch.nan)
+    # of two tensors: torch multiplies a number by the inverse of a tensor, which rounds twice
+    codes = (wide * (torch.full_like(most, LEVELS) / most)).round()
+    return codes.where(is_finite, 0.0), most / LEVELS
+
+
+def _in_panels(
+    rows_RK: torch.Tensor, num_outputs: int, *, is_gated: bool, int8: bool
+) -> PackedWeights:
+    """Rows, whole panels of them, packed."""
+    num_inputs = rows_RK.shape[1]
+    if not int8:
+        panels = _grouped(rows_RK, torch.int32)  # pairs of bfloat16 are moved as one
+        return PackedWeights(panels, num_outputs, num_inputs, is_gated)
+    if num_inputs > MOST_INPUTS:
+        raise ValueError(f"pack: {num_inputs} inputs, int8 has room for {MOST_INPUTS}")
+    codes_RK, scales = quantise(rows_RK)
+    return PackedWeights(
+        _grouped(codes_RK.to(torch.int8), torch.int32),
+        num_outputs,
+        num_inputs,
+        is_gated,
+        scales[:, 0].contiguous(),
+        128 * codes_RK.sum(dim=1).to(torch.int32),
+    )
+
+
+def _grouped(rows_RK: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """`[R / 32, K / group, 32, group]`, a group being what a word holds."""
+    group = word.itemsize // rows_RK.element_size()
+    rows_RK = functional.pad(rows_RK, (0, -rows_RK.shape[1] % group))
+    words = rows_RK.contiguous().view(word)
+    panels = words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
+    return panels.view(rows_RK.dtype).view(*panels.shape, group)
+
+
+def _check_type(weight: torch.Tensor) -> None:
+    if weight.dtype != torch.bfloat16:
+        raise ValueError(f"pack: weights are {weight.dtype}, not bfloat16")
