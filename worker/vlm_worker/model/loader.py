@@ -27,6 +27,7 @@ from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
+from vlm_worker.model.imports import lean_torch
 from vlm_worker.model.layers import use_kernels
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
@@ -107,10 +108,11 @@ def load_model(
     target = _choose_device(device)
     chosen = _choose_dtype(checkpoint, dtype, target)
     began = time.perf_counter()
-    module = importlib.import_module(checkpoint.family.spec.module)
-    imported = time.perf_counter()
-    wanted = frozenset(stages)
-    model = _read_weights(checkpoint, _pruned_class(module, checkpoint.family.spec, wanted), chosen)
+    wanted, spec = frozenset(stages), checkpoint.family.spec
+    with lean_torch():
+        module = importlib.import_module(spec.module)
+        imported = time.perf_counter()
+        model = _read_weights(checkpoint, _pruned_class(module, spec, wanted), chosen)
     packed_vision = isinstance(checkpoint.family.processor, DynamicProcessor)
     use_paged_attention(model, packed_vision=packed_vision)
     use_patch_projection(model)

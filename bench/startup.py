@@ -1,0 +1,133 @@
+"""From the start of a worker to ready, over what importing torch takes.
+
+    python bench/run.py startup          python bench/startup.py [--model DIR] [--rounds 3]
+
+Each role is `vlm-worker` itself as a pod starts it, with Qwen2-VL of random weights (`random_vlm`)
+in the page cache and the kernels compiled. Rounds interleave the roles with a process that imports
+torch and ends; what counts is the median of the difference within a round. `cpu_over_torch` is the
+same in processor time of the worker alone, which neighbours on the machine hardly touch. `parts`
+are wall seconds between the lines of its log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import random_vlm
+
+ROOT = Path(__file__).parents[1]
+ROLES = {
+    "encoder": "encoder",
+    "prefill": "prefill",
+    "decode": "decode",
+    "colocated": "encoder,prefill,decode",
+}
+GOAL_SECONDS = 3.0
+MARKS = ("listening", "model loaded", "ready")
+
+
+def main() -> None:
+    """Print every role."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--roles", nargs="*", choices=ROLES, default=list(ROLES))
+    args = parser.parse_args()
+    with random_vlm.model_directory(args.model) as model_dir:
+        torch_runs: list[dict[str, float]] = []
+        runs: dict[str, list[dict[str, Any]]] = {role: [] for role in args.roles}
+        start_worker(model_dir, args.roles[0])  # compiles, and brings files into memory
+        for _ in range(args.rounds):
+            torch_runs.append(import_torch())
+            for role, kept in runs.items():
+                kept.append(start_worker(model_dir, role))
+    for role, kept in runs.items():
+        print(json.dumps(figures(role, kept, torch_runs)), flush=True)
+
+
+def figures(
+    role: str, runs: list[dict[str, Any]], torch_runs: list[dict[str, float]]
+) -> dict[str, Any]:
+    """One line of the report: medians."""
+    pairs = list(zip(runs, torch_runs, strict=True))
+    over = statistics.median(run["wall"] - torch["wall"] for run, torch in pairs)
+    return {
+        "bench": "startup",
+        "role": role,
+        "seconds": round(statistics.median(run["wall"] for run in runs), 2),
+        "torch_seconds": round(statistics.median(run["wall"] for run in torch_runs), 2),
+        "over_torch": round(over, 2),
+        "cpu_over_torch": round(statistics.median(r["cpu"] - t["cpu"] for r, t in pairs), 2),
+        "parts": {
+            name: round(statistics.median(run["parts"][name] for run in runs), 2) for name in MARKS
+        },
+        "goal": GOAL_SECONDS,
+        "met": over <= GOAL_SECONDS,
+    }
+
+
+def import_torch() -> dict[str, float]:
+    """Wall and CPU seconds of a process that does nothing else."""
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", "import torch"])
+    _, _, usage = os.wait4(process.pid, 0)
+    process.returncode = 0
+    return {"wall": time.perf_counter() - began, "cpu": usage.ru_utime + usage.ru_stime}
+
+
+def start_worker(model_dir: Path, role: str) -> dict[str, Any]:
+    """Seconds until its log says that it is ready, in parts, and CPU seconds so far."""
+    stages = ROLES[role]
+    command = [
+        sys.executable, "-m", "vlm_worker", stages.rpartition(",")[2], f"--model={model_dir}",
+        "--served-name=m", f"--stages={stages}", "--bind=127.0.0.1", f"--grpc-port={free_port()}",
+        f"--http-port={free_port()}", "--block-size=64", "--kv-memory-bytes=268435456",
+    ]  # fmt: skip
+    began = last = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=ROOT / "worker", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    parts: dict[str, float] = {}
+    try:
+        for line in process.stdout:
+            message = message_of(line)
+            if message in MARKS:
+                now = time.perf_counter()
+                parts[message], last = now - last, now
+            if message == "ready":
+                return {"wall": last - began, "cpu": cpu_seconds(process.pid), "parts": parts}
+    finally:
+        process.terminate()
+        process.communicate()
+    raise SystemExit(f"the {role} ended with {process.returncode} before it was ready")
+
+
+def message_of(line: str) -> str | None:
+    """Of a line of the log."""
+    return json.loads(line).get("message") if line.startswith("{") else None
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, its children apart."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """One that nobody has."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
