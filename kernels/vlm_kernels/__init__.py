@@ -6,28 +6,38 @@
     varlen_attention   attention inside segments of a packed axis (vision towers)
     dense_attention    attention of a batch of equal shapes, which both are made of
     flash_attention    the same in C++, for bfloat16 without a mask
+    packed_weights     weights in panels, in bfloat16 or int8
     packed_linear      linear layers on packed weights, and what usually follows them
     rms_norm           RMSNorm of packed tokens
+    add_rms_norm       RMSNorm behind an addition
     rope               rotary positions, in place
+    rope_store_kv      the same, keys on their way into KV blocks
+    silu_mul           between the products of a gated MLP
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
 The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`: one block is one
 contiguous piece.
 """
 
+from vlm_kernels.add_rms_norm import add_rms_norm
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.gather_blocks import gather_blocks, scatter_blocks
-from vlm_kernels.packed_linear import PackedWeights, packed_linear
+from vlm_kernels.packed_linear import Activation, packed_linear
+from vlm_kernels.packed_weights import PackedWeights
 from vlm_kernels.paged_attention import paged_attention
 from vlm_kernels.rms_norm import rms_norm
 from vlm_kernels.rope import rope
+from vlm_kernels.rope_store_kv import rope_store_kv
+from vlm_kernels.silu_mul import silu_mul
 from vlm_kernels.store_kv import store_kv
 from vlm_kernels.varlen_attention import varlen_attention
 
 __all__ = [
+    "Activation",
     "AttentionPlan",
     "PackedWeights",
+    "add_rms_norm",
     "dense_attention",
     "gather_blocks",
     "packed_linear",
@@ -35,7 +45,9 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "rope",
+    "rope_store_kv",
     "scatter_blocks",
+    "silu_mul",
     "store_kv",
     "varlen_attention",
 ]

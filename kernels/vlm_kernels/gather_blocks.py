@@ -1,13 +1,16 @@
 """Gather blocks:  piece[i] = cache[ids[i]], bytes, contiguous; scatter is its inverse.
 
 Shapes: N blocks in the cache, I blocks moved, C bytes per block. A block is contiguous, so a
-move is one copy of C bytes, whatever the model.
+move is one copy of C bytes, whatever the model. On a GPU blocks are brought side by side there, so
+that what crosses the bus is one piece.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+from vlm_kernels import gpu
 
 
 def gather_blocks_reference(kv_cache: torch.Tensor, ids_I: np.ndarray) -> np.ndarray:
@@ -25,11 +28,16 @@ def gather_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray) -> np.ndarray:
 
     Returns:
         uint8 `[I, C]`, its own memory.
+
+    Raises:
+        ValueError: an id is not of the cache, or not int64.
     """
     _check_ids(kv_cache, ids_I)
+    ids = torch.from_numpy(ids_I).to(kv_cache.device)
+    if gpu.serves(kv_cache.device):
+        return np.asarray(_move(kv_cache, None, ids).cpu().numpy())
     if kv_cache.device.type == "cpu":
         return np.take(_host_bytes(kv_cache), ids_I, axis=0)
-    ids = torch.from_numpy(ids_I).to(kv_cache.device)
     moved = kv_cache.index_select(0, ids).flatten(1).view(torch.uint8).cpu().numpy()
     return np.asarray(moved)
 
@@ -41,15 +49,32 @@ def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarra
         kv_cache: `[N, ...]`, contiguous.
         ids_I: int64 block ids, all different, each below N.
         data_IC: uint8 `[I, C]`; may be read-only.
+
+    Raises:
+        ValueError: an id is not of the cache or not int64, or the bytes are not as many.
     """
     _check_ids(kv_cache, ids_I)
-    assert data_IC.shape == (len(ids_I), kv_cache[0].numel() * kv_cache.element_size())
+    if data_IC.shape != (len(ids_I), kv_cache[0].numel() * kv_cache.element_size()):
+        raise ValueError(f"scatter_blocks: {data_IC.shape} bytes for {len(ids_I)} blocks")
+    ids = torch.from_numpy(ids_I).to(kv_cache.device)
+    if gpu.serves(kv_cache.device):
+        _move(kv_cache, torch.from_numpy(data_IC.copy()).to(kv_cache.device), ids)
+        return
     if kv_cache.device.type == "cpu":
         _host_bytes(kv_cache)[ids_I] = data_IC
         return
     staged = torch.from_numpy(data_IC.copy()).view(kv_cache.dtype)
-    ids = torch.from_numpy(ids_I).to(kv_cache.device)
     kv_cache.flatten(1).index_copy_(0, ids, staged.to(kv_cache.device))
+
+
+def _move(kv_cache: torch.Tensor, data_IC: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    """Blocks to one piece on their GPU, or with `data_IC` back; returns the piece."""
+    from vlm_kernels.gpu.gather_blocks import move_blocks
+
+    cache = kv_cache.flatten(1).view(torch.uint8)
+    piece = cache.new_empty(len(ids), cache.shape[1]) if data_IC is None else data_IC
+    move_blocks(cache, piece, ids, into_cache=data_IC is not None)
+    return piece
 
 
 def _host_bytes(kv_cache: torch.Tensor) -> np.ndarray:
@@ -58,6 +83,10 @@ def _host_bytes(kv_cache: torch.Tensor) -> np.ndarray:
 
 
 def _check_ids(kv_cache: torch.Tensor, ids_I: np.ndarray) -> None:
-    assert ids_I.dtype == np.int64
-    assert ids_I.ndim == 1
-    assert len(ids_I) == 0 or 0 <= ids_I.min() <= ids_I.max() < kv_cache.shape[0]
+    if ids_I.dtype != np.int64 or ids_I.ndim != 1 or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"block ids are {ids_I.dtype} {ids_I.shape}: must be int64 in one axis, of a "
+            f"contiguous cache"
+        )
+    if len(ids_I) and not 0 <= ids_I.min() <= ids_I.max() < len(kv_cache):
+        raise ValueError(f"a block is not in 0 to {len(kv_cache) - 1}")

@@ -1,13 +1,15 @@
 """How a token's row lies in a KV block, by the type of the cache.
 
     float32, bfloat16, float16    [P, D]                     values
-    int8                          [P, D] then [P] float32    value = integer * scale of its row
+    int8, float8_e4m3fn           [P, D] then [P] float32    value = element * scale of its row
 
 A row is one token's key, or value, of one head: what a scale is shared by (KIVI, arXiv 2402.02750,
 finds one scale per token enough for 8 bits). A new token changes no scale that is there already,
-and the scales lie behind their integers in the same piece, so that a block moves as one.
+and the scales lie behind their elements in the same piece, so that a block moves as one.
 
-    scale = max |x| / 127      integer = round(x * (127 / max |x|)), ties to even
+    scale = max |x| / limit    element = round(x * (limit / max |x|)), ties to even
+
+The limit is 127, or 448 of float8, which is for GPUs: their tensor cores have it, our C++ has not.
 
 A row that is not finite has a scale that is not: it reads as NaN, and shows.
 
@@ -19,12 +21,13 @@ from __future__ import annotations
 import torch
 
 SCALE_BYTES = 4
-MOST = 127
+LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""Types of quantised rows, and their greatest elements."""
 
 
 def slot_elements(dtype: torch.dtype, head_dim: int) -> int:
     """Elements of the cache's last axis that one slot takes."""
-    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+    return head_dim + SCALE_BYTES if dtype in LIMITS else head_dim
 
 
 def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
@@ -37,18 +40,20 @@ def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
     return kv_cache.shape[-1] // size
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[..., D]` as int8 of the same shape, and their float32 scales `[...]`."""
+def quantise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[..., D]` as elements of the same shape, and their float32 scales `[...]`."""
     x = x.float()
     most = x.abs().amax(dim=-1)
-    factor = MOST / most
-    factor = torch.where(torch.isfinite(factor), factor, 0)
-    integers = (x * factor[..., None]).round()
-    return torch.where(factor[..., None] > 0, integers, 0).to(torch.int8), most / MOST
+    factor = LIMITS[dtype] / most
+    factor = torch.where(torch.isfinite(factor), factor, 0)[..., None]
+    elements = torch.where(factor > 0, x * factor, 0)
+    if dtype == torch.int8:
+        elements = elements.round()
+    return elements.to(dtype), most / LIMITS[dtype]
 
 
 def split_pieces(pieces: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Views of an int8 or float cache `[..., P * slot]`: its rows, and the bytes of its scales.
+    """Views of a cache `[..., P * slot]`: its rows, and the bytes of its scales.
 
     Returns:
         `[..., P, D]`, and `[..., P, SCALE_BYTES]` int8, None where the rows are values.
@@ -56,13 +61,35 @@ def split_pieces(pieces: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, tor
     block_size = block_size_of(pieces, head_dim)
     shape = pieces.shape[:-1]
     rows = pieces[..., : block_size * head_dim].view(*shape, block_size, head_dim)
-    if pieces.dtype != torch.int8:
+    if pieces.dtype not in LIMITS:
         return rows, None
-    return rows, pieces[..., block_size * head_dim :].view(*shape, block_size, SCALE_BYTES)
+    scale_bytes = pieces[..., block_size * head_dim :].view(torch.int8)
+    return rows, scale_bytes.view(*shape, block_size, SCALE_BYTES)
+
+
+def layer_views(
+    kv_cache: torch.Tensor, layer: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One layer as kernels for GPUs address it.
+
+    Returns:
+        Rows `[N, 2, H, P, D]`, and float32 scales `[N, 2, H, P]` of a quantised cache.
+
+    Raises:
+        ValueError: rows are so short that scales behind them lie at odd addresses.
+    """
+    rows, scale_bytes = split_pieces(kv_cache[:, layer], head_dim)
+    if scale_bytes is None:
+        return rows, None
+    if rows.shape[-2] * head_dim % 4:
+        raise ValueError(
+            f"kv_cache of {kv_cache.dtype}: {rows.shape[-2]} slots of {head_dim} must fill words"
+        )
+    return rows, scale_bytes.view(torch.float32)[..., 0]
 
 
 def values_of(pieces: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The values `[..., P, D]` of pieces: as they are, or float32 out of int8."""
+    """The values `[..., P, D]` of pieces: as they are, or float32 out of quantised ones."""
     rows, scale_bytes = split_pieces(pieces, head_dim)
     if scale_bytes is None:
         return rows

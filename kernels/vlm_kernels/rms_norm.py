@@ -1,8 +1,8 @@
 """RMSNorm:  y_t = (x_t / sqrt(mean(x_t^2) + eps)) * w      for each token t.
 
 Shapes: T tokens, D features. The mean is in float32; the scaled x is rounded to its type before it
-is multiplied by w, as in transformers' Llama and Qwen. C++ on CPUs (`cpu/norm.cpp`): one pass
-instead of six.
+is multiplied by w, as in transformers' Llama and Qwen. C++ on CPUs (`cpu/norm.cpp`), Triton
+on GPUs: one pass instead of six.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vlm_kernels import gpu
 from vlm_kernels.cpu import native
 
 SYMBOL = "triptych_rms_norm"
@@ -35,7 +36,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch
     """Normalise each row.
 
     Args:
-        x_TD: float32 or bfloat16; rows may lie apart.
+        x_TD: float32 or bfloat16, on GPUs float16 too; rows may lie apart.
         weight_D: of the same type.
         eps: added to the mean square.
 
@@ -52,6 +53,11 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch
             f"rms_norm: x is {x_TD.dtype} on {x_TD.device}, the weight {weight_D.dtype} on "
             f"{weight_D.device}"
         )
+    if gpu.serves(x_TD.device):
+        from vlm_kernels.gpu.rms_norm import rms_norm as launch
+
+        x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+        return launch(x_TD, weight_D.contiguous(), eps=eps)[0]
     run = _kernel() if x_TD.device.type == "cpu" else None
     if run is None or x_TD.dtype not in {torch.float32, torch.bfloat16}:
         return rms_norm_reference(x_TD, weight_D, eps=eps)

@@ -2,8 +2,8 @@
 
 Shapes: T tokens, H heads, D head size; a and b are the halves of D. cos and sin are given per token
 and feature, so one function serves plain positions and those of several axes. Both products and
-their sum are rounded to the type of x, as transformers does. C++ on CPUs (`cpu/rope.cpp`): in
-place, instead of six passes over copies.
+their sum are rounded to the type of x, as transformers does. C++ on CPUs (`cpu/rope.cpp`), Triton
+on GPUs: in place, instead of six passes over copies.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vlm_kernels import gpu
 from vlm_kernels.cpu import native
 
 SYMBOL = "triptych_rope"
@@ -36,24 +37,19 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
     """Rotate queries or keys, in place.
 
     Args:
-        x_THD: float32 or bfloat16; the inner axis has stride 1, the others any.
+        x_THD: float32 or bfloat16, on GPUs float16 too; the inner axis has stride 1.
         cos_TD: of the same type.
         sin_TD: likewise.
 
     Raises:
         ValueError: a shape, type or stride does not fit.
     """
-    num_tokens, num_heads, head_dim = x_THD.shape
-    for name, table in (("cos", cos_TD), ("sin", sin_TD)):
-        if table.shape != (num_tokens, head_dim) or head_dim % 2:
-            raise ValueError(f"rope: x {tuple(x_THD.shape)}, {name} {tuple(table.shape)}")
-        if table.dtype != x_THD.dtype or table.device != x_THD.device:
-            raise ValueError(
-                f"rope: x is {x_THD.dtype} on {x_THD.device}, {name} {table.dtype} on "
-                f"{table.device}"
-            )
-    if x_THD.stride(2) != 1:
-        raise ValueError(f"rope: x has strides {x_THD.stride()}, the last must be 1")
+    check_rope(x_THD, cos_TD, sin_TD)
+    if gpu.serves(x_THD.device):
+        from vlm_kernels.gpu.rope import rope as launch
+
+        launch(x_THD, cos_TD.contiguous(), sin_TD.contiguous())
+        return
     run = _kernel() if x_THD.device.type == "cpu" else None
     if run is None or x_THD.dtype not in {torch.float32, torch.bfloat16}:
         x_THD.copy_(rope_reference(x_THD, cos_TD, sin_TD))
@@ -65,12 +61,25 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
         x_THD.stride(1),
         cos_TD.data_ptr(),
         sin_TD.data_ptr(),
-        num_tokens,
-        num_heads,
-        head_dim,
+        *x_THD.shape,
         x_THD.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
+
+
+def check_rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
+    """Raise ValueError where a shape, type or stride does not fit."""
+    num_tokens, _, head_dim = x_THD.shape
+    for name, table in (("cos", cos_TD), ("sin", sin_TD)):
+        if table.shape != (num_tokens, head_dim) or head_dim % 2:
+            raise ValueError(f"rope: x {tuple(x_THD.shape)}, {name} {tuple(table.shape)}")
+        if table.dtype != x_THD.dtype or table.device != x_THD.device:
+            raise ValueError(
+                f"rope: x is {x_THD.dtype} on {x_THD.device}, {name} {table.dtype} on "
+                f"{table.device}"
+            )
+    if x_THD.stride(2) != 1:
+        raise ValueError(f"rope: x has strides {x_THD.stride()}, the last must be 1")
 
 
 @functools.cache

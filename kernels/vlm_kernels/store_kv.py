@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlm_kernels import gpu
 from vlm_kernels.cpu import native
-from vlm_kernels.kv_rows import block_size_of, quantise, split_pieces
+from vlm_kernels.kv_rows import LIMITS, block_size_of, layer_views, quantise, split_pieces
 
 TYPES = (torch.float32, torch.bfloat16)
 """That the C++ kernel reads."""
@@ -46,8 +47,8 @@ def store_kv_reference(
             if scale_bytes is None:
                 rows[block, layer, kv, :, offset] = new
                 continue
-            integers, scales = quantise(new)
-            rows[block, layer, kv, :, offset] = integers
+            elements, scales = quantise(new, kv_cache.dtype)
+            rows[block, layer, kv, :, offset] = elements
             scale_bytes[block, layer, kv, :, offset] = scales[:, None].view(torch.int8)
 
 
@@ -63,32 +64,33 @@ def store_kv(
     Args:
         k_THD: keys after rotation; rounded to the cache's type.
         v_THD: values.
-        kv_cache: `[N, L, 2, H, P * D]`, contiguous; of int8 as `kv_rows` says.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous; quantised as `kv_rows` says.
         layer: which layer.
-        slots_T: int64, all different, on the cache's device.
+        slots_T: int64, all different, on the cache's device. On a GPU -1, padding of a captured
+            graph, is skipped, as is any other that is not in the cache: to look at them from here
+            would stop the stream.
 
     Raises:
         ValueError: a shape, type or slot is wrong; says which.
     """
-    num_tokens, head_dim = len(slots_T), k_THD.shape[-1]
-    num_blocks, num_layers, _, num_heads, _ = kv_cache.shape
-    if not k_THD.shape == v_THD.shape == (num_tokens, num_heads, head_dim):
-        raise ValueError(
-            f"k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}: must be "
-            f"[{num_tokens} slots, {num_heads}, D]"
-        )
+    check_store(k_THD, v_THD, kv_cache, layer, slots_T)
+    head_dim = k_THD.shape[-1]
     block_size = block_size_of(kv_cache, head_dim)
-    if not kv_cache.is_contiguous() or not 0 <= layer < num_layers:
-        raise ValueError(f"kv_cache {tuple(kv_cache.shape)}, layer {layer}")
+    if gpu.serves(kv_cache.device):
+        from vlm_kernels.gpu.store_kv import store_kv as launch
+
+        launch(k_THD, v_THD, *layer_views(kv_cache, layer, head_dim), slots_T)
+        return
     if kv_cache.device.type == "cpu":
         slots = slots_T.numpy()
         if slots.dtype != np.int64 or not slots.flags.c_contiguous:
             raise ValueError(f"slots are {slots.dtype}: must be contiguous int64")
-        if num_tokens and (slots.min() < 0 or slots.max() >= num_blocks * block_size):
-            raise ValueError(f"a slot is not in 0 to {num_blocks * block_size - 1}")
+        num_slots = len(kv_cache) * block_size
+        if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
+            raise ValueError(f"a slot is not in 0 to {num_slots - 1}")
         if _native(k_THD, v_THD, kv_cache, layer, slots_T, block_size):
             return
-        if kv_cache.dtype != torch.int8:
+        if kv_cache.dtype not in LIMITS:
             _by_numpy(k_THD, v_THD, kv_cache, layer, slots)
             return
     block_T = slots_T // block_size
@@ -99,9 +101,37 @@ def store_kv(
         if scale_bytes is None:
             rows[block_T, layer, kv, :, offset_T] = new_THD.to(kv_cache.dtype)
         else:
-            integers, scales = quantise(new_THD)
-            rows[block_T, layer, kv, :, offset_T] = integers
+            elements, scales = quantise(new_THD, kv_cache.dtype)
+            rows[block_T, layer, kv, :, offset_T] = elements
             scale_bytes[block_T, layer, kv, :, offset_T] = scales[..., None].view(torch.int8)
+
+
+def check_store(
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    slots_T: torch.Tensor,
+) -> None:
+    """Raise ValueError where a shape, or on a GPU a type, stride or device, does not fit."""
+    num_tokens, num_heads, head_dim = len(slots_T), kv_cache.shape[3], k_THD.shape[-1]
+    if not k_THD.shape == v_THD.shape == (num_tokens, num_heads, head_dim):
+        raise ValueError(
+            f"k {tuple(k_THD.shape)}, v {tuple(v_THD.shape)}: must be "
+            f"[{num_tokens} slots, {num_heads}, D]"
+        )
+    block_size_of(kv_cache, head_dim)
+    if not kv_cache.is_contiguous() or not 0 <= layer < kv_cache.shape[1]:
+        raise ValueError(f"kv_cache {tuple(kv_cache.shape)}, layer {layer}")
+    if not gpu.serves(kv_cache.device):
+        return
+    if slots_T.dtype != torch.int64 or not slots_T.is_contiguous():
+        raise ValueError(f"slots are {slots_T.dtype}: must be contiguous int64")
+    if (k_THD.stride(2), v_THD.stride(2)) != (1, 1):
+        raise ValueError(f"k has strides {k_THD.stride()}, v {v_THD.stride()}: the last must be 1")
+    devices = {x.device for x in (k_THD, v_THD, kv_cache, slots_T)}
+    if len(devices) > 1:
+        raise ValueError(f"k, v, cache and slots are on {sorted(map(str, devices))}")
 
 
 def _native(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vlm_kernels.kv_rows import split_pieces
+from vlm_kernels.kv_rows import layer_views
 
 if TYPE_CHECKING:
     from vlm_kernels.gpu.paged_attention import TiledStep
@@ -87,24 +87,3 @@ def attend_tiled(
         )
     kv, factors = layer_views(kv_cache, layer, head_dim)
     return paged_attention(q_THD, kv, factors, tiles, scale=scale, softcap=softcap)
-
-
-def layer_views(
-    kv_cache: torch.Tensor, layer: int, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One layer as kernels for GPUs address it.
-
-    Returns:
-        Rows `[N, 2, H, P, D]`, and float32 scales `[N, 2, H, P]` of a quantised cache.
-
-    Raises:
-        ValueError: rows are so short that scales behind them lie at odd addresses.
-    """
-    rows, scale_bytes = split_pieces(kv_cache[:, layer], head_dim)
-    if scale_bytes is None:
-        return rows, None
-    if rows.shape[-2] * head_dim % 4:
-        raise ValueError(
-            f"kv_cache of {kv_cache.dtype}: {rows.shape[-2]} slots of {head_dim} must fill words"
-        )
-    return rows, scale_bytes.view(torch.float32)[..., 0]

@@ -1,0 +1,73 @@
+"""Rotation in Triton is its definition, and so is rotation on the way into the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.batches import poisoned_cache
+
+from vlm_kernels import rope, rope_store_kv
+from vlm_kernels.rope import rope_reference
+from vlm_kernels.store_kv import store_kv_reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def heads(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """As a joint product gives them: tokens lie apart."""
+    return (
+        torch.randn(num_tokens, (num_heads + 1) * head_dim)
+        .to(dtype)[:, head_dim:]
+        .unflatten(1, (num_heads, head_dim))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(5, 24), (2, 64)])
+def test_it_is_its_definition(
+    num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    x = heads(3, num_heads, head_dim, dtype)
+    cos, sin = torch.randn(2, 3, head_dim).to(dtype)
+    field = torch.full((3, num_heads + 2, head_dim), float("nan"), dtype=dtype, device=device)
+    inside = field[:, 1:-1]
+    inside.copy_(x)
+    rope(inside, cos.to(device), sin.to(device))
+    torch.testing.assert_close(inside.cpu(), rope_reference(x, cos, sin), rtol=1e-6, atol=1e-6)
+    assert field[:, [0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_keys_are_rotated_on_their_way(
+    kv_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (heads(4, n, 24, dtype).to(device, copy=True) for n in (7, 2, 2))
+    cos, sin = torch.randn(2, 4, 24).to(dtype)
+    want = poisoned_cache((5, 2, 2, 2, 4), 24, kv_dtype or dtype)
+    cache = want.to(device, copy=True)
+    slots = torch.tensor([9, -1, 19, 4])
+    rotated = rope_reference(q.cpu(), cos, sin)
+    of_cache = [0, 2, 3]
+    new_k = rope_reference(k.cpu(), cos, sin)[of_cache]
+    rope_store_kv(q, k, v, cos.to(device), sin.to(device), cache, 1, slots.to(device))
+    store_kv_reference(new_k, v.cpu()[of_cache], want, 1, slots[of_cache])
+    torch.testing.assert_close(q.cpu(), rotated, rtol=1e-6, atol=1e-6)
+    got, expected = (x.cpu().contiguous().view(torch.uint8) for x in (cache, want))
+    assert torch.equal(got, expected)
+
+
+def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> None:
+    x, table = torch.ones(2, 3, 8, device=device), torch.ones(2, 8, device=device)
+    with pytest.raises(ValueError, match=r"cos \(2, 7\)"):
+        rope(x, table[:, :7], table)
+    with pytest.raises(ValueError, match=r"sin torch.bfloat16"):
+        rope(x, table, table.bfloat16())
+    with pytest.raises(ValueError, match="the last must be 1"):
+        rope(x.transpose(1, 2).contiguous().mT, table, table)
+    cache = torch.zeros(3, 1, 2, 3, 4 * 8, device=device)
+    with pytest.raises(ValueError, match="layer 1"):
+        rope_store_kv(x, x, x, table, table, cache, 1, torch.tensor([0, 1], device=device))
+    assert (x == 1).all()
