@@ -109,7 +109,8 @@ class Case:
             for item in self.policy.variants
             if self.stock.standing.get(item.name)
         ]
-        base = max(self.policy.down_seconds, 2 * max(starts, default=0.0))
+        longest = max(starts, default=0.0)
+        base = max(self.policy.down_seconds, tuning.window_starts * longest)
         return max(base, min(base * self.pace.damping, tuning.max_down_seconds))
 
     def caps(self, *, keep: bool = False) -> dict[str, int]:
