@@ -18,7 +18,7 @@ from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.demo.line import INSTALL, MODEL
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def operator(cluster: ControlPlane) -> Iterator[ControlPlane]:
     """The cluster, with the operator of install.yaml at work in it."""
     cluster.kubectl("apply", "-f", str(INSTALL))

@@ -33,7 +33,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @contextlib.contextmanager
 def place(cluster: ControlPlane, namespace: str, model: Path) -> Iterator[None]:
-    """A namespace with the claim `shapes` on the folder `model`, and its clean end."""
+    """A namespace with the claim `shapes` on the folder `model`; its pods have ended at the end."""
     cluster.kubectl("create", "namespace", namespace)
     try:
         volume, claim = model_volume(model)["items"]
@@ -44,14 +44,10 @@ def place(cluster: ControlPlane, namespace: str, model: Path) -> Iterator[None]:
         yield
     finally:
         delete = ("delete", "--ignore-not-found", "--timeout=90s")
-        # Kubernetes looks again at a namespace whose pods end in good time only after half of their
-        # grace, minutes later, or when the namespace changes: so they end first, and it is changed.
         cluster.kubectl(*delete, "-n", namespace, "vlm", "--all", "--wait")
         cluster.kubectl("-n", namespace, "wait", "pods", "--all", "--for=delete", "--timeout=90s")
-        label = ("label", "namespace", namespace, "pods=none", "--overwrite")
-        cluster.kubectl(*label, check=False)
-        cluster.kubectl(*delete, "namespace", namespace)
-        cluster.kubectl(*delete, "persistentvolume", namespace)
+        for thing in ("namespace", "persistentvolume"):
+            cluster.kubectl(*delete, thing, namespace, "--wait=false")
 
 
 def example(folder: str) -> Object:

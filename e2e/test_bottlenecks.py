@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 NAME = "shapes"
 NAMESPACE = "bottlenecks"
 GROWS_SECONDS = 120.0  # of load until a pool grows
-SLEEPS_SECONDS = 420.0  # two windows, each of two starts as they were measured
+SLEEPS_SECONDS = 120.0  # without a picture until the encoder is gone
 CPU = {Role.ENCODER: "100m", Role.PREFILL: "400m", Role.DECODE: "1"}
 WORDS = 450  # of a long prompt
 TOKENS = 1000  # of a long answer
@@ -77,6 +77,7 @@ def _manifest(*, encoder_sleeps: bool = False) -> Object:
         scaling = spec["pools"]["encoder"]["scaling"]
         scaling |= {"minReplicas": 0, "scaleToZero": {"idleSeconds": 5}}
         scaling["behavior"]["scaleDown"]["stabilizationSeconds"] = 5
+        spec["autoscaling"]["tuning"]["windowStartsPercent"] = 0  # 5 s, however long a start is
     return manifest
 
 
@@ -102,7 +103,6 @@ async def test_each_pool_grows_for_its_own_load_and_no_other(served: Served):
     await _grows(served, Role.PREFILL, _long_prompt, clients=5, says="prefill_queue")
 
 
-@pytest.mark.full  # a window is two measured starts; test_autoscaling.py has the short form
 async def test_the_encoder_sleeps_through_text_and_wakes_for_pictures(served: Served):
     await served.apply(_manifest(encoder_sleeps=True))
 
