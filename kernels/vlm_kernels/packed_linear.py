@@ -2,23 +2,24 @@
 
     plain      y = x W^T + b                          W [N, K], b [N]
     residual   y = r + (x W^T + b)                    r [M, N]
-    activated  y = z * sigmoid(1.702 z)               z = x W^T + b; GELU of CLIP and Qwen2-VL
-    gated      y = silu(x G^T) * (x U^T)              G, U [N, K]
+    activated  y = act(z),  z = x W^T + b             z * sigmoid(1.702 z), or GELU by tanh
+    gated      y = act(x G^T) * (x U^T)               G, U [N, K]; SILU or GELU
 
-Shapes: M rows of x, K inputs, N outputs. All in bfloat16, sums in float32; each product, SiLU and
-sum of two tensors is rounded to bfloat16, as transformers' modules do one after the other.
+Shapes: M rows of x, K inputs, N outputs, all in bfloat16. Each product, activation and sum of two
+tensors is rounded to bfloat16, as transformers' modules do one after the other.
 
-    pack(W)            [panels, K / 2, 32, 2]: 32 outputs a panel, pairs of inputs side by side
-    pack_gated(G, U)   likewise, 16 rows of G and the same 16 of U in each panel
+    bfloat16 weights   sums in float32                              `cpu/linear.cpp`
+    int8 weights       x is rounded to int8, too, row by row:       `cpu/linear_int8.cpp`
+                       x_mk ~ a_m p_mk,  a_m = max_k |x_mk| / 127
+                       y_mn = a_m s_n sum_k p_mk q_nk,  the sum in integers
 
-One layout serves one row and thousands. A row's result depends on no other row. C++ for CPUs with
-AVX512-BF16 (`cpu/linear.cpp`); `has_kernel` says whether this is one.
+One layout serves one row and thousands (`packed_weights`). A row's result depends on no other row.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,38 +28,29 @@ import torch
 from torch.nn import functional
 
 from vlm_kernels.cpu import native
+from vlm_kernels.packed_weights import PANEL, PackedWeights, quantise
 
-PANEL = 32
-_PLAIN, _RESIDUAL, _GATED, _QUICK_GELU = range(4)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PackedWeights:
-    """Weights in panels; `panels` `[ceil(N / 32), ceil(K / 2), 32, 2]`, zeros beyond N and K.
-
-    Of gated weights there are `2 N` rows in panels, and `num_outputs` is N.
-    """
-
-    panels: torch.Tensor
-    num_outputs: int
-    num_inputs: int
-    is_gated: bool = False
+SYMBOL = "triptych_linear_int8"
+_POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_OPERANDS = (
+    *(_POINTER, _POINTER, _SIZE, _POINTER, _SIZE),
+    *(_NUMBER, _NUMBER, _NUMBER, _NUMBER, _NUMBER),
+)
+ARGUMENTS = (_POINTER, _SIZE, _POINTER, _POINTER, _POINTER, *_OPERANDS)
+BFLOAT16_ARGUMENTS = (_POINTER, _SIZE, _POINTER, *_OPERANDS)
 
 
-def pack(weight_NK: torch.Tensor) -> PackedWeights:
-    """Bring bfloat16 weights into panels; a copy."""
-    return PackedWeights(_in_panels(weight_NK), *weight_NK.shape)
+class Activation(enum.Enum):
+    """What follows a product; of gated weights, that of the gate."""
+
+    SILU = "silu"
+    QUICK_GELU = "quick_gelu"
+    GELU = "gelu_tanh"
 
 
-def pack_gated(gate_NK: torch.Tensor, up_NK: torch.Tensor) -> PackedWeights:
-    """Bring the two matrices of a gated layer into shared panels; a copy."""
-    _check(gate_NK.shape == up_NK.shape, f"gate {gate_NK.shape} and up {up_NK.shape} differ")
-    num_outputs, num_inputs = gate_NK.shape
-    half = PANEL // 2
-    padding = (0, 0, 0, -num_outputs % half)
-    parts = [functional.pad(w, padding).view(-1, half, num_inputs) for w in (gate_NK, up_NK)]
-    mixed = torch.cat(parts, dim=1).view(-1, num_inputs)
-    return PackedWeights(_in_panels(mixed), num_outputs, num_inputs, is_gated=True)
+_PLAIN, _RESIDUAL = 0, 1
+_ACTIVATED = {Activation.QUICK_GELU: 2, Activation.GELU: 3}
+_GATED = {Activation.SILU: 4, Activation.GELU: 5}
 
 
 def packed_linear_reference(
@@ -66,19 +58,28 @@ def packed_linear_reference(
     weights: PackedWeights,
     bias_N: torch.Tensor | None = None,
     residual_MN: torch.Tensor | None = None,
-    *,
-    quick_gelu: bool = False,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
-    """The definition, on unpacked weights, each product in float32."""
-    rows = weights.panels.transpose(1, 2).flatten(2).flatten(0, 1).float()
+    """The definition, each product in float32."""
+    sums = _product(x_MK, weights)
     if weights.is_gated:
-        gate, up = rows.view(-1, 2, PANEL // 2, rows.shape[-1]).unbind(1)
-        opened = functional.silu(_product(x_MK, gate.flatten(0, 1), weights))
-        return opened * _product(x_MK, up.flatten(0, 1), weights)
-    y_MN = _product(x_MK, rows, weights, bias_N)
-    if quick_gelu:
-        return y_MN * torch.sigmoid(1.702 * y_MN)
+        gate, up = sums.view(len(x_MK), -1, 2, PANEL // 2).unbind(2)
+        opened = activate(gate.flatten(1).to(x_MK.dtype), activation or Activation.SILU)
+        return (opened * up.flatten(1).to(x_MK.dtype))[:, : weights.num_outputs]
+    sums = sums[:, : weights.num_outputs]
+    y_MN = (sums if bias_N is None else sums + bias_N.float()).to(x_MK.dtype)
+    if activation is not None:
+        return activate(y_MN, activation)
     return y_MN if residual_MN is None else residual_MN + y_MN
+
+
+def activate(z: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """As transformers computes it."""
+    if activation is Activation.SILU:
+        return functional.silu(z)
+    if activation is Activation.GELU:
+        return functional.gelu(z, approximate="tanh")
+    return z * torch.sigmoid(1.702 * z)
 
 
 def packed_linear(
@@ -86,8 +87,7 @@ def packed_linear(
     weights: PackedWeights,
     bias_N: torch.Tensor | None = None,
     residual_MN: torch.Tensor | None = None,
-    *,
-    quick_gelu: bool = False,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """Multiply by packed weights.
 
@@ -96,46 +96,35 @@ def packed_linear(
         weights: from `pack` or `pack_gated`.
         bias_N: bfloat16; none with gated weights.
         residual_MN: bfloat16, added to the rounded product; none with gated weights.
-        quick_gelu: activate the rounded product; without a residual.
+        activation: of the rounded product, without a residual; of gated weights SiLU if not said.
 
     Returns:
-        `[M, N]` bfloat16, every element written.
+        `[M, N]` bfloat16, every element written. A row of x that is not finite gives one.
 
     Raises:
         ValueError: a shape, type or stride does not fit.
     """
-    num_rows, num_outputs = len(x_MK), weights.num_outputs
-    _check(x_MK.dim() == 2 and x_MK.shape[1] == weights.num_inputs, f"x has shape {x_MK.shape}")
-    _check(_is_plain(x_MK), f"x is {x_MK.dtype} with strides {x_MK.stride()}")
-    if bias_N is not None:
-        _check(bias_N.shape == (num_outputs,), f"the bias has shape {bias_N.shape}")
-        _check(_is_plain(bias_N), f"the bias is {bias_N.dtype}")
-    if residual_MN is not None:
-        _check(residual_MN.shape == (num_rows, num_outputs), f"residual {residual_MN.shape}")
-        _check(_is_plain(residual_MN), f"the residual is {residual_MN.dtype}")
-    extras = bias_N is not None or residual_MN is not None or quick_gelu
-    _check(not (weights.is_gated and extras), "gated weights have no bias, residual, activation")
-    _check(not (quick_gelu and residual_MN is not None), "a residual is not activated")
-    run = _kernel()
+    _check_operands(x_MK, weights, bias_N, residual_MN)
+    follows = _follows(weights, bias_N, residual_MN, activation)
+    run = _kernel() if weights.is_int8 else _bfloat16_kernel()
     if run is None:
-        return packed_linear_reference(x_MK, weights, bias_N, residual_MN, quick_gelu=quick_gelu)
-    if x_MK.shape[1] % 2:
+        return packed_linear_reference(x_MK, weights, bias_N, residual_MN, activation)
+    if x_MK.shape[1] % 2 and not weights.is_int8:
         x_MK = functional.pad(x_MK, (0, 1))
-    follows = _PLAIN if residual_MN is None else _RESIDUAL
-    if weights.is_gated or quick_gelu:
-        follows = _GATED if weights.is_gated else _QUICK_GELU
-    y_MN = x_MK.new_empty(num_rows, num_outputs)
+    scaling = () if weights.scales is None else (_at(weights.scales), _at(weights.offsets))
+    y_MN = x_MK.new_empty(len(x_MK), weights.num_outputs)
     run(
         x_MK.data_ptr(),
         x_MK.stride(0),
         weights.panels.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
-        None if residual_MN is None else residual_MN.data_ptr(),
+        *scaling,
+        _at(bias_N),
+        _at(residual_MN),
         0 if residual_MN is None else residual_MN.stride(0),
         y_MN.data_ptr(),
-        num_outputs,
-        num_rows,
-        num_outputs * (2 if weights.is_gated else 1),
+        weights.num_outputs,
+        len(x_MK),
+        weights.num_outputs * (2 if weights.is_gated else 1),
         x_MK.shape[1],
         follows,
         torch.get_num_threads(),
@@ -144,43 +133,72 @@ def packed_linear(
 
 
 def has_kernel() -> bool:
-    """Whether this machine has the fast path, the only reason to pack."""
-    return _kernel() is not None
+    """Whether this machine has the fast path in bfloat16, the only reason to pack it."""
+    return _bfloat16_kernel() is not None
 
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
+    return native.function(SYMBOL, *ARGUMENTS)
+
+
+@functools.cache
+def _bfloat16_kernel() -> Callable[..., Any] | None:
     has = native.function("triptych_has_linear_bf16", returns=ctypes.c_int)
     if has is None or not has():
         return None
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    return native.function(
-        "triptych_linear_bf16",
-        *(pointer, size, pointer, pointer, pointer, size, pointer, size),
-        *(number, number, number, number, number),
-    )
+    return native.function("triptych_linear_bf16", *BFLOAT16_ARGUMENTS)
 
 
-def _in_panels(weight_NK: torch.Tensor) -> torch.Tensor:
-    _check(weight_NK.dtype == torch.bfloat16, f"weights are {weight_NK.dtype}, not bfloat16")
-    num_outputs, num_inputs = weight_NK.shape
-    if num_outputs % PANEL or num_inputs % 2:
-        padding = (0, num_inputs % 2, 0, -num_outputs % PANEL)
-        weight_NK = functional.pad(weight_NK, padding)
-    pairs = weight_NK.contiguous().view(torch.int32)  # of inputs, moved as one
-    panels = pairs.view(-1, PANEL, pairs.shape[1]).transpose(1, 2).contiguous()
-    return panels.view(torch.bfloat16).view(*panels.shape, 2)
+def _product(x_MK: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
+    """Float32 `[M, panels * 32]`: what the sums stand for."""
+    if weights.scales is None:
+        return functional.linear(x_MK.float(), weights.rows())
+    codes, scales = quantise(x_MK)
+    sums = codes.double() @ weights.rows().double().T  # integers, exact
+    return sums.float() * (scales * weights.scales)
 
 
-def _product(
-    x_MK: torch.Tensor,
-    rows: torch.Tensor,
+def _follows(
     weights: PackedWeights,
-    bias_N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    rows = rows[: weights.num_outputs, : weights.num_inputs]
-    y_MN = functional.linear(x_MK.float(), rows, None if bias_N is None else bias_N.float())
-    return y_MN.to(x_MK.dtype)
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: Activation | None,
+) -> int:
+    """The kernel's number for what comes after the product."""
+    if weights.is_gated:
+        _check(bias is None and residual is None, "gated weights have no bias and no residual")
+        number = _GATED.get(activation or Activation.SILU)
+    elif activation is not None:
+        _check(residual is None, "a residual is not activated")
+        number = _ACTIVATED.get(activation)
+    else:
+        number = _PLAIN if residual is None else _RESIDUAL
+    if number is None:
+        kind = "gated" if weights.is_gated else "plain"
+        raise ValueError(f"packed_linear: {kind} weights are not followed by {activation}")
+    return number
+
+
+def _check_operands(
+    x_MK: torch.Tensor,
+    weights: PackedWeights,
+    bias_N: torch.Tensor | None,
+    residual_MN: torch.Tensor | None,
+) -> None:
+    _check(x_MK.dim() == 2 and x_MK.shape[1] == weights.num_inputs, f"x has shape {x_MK.shape}")
+    _check(_is_plain(x_MK), f"x is {x_MK.dtype} with strides {x_MK.stride()}")
+    if bias_N is not None:
+        _check(bias_N.shape == (weights.num_outputs,), f"the bias has shape {bias_N.shape}")
+        _check(_is_plain(bias_N), f"the bias is {bias_N.dtype}")
+    if residual_MN is not None:
+        fits = residual_MN.shape == (len(x_MK), weights.num_outputs)
+        _check(fits, f"residual {residual_MN.shape}")
+        _check(_is_plain(residual_MN), f"the residual is {residual_MN.dtype}")
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -190,3 +208,4 @@ def _is_plain(x: torch.Tensor) -> bool:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(f"packed_linear: {message}")
+

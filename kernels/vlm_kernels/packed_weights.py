@@ -60,14 +60,12 @@ class PackedWeights:
 def pack(weight_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
     """Bring bfloat16 weights into panels, rounded to int8 if asked; a copy."""
     _check_type(weight_NK)
-    num_outputs, num_inputs = weight_NK.shape
+    num_outputs = len(weight_NK)
     padded = functional.pad(weight_NK, (0, 0, 0, -num_outputs % PANEL))
     return _in_panels(padded, num_outputs, is_gated=False, int8=int8)
 
 
-def pack_gated(
-    gate_NK: torch.Tensor, up_NK: torch.Tensor, *, int8: bool = False
-) -> PackedWeights:
+def pack_gated(gate_NK: torch.Tensor, up_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
     """Bring the two matrices of a gated layer into shared panels; a copy."""
     _check_type(gate_NK)
     if gate_NK.shape != up_NK.shape:
@@ -100,13 +98,12 @@ def _in_panels(
     """Rows, whole panels of them, packed."""
     num_inputs = rows_RK.shape[1]
     if not int8:
-        panels = _grouped(rows_RK, torch.int32)  # pairs of bfloat16 are moved as one
-        return PackedWeights(panels, num_outputs, num_inputs, is_gated)
+        return PackedWeights(_grouped(rows_RK), num_outputs, num_inputs, is_gated)
     if num_inputs > MOST_INPUTS:
         raise ValueError(f"pack: {num_inputs} inputs, int8 has room for {MOST_INPUTS}")
     codes_RK, scales = quantise(rows_RK)
     return PackedWeights(
-        _grouped(codes_RK.to(torch.int8), torch.int32),
+        _grouped(codes_RK.to(torch.int8)),
         num_outputs,
         num_inputs,
         is_gated,
@@ -115,11 +112,11 @@ def _in_panels(
     )
 
 
-def _grouped(rows_RK: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """`[R / 32, K / group, 32, group]`, a group being what a word holds."""
-    group = word.itemsize // rows_RK.element_size()
+def _grouped(rows_RK: torch.Tensor) -> torch.Tensor:
+    """`[R / 32, K / group, 32, group]`, a group being 4 bytes, which are moved as one."""
+    group = 4 // rows_RK.element_size()
     rows_RK = functional.pad(rows_RK, (0, -rows_RK.shape[1] % group))
-    words = rows_RK.contiguous().view(word)
+    words = rows_RK.contiguous().view(torch.int32)
     panels = words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
     return panels.view(rows_RK.dtype).view(*panels.shape, group)
 

@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from vlm_kernels import packed_linear
-from vlm_kernels.packed_linear import (
-    PackedWeights,
-    has_kernel,
-    pack,
-    pack_gated,
-    packed_linear_reference,
-)
+from vlm_kernels.packed_linear import Activation, has_kernel, packed_linear_reference
+from vlm_kernels.packed_weights import PackedWeights, pack, pack_gated
 
 needs_kernel = pytest.mark.skipif(not has_kernel(), reason="this CPU multiplies by torch")
 
@@ -72,9 +67,9 @@ def test_an_activated_product_is_its_definition_on_any_shape(
     torch.manual_seed(rows * num_out * num_in)
     x, w, bias = bf16(rows, num_in), bf16(num_out, num_in, scale=num_in**-0.5), bf16(num_out)
     weights, z = pack(w), functional.linear(x, w, bias)
-    want = packed_linear_reference(x, weights, bias, quick_gelu=True)
+    want = packed_linear_reference(x, weights, bias, activation=Activation.QUICK_GELU)
     close(want, z * torch.sigmoid(1.702 * z))
-    close(packed_linear(x, weights, bias, quick_gelu=True), want)
+    close(packed_linear(x, weights, bias, activation=Activation.QUICK_GELU), want)
 
 
 @needs_kernel
@@ -160,7 +155,7 @@ def _call(**changed: Any) -> torch.Tensor:
         ({"bias_N": torch.zeros(40)}, "bias is"),
         ({"residual_MN": bf16(3, 39)}, "residual"),
         ({"residual_MN": bf16(40, 3).T}, "residual is"),
-        ({"residual_MN": bf16(3, 40), "quick_gelu": True}, "not activated"),
+        ({"residual_MN": bf16(3, 40), "activation": Activation.QUICK_GELU}, "not activated"),
         ({"weights": pack_gated(bf16(40, 8), bf16(40, 8)), "bias_N": bf16(40)}, "gated"),
     ],
 )
@@ -183,7 +178,7 @@ def test_without_a_library_the_definition_computes(monkeypatch: pytest.MonkeyPat
     x, weights = bf16(5, 62), pack(bf16(70, 62))
     fast = packed_linear(x, weights)
     module = importlib.import_module("vlm_kernels.packed_linear")
-    monkeypatch.setattr(module, "_kernel", lambda: None)
+    monkeypatch.setattr(module, "_bfloat16_kernel", lambda: None)
     assert not has_kernel()
     close(fast, packed_linear(x, weights))
 

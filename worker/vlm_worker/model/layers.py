@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from vlm_kernels import rms_norm, rope
+from vlm_kernels.packed_linear import Activation
 from vlm_worker.model.attention import StepContext, paged_forward
-from vlm_worker.model.linear import GatedLinear, JointLinear, add_product, quick_gelu_product
+from vlm_worker.model.linear import GatedLinear, JointLinear, activated_product, add_product
 
 LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"})
 """Classes of transformers that compute what `DecoderLayer` does; of Gemma 3, norms differ."""
@@ -57,7 +58,7 @@ class QuickGeluMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., D]` to the same shape."""
-        y: torch.Tensor = self.fc2(quick_gelu_product(self.fc1, x))
+        y: torch.Tensor = self.fc2(activated_product(self.fc1, x, Activation.QUICK_GELU))
         return y
 
 

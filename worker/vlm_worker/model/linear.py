@@ -8,6 +8,7 @@ whatever its shape; layers of one input are packed as one (`docs/decisions/0013`
 
     AVX512-BF16    our kernel (`vlm_kernels.packed_linear`)
     AMX, others    oneDNN, through torch
+    int8, if asked our kernel on any CPU: weights and activations are rounded to int8
     float32        plain: products stay those of transformers, bit for bit
     float16        plain: CPUs without AVX512-FP16 have no fast product of it
     CUDA           plain: the GPU's library needs no order of its own
@@ -18,15 +19,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from vlm_kernels import PackedWeights, packed_linear
-from vlm_kernels.packed_linear import has_kernel, pack, pack_gated
+from vlm_kernels.packed_linear import Activation, activate, has_kernel
+from vlm_kernels.packed_weights import pack, pack_gated
 
 PACKED_ROWS = 256
 """Rows of x that oneDNN chooses the order of W for; measured as good for 1 to 2,048."""
@@ -41,36 +42,44 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packing:
-    """What was packed: linear layers, the bytes of their weights, and bytes that exist twice.
+    """What was packed: linear layers, the bytes that they have now, and bytes that exist twice.
 
-    `backend` computes the packed layers.
+    `backend` computes the packed layers, but for the `num_int8_layers`, which are always ours;
+    `saved_bytes` is what these have less than before.
     """
 
     num_layers: int = 0
     num_bytes: int = 0
     copied_bytes: int = 0
     backend: str = "none"
+    num_int8_layers: int = 0
+    saved_bytes: int = 0
 
-    def with_layer(self, weight: torch.Tensor, *, is_copy: bool = False) -> Packing:
+    def with_layer(
+        self, weight: torch.Tensor, *, int8: bool = False, is_copy: bool = False
+    ) -> Packing:
         """One more."""
-        num_bytes = _num_bytes(weight)
+        num_bytes = weight.numel() if int8 else _num_bytes(weight)
+        saved = 0 if is_copy else _num_bytes(weight) - num_bytes
         return Packing(
             self.num_layers + 1,
             self.num_bytes + num_bytes,
             self.copied_bytes + num_bytes * is_copy,
             self.backend,
+            self.num_int8_layers + int8,
+            self.saved_bytes + saved,
         )
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` in bfloat16 on a CPU, its weights packed; equal to it up to rounding."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, int8: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = _own_bias(linear.bias)
         weight = linear.weight.detach()
-        self._weights = pack(weight) if _uses_kernel() else None
+        self._weights = pack(weight, int8=int8) if int8 or _uses_kernel() else None
         self._reordered = (
             None
             if self._weights is not None
@@ -78,25 +87,29 @@ class PackedLinear(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, quick_gelu: bool = False
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        activation: Activation | None = None,
     ) -> torch.Tensor:
         """`[..., K]` to `[..., N]`, then either added to the residual or activated, if asked."""
         if self._weights is None:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._reordered, self.bias, "none", [], ""
             )
-            if quick_gelu:
-                return y * torch.sigmoid(1.702 * y)
+            if activation is not None:
+                return activate(y, activation)
             return y if residual is None else residual + y
         rows = None if residual is None else residual.reshape(-1, self.out_features)
         y = packed_linear(
-            x.reshape(-1, self.in_features), self._weights, self.bias, rows, quick_gelu=quick_gelu
+            x.reshape(-1, self.in_features), self._weights, self.bias, rows, activation
         )
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` shows itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, packed"
+        kind = "int8" if self._weights is not None and self._weights.is_int8 else "packed"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
 class JointLinear(nn.Module):
@@ -109,10 +122,11 @@ class JointLinear(nn.Module):
         self._weights: PackedWeights | None = None
         self.bias: nn.Parameter | None = None
 
-    def pack(self) -> None:
+    def pack(self, *, int8: bool) -> None:
         """Take the weights of the parts into one packed matrix, and let go of the parts."""
         linears: list[Any] = list(self.parts)
-        self._weights = pack(torch.cat([linear.weight.detach() for linear in linears]))
+        joined = torch.cat([linear.weight.detach() for linear in linears])
+        self._weights = pack(joined, int8=int8)
         if any(linear.bias is not None for linear in linears):
             biases = [
                 linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
@@ -129,11 +143,14 @@ class JointLinear(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """silu(gate(x)) * up(x): three operations, or one where packed."""
+    """activation(gate(x)) * up(x): three operations, or one where packed."""
 
-    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+    def __init__(
+        self, gate: nn.Linear, up: nn.Linear, activation: Activation = Activation.SILU
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleList([gate, up])
+        self._activation = activation
         self._weights: PackedWeights | None = None
 
     @property
@@ -141,26 +158,25 @@ class GatedLinear(nn.Module):
         """Packed ones have no bias."""
         return all(part.bias is None for part in self.parts)
 
-    def pack(self) -> None:
+    def pack(self, *, int8: bool) -> None:
         """Take the weights of both into one packed matrix, and let go of the parts."""
         linears: list[Any] = list(self.parts)
-        self._weights = pack_gated(*(linear.weight.detach() for linear in linears))
+        self._weights = pack_gated(*(linear.weight.detach() for linear in linears), int8=int8)
         self.parts = nn.ModuleList()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]`."""
         if self._weights is None:
             gate, up = (part(x_TD) for part in self.parts)
-            return functional.silu(gate) * up
-        return packed_linear(x_TD, self._weights)
+            return activate(gate, self._activation) * up
+        return packed_linear(x_TD, self._weights, activation=self._activation)
 
 
-def quick_gelu_product(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`z * sigmoid(1.702 z)` of `z = linear(x)`, in one pass where the layer is packed."""
+def activated_product(linear: nn.Module, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(linear(x))`, in one pass where the layer is packed."""
     if isinstance(linear, PackedLinear):
-        return linear(x, quick_gelu=True)
-    z: torch.Tensor = linear(x)
-    return z * torch.sigmoid(1.702 * z)
+        return linear(x, activation=activation)
+    return activate(linear(x), activation)
 
 
 def add_product(linear: nn.Module, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
@@ -179,22 +195,28 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def pack_linears(model: nn.Module) -> Packing:
+def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packing:
     """Replace the linear layers of a model by packed ones; nothing stays mapped from its files.
 
     One layer after the other: what it replaces is given back before the next is read, so that the
     weights are never in memory twice.
+
+    Args:
+        model: in bfloat16, on a CPU.
+        int8: parts of it whose linear layers are rounded to int8.
     """
     users = _users(model)
+    rounded = {id(module) for part in int8 for module in part.modules()}
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
     packing = Packing(backend="native" if _uses_kernel() else "onednn")
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
-        if _packs_as_one(joint):
+        is_int8 = id(joint) in rounded
+        if _packs_as_one(joint, int8=is_int8):
             weights: list[Any] = [part.weight for part in joint.parts]
-            joint.pack()
+            joint.pack(int8=is_int8)
             for weight in weights:
                 _give_back(weight)
-                packing = packing.with_layer(weight)
+                packing = packing.with_layer(weight, int8=is_int8)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear:
@@ -202,10 +224,11 @@ def pack_linears(model: nn.Module) -> Packing:
             is_shared = users[id(child.weight)] > 1
             if is_shared and _num_bytes(child.weight) > total * MAX_COPY_SHARE:
                 continue
-            setattr(parent, name, PackedLinear(child))
+            is_int8 = id(child) in rounded
+            setattr(parent, name, PackedLinear(child, int8=is_int8))
             if not is_shared:
                 _give_back(child.weight)
-            packing = packing.with_layer(child.weight, is_copy=is_shared)
+            packing = packing.with_layer(child.weight, int8=is_int8, is_copy=is_shared)
     _own(model)
     return packing
 
@@ -215,8 +238,8 @@ def _uses_kernel() -> bool:
     return has_kernel() and not torch.cpu._is_amx_tile_supported()
 
 
-def _packs_as_one(joint: JointLinear | GatedLinear) -> bool:
-    return _uses_kernel() and (isinstance(joint, JointLinear) or joint.can_pack)
+def _packs_as_one(joint: JointLinear | GatedLinear, *, int8: bool) -> bool:
+    return (int8 or _uses_kernel()) and (isinstance(joint, JointLinear) or joint.can_pack)
 
 
 def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:

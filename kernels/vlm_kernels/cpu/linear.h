@@ -1,0 +1,51 @@
+// What a product with packed weights is asked for; the same for every type of weights.
+//
+//   x [M, K]   W [N, K]   b [N]   r, y [M, N]
+//
+//   plain       y = x W^T + b
+//   residual    y = r + bf16(x W^T + b)
+//   quick GELU  y = z * bf16(sigmoid(bf16(1.702 z))),   z = bf16(x W^T + b)
+//   GELU        y = gelu(z), approximated by tanh
+//   gated       y = bf16(silu(g)) * u   or   bf16(gelu(g)) * u,   g, u = x G^T, x U^T;   y [M, N / 2]
+//
+// W is packed in panels of 32 outputs. Of gated layers a panel holds 16 rows of G, then the same 16
+// of U. Rounding is transformers': bf16 after the product, after an activation, and after each sum
+// or product of two tensors.
+#pragma once
+
+#include <cstdint>
+
+namespace triptych {
+
+constexpr int PANEL = 32;  // outputs of a panel
+
+// As in packed_linear.py.
+enum Epilogue : int {
+  PLAIN = 0,
+  RESIDUAL = 1,
+  QUICK_GELU = 2,
+  GELU = 3,
+  GATED_BY_SILU = 4,
+  GATED_BY_GELU = 5,
+};
+
+inline bool is_gated(Epilogue epilogue) { return epilogue >= GATED_BY_SILU; }
+
+struct Job {
+  const uint8_t* x;         // rows of bfloat16, or of int8 codes
+  int64_t x_stride;         // bytes
+  const float* x_scale;     // [M], of codes alone
+  const uint8_t* w;         // panels
+  const float* w_scale;     // [panels * 32], of int8 alone
+  const int32_t* w_offset;  // likewise: what the codes' zero adds to each sum
+  const uint16_t* bias;     // bfloat16 as are y and the residual; may be null
+  const uint16_t* residual;
+  int64_t residual_stride;
+  uint16_t* y;
+  int64_t y_stride;
+  int m, n;
+  int steps;  // of 4 bytes, over K
+  Epilogue epilogue;
+};
+
+}  // namespace triptych

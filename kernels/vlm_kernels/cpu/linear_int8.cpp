@@ -1,0 +1,211 @@
+// Linear layers on int8 weights and int8 activations:  y = x W^T + b, and what follows (linear.h).
+//
+//   W_nk = s_n q_nk             |q| <= 127, s_n of each output, made once
+//   x_mk ~ a_m p_mk             |p| <= 127, a_m = max_k |x_mk| / 127 of each row, made here
+//   y_mn = a_m s_n sum_k p q    the sum is of integers, exact and below 2^31
+//
+// Reference: LLM.int8() (arXiv 2208.07339) without its outliers, as vLLM and OpenVINO compute W8A8.
+//
+// W is packed as [N / 32][K / 4][32][4]: one line of 64 bytes holds four inputs of 16 outputs. Codes
+// of x are p + 128, as vpdpbusd wants one factor unsigned; w_offset[n] = 128 sum_k q takes away what
+// that adds. N and K are padded with zeros.
+//
+// Sums are the same integers in every variant and order, so rows, threads and CPUs change nothing
+// but the last bit of an activation.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "linear.h"
+#include "rounding.h"
+#include "threads.h"
+
+using namespace triptych;
+
+#ifdef TRIPTYCH_AVX512BF16
+
+#include "linear_tiles.h"
+
+namespace {
+
+struct Int8Dot {
+  using Sum = __m512i;
+
+  static Sum add(Sum sum, __m512i x, __m512i line) { return _mm512_dpbusd_epi32(sum, x, line); }
+  static __m512 value(const Job& job, int row, int column, Sum sum) {
+    sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(job.w_offset + column));
+    const __m512 a = _mm512_set1_ps(job.x_scale[row]);
+    const __m512 scale = _mm512_mul_ps(a, _mm512_loadu_ps(job.w_scale + column));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+  }
+};
+
+void product(const Job& job, int num_threads) { multiply<Int8Dot>(job, num_threads); }
+
+}  // namespace
+
+#else
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// The integer sums of one row with one panel.
+void sum_panel(const uint8_t* codes, const int8_t* w, int steps, const int32_t* offset,
+               int32_t sums[PANEL]) {
+#ifdef __AVX2__
+  // |p| * (q with the sign of p): pairs stay within 2 * 127 * 127 < 2^15, nothing saturates
+  __m256i all[4] = {};
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int step = 0; step < steps; ++step) {
+    int four;
+    std::memcpy(&four, codes + step * 4, 4);
+    const __m256i p = _mm256_set1_epi32(four ^ int(0x80808080));
+    const __m256i size = _mm256_abs_epi8(p);
+    for (int j = 0; j < 4; ++j) {
+      const __m256i line = _mm256_loadu_si256((const __m256i*)(w + step * 128 + j * 32));
+      const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(line, p));
+      all[j] = _mm256_add_epi32(all[j], _mm256_madd_epi16(pairs, ones));
+    }
+  }
+  (void)offset;
+  for (int j = 0; j < 4; ++j) _mm256_storeu_si256((__m256i*)(sums + j * 8), all[j]);
+#else
+  for (int n = 0; n < PANEL; ++n) sums[n] = -offset[n];
+  for (int step = 0; step < steps; ++step) {
+    for (int n = 0; n < PANEL; ++n) {
+      const uint8_t* p = codes + step * 4;
+      const int8_t* q = w + (step * PANEL + n) * 4;
+      sums[n] += p[0] * q[0] + p[1] * q[1] + p[2] * q[2] + p[3] * q[3];
+    }
+  }
+#endif
+}
+
+inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+inline float gelu(float x) {
+  return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+}
+inline float bf16(float x) { return rounded<Bfloat16>(x); }
+inline float at(const uint16_t* values, int64_t i) { return to_float(Bfloat16{values[i]}); }
+
+inline void put(const Job& job, int row, int column, float value) {
+  Bfloat16 y;
+  from_float(value, &y);
+  job.y[row * job.y_stride + column] = y.bits;
+}
+
+void finish_panel(const Job& job, int row, int panel, const float sums[PANEL]) {
+  if (is_gated(job.epilogue)) {
+    for (int i = 0, n = panel * (PANEL / 2); i < PANEL / 2 && n < job.n / 2; ++i, ++n) {
+      const float gate = bf16(sums[i]);
+      const bool by_silu = job.epilogue == GATED_BY_SILU;
+      const float opened = bf16(by_silu ? gate * sigmoid(gate) : gelu(gate));
+      put(job, row, n, opened * bf16(sums[i + PANEL / 2]));
+    }
+    return;
+  }
+  for (int i = 0, n = panel * PANEL; i < PANEL && n < job.n; ++i, ++n) {
+    const float z = bf16(job.bias ? sums[i] + at(job.bias, n) : sums[i]);
+    switch (job.epilogue) {
+      case RESIDUAL: put(job, row, n, z + at(job.residual, row * job.residual_stride + n)); break;
+      case QUICK_GELU: put(job, row, n, z * bf16(sigmoid(bf16(1.702f * z)))); break;
+      case GELU: put(job, row, n, gelu(z)); break;
+      default: put(job, row, n, z);
+    }
+  }
+}
+
+void product(const Job& job, int num_threads) {
+  const int num_panels = (job.n + PANEL - 1) / PANEL;
+  parallel_for(num_threads, num_panels, [&](std::ptrdiff_t panel) {
+    const auto* w = reinterpret_cast<const int8_t*>(job.w) + panel * job.steps * PANEL * 4;
+    for (int row = 0; row < job.m; ++row) {
+      int32_t sums[PANEL];
+      float values[PANEL];
+      sum_panel(job.x + row * job.x_stride, w, job.steps, job.w_offset + panel * PANEL, sums);
+      for (int n = 0; n < PANEL; ++n) {
+        const float scale = job.x_scale[row] * job.w_scale[panel * PANEL + n];
+        values[n] = float(sums[n]) * scale;
+      }
+      finish_panel(job, row, int(panel), values);
+    }
+  });
+}
+
+}  // namespace
+
+#endif
+
+namespace {
+
+constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
+constexpr float LEAST = 1e-30f;     // a row of nothing but less than this is zero
+constexpr uint16_t INFINITE = 0x7f80;
+
+// Codes of one row; of one with NaN or infinity, its scale is NaN, and so are its results.
+void quantise_row(const uint16_t* x, int64_t size, int64_t padded, uint8_t* codes, float* scale) {
+  uint16_t most = 0;  // bits without the sign are in the order of the sizes, NaN above all
+  for (int64_t i = 0; i < size; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
+  if (most >= INFINITE) {
+    *scale = std::numeric_limits<float>::quiet_NaN();
+    std::fill(codes, codes + padded, uint8_t(128));
+    return;
+  }
+  const float largest = std::max(to_float(Bfloat16{most}), LEAST);
+  *scale = largest / 127.f;
+  const float inverse = 127.f / largest;
+  for (int64_t i = 0; i < size; ++i) {
+    const float shifted = to_float(Bfloat16{x[i]}) * inverse + 12582912.f;  // rounds: 1.5 * 2^23
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    codes[i] = uint8_t(bits) ^ 0x80;
+  }
+  std::fill(codes + size, codes + padded, uint8_t(128));
+}
+
+}  // namespace
+
+TRIPTYCH_EXPORT void triptych_linear_int8(const void* x, int64_t x_stride, const void* w,
+                                          const void* w_scale, const void* w_offset,
+                                          const void* bias, const void* residual,
+                                          int64_t residual_stride, void* y, int64_t y_stride, int m,
+                                          int n, int k, int epilogue, int num_threads) {
+  static thread_local std::vector<uint8_t> codes;  // of the thread that calls, kept
+  static thread_local std::vector<float> scales;
+  const int steps = (k + 3) / 4;
+  const int64_t stride = int64_t(steps) * 4;
+  if (codes.size() < size_t(m * stride)) codes.resize(m * stride);
+  if (scales.size() < size_t(m)) scales.resize(m);
+  uint8_t* const all_codes = codes.data();
+  float* const all_scales = scales.data();
+  const int64_t per_item = std::max<int64_t>(1, GRAIN / std::max(k, 1));
+  parallel_for(num_threads, (m + per_item - 1) / per_item, [&](std::ptrdiff_t item) {
+    const int64_t end = std::min<int64_t>(m, (item + 1) * per_item);
+    for (int64_t row = item * per_item; row < end; ++row) {
+      quantise_row(static_cast<const uint16_t*>(x) + row * x_stride, k, stride,
+                   all_codes + row * stride, all_scales + row);
+    }
+  });
+  Job job{};
+  job.x = all_codes;
+  job.x_stride = stride;
+  job.x_scale = all_scales;
+  job.w = static_cast<const uint8_t*>(w);
+  job.w_scale = static_cast<const float*>(w_scale);
+  job.w_offset = static_cast<const int32_t*>(w_offset);
+  job.bias = static_cast<const uint16_t*>(bias);
+  job.residual = static_cast<const uint16_t*>(residual);
+  job.residual_stride = residual_stride;
+  job.y = static_cast<uint16_t*>(y);
+  job.y_stride = y_stride;
+  job.m = m;
+  job.n = n;
+  job.steps = steps;
+  job.epilogue = static_cast<Epilogue>(epilogue);
+  product(job, num_threads);
+}

@@ -1,0 +1,202 @@
+// Products with packed panels on AVX-512, for any type whose dot product takes 4 bytes of a row and
+// a line of 64 bytes, 4 for each of 16 outputs:  linear.cpp (bfloat16), linear_int8.cpp.
+//
+//   panel   32 outputs: [steps][2][16][4 bytes], a step being 4 bytes of a row, two lines of W
+//   tile    Rows x Panels: every sum in a register, over all steps
+//
+//   few rows    a panel is read once, whole lines, a few KiB ahead of the product
+//   many rows   a panel stays in the core's own cache while all rows pass by it
+//
+// Every output is one sum over the steps in ascending order, whatever the number of rows.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "linear.h"
+#include "threads.h"
+
+namespace triptych {
+
+constexpr int LINE = 64;                // bytes
+constexpr int AHEAD = 4096;             // bytes that few rows are prefetched ahead
+constexpr int FEW_ROWS = 16;            // up to so many, reading W takes longest
+constexpr int MOST_ROWS = 14;           // 14 x 2 sums, and 2 lines of W, in 32 registers
+constexpr int TILE_ROWS = 12;           // when rows are many: x comes out of the cache, too
+constexpr int MOST_PANELS = 4;          // of one item of work
+constexpr int BLOCK_BYTES = 512 << 10;  // of x that pass by a panel: half of a core's own cache
+
+inline __m512 widen(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
+
+// exp(x) to 1e-7 relative: 2^n * 2^f with a polynomial of degree 6 in f.
+inline __m512 exp_ps(__m512 x) {
+  x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.f)), _mm512_set1_ps(-88.f));
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+  const __m512 n = _mm512_roundscale_ps(t, 0);
+  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                  5.0000001201e-1f}) {
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+  }
+  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(f, f), f), _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(p, n);
+}
+
+// numerator / (1 + exp(-x))
+inline __m512 over_sigmoid(__m512 numerator, __m512 x) {
+  const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  return _mm512_div_ps(numerator, _mm512_add_ps(_mm512_set1_ps(1.f), e));
+}
+
+inline __m512 silu(__m512 x) { return over_sigmoid(x, x); }
+
+// GELU as CLIP and Qwen2-VL have it; x is rounded already.
+inline __m512 quick_gelu(__m512 x) {
+  const __m512 inner = rounded(_mm512_mul_ps(x, _mm512_set1_ps(1.702f)));
+  return _mm512_mul_ps(x, rounded(over_sigmoid(_mm512_set1_ps(1.f), inner)));
+}
+
+// GELU by tanh: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), rounded once.
+inline __m512 gelu(__m512 x) {
+  const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+  const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
+  return over_sigmoid(x, _mm512_mul_ps(inner, _mm512_set1_ps(1.5957691216f)));
+}
+
+inline __mmask16 first(int count) {
+  return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
+}
+
+// 16 outputs of one row, from column `n`, of which `mask` exist.
+inline void finish(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
+  if (job.bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, job.bias + n)));
+  if (job.epilogue == RESIDUAL) {
+    const uint16_t* at = job.residual + row * job.residual_stride + n;
+    sum = _mm512_add_ps(rounded(sum), widen(_mm256_maskz_loadu_epi16(mask, at)));
+  }
+  if (job.epilogue == QUICK_GELU) sum = quick_gelu(rounded(sum));
+  if (job.epilogue == GELU) sum = gelu(rounded(sum));
+  _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, mask, narrow(sum));
+}
+
+// A panel of a gated layer: 16 gates and the 16 values that they open.
+inline void finish_gated(const Job& job, int row, int panel, __m512 gate, __m512 value) {
+  const int n = panel * (PANEL / 2);
+  gate = rounded(gate);
+  gate = rounded(job.epilogue == GATED_BY_SILU ? silu(gate) : gelu(gate));
+  const __m512 opened = _mm512_mul_ps(gate, rounded(value));
+  _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, first(job.n / 2 - n), narrow(opened));
+}
+
+// `Rows` rows from `row` by `Panels` panels from `panel`; Dot adds to sums and makes them floats.
+template <class Dot, int Rows, int Panels, bool Ahead>
+void tile(const Job& job, int row, int panel) {
+  typename Dot::Sum sums[Rows][Panels * 2];
+  for (auto& of_row : sums)
+    for (auto& sum : of_row) sum = typename Dot::Sum{};
+  const int64_t panel_bytes = int64_t(job.steps) * 2 * LINE;
+  const uint8_t* w = job.w + panel * panel_bytes;
+  const uint8_t* x = job.x + row * job.x_stride;
+  for (int step = 0; step < job.steps; ++step) {
+    __m512i lines[Panels * 2];
+#pragma GCC unroll 4
+    for (int j = 0; j < Panels * 2; ++j) {
+      const uint8_t* line = w + (j / 2) * panel_bytes + (int64_t(step) * 2 + j % 2) * LINE;
+      if (Ahead) _mm_prefetch(reinterpret_cast<const char*>(line) + AHEAD, _MM_HINT_T0);
+      lines[j] = _mm512_loadu_si512(line);
+    }
+#pragma GCC unroll 14
+    for (int i = 0; i < Rows; ++i) {
+      int four_bytes;
+      std::memcpy(&four_bytes, x + i * job.x_stride + step * 4, 4);
+      const __m512i all = _mm512_set1_epi32(four_bytes);
+#pragma GCC unroll 4
+      for (int j = 0; j < Panels * 2; ++j) sums[i][j] = Dot::add(sums[i][j], all, lines[j]);
+    }
+  }
+  for (int i = 0; i < Rows; ++i) {
+    for (int p = 0; p < Panels; ++p) {
+      const int column = (panel + p) * PANEL;
+      const __m512 left = Dot::value(job, row + i, column, sums[i][p * 2]);
+      const __m512 right = Dot::value(job, row + i, column + 16, sums[i][p * 2 + 1]);
+      if (is_gated(job.epilogue)) {
+        finish_gated(job, row + i, panel + p, left, right);
+      } else {
+        finish(job, row + i, column, left, first(job.n - column));
+        finish(job, row + i, column + 16, right, first(job.n - column - 16));
+      }
+    }
+  }
+}
+
+template <class Dot, int Panels, bool Ahead>
+void rows_of(const Job& job, int row, int num_rows, int panel) {
+  switch (num_rows) {
+#define TRIPTYCH_ROWS(R) \
+  case R: return tile<Dot, R, Panels, Ahead>(job, row, panel);
+    TRIPTYCH_ROWS(1) TRIPTYCH_ROWS(2) TRIPTYCH_ROWS(3) TRIPTYCH_ROWS(4) TRIPTYCH_ROWS(5)
+    TRIPTYCH_ROWS(6)
+  }
+  if constexpr (Panels == 1) {
+    switch (num_rows) {
+      TRIPTYCH_ROWS(7) TRIPTYCH_ROWS(8) TRIPTYCH_ROWS(9) TRIPTYCH_ROWS(10) TRIPTYCH_ROWS(11)
+      TRIPTYCH_ROWS(12) TRIPTYCH_ROWS(13) TRIPTYCH_ROWS(14)
+#undef TRIPTYCH_ROWS
+    }
+  }
+}
+
+template <class Dot>
+void few_rows(const Job& job, int begin, int end) {
+  if (job.m <= 6) {
+    int panel = begin;
+    for (; panel + 1 < end; panel += 2) rows_of<Dot, 2, true>(job, 0, job.m, panel);
+    if (panel < end) rows_of<Dot, 1, true>(job, 0, job.m, panel);
+    return;
+  }
+  for (int panel = begin; panel < end; ++panel) {
+    if (job.m <= MOST_ROWS) {
+      rows_of<Dot, 1, true>(job, 0, job.m, panel);
+    } else {
+      const int half = (job.m + 1) / 2;
+      rows_of<Dot, 1, true>(job, 0, half, panel);
+      rows_of<Dot, 1, false>(job, half, job.m - half, panel);
+    }
+  }
+}
+
+template <class Dot>
+void many_rows(const Job& job, int begin, int end) {
+  const int fitting = BLOCK_BYTES / (job.steps * 4) / TILE_ROWS * TILE_ROWS;
+  const int block = std::max(TILE_ROWS, fitting);
+  for (int first_row = 0; first_row < job.m; first_row += block) {
+    const int end_row = std::min(first_row + block, job.m);
+    for (int panel = begin; panel < end; ++panel) {
+      for (int row = first_row; row < end_row; row += TILE_ROWS) {
+        rows_of<Dot, 1, false>(job, row, std::min(TILE_ROWS, end_row - row), panel);
+      }
+    }
+  }
+}
+
+template <class Dot>
+void multiply(const Job& job, int num_threads) {
+  const int num_panels = (job.n + PANEL - 1) / PANEL;
+  const int share = num_panels / (4 * num_threads) / 2 * 2;
+  const int per_item = std::max(2, std::min(MOST_PANELS, share));
+  parallel_for(num_threads, (num_panels + per_item - 1) / per_item, [&](std::ptrdiff_t i) {
+    const int begin = int(i) * per_item, end = std::min(begin + per_item, num_panels);
+    job.m <= FEW_ROWS ? few_rows<Dot>(job, begin, end) : many_rows<Dot>(job, begin, end);
+  });
+}
+
+}  // namespace triptych
