@@ -21,8 +21,14 @@ WRITES = Counter(
 )
 BAD_SAMPLES = Counter(
     "vlm_operator_bad_samples",
-    "Answers of pods to /stats that were dropped: unreachable, malformed, of another pod.",
+    "Answers of pods to /stats that were dropped: unreachable, malformed, absurd, of another pod.",
     ["reason"],
+    registry=REGISTRY,
+)
+LOOP_LAG = Histogram(
+    "vlm_operator_loop_lag_seconds",
+    "Seconds by which the operator's event loop came round later than asked.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
     registry=REGISTRY,
 )
 LEADER = Gauge("vlm_operator_leader", "1 while this process leads.", registry=REGISTRY)

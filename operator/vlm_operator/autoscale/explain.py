@@ -15,7 +15,8 @@ import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.estimating.attribute import REMEDIES
+from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.autoscale.record import Record
 from vlm_operator.names import POOL_ROLES, Role
@@ -92,11 +93,14 @@ def explain(record: Record) -> str:
     """Say why each pool has its size at one recorded tick."""
     moment = _clock(record.view.now)
     head = [f"{record.service} at {moment} UTC"]
-    for item in record.outcome.estimate.attributions:
+    estimate = record.outcome.estimate
+    for item in estimate.attributions:
         target = "" if item.target_seconds is None else f", target {item.target_seconds * 1000:.0f}"
         p95 = "unknown" if item.p95_seconds != item.p95_seconds else f"{item.p95_seconds * 1e3:.0f}"
         line = f"{item.modality}: TTFT p95 {p95} ms{target}, {item.missed} of {item.count} missed"
-        head.append(line if item.attainable else f"{line}; no number of replicas meets it")
+        head.append(line if item.attainable else f"{line}; {beyond(item)}")
+    if estimate.absurd:
+        head.append(f"numbers that cannot be, taken for silence: {', '.join(estimate.absurd)}")
     stories = [_of_decision(role, item) for role, item in record.outcome.decisions.items()]
     return "\n".join([*head, "", tell(stories)])
 
@@ -129,6 +133,27 @@ def explain_status(service: Mapping[str, Any], notes: Mapping[Role, Iterable[str
             )
         )
     return tell(stories)
+
+
+def beyond(item: Attribution) -> str:
+    """Why no number of replicas meets a target, and what would: its stages alone take longer."""
+    stage = item.blocking_stage or "other"
+    alone, longest = sum(item.service_seconds.values()), item.service_seconds.get(stage, 0.0)
+    return (
+        f"without any waiting it takes {round_ms(alone)} ms, {round_ms(item.lacking_seconds)} ms "
+        f"more than the goal of {round_ms(item.target_seconds or 0.0)} ms, most of it {stage} with "
+        f"{round_ms(longest)} ms: more replicas do not help, {remedy(stage)} would, or another goal"
+    )
+
+
+def remedy(stage: str) -> str:
+    """What shortens a stage."""
+    return REMEDIES.get(stage, "less work there")
+
+
+def round_ms(seconds: float) -> int:
+    """Latencies are shown in steps of 10 ms."""
+    return round(seconds * 100) * 10
 
 
 def tell(stories: Iterable[Story]) -> str:

@@ -1,6 +1,6 @@
 """A tick as one line of JSON that can be replayed: all that went in, and all that came out.
 
-{"version": 1, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
+{"version": 2, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
 
 Nothing is rounded. `replay` computes the outcome again from what went in: the same to the bit.
 """
@@ -16,7 +16,7 @@ from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 
-VERSION = 1
+VERSION = 2
 
 
 class RecordError(ValueError):

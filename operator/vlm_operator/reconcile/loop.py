@@ -16,6 +16,7 @@ from vlm_operator import names
 from vlm_operator.api import VLMService, parse
 from vlm_operator.apply import Accepted, apply_gates, contested
 from vlm_operator.autoscale.decide import Memory
+from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.cluster import Cluster, Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.metrics import forget
@@ -31,7 +32,6 @@ from vlm_operator.state import Observed
 from vlm_operator.status import (
     Event,
     Failure,
-    SloWindow,
     View,
     build_status,
     class_uses,
@@ -83,7 +83,7 @@ class Loop:
         self._book = book or ClassBook()
         self._seen: Observed | None = None
         self._memory: Memory | None = None
-        self._slo = SloWindow()
+        self._slo: tuple[Attribution, ...] = ()
         self._accepted = Accepted()
         self._report = Reporter(cluster, namespace=namespace, name=name)
 
@@ -104,7 +104,7 @@ class Loop:
         previous: Manifest = body.get("status", {})
         try:
             written = parse(body)
-            memory = self._remember(observed, written)
+            memory = self._memory or stored_memory(observed, self._name)
             intent = intend(written, observed, memory, options=self._options)
         except SpecError as error:
             return await self._refuse(observed, body, error)
@@ -175,12 +175,6 @@ class Loop:
         samples = await self._scraper.scrape(seen.pods)
         return dataclasses.replace(seen, samples=samples, now=now)
 
-    def _remember(self, observed: Observed, written: VLMService) -> Memory:
-        """Advance the window of TTFT; the autoscaler's memory is read once, then carried along."""
-        window = float(written.spec.slo.window_seconds)
-        self._slo = self._slo.advance(observed.samples.values(), now=observed.now, window=window)
-        return self._memory or stored_memory(observed, self._name)
-
     async def _tell(self, body: Manifest, status: Manifest, news: tuple[Event, ...]) -> None:
         await self._report.status(body, status, news, now=self._clock())
         if self._seen is not None and status != body.get("status"):
@@ -196,6 +190,10 @@ class Loop:
     def _view(
         self, written: VLMService, intent: Intent, observed: Observed, failure: Failure | None
     ) -> View:
+        found = intent.sizing.outcome.estimate
+        if found.counted or not found.attributions:
+            # a window that only slides on is no news: an idle service is not written
+            self._slo = found.attributions
         port = intent.service.spec.gateway.service.port
         host = f"{names.child(self._name, Role.GATEWAY)}.{self._namespace}.svc"
         suffix = "" if port == 80 else f":{port}"

@@ -132,9 +132,9 @@ class Reporter:
 
     def count(self, view: View, intent: Intent) -> None:
         """Set the metrics, and log the whole tick where it says something new."""
-        absurd = intent.sizing.outcome.estimate.bad_samples
+        absurd = intent.sizing.outcome.estimate.absurd
         if absurd:
-            BAD_SAMPLES.labels(reason="absurd").inc(absurd)
+            BAD_SAMPLES.labels(reason="absurd").inc(len(absurd))
         news = False
         for role in view.service.spec.pools.present:
             labels = {"namespace": self._namespace, "service": self._name, "role": role.value}

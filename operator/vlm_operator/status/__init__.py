@@ -5,7 +5,6 @@ conditions.py  a list of predicates, in reading order            verdicts
 readiness.py   of roles: the one thing that blocks
 sizing.py      of sizes: who decides, on what, is there room, does it help
 pools.py       the pools: counts, load, decisions
-slo.py         TTFT per modality over a window                   SloWindow
 decisions.py   one decision, rounded                             decision_status
 build.py       all of it, rounded                                build_status
 classes.py     what a VLMNodeClass is told of itself             class_status
@@ -16,7 +15,6 @@ from vlm_operator.status.build import build_status, pool_status_of_kind, refused
 from vlm_operator.status.classes import ClassUse, Start, class_status, class_uses, latest
 from vlm_operator.status.decisions import decision_status
 from vlm_operator.status.events import REASONS, Event, events
-from vlm_operator.status.slo import SloWindow
 from vlm_operator.status.view import Failure, View
 
 __all__ = [
@@ -24,7 +22,6 @@ __all__ = [
     "ClassUse",
     "Event",
     "Failure",
-    "SloWindow",
     "Start",
     "View",
     "build_status",

@@ -8,14 +8,14 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import effective, topology
+from vlm_operator.autoscale.explain import round_ms
 from vlm_operator.names import Role
 from vlm_operator.pods import selector
 from vlm_operator.rollout import service_revision
 from vlm_operator.state import Manifest, Sample
 from vlm_operator.status.conditions import verdicts
-from vlm_operator.status.decisions import money
+from vlm_operator.status.decisions import money, percents
 from vlm_operator.status.pools import cost_per_hour, kv_occupancy_percent, pool_status
-from vlm_operator.status.sizing import round_ms
 from vlm_operator.status.view import Failure, Verdict, View
 
 
@@ -129,16 +129,14 @@ def _model(view: View, previous: Manifest) -> dict[str, Any]:
 
 
 def _slo(view: View) -> list[dict[str, Any]]:
-    goals = view.service.spec.slo
-    special = {item.modality.value: item.ttft_p95_milliseconds for item in goals.overrides}
     said = []
-    for item in view.slo.found:
-        modality = item.modality.capitalize()
+    for item in view.slo:
+        target = item.target_seconds
         entry = {
-            "modality": modality,
+            "modality": item.modality.capitalize(),
             "ttftP95Milliseconds": round_ms(item.p95_seconds),
-            "targetMilliseconds": special.get(modality, goals.ttft_p95_milliseconds),
-            "stages": {name: round(share / 5) * 5 for name, share in item.stages.items()},
+            "targetMilliseconds": None if target is None else round(1000 * target),
+            "stages": percents(item.shares),
             "dominantStage": item.dominant_stage,
         }
         said.append({key: value for key, value in entry.items() if value not in (None, {})})
@@ -172,7 +170,7 @@ def _summary(view: View) -> dict[str, str]:
         role.value: f"{len(view.serving(role))}/{view.desired.get(role, 0)}"
         for role in view.service.spec.pools.present
     }
-    slowest = max(view.slo.found, key=lambda item: item.p95_seconds, default=None)
+    slowest = max(view.slo, key=lambda item: item.p95_seconds, default=None)
     if slowest is not None:
         found["ttftP95"] = f"{round_ms(slowest.p95_seconds)}ms"
         found["dominantStage"] = slowest.dominant_stage or ""

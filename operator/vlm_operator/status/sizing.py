@@ -6,6 +6,7 @@ import datetime
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
+from vlm_operator.autoscale.explain import beyond, remedy, round_ms
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.autoscale.reasons import Bound
 from vlm_operator.names import Role
@@ -80,7 +81,15 @@ def metrics(view: View) -> Verdict:
     heard = {uid for uid, last in answers.items() if view.observed.now - last.at <= patience}
     if not asked:
         return Verdict("MetricsAvailable", None, "NoPods", "no pod is ready yet")
-    known = heard | view.observed.samples.keys()
+    absurd = set(view.outcome.estimate.absurd)
+    known = heard | view.observed.samples.keys() - absurd
+    strange = [pod.name for pod in asked if pod.uid in absurd - heard]
+    if strange:
+        message = (
+            f"{len(strange)} of {len(asked)} pods answer to /stats with numbers that cannot be, "
+            f"first {strange[0]}: they are taken for silent; delete the pod, and report it"
+        )
+        return Verdict("MetricsAvailable", False, "ReportsAbsurd", message)
     silent = [pod.name for pod in asked if pod.uid not in known]
     if silent:
         message = f"{len(silent)} of {len(asked)} pods do not answer to /stats, first {silent[0]}"
@@ -112,41 +121,26 @@ def capacity(view: View) -> Verdict:
 
 def attainable(view: View) -> Verdict | None:
     """Whether the goal is met; None without a goal."""
-    goal = view.service.spec.slo.ttft_p95_milliseconds
-    if goal is None:
+    if not view.policy.ttft_seconds:
         return None
-    for found in view.outcome.estimate.attributions:
-        if not found.attainable and found.count > 0:
-            return Verdict("SLOAttainable", False, "Unattainable", _beyond(found))
-    if not view.slo.found:
-        return Verdict("SLOAttainable", None, "NoRequests", "no request has ended yet")
-    goals = {
-        item.modality.value: item.ttft_p95_milliseconds for item in view.service.spec.slo.overrides
-    }
-    for item in view.slo.found:
-        target = goals.get(item.modality.capitalize(), goal)
-        if item.p95_seconds * 1000 > target:
+    aimed = [item for item in view.slo if item.target_seconds is not None]
+    for item in aimed:
+        if not item.attainable:
+            message = f"{item.modality}: {beyond(item)}"
+            return Verdict("SLOAttainable", False, "Unattainable", message)
+    if not aimed:
+        return Verdict("SLOAttainable", None, "NoRequests", "no request ended within the window")
+    for item in aimed:
+        if item.overrun_seconds > 0:
             stage = item.dominant_stage or "unknown"
             message = (
-                f"{item.modality}: TTFT p95 is {round_ms(item.p95_seconds)} ms, "
-                f"the goal is {target} ms; most of it goes to {stage}"
+                f"{item.modality}: TTFT p95 is {round_ms(item.p95_seconds)} ms, the goal is "
+                f"{_target(item)} ms; most of it goes to {stage}: {remedy(stage)} would help"
             )
             return Verdict("SLOAttainable", None, "GoalMissed", message)
-    return Verdict("SLOAttainable", True, "GoalMet", f"TTFT p95 is within {goal} ms")
+    goals = ", ".join(f"{item.modality} {_target(item)} ms" for item in aimed)
+    return Verdict("SLOAttainable", True, "GoalMet", f"TTFT p95 is within its goal: {goals}")
 
 
-def _beyond(item: Attribution) -> str:
-    """Why no number of replicas meets a target: its stages alone take longer."""
-    alone = {name: round_ms(spent) for name, spent in item.service_seconds.items()}
-    longest = max(alone, key=lambda name: alone[name], default="service")
-    target = round_ms(item.target_seconds or 0.0)
-    return (
-        f"{item.modality}: without any waiting it takes {sum(alone.values())} ms, most of it "
-        f"{longest}, and the goal is {target} ms: more replicas do not help, choose faster nodes, "
-        "smaller pictures or another goal"
-    )
-
-
-def round_ms(seconds: float) -> int:
-    """Latencies are shown in steps of 10 ms."""
-    return round(seconds * 100) * 10
+def _target(item: Attribution) -> int:
+    return round(1000 * (item.target_seconds or 0.0))

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 from vlm_operator.api import VLMService
 from vlm_operator.autoscale.decide import Outcome
-from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, PodState, Revision
-from vlm_operator.status.slo import SloWindow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +50,7 @@ class View:
         outcome: what was decided from it, the estimate, the memory.
         desired: replicas of each pool in the end.
         step: what the rollout allows now.
+        slo: where TTFT went when a request last ended; empty once none has within the window.
         failure: the first thing that went wrong, None where nothing did.
         url: where clients find the API, inside the cluster.
         epoch: leaseTransitions; part of decision records.
@@ -64,7 +64,7 @@ class View:
     outcome: Outcome
     desired: Mapping[Role, int]
     step: Step
-    slo: SloWindow
+    slo: tuple[Attribution, ...]
     url: str
     epoch: int
     failure: Failure | None = None

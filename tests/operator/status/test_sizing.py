@@ -8,6 +8,7 @@ from operator_support import World
 
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.cluster import EVENT
+from vlm_operator.metrics import REGISTRY
 from vlm_operator.names import Role
 from vlm_operator.status import View, build_status, events
 from vlm_operator.status.decisions import decision_status, percents
@@ -46,13 +47,15 @@ def verdict(status: dict, kind: str) -> tuple[str, str, str]:
 def test_a_goal_that_no_number_of_replicas_meets_names_stage_and_milliseconds_once():
     world = loaded_world()
     view = view_of(world)
-    estimate = dataclasses.replace(view.outcome.estimate, attributions=(UNATTAINABLE,))
-    beyond = dataclasses.replace(view, outcome=dataclasses.replace(view.outcome, estimate=estimate))
+    beyond = dataclasses.replace(view, slo=(UNATTAINABLE,))
     status = build_status(beyond, world.status, now=world.cluster.clock.now)
     turned, reason, message = verdict(status, "SLOAttainable")
     assert (turned, reason) == ("False", "Unattainable")
-    assert "image: without any waiting it takes 1500 ms, most of it encode" in message
-    assert "the goal is 1000 ms" in message
+    assert message == (
+        "image: without any waiting it takes 1500 ms, 500 ms more than the goal of 1000 ms, most "
+        "of it encode with 1200 ms: more replicas do not help, a faster node type for the encoder "
+        "would, or another goal"
+    )
     assert [item.reason for item in events(world.status, status)] == ["SLOUnattainable"]
     assert events(status, status) == ()
 
@@ -149,3 +152,26 @@ def test_a_pod_that_misses_one_tick_is_no_news_and_one_that_stays_silent_is():
     run(world, turns=3)
     assert verdict(world.status, "MetricsAvailable")[1] == "PodsSilent"
     assert [i["reason"] for i in world.cluster.all(EVENT)].count("MetricsMissing") == 1
+
+
+def test_a_pod_whose_numbers_cannot_be_is_named_and_counted():
+    world = loaded_world()
+    plain, decode = world.scraper.scrape, [pod for pod in seen(world) if pod.role is Role.DECODE]
+
+    async def scrape(pods):
+        found = await plain(pods)
+        strange = found[decode[0].uid]
+        return found | {
+            decode[0].uid: dataclasses.replace(strange, queued_work_seconds=-1.0),
+        }
+
+    before = REGISTRY.get_sample_value("vlm_operator_bad_samples_total", {"reason": "absurd"})
+    world.scraper.scrape = scrape
+    run(world, turns=2)
+    assert verdict(world.status, "MetricsAvailable")[0] == "True", "a moment is no news"
+    run(world, turns=4)
+    turned, reason, message = verdict(world.status, "MetricsAvailable")
+    assert (turned, reason) == ("False", "ReportsAbsurd")
+    assert f"numbers that cannot be, first {decode[0].name}" in message
+    after = REGISTRY.get_sample_value("vlm_operator_bad_samples_total", {"reason": "absurd"})
+    assert after - (before or 0.0) == 6

@@ -12,11 +12,10 @@ from vlm_operator.api.status import CONDITIONS, VLMServiceStatus
 from vlm_operator.names import Role
 from vlm_operator.observe import pod_states, unschedulable
 from vlm_operator.state import StageSeconds, Ttft
-from vlm_operator.status import REASONS, SloWindow, events
+from vlm_operator.status import REASONS, events
 from vlm_operator.testing import sample_of
 
 ROOT = pathlib.Path(__file__).parents[3]
-NOW = 1_800_000_000.0
 
 
 def test_the_status_is_what_the_crd_describes():
@@ -126,62 +125,68 @@ def ttft(count: int, *, slow: int = 0) -> Ttft:
     )
 
 
-def gateway(index: int, **found: Ttft):
-    world = World()
+def asked_world(goal: int = 1000) -> World:
+    """A service with a goal, whose gateways count what a test puts into `counted`."""
+    world = World(body({"slo": {"ttftP95Milliseconds": goal}}))
+    world.counted = {}
+    plain = world.scraper.scrape
+
+    async def scrape(pods):
+        return {
+            uid: dataclasses.replace(item, ttft=dict(world.counted))
+            if item.role is Role.GATEWAY
+            else item
+            for uid, item in (await plain(pods)).items()
+        }
+
+    world.scraper.scrape = scrape
     world.converge()
-    pods = [pod for pod in world.loop._seen.pods if pod.role is Role.GATEWAY]
-    return dataclasses.replace(sample_of(pods[0]), boot_id=f"{index:032x}", ttft=found)
+    world.counted = {"image": ttft(0)}
+    world.turn(seconds=5)
+    return world
 
 
 def test_ttft_is_that_of_the_window_and_shares_are_those_of_missed_requests():
-    one = gateway(1)
-    window = SloWindow().advance(
-        [dataclasses.replace(one, ttft={"image": ttft(100)})], now=NOW, window=300
-    )
-    assert window.found == ()
-    window = window.advance(
-        [dataclasses.replace(one, ttft={"image": ttft(200, slow=50)})], now=NOW + 5, window=300
-    )
-    (found,) = window.found
-    assert found.count == 100
-    assert 1.0 < found.p95_seconds <= 4.0
-    assert found.stages == {"encode": 67, "prefill": 33}
-    assert found.dominant_stage == "encode"
+    world = asked_world()
+    assert "slo" not in world.status
+    assert world.condition("SLOAttainable")["reason"] == "NoRequests"
+    world.counted = {"image": ttft(200, slow=50)}
+    world.turn(seconds=5)
+    (found,) = world.status["slo"]
+    assert 1000 < found.pop("ttftP95Milliseconds") <= 4000
+    assert found == {
+        "modality": "Image",
+        "targetMilliseconds": 1000,
+        "stages": {"encode": 65, "prefill": 35},
+        "dominantStage": "encode",
+    }
+    assert world.condition("SLOAttainable")["reason"] == "GoalMissed"
 
 
-def test_an_idle_window_is_not_computed_again():
-    one = gateway(1, text=ttft(10))
-    window = SloWindow().advance([one], now=NOW, window=300)
-    window = window.advance(
-        [dataclasses.replace(one, ttft={"text": ttft(20)})], now=NOW + 5, window=300
-    )
-    again = window.advance(
-        [dataclasses.replace(one, ttft={"text": ttft(20)})], now=NOW + 9999, window=300
-    )
-    assert again is window
+def test_a_goal_that_is_missed_names_stage_and_remedy():
+    world = asked_world(goal=3200)
+    world.counted = {"image": ttft(200, slow=50)}
+    world.turn(seconds=5)
+    found = world.condition("SLOAttainable")
+    assert (found["status"], found["reason"]) == ("Unknown", "GoalMissed")
+    assert "the goal is 3200 ms; most of it goes to encode" in found["message"]
+    assert "a faster node type for the encoder would help" in found["message"]
 
 
-def test_a_gateway_that_restarts_counts_from_zero():
-    one = gateway(1, text=ttft(1000))
-    window = SloWindow().advance([one], now=NOW, window=300)
-    reborn = dataclasses.replace(gateway(2), ttft={"text": ttft(7)})
-    (found,) = window.advance([reborn], now=NOW + 5, window=300).found
-    assert found.count == 7
-
-
-def test_bounds_that_moved_with_the_target_say_nothing_of_the_window():
-    """All that a gateway ever counted lies below a bound that is new: it was no growth."""
-    one = gateway(1)
-    old = Ttft(1000, 0, 100.0, {0.1: 990, 0.8: 1000, 5.0: 1000, math.inf: 1000}, {})
-    new = Ttft(1100, 0, 400.0, {0.1: 990, 0.6: 1000, 5.0: 1100, math.inf: 1100}, {})
-    window = SloWindow().advance(
-        [dataclasses.replace(one, ttft={"text": old})], now=NOW, window=300
-    )
-    (found,) = window.advance(
-        [dataclasses.replace(one, ttft={"text": new})], now=NOW + 5, window=300
-    ).found
-    assert found.count == 100
-    assert found.p95_seconds > 4
+def test_a_window_that_only_slides_on_is_not_written_until_nothing_is_in_it():
+    world = asked_world()
+    for count in (50, 100, 200):
+        world.counted = {"image": ttft(count, slow=count // 10)}
+        world.turn(seconds=30)
+    before, told = world.written(), world.status["slo"]
+    for _ in range(8):
+        world.turn(seconds=25)
+    assert (world.written(), world.status["slo"]) == (before, told)
+    for _ in range(40):
+        world.turn(seconds=25)
+    assert "slo" not in world.status
+    assert world.written() == before + 1
+    assert world.condition("SLOAttainable")["reason"] == "NoRequests"
 
 
 def test_small_changes_of_load_write_nothing():

@@ -93,7 +93,8 @@ class Estimate:
         phases: the same by phase, of those whose starts were seen.
         itl_p95_seconds: between tokens, None where none came.
         demands: the load that needs follow from.
-        bad_samples: answers whose numbers were absurd, at this tick.
+        absurd: uids of pods whose answers at this tick had numbers that nobody believes.
+        counted: requests ended since the last tick.
         fits: service times by "role/variant/kind".
     """
 
@@ -104,7 +105,8 @@ class Estimate:
     startup: Mapping[tuple[Role, str], float]
     itl_p95_seconds: float | None = None
     demands: Mapping[Role, Demand] = dataclasses.field(default_factory=dict)
-    bad_samples: int = 0
+    absurd: tuple[str, ...] = ()
+    counted: bool = False
     fits: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
     phases: Mapping[tuple[Role, str], Phases] = dataclasses.field(default_factory=dict)
 
@@ -171,7 +173,8 @@ def estimate(
         startup=startup,
         itl_p95_seconds=itl_p95(window, totals),
         demands=demands,
-        bad_samples=readings.bad,
+        absurd=readings.absurd,
+        counted=window is not memory.window,
         fits={key: item.fit for key, item in fits.items() if item.fit is not None},
         phases=startup_phases(startups),
     )

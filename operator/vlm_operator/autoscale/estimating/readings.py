@@ -110,19 +110,19 @@ class PoolReading:
 
 @dataclasses.dataclass(frozen=True)
 class Readings:
-    """All pools at one tick, the gateways that can be believed, and how many answers cannot."""
+    """All pools at one tick, the gateways that can be believed, and the uids of who cannot."""
 
     pools: Mapping[Role, PoolReading]
     answers: Mapping[str, LastAnswer]
     gateways: tuple[Sample, ...]
-    bad: int
+    absurd: tuple[str, ...]
 
 
 def read_pools(policy: ServicePolicy, view: View, answers: Mapping[str, LastAnswer]) -> Readings:
     """Join samples and pods; `answers` are those before, by uid."""
     pools: dict[Role, PoolReading] = {}
     kept: dict[str, LastAnswer] = {}
-    bad = 0
+    absurd: list[str] = []
     for role in POOL_ROLES:
         pool = view.pools.get(role)
         rules = policy.pools.get(role)
@@ -137,7 +137,8 @@ def read_pools(policy: ServicePolicy, view: View, answers: Mapping[str, LastAnsw
             if sample is not None and not (
                 plausible(sample) and _possible(before, sample, view.now)
             ):
-                sample, bad = None, bad + 1
+                sample = None
+                absurd.append(pod.uid)
             found = _pod(policy, pod, _speed(speeds, pod), sample, before, now=view.now)
             pods.append(found)
             if found.last is not None:
@@ -145,7 +146,8 @@ def read_pools(policy: ServicePolicy, view: View, answers: Mapping[str, LastAnsw
         pools[role] = _pool(policy, rules, pool, tuple(pods))
     gateways = [item for item in view.samples.values() if item.role is Role.GATEWAY]
     believed = tuple(item for item in gateways if plausible_gateway(item))
-    return Readings(pools, kept, believed, bad + len(gateways) - len(believed))
+    absurd += [item.pod_uid for item in gateways if item not in believed]
+    return Readings(pools, kept, believed, tuple(absurd))
 
 
 def plausible(sample: Sample) -> bool:
