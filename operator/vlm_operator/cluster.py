@@ -1,14 +1,16 @@
 """The Kubernetes API, as narrow as the operator needs it: dicts in, dicts out, typed errors.
 
 `kube.KubeCluster` speaks to a real one, `testing.FakeCluster` is one in memory, `leader.Fenced`
-refuses writes of a process that no longer leads. Every method raises `ClusterError` or one of its
-subclasses, and nothing else.
+refuses writes of a process that no longer leads, `informer.Informed` lists from memory. Every
+method raises `ClusterError` or one
+of its subclasses, and nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import enum
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from vlm_operator import names
@@ -138,4 +140,59 @@ class Cluster(Protocol):
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
         """Delete in the background, only the one with `uid` if given; an absent one is fine."""
+        ...
+
+
+class Happening(enum.Enum):
+    """What an event of a watch says, in Kubernetes' words."""
+
+    ADDED = "ADDED"
+    MODIFIED = "MODIFIED"
+    DELETED = "DELETED"
+    BOOKMARK = "BOOKMARK"  # nothing happened up to the item's version; it is no object
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchEvent:
+    """One event, with the object as it was then."""
+
+    happening: Happening
+    item: Manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A part of a list, all parts as things were at `version`."""
+
+    items: Sequence[Manifest]
+    version: int
+
+
+class Source(Protocol):
+    """Where an informer's lists and watches come from.
+
+    `labelled` is a label that objects carry, whatever its value; "" is all objects.
+    """
+
+    def pages(
+        self, kind: Kind, namespace: str | None, *, labelled: str
+    ) -> AsyncGenerator[Page, None]:
+        """List everything, part by part."""
+        ...
+
+    def watch(
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        labelled: str,
+        since: int,
+        seconds: float,
+        silence: float,
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Yield what happens after version `since`, for `seconds`.
+
+        Raises:
+            ClusterError: it broke, or said nothing for `silence` seconds.
+        """
         ...

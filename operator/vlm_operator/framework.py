@@ -1,18 +1,19 @@
-"""How kopf itself behaves: its settings, its credentials, its names of kinds."""
+"""How kopf itself behaves: its settings, its credentials, and when it may write."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import aiohttp
 import kopf
 
-from vlm_operator import names
-from vlm_operator.cluster import CHILD_KINDS, POD, Kind
-from vlm_operator.kube import Connection
+from vlm_operator import names, pauses
+from vlm_operator.errors import LeaseLostError
+from vlm_operator.kube import REQUEST_TIMEOUT_SECONDS, Connection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,6 @@ async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> Non
     settings.watching.client_timeout = watching.whole + 30
     settings.watching.inactivity_timeout = watching.silence
     settings.background.cancellation_polling = 1
-    for kind in (*CHILD_KINDS, POD):
-        settings.watching.label_selectors[selector(kind)] = (
-            f"{names.LABEL_APP_MANAGED_BY}={names.MANAGER}"
-        )
 
 
 class Backoffs:
@@ -57,14 +54,14 @@ class Backoffs:
 
     def __iter__(self) -> Iterator[float]:
         """Yield seconds: 1, 2, 4, 8, then about 15 for ever."""
-        for attempt in itertools.count():
-            yield min(15.0, 2.0**attempt) * random.uniform(0.7, 1.3)  # noqa: S311
+        for failures in itertools.count(1):
+            yield pauses.growing(failures, longest=15.0)
 
 
-async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
+async def login(memo: Any, **_: Any) -> kopf.AiohttpSession:
     """Tell kopf how to connect, anew whenever its token is refused."""
     found: Connection = await memo.app.connect()
-    return kopf.ConnectionInfo(
+    info = kopf.ConnectionInfo(
         server=found.server,
         ca_path=found.ca_path,
         insecure=found.insecure,
@@ -72,9 +69,32 @@ async def login(memo: Any, **_: Any) -> kopf.ConnectionInfo:
         certificate_path=found.certificate_path,
         private_key_path=found.private_key_path,
     )
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+        headers=info.as_http_headers(),
+        middlewares=(fence(memo.app.check),),
+    )
+    return kopf.AiohttpSession(server=found.server, aiohttp_session=session)
 
 
-def selector(kind: Kind) -> tuple[str, str, str]:
-    """Name a kind as kopf does: group, version, plural."""
-    group, _, version = kind.api_version.rpartition("/")
-    return (group, version, kind.plural)
+def fence(check: Callable[[], None]) -> aiohttp.ClientMiddlewareType:
+    """Hold kopf's own writes back, its finalizer's, as `leader.Fenced` does ours.
+
+    Args:
+        check: raises `LeaseLostError` where a write must not start. To kopf that is a connection
+            that failed, which it tries again; a write ends within the time that `check` counts on.
+    """
+
+    async def pass_on(
+        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        if request.method == "GET":
+            return await handler(request)
+        try:
+            check()
+        except LeaseLostError as error:
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        async with asyncio.timeout(REQUEST_TIMEOUT_SECONDS):
+            return await handler(request)
+
+    return pass_on

@@ -1,6 +1,7 @@
 """Where kopf calls us. Wiring only: one daemon per VLMService is its control loop.
 
-event of a VLMService, or of anything with our labels ─▶ App.wake ─▶ the daemon takes a turn
+event of a VLMService (kopf), or of anything with our labels (informer) ─▶ App.wake
+                                                             the daemon takes a turn ◀─┘
 
 No handler looks at what changed: the loop reads everything. kopf keeps the daemon, and the
 finalizer that it puts on the object until the daemon returns. For an object that it first meets
@@ -15,16 +16,14 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
 import kopf
 
-from vlm_operator import names
-from vlm_operator.cluster import CHILD_KINDS, POD
+from vlm_operator import names, pauses
 from vlm_operator.errors import ClusterError, LeaseLostError
-from vlm_operator.framework import Watching, configure, login, selector
+from vlm_operator.framework import Watching, configure, login
 from vlm_operator.metrics import TURNS
 from vlm_operator.reconcile import Loop
 from vlm_operator.sight import Sight
@@ -32,6 +31,7 @@ from vlm_operator.sight import Sight
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.05  # events come in bursts: one turn for all of them
+RETRY_SECONDS = 1.0  # after a first failure
 STUCK_SECONDS = 120.0  # a turn that takes longer is stuck: every call in it has a timeout
 BLIND_SECONDS = 120.0  # watches reconnect after 70 s of silence: longer is dead
 _DRAINED = -1.0
@@ -46,7 +46,7 @@ class App:
     Attributes:
         make_loop: builds the loop of one service.
         connect: how kopf reaches the API server.
-        lost: set when this process no longer leads; `__main__` then ends it.
+        check: raises `LeaseLostError` where a write must not start.
         turning: services whose turn began, and when; the health check reads it.
         sight: which events came; the health check reads it too.
         watching: how long kopf believes in a watch.
@@ -56,8 +56,8 @@ class App:
     connect: Callable[[], Any]
     clock: Callable[[], float]
     sight: Sight
+    check: Callable[[], None] = lambda: None
     watching: Watching = dataclasses.field(default_factory=Watching)
-    lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     turning: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     _wakes: dict[tuple[str, str], asyncio.Event] = dataclasses.field(default_factory=dict)
 
@@ -94,12 +94,10 @@ def register(registry: kopf.OperatorRegistry) -> None:
     kopf.on.startup(registry=registry)(configure)
     kopf.on.login(registry=registry)(login)
     place = (names.GROUP, names.VERSION, names.PLURAL_SERVICE)
-    kopf.daemon(*place, registry=registry, id="loop", cancellation_polling=1.0)(tend)
+    kopf.daemon(
+        *place, registry=registry, id="loop", cancellation_polling=1.0, backoff=RETRY_SECONDS
+    )(tend)
     kopf.on.event(*place, registry=registry, id="changed")(changed)
-    ours = {names.LABEL_SERVICE: kopf.PRESENT}
-    for kind in (*CHILD_KINDS, POD):
-        name = f"child-{kind.plural}"
-        kopf.on.event(*selector(kind), registry=registry, id=name, labels=ours)(child_changed)
 
 
 async def changed(memo: Any, meta: Any, namespace: str, name: str, **_: Any) -> None:
@@ -121,11 +119,6 @@ async def changed(memo: Any, meta: Any, namespace: str, name: str, **_: Any) -> 
     app.wake(namespace, name)
 
 
-async def child_changed(memo: Any, namespace: str, labels: Any, **_: Any) -> None:
-    """Something that carries a service's label changed."""
-    memo.app.wake(namespace, labels[names.LABEL_SERVICE])
-
-
 async def tend(memo: Any, namespace: str, name: str, stopped: Any, **_: Any) -> None:
     """Be the control loop of one VLMService, until it is deleted or the operator ends."""
     app: App = memo.app
@@ -141,7 +134,7 @@ async def tend(memo: Any, namespace: str, name: str, stopped: Any, **_: Any) -> 
             failures = failures + 1 if outcome is None else 0
             # an unfinished turn saw something that may have changed since
             woken = outcome is None
-            pause = _backoff(failures) if outcome is None else outcome
+            pause = _retry(failures) if outcome is None else outcome
         if _DELETED in stopped.reason:
             key = (namespace, name)
             await _let_go(app, loop, key, exiting=lambda: _EXITING in stopped.reason)
@@ -180,8 +173,8 @@ async def _attempt(app: App, turn: Any, key: tuple[str, str]) -> float | None:
         return pause
     except LeaseLostError as error:
         result = "not leading"
-        logger.error("lease lost", extra={"error": str(error)})
-        app.lost.set()
+        # whoever renews the lease ends the process, or wakes everybody once it may write again
+        logger.warning("not leading", extra={"service": "/".join(key), "error": str(error)})
     except ClusterError as error:
         result = error.reason or "refused"
         logger.warning("turn failed", extra={"service": "/".join(key), "error": str(error)})
@@ -209,5 +202,5 @@ async def _sleep(bell: asyncio.Event, stopped: Any, seconds: float) -> bool:
     return rang
 
 
-def _backoff(failures: int) -> float:
-    return float(min(30.0, 0.5 * 2 ** min(failures, 7)) * random.uniform(0.7, 1.3))  # noqa: S311
+def _retry(failures: int) -> float:
+    return pauses.growing(failures, first=RETRY_SECONDS, longest=30.0)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, cast
 
 import aiohttp
@@ -21,10 +21,11 @@ from kubernetes.aio.client.rest import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
-from vlm_operator.cluster import Kind, Manifest, kind_of
+from vlm_operator.cluster import Happening, Kind, Manifest, Page, WatchEvent, kind_of
 from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
 
 REQUEST_TIMEOUT_SECONDS = 5.0
+_PAGE = 250  # objects; more would hold the event loop up while they are parsed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +107,59 @@ class KubeCluster:
         answer = await self._request(
             "get", self._path(kind, namespace), label_selector=selector or None
         )
-        # items of a list carry neither
-        return [
-            {"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in answer["items"]
-        ]
+        return _items(kind, answer)
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, *, labelled: str
+    ) -> AsyncGenerator[Page, None]:
+        """See `Source.pages`."""
+        token = None
+        while True:
+            answer = await self._request(
+                "get",
+                self._path(kind, namespace),
+                label_selector=labelled or None,
+                limit=_PAGE,
+                _continue=token,
+            )
+            yield Page(_items(kind, answer), int(answer["metadata"]["resourceVersion"]))
+            token = answer["metadata"].get("continue")
+            if not token:
+                return
+
+    async def watch(
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        labelled: str,
+        since: int,
+        seconds: float,
+        silence: float,
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """See `Source.watch`."""
+        whole = max(1, round(seconds))  # API servers take integers
+        async with _typed_errors():
+            answer = await self._client.request(
+                "get",
+                self._path(kind, namespace),
+                serialize=False,
+                watch="true",
+                query_params=[("allowWatchBookmarks", "true")],
+                label_selector=labelled or None,
+                resource_version=str(since),
+                timeout_seconds=whole,
+                _request_timeout=aiohttp.ClientTimeout(
+                    total=whole + REQUEST_TIMEOUT_SECONDS,
+                    sock_connect=REQUEST_TIMEOUT_SECONDS,
+                    sock_read=silence,
+                ),
+            )
+            try:
+                async for line in _lines(answer.content):
+                    yield _event(json.loads(line))
+            finally:
+                answer.close()
 
     async def apply(
         self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
@@ -189,6 +239,38 @@ class KubeCluster:
             return cast("Manifest", json.loads(await response.read()))
 
 
+def _items(kind: Kind, answer: Manifest) -> list[Manifest]:
+    """Say of each item of a list what it is; it carries neither."""
+    return [{"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in answer["items"]]
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield whole lines, of any length.
+
+    Raises:
+        json.JSONDecodeError: the last one has no end.
+    """
+    rest = b""
+    async for piece in content.iter_any():
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line
+    if rest:
+        raise json.JSONDecodeError("a line without its end", rest.decode(errors="replace"), 0)
+
+
+def _event(said: Manifest) -> WatchEvent:
+    """Read one line of a watch; an ERROR is raised."""
+    try:
+        item = said["object"]
+        if said["type"] != "ERROR":
+            return WatchEvent(Happening(said["type"]), item)
+        code = int(item["code"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnavailableError(0, "Garbled", f"no event of a watch: {error}") from error
+    raise _typed(code, str(item.get("reason")), str(item.get("message")))
+
+
 @contextlib.asynccontextmanager
 async def _typed_errors() -> AsyncIterator[None]:
     """Turn whatever the client raises into our tree."""
@@ -210,7 +292,10 @@ def _refusal(error: Any) -> ClusterError:
         status = json.loads(error.body)
         reason = status.get("reason") or reason
         message = status.get("message") or message
-    code = int(error.status or 0)
+    return _typed(int(error.status or 0), reason, message)
+
+
+def _typed(code: int, reason: str, message: str) -> ClusterError:
     # a uid in an applied manifest is a precondition that this API server calls invalid
     if code == 409 or (code == 422 and "metadata.uid: Invalid value" in message):
         return ConflictError(409, reason, message)

@@ -1,7 +1,11 @@
 """One writer at a time: our own Lease, because kopf's peering is no leader election.
 
-acquire() ─▶ leading, renewed every 2 s ─▶ keep() raises LeaseLostError after 10 s without a renewal
-                                           Fenced refuses writes that could outlive the lease
+acquire() ─▶ leading, renewed every 2 s ─┬─▶ 10 s without a renewal: nothing is written until one
+                                         │   succeeds; nobody else led meanwhile
+                                         └─▶ somebody else leads, or did: keep() raises
+
+`Fenced` refuses writes that could outlive the lease. `Aside` is the thread on which all this runs:
+a renewal waits for no turn.
 
 A process may start a write only while its lease, counted on its own monotonic clock from the moment
 *before* the last renewal was sent, has more time left than a request may take. Others take over 15
@@ -11,16 +15,19 @@ s after they last saw the Lease change, again on their own clock: no two clocks 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Self, TypeVar
 
 from vlm_operator.cluster import LEASE, Cluster, Kind, Manifest
 from vlm_operator.errors import ClusterError, ConflictError, LeaseLostError, UnavailableError
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 AT_ONCE = 16  # requests; an API server answers more no sooner
 WRITE_SECONDS = 5.0  # the longest that one write may take: the request timeout of `kube`
@@ -96,17 +103,27 @@ class Lease:
                 announced = holder
             await asyncio.sleep(self._timing.retry)
 
-    async def keep(self) -> None:
-        """Renew for ever; `LeaseLostError` once that failed for too long, or it was taken."""
+    async def keep(self, told: Callable[[bool], None] = lambda _: None) -> None:
+        """Renew for ever.
+
+        An API server that is away for longer than the deadline ends the writing, and nothing else:
+        while the Lease still says what it said, nobody else led. `told` hears False then, and True
+        once it is renewed.
+
+        Raises:
+            LeaseLostError: another process leads, or did meanwhile.
+        """
+        held = True
         while True:
             await asyncio.sleep(self._timing.retry)
-            holder = await self._try()
-            if holder not in (None, ""):
-                self._renewed_at = None
-                raise LeaseLostError(f"{holder} holds the lease")
+            await self._renew()
             assert self._renewed_at is not None
-            if self._clock() - self._renewed_at > self._timing.renew_deadline:
-                raise LeaseLostError(f"not renewed for {self._timing.renew_deadline:.0f} s")
+            late = self._clock() - self._renewed_at
+            if held != (late <= self._timing.renew_deadline):
+                held = not held
+                text = "leading again" if held else "not renewed: nothing is written until it is"
+                logger.warning(text, extra={"epoch": self.epoch, "late_seconds": round(late, 1)})
+                told(held)
 
     async def release(self) -> None:
         """Give the lease up, so that the next process need not wait; failing costs that wait."""
@@ -121,7 +138,7 @@ class Lease:
             logger.info("lease not released", extra={"error": str(error)})
 
     async def _try(self) -> str | None:
-        """Take or renew the lease: None when it is ours, else its holder ("" for unknown)."""
+        """Take the lease: None when it is ours, else its holder ("" for unknown)."""
         before = self._clock()
         try:
             lease = await self._cluster.get(LEASE, self._namespace, self._name)
@@ -140,6 +157,25 @@ class Lease:
         self._renewed_at = before
         self.epoch = int(taken["spec"]["leaseTransitions"])
         return None
+
+    async def _renew(self) -> None:
+        """Renew the lease that is ours; what cannot be done now is left to the next time."""
+        before = self._clock()
+        try:
+            lease = await self._cluster.get(LEASE, self._namespace, self._name)
+            spec = {} if lease is None else lease["spec"]
+            ours = (self._identity, self.epoch)
+            if lease is None or (spec.get("holderIdentity"), spec.get("leaseTransitions")) != ours:
+                self._renewed_at = None
+                holder = spec.get("holderIdentity") or "nobody"
+                raise LeaseLostError(f"{holder} holds the lease")
+            await self._cluster.replace({**lease, **self._manifest(lease)})
+        except ConflictError:
+            return  # our view is old: the next try sees who wrote
+        except ClusterError as error:
+            logger.warning("lease not renewed", extra={"error": str(error)})
+            return
+        self._renewed_at = before
 
     def _expired(self, lease: Manifest) -> bool:
         """Tell whether another's Lease stood still for its whole duration, by our own clock."""
@@ -169,6 +205,36 @@ class Lease:
             "metadata": dict(meta),
             "spec": spec,
         }
+
+
+class Aside:
+    """An event loop on a thread of its own: what runs there waits for nothing that runs here."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Stop it; what still runs there is cancelled."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(task)
+        self._loop.close()
+
+    async def do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something there; cancelling this cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 class Fenced:

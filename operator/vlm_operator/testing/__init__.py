@@ -2,6 +2,7 @@
 
 fields.py      server-side apply over flattened manifests: who owns which field
 cluster.py     FakeCluster: uids, versions, generations, finalizers, garbage collection
+watchable.py   WatchableCluster: the same, with watches
 controllers.py what kube-controller-manager and kubelets would do     settle, start_pods
 dying.py       a cluster that dies before or after write k, and all such deaths of one run
 proxy.py       a reverse proxy with faults, in front of a real API server
@@ -10,6 +11,7 @@ proxy.py       a reverse proxy with faults, in front of a real API server
 from vlm_operator.testing.cluster import Clock, FakeCluster
 from vlm_operator.testing.controllers import FakeScraper, sample_of, settle, start_pods
 from vlm_operator.testing.dying import Deaths, Died, DyingCluster, WatchedWrites
+from vlm_operator.testing.watchable import WatchableCluster
 
 __all__ = [
     "Clock",
@@ -18,6 +20,7 @@ __all__ = [
     "DyingCluster",
     "FakeCluster",
     "FakeScraper",
+    "WatchableCluster",
     "WatchedWrites",
     "sample_of",
     "settle",

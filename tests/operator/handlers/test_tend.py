@@ -9,7 +9,7 @@ import pytest
 
 from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
 from vlm_operator.framework import Backoffs, configure
-from vlm_operator.handlers import App, changed, child_changed, tend
+from vlm_operator.handlers import App, changed, register, tend
 from vlm_operator.sight import Sight
 
 REASONS = kopf.DaemonStoppingReason
@@ -88,10 +88,9 @@ async def start(loop: FakeLoop):
 async def test_an_event_of_a_child_wakes_the_loop_of_its_service():
     loop = FakeLoop(60.0)
     memo, stopped, task = await start(loop)
-    labels = {"triptych.dev/service": "demo"}
-    await child_changed(memo=memo, namespace="ns", labels=labels)
+    memo.app.wake("ns", "demo")
     await until(lambda: len(loop.turns) == 2)
-    await child_changed(memo=memo, namespace="ns", labels={"triptych.dev/service": "other"})
+    memo.app.wake("ns", "other")
     await asyncio.sleep(0.1)
     assert loop.turns == [True, True]
     stopped.set(REASONS.OPERATOR_EXITING)
@@ -134,18 +133,27 @@ async def test_an_error_is_followed_by_another_full_turn(error: Exception):
     memo, stopped, task = await start(loop)
     await until(lambda: len(loop.turns) == 2)
     assert loop.turns == [True, True]
-    assert not memo.app.lost.is_set()
     await until(lambda: memo.app.turning == {})
     stopped.set(REASONS.OPERATOR_EXITING)
     await task
 
 
-async def test_a_lost_lease_is_told_to_the_process():
-    loop = FakeLoop(LeaseLostError("gone"))
+async def test_a_turn_that_may_not_write_is_taken_again_when_everybody_is_woken():
+    loop = FakeLoop(LeaseLostError("gone"), LeaseLostError("gone"), LeaseLostError("gone"), 60.0)
     memo, stopped, task = await start(loop)
-    await asyncio.wait_for(memo.app.lost.wait(), 5)
+    while len(loop.turns) < 4:
+        turns = len(loop.turns)
+        memo.app.wake_all()
+        await until(lambda turns=turns: len(loop.turns) > turns)
+    assert loop.turns == [True] * 4
     stopped.set(REASONS.OPERATOR_EXITING)
     await task
+
+
+def test_kopf_starts_a_loop_that_crashed_after_a_second():
+    registry = kopf.OperatorRegistry()
+    register(registry)
+    assert [one.backoff for one in registry._spawning.get_all_handlers()] == [1.0]
 
 
 async def test_a_deleted_service_is_drained_before_the_daemon_returns():

@@ -1,13 +1,15 @@
 """One leader at a time, by clocks that are never compared."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 
 from vlm_operator import names
 from vlm_operator.cluster import LEASE, SERVICE
 from vlm_operator.errors import LeaseLostError, UnavailableError
-from vlm_operator.leader import Fenced, Lease, Timing
+from vlm_operator.leader import Aside, Fenced, Lease, Timing
 from vlm_operator.settings import Settings
 from vlm_operator.testing import FakeCluster
 
@@ -111,18 +113,80 @@ class Cut(FakeCluster):
         return await super().get(*arguments)
 
 
-async def test_a_leader_that_cannot_renew_gives_up_at_the_deadline():
+async def test_an_api_server_that_is_away_for_a_minute_stops_the_writing_and_not_the_process():
     cluster, clock = Cut(), Watch()
     one = lease(cluster, "one", clock)
+    fenced = Fenced(cluster, one)
     await one.acquire()
-    keeping = asyncio.create_task(one.keep())
+    heard: list[bool] = []
+    keeping = asyncio.create_task(one.keep(heard.append))
     cluster.down = True
     clock.now = 9.0
     await asyncio.sleep(0.02)
-    assert not keeping.done()
-    clock.now = 10.1
-    with pytest.raises(LeaseLostError, match="not renewed"):
+    assert heard == []
+    for clock.now in (10.1, 30.0, 60.0):
+        await asyncio.sleep(0.02)
+        assert heard == [False]
+        with pytest.raises(LeaseLostError):
+            await fenced.delete(SERVICE, "ns", "s", uid=None)
+    cluster.down = False
+    async with asyncio.timeout(1):
+        while heard != [False, True]:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    await fenced.delete(SERVICE, "ns", "s", uid=None)
+    assert (one.epoch, keeping.done()) == (0, False)
+    keeping.cancel()
+
+
+@pytest.mark.parametrize("released", [False, True])
+async def test_whoever_was_cut_off_while_another_led_ends_although_the_lease_is_free_again(
+    released: bool,
+):
+    cluster, ours, theirs = Cut(), Watch(), Watch(5000.0)
+    uncut = FakeCluster()
+    uncut._objects = cluster._objects  # the same API server, reached another way
+    one, two = lease(cluster, "one", ours), lease(uncut, "two", theirs)
+    await one.acquire()
+    heard: list[bool] = []
+    keeping = asyncio.create_task(one.keep(heard.append))
+    waiting = asyncio.create_task(two.acquire())
+    await asyncio.sleep(0.02)
+    cluster.down = True
+    await asyncio.sleep(0.02)
+    ours.now += 60
+    theirs.now += 60
+    await asyncio.wait_for(waiting, 1)
+    if released:
+        await two.release()
+    cluster.down = False
+    with pytest.raises(LeaseLostError, match="nobody holds" if released else "two holds"):
         await asyncio.wait_for(keeping, 1)
+    assert heard in ([], [False])
+    assert one.time_left == 0
+
+
+async def test_a_renewal_waits_for_nothing_that_runs_on_the_event_loop_of_turns():
+    cluster = FakeCluster()
+    renewed = threading.Event()
+    with Aside() as aside:
+        one = Lease(
+            cluster, namespace="ns", name="lock", identity="one", clock=time.monotonic, timing=FAST
+        )
+        await aside.do(one.acquire())
+        keeping = asyncio.create_task(aside.do(one.keep()))
+        await asyncio.sleep(0.01)
+        before = len(cluster.writes)
+
+        def see() -> None:
+            while len(cluster.writes) < before + 3:
+                time.sleep(0.001)  # noqa: TID251
+            renewed.set()
+
+        threading.Thread(target=see, daemon=True).start()
+        assert renewed.wait(timeout=5)  # which holds this event loop up
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
 
 
 async def test_a_lease_that_was_taken_is_given_up_at_once():

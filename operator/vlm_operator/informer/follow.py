@@ -1,0 +1,137 @@
+"""Keeps a store up to date, whatever becomes of the watch: list, watch for a while, list again.
+
+list ─▶ watch until `resync` is over, it breaks, or says nothing for `silence` ─▶ list ...
+
+A watch never lasts long, so that an event that got lost is made up for. After an error nothing is
+read until the next list is whole: a turn waits for it, or is told that the API server is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Mapping
+
+from vlm_operator import pauses
+from vlm_operator.cluster import Happening, Kind, Manifest, Source
+from vlm_operator.errors import ClusterError, UnavailableError
+from vlm_operator.informer.store import Service, Store
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0  # that a read waits for a list: as long as one that the API server answers
+LEAST_SECONDS = 1.0  # between two lists, where watches end at once
+LONGEST_PAUSE_SECONDS = 5.0
+
+
+class Informer:
+    """Follows one kind, in one namespace or in all.
+
+    Args:
+        source: where lists and watches come from.
+        kind: what is followed.
+        namespace: None for all.
+        labelled: a label that objects must carry to be followed; "" for all.
+        told: hears whose objects changed.
+        resync: the longest that a watch lasts, in seconds.
+        silence: a watch that says nothing for so many seconds is dead.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        labelled: str,
+        told: Callable[[Service], None],
+        resync: float = 60.0,
+        silence: float = 70.0,
+    ) -> None:
+        self._source = source
+        self._kind = kind
+        self._namespace = namespace
+        self._labelled = labelled
+        self._told = told
+        self._resync = resync
+        self._silence = silence
+        self._whole = asyncio.Event()
+        self._problem = "not listed yet"
+        self.store = Store(kind)
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        failures = 0
+        while True:
+            try:
+                pause = asyncio.create_task(asyncio.sleep(LEAST_SECONDS))
+                await self._follow()
+                failures = 0
+                await pause
+            except ClusterError as error:
+                # what was not told since may be anything
+                self._whole.clear()
+                self._problem = str(error)
+                failures += 1
+                about = {"kind": self._kind.kind, "error": str(error)}
+                logger.info("watch broken", extra=about)
+                await asyncio.sleep(pauses.growing(failures, longest=LONGEST_PAUSE_SECONDS))
+            finally:
+                pause.cancel()
+
+    async def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
+        """Return what the store knows, once it does.
+
+        Raises:
+            UnavailableError: the API server has not told for too long.
+        """
+        if not self._whole.is_set():
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await self._whole.wait()
+            except TimeoutError:
+                text = f"{self._kind.plural} are not seen: {self._problem}"
+                raise UnavailableError(0, "Unseen", text) from None
+        return self.store.list(namespace, labels)
+
+    async def _follow(self) -> None:
+        # not all kinds, nor all operators, at the same moment
+        seconds = self._resync * random.uniform(0.7, 1.0)  # noqa: S311
+        uids: set[str] = set()
+        version = 0
+        async with contextlib.aclosing(
+            self._source.pages(self._kind, self._namespace, labelled=self._labelled)
+        ) as pages:
+            async for page in pages:
+                version = page.version
+                uids.update(item["metadata"]["uid"] for item in page.items)
+                self._tell(self.store.page(page.items))
+        self._tell(self.store.only(uids, version))
+        self._whole.set()
+        async with contextlib.aclosing(
+            self._source.watch(
+                self._kind,
+                self._namespace,
+                labelled=self._labelled,
+                since=version,
+                seconds=seconds,
+                silence=self._silence,
+            )
+        ) as events:
+            async for event in events:
+                self._take(event.happening, event.item)
+
+    def _take(self, happening: Happening, item: Manifest) -> None:
+        match happening:
+            case Happening.BOOKMARK:
+                self.store.advance(int(item["metadata"]["resourceVersion"]))
+            case Happening.DELETED:
+                self._tell(self.store.gone(item))
+            case _:
+                self._tell(self.store.changed(item))
+
+    def _tell(self, services: set[Service]) -> None:
+        for service in services:
+            self._told(service)

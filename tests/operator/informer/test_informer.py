@@ -1,0 +1,236 @@
+"""List, watch, list again: turns read what is there, or are told that nobody can see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from operator_support import body, pool
+
+from vlm_operator import names
+from vlm_operator.cluster import (
+    CHILD_KINDS,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    POD,
+    SERVICE,
+    VLM_NODE_CLASS,
+    VLM_SERVICE,
+    Cluster,
+)
+from vlm_operator.errors import ClusterError, UnavailableError
+from vlm_operator.informer import Informed, Informer, follow
+from vlm_operator.reconcile import Loop, Options
+from vlm_operator.testing import FakeCluster, FakeScraper, WatchableCluster, settle
+
+FOLLOWED = (*CHILD_KINDS, POD, VLM_NODE_CLASS)
+LABELS = {names.LABEL_SERVICE: "demo"}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(follow, "PATIENCE_SECONDS", 0.2)
+
+
+class Followed:
+    """A cluster, and what a process sees of it."""
+
+    def __init__(self) -> None:
+        self.cluster = WatchableCluster()
+        self.woken: list[tuple[str, str]] = []
+        self.informers = {
+            (kind, None): Informer(
+                self.cluster,
+                kind,
+                None,
+                labelled=names.LABEL_SERVICE if kind.namespaced else "",
+                told=self.woken.append,
+            )
+            for kind in FOLLOWED
+        }
+        self.reads = Informed(self.cluster, self.informers)
+
+
+@contextlib.asynccontextmanager
+async def followed() -> AsyncIterator[Followed]:
+    """Informers at work."""
+    found = Followed()
+    tasks = [asyncio.create_task(one.run()) for one in found.informers.values()]
+    try:
+        yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def config_map(name: str, data: str = "", **labels: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": "ns", "labels": {**LABELS, **labels}},
+        "data": {"a": data},
+    }
+
+
+async def data(cluster: Cluster) -> dict[str, str]:
+    found = await cluster.list(CONFIG_MAP, "ns", LABELS)
+    return {one["metadata"]["name"]: one["data"]["a"] for one in found}
+
+
+async def test_a_list_comes_from_memory_and_a_change_wakes_its_service():
+    async with followed() as found:
+        found.cluster.plant(config_map("one", "1"))
+        assert await data(found.reads) == {"one": "1"}
+        assert found.woken == [("ns", "demo")]
+        lists = dict(found.cluster.lists)
+        found.cluster.edit(CONFIG_MAP, "ns", "one", lambda item: item.update(data={"a": "2"}))
+        await until(lambda: len(found.woken) == 2)
+        assert await data(found.reads) == {"one": "2"}
+        found.cluster.remove(CONFIG_MAP, "ns", "one")
+        await until(lambda: len(found.woken) == 3)
+        assert await data(found.reads) == {}
+        assert found.cluster.lists == lists
+
+
+async def test_a_write_is_seen_by_the_next_list_and_its_echo_wakes_nobody():
+    async with followed() as found:
+        assert await data(found.reads) == {}
+        for number in range(5):
+            await found.reads.apply(config_map("one", str(number)), manager="m")
+            assert await data(found.reads) == {"one": str(number)}
+        uid = (await found.reads.list(CONFIG_MAP, "ns", LABELS))[0]["metadata"]["uid"]
+        await found.reads.delete(CONFIG_MAP, "ns", "one", uid=uid)
+        assert await data(found.reads) == {}
+        found.cluster.plant(config_map("other"))
+        await until(lambda: ("ns", "demo") in found.woken)
+        # the end of `one` and the beginning of `other`, and none of five echoes
+        assert len(found.woken) == 2
+
+
+async def test_a_dry_run_leaves_no_trace():
+    async with followed() as found:
+        await found.reads.apply(config_map("one"), manager="m", dry_run=True)
+        assert await data(found.reads) == {}
+
+
+async def test_what_is_not_followed_is_asked_of_the_api_server():
+    async with followed() as found:
+        assert await found.reads.list(VLM_SERVICE) == []
+        found.cluster.plant(body())
+        assert len(await found.reads.list(VLM_SERVICE)) == 1
+
+
+@pytest.mark.parametrize("status", [410, 500])
+async def test_a_watch_that_breaks_is_made_up_for(status: int):
+    async with followed() as found:
+        found.cluster.plant(config_map("one", "1"))
+        assert await data(found.reads) == {"one": "1"}
+        found.cluster.down = ClusterError(status, "Gone", "too old")
+        await until(lambda: found.cluster.watching == 0)
+        found.cluster.edit(CONFIG_MAP, "ns", "one", lambda item: item.update(data={"a": "2"}))
+        with pytest.raises(UnavailableError, match="configmaps are not seen: Gone"):
+            await data(found.reads)
+        found.cluster.down = None
+        assert await data(found.reads) == {"one": "2"}
+
+
+async def test_an_event_that_got_lost_is_made_up_for_when_the_watch_ends():
+    async with followed() as found:
+        found.cluster.plant(config_map("one", "1"))
+        assert await data(found.reads) == {"one": "1"}
+        await until(lambda: found.cluster.watching == len(FOLLOWED))
+        found.cluster.plant(config_map("two", "2"))
+        found.cluster.lose()
+        found.cluster.end_watches()
+        await until(lambda: found.cluster.lists["ConfigMap"] > 1)
+        async with asyncio.timeout(5):
+            while await data(found.reads) != {"one": "1", "two": "2"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+async def _live(cluster: FakeCluster, reads: Cluster, *, seed: int | None) -> list[Any]:
+    """Create, scale, roll and put back; returns what was written.
+
+    With a seed, turns come before memory has heard of everything.
+    """
+    draw = random.Random(seed)
+    loop = Loop(
+        "ns", "demo", cluster=reads, scraper=FakeScraper(), options=Options(), clock=cluster.clock
+    )
+    cluster.plant(body(encoder=pool(1), decode=pool(2)))
+
+    async def turns(count: int) -> None:
+        for _ in range(count):
+            cluster.clock.now += 3.0
+            await loop.turn()
+            settle(cluster, start=True)
+            if seed is None or draw.random() < 0.5:
+                await asyncio.sleep(0.01)
+
+    await turns(6)
+    cluster.edit(VLM_SERVICE, "ns", "demo", lambda item: item.update(spec=_spec(decode=pool(4))))
+    await turns(4)
+    cluster.edit(
+        VLM_SERVICE, "ns", "demo",
+        lambda item: item.update(spec=_spec(decode={**pool(1), "engine": {"args": ["--x=1"]}})),
+    )  # fmt: skip
+    await turns(12)
+    service = f"{names.child('demo', names.Role.GATEWAY)}"
+    cluster.remove(SERVICE, "ns", service)
+    await turns(8)
+    await asyncio.sleep(0.01)
+    await turns(4)
+    return [write[:3] for write in cluster.writes]
+
+
+def _spec(**pools: Any) -> dict[str, Any]:
+    found: dict[str, Any] = body(encoder=pool(1), **pools)["spec"]
+    return found
+
+
+def _children(cluster: FakeCluster) -> dict[Any, Any]:
+    return {
+        (kind.kind, item["metadata"]["name"]): item.get("spec", item.get("data"))
+        for kind in CHILD_KINDS
+        for item in cluster.all(kind)
+    }
+
+
+def _plain(found: dict[Any, Any]) -> str:
+    return "\n".join(f"{key}" for key in sorted(found))
+
+
+async def test_a_service_ends_the_same_whether_turns_read_from_memory_or_not():
+    direct = FakeCluster()
+    await _live(direct, direct, seed=None)
+    async with followed() as found:
+        wrote = await _live(found.cluster, found.reads, seed=None)
+        assert _plain(_children(found.cluster)) == _plain(_children(direct))
+        assert wrote == [write[:3] for write in direct.writes]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_turns_that_come_before_the_news_end_in_the_same_place(seed: int):
+    direct = FakeCluster()
+    await _live(direct, direct, seed=None)
+    async with followed() as found:
+        await _live(found.cluster, found.reads, seed=seed)
+        assert _plain(_children(found.cluster)) == _plain(_children(direct))
+        replicas = {item["metadata"]["name"]: item["spec"]["replicas"]
+                    for item in found.cluster.all(DEPLOYMENT)}  # fmt: skip
+        assert replicas == {
+            item["metadata"]["name"]: item["spec"]["replicas"] for item in direct.all(DEPLOYMENT)
+        }
