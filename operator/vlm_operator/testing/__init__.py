@@ -1,11 +1,13 @@
 """Fakes that behave: an API server, its controllers, pods that answer, a clock.
 
 fields.py      server-side apply over flattened manifests: who owns which field
+stored.py      one object: how it reads, what of it is refused
 cluster.py     FakeCluster: uids, versions, generations, finalizers, garbage collection
 watchable.py   WatchableCluster: the same, with watches
 controllers.py what kube-controller-manager and kubelets would do     settle, start_pods
 dying.py       a cluster that dies before or after write k, and all such deaths of one run
-proxy.py       a reverse proxy with faults, in front of a real API server
+faults.py      what may become of a call, and which calls it happens to
+proxy.py       a reverse proxy with such faults, in front of a real API server
 """
 
 from vlm_operator.testing.cluster import Clock, FakeCluster

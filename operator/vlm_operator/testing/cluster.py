@@ -10,13 +10,13 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import datetime
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlm_operator.cluster import KINDS, Kind, Manifest, kind_of
 from vlm_operator.errors import ClusterError, ConflictError
-from vlm_operator.testing.fields import Fields, unflatten
+from vlm_operator.testing.fields import Fields
+from vlm_operator.testing.stored import Stored
 
 _STATUS = {"VLMService", "VLMPool", "Pod", "Deployment"}
 Key = tuple[str, str, str]  # kind, namespace, name
@@ -38,26 +38,13 @@ class Clock:
         return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-@dataclasses.dataclass(eq=False)
-class _Object:
-    """One stored object. `FakeCluster` is its only writer."""
-
-    fields: Fields
-    meta: dict[str, Any]
-    written: str = ""  # the manifest as JSON, until something changes
-
-    def trial(self) -> _Object:
-        """Return a copy to try a change on."""
-        return _Object(self.fields.copy(), dict(self.meta))
-
-
 class FakeCluster:
     """See `cluster.Cluster`. `writes` lists every change: verb, kind, name, manager."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         self.writes: list[tuple[str, str, str, str]] = []
-        self._objects: dict[Key, _Object] = {}
+        self._objects: dict[Key, Stored] = {}
         self.version = 0  # of the last change, anybody's
         self.made: list[Key] = []  # what came into being, in order
 
@@ -66,7 +53,7 @@ class FakeCluster:
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         """See `Cluster.get`."""
         found = self._objects.get((kind.kind, namespace if kind.namespaced else "", name))
-        return None if found is None else self._render(kind, found)
+        return None if found is None else found.render(kind)
 
     async def list(
         self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
@@ -93,15 +80,15 @@ class FakeCluster:
         changed = trial.fields.apply(
             self._body(kind, manifest, subresource), manager=manager, subresource=subresource
         )
-        self._validate(kind, trial)
+        trial.validate(kind)
         if dry_run:
-            return self._render(kind, trial)
+            return trial.render(kind)
         if changed or found is None:
             self._store(key, trial, before)
             self.writes.append(("apply", kind.kind, meta["name"], manager))
         else:
             self._objects[key] = trial
-        return self._render(kind, trial)
+        return trial.render(kind)
 
     async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
         """See `Cluster.merge`."""
@@ -117,7 +104,7 @@ class FakeCluster:
 
         self.edit(kind, meta.get("namespace", ""), meta["name"], change, manager=manager)
         self.writes.append(("merge", kind.kind, meta["name"], manager))
-        return self._render(kind, found)
+        return found.render(kind)
 
     async def create(self, manifest: Manifest) -> Manifest:
         """See `Cluster.create`."""
@@ -140,7 +127,7 @@ class FakeCluster:
         found.fields.update(self._body(kind, manifest, ""), manager="client")
         self._store(key, found, before)
         self.writes.append(("replace", kind.kind, meta["name"], "client"))
-        return self._render(kind, found)
+        return found.render(kind)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
         """See `Cluster.delete`."""
@@ -160,7 +147,7 @@ class FakeCluster:
         made = self._new(kind, meta)
         made.fields.update(self._body(kind, manifest, ""), manager="client")
         self._store((kind.kind, meta.get("namespace", ""), meta["name"]), made, {})
-        return self._render(kind, made)
+        return made.render(kind)
 
     def all(
         self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
@@ -170,7 +157,7 @@ class FakeCluster:
         for (name, space, _), item in sorted(self._objects.items(), key=lambda pair: pair[0]):
             if name != kind.kind or (namespace is not None and space not in ("", namespace)):
                 continue
-            manifest = self._render(kind, item)
+            manifest = item.render(kind)
             have = manifest["metadata"].get("labels", {})
             if all(have.get(key) == value for key, value in (labels or {}).items()):
                 found.append(manifest)
@@ -188,7 +175,7 @@ class FakeCluster:
         """Change an object, status included, as another client would."""
         key = (kind.kind, namespace, name)
         found = self._objects[key]
-        manifest = self._render(kind, found)
+        manifest = found.render(kind)
         change(manifest)
         before = dict(found.fields.flat)
         body = self._body(kind, manifest, "")
@@ -232,9 +219,9 @@ class FakeCluster:
                 kind = next(kind for kind in KINDS.values() if kind.kind == other[0])
                 self.remove(kind, other[1], other[2])
 
-    def _new(self, kind: Kind, meta: Mapping[str, Any]) -> _Object:
+    def _new(self, kind: Kind, meta: Mapping[str, Any]) -> Stored:
         number = self._next()
-        return _Object(
+        return Stored(
             Fields(),
             {
                 "name": meta["name"],
@@ -247,7 +234,7 @@ class FakeCluster:
             },
         )
 
-    def _store(self, key: Key, item: _Object, before: Mapping[Any, Any]) -> None:
+    def _store(self, key: Key, item: Stored, before: Mapping[Any, Any]) -> None:
         def spec(flat: Mapping[Any, Any]) -> dict[Any, Any]:
             return {path: value for path, value in flat.items() if path and path[0] == "spec"}
 
@@ -274,42 +261,9 @@ class FakeCluster:
         body = {key: value for key, value in manifest.items() if key not in skipped}
         return {**body, **({"metadata": meta} if meta else {})}
 
-    def _render(self, kind: Kind, item: _Object) -> Manifest:
-        if not item.written:
-            body = _body_of(item.fields)
-            meta = {**body.pop("metadata", {}), **item.meta}
-            if not meta["finalizers"]:
-                del meta["finalizers"]
-            meta["managedFields"] = item.fields.managed()
-            head = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta}
-            item.written = json.dumps({**head, **body})
-        found: Manifest = json.loads(item.written)
-        return found
-
-    def _validate(self, kind: Kind, item: _Object) -> None:
-        body = _body_of(item.fields)
-        spec = body.get("spec", {})
-        problem = ""
-        if kind.kind == "VLMPool" and "replicas" not in spec:
-            problem = "spec.replicas: Required value"
-        if kind.kind == "Pod" and not spec.get("containers"):
-            problem = "spec.containers: Required value"
-        if kind.kind == "Deployment":
-            wanted = spec.get("selector", {}).get("matchLabels", {})
-            have = spec.get("template", {}).get("metadata", {}).get("labels", {})
-            if any(have.get(key) != value for key, value in wanted.items()):
-                problem = "spec.template.metadata.labels: `selector` does not match"
-        if problem:
-            raise ClusterError(422, "Invalid", f"{kind.kind} is invalid: {problem}")
-
 
 def _merged(live: Any, patch: Any) -> Any:
     if not isinstance(patch, Mapping):
         return patch
     base = dict(live) if isinstance(live, Mapping) else {}
     return {**base, **{key: _merged(base.get(key), value) for key, value in patch.items()}}
-
-
-def _body_of(fields: Fields) -> dict[str, Any]:
-    found: dict[str, Any] = unflatten(fields.flat) if fields.flat else {}
-    return found

@@ -23,7 +23,7 @@ from operator_faults import (
 )
 from operator_live import Live
 
-from vlm_operator.testing.proxy import (
+from vlm_operator.testing.faults import (
     AnswerLost,
     Chaos,
     Fault,

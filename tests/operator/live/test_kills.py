@@ -26,7 +26,7 @@ from operator_operations import OPERATIONS, Operation
 
 from vlm_operator.cluster import Manifest
 from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.testing.proxy import Refused, Rule
+from vlm_operator.testing.faults import Refused, Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("healed")]
 
