@@ -27,19 +27,16 @@ from worker.server.serving import serving
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.errors import (
-    CancelledError,
     DuplicateError,
     EngineError,
     GoneError,
     PeerLostError,
-    Refusal,
-    WorkerError,
 )
 from vlm_worker.server.state import Phase
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.testing import IMAGE_TOKEN, answer_alone, assert_idle, make_image
+from vlm_worker.testing import answer_alone, assert_idle, make_image
 from vlm_worker.transfer.peers import Peers
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
+from vlm_worker.types import RequestKey, Source
 from vlm_worker.wire.calls import (
     DecodeCall,
     FetchCall,
@@ -142,70 +139,6 @@ async def test_a_handle_of_prefill_before_its_restart_is_not_found() -> None:
         assert await after.client.renew(accepted.boot_id, ["t-1"]) == {"t-1"}
 
 
-IMAGES = [make_image(number, num_tokens=6) for number in (1, 2)]
-
-
-def about(images: list[Any], key: RequestKey = KEY) -> Request:
-    """A prompt of 12 tokens before each picture and 12 after the last."""
-    tokens: list[int] = []
-    items = []
-    for number, image in enumerate(images):
-        tokens += range(200 + 20 * number, 212 + 20 * number)
-        items.append(ImageItem(image.image_key, len(tokens), image.num_tokens, image.grid_thw))
-        tokens += [IMAGE_TOKEN] * image.num_tokens
-    tokens += range(300, 312)
-    sampling = SamplingParams(8, ignore_eos=True)
-    return Request(key, tuple(tokens), len(tokens), sampling, tuple(items))
-
-
-async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it() -> None:
-    async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
-        e.runner.gate.clear()
-        source, task = encoding(e, IMAGES[0])
-        await until(lambda: e.parts.host.offers.leases.count(LeaseKind.HELD) == 1)
-        call = PrefillCall(about(IMAGES[:1]), "t-1", (source,))
-        prefilling = asyncio.create_task(collect(p, call))
-        await until(lambda: e.server._service.live["FetchEmbedding"] == 1)
-        await kill(e)
-        with pytest.raises(PeerLostError):
-            await prefilling
-        await assert_idle(p.server)
-        e.runner.gate.set()
-        await task
-        await assert_idle(e.server)
-
-
-@pytest.mark.parametrize("how", ["released", "cancelled"])
-async def test_a_lease_that_ends_before_its_picture_is_pinned_leaves_no_pin(how: str) -> None:
-    """A consumer gives up while the picture is still on its way to the engine."""
-    async with serving("encoder", TENTH) as e:
-        offers, delay = e.parts.host.offers, e.parts.host.delay
-
-        async def give_up(stage: str) -> None:
-            await delay(stage)
-            if stage == "encoder_queue" and how == "released":
-                offers.release(e.parts.host.life.boot_id, "e-1")
-            elif stage == "encoder_queue":
-                offers.cancel(KEY, CancelledError("the caller left"))
-
-        e.parts.host.delay = give_up  # type: ignore[method-assign]
-        await encoding(e, IMAGES[0])[1]
-        assert e.parts.engine.stats().images == 1, "it was encoded all the same"
-        await assert_idle(e.server)
-
-
-async def test_an_embedding_of_a_wrong_size_is_refused_and_never_used() -> None:
-    """The encoder has another picture under this name than the gateway told prefill."""
-    async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
-        source, task = encoding(e, make_image(9, num_tokens=5))
-        await task
-        with pytest.raises(WorkerError):
-            await collect(p, PrefillCall(about(IMAGES[:1]), "t-1", (source,)))
-        assert p.parts.host.num_refused.total() == 2, "it was fetched once more"
-        assert set(p.parts.host.num_refused) == {Refusal.COMMIT}
-        await assert_idle(p.server)
-
-
 @pytest.mark.parametrize("call", ["Prefill", "Reserve", "Decode", "Encode"])
 async def test_a_call_that_comes_twice_at_once_is_done_once(call: str) -> None:
     role = {"Prefill": "prefill", "Encode": "encoder"}.get(call, "decode")
@@ -218,7 +151,7 @@ async def test_a_call_that_comes_twice_at_once_is_done_once(call: str) -> None:
             elif call == "Reserve":
                 await worker.client.reserve(ReserveCall(KEY, 8))
             elif call == "Encode":
-                await encoding(worker, IMAGES[0])[1]
+                await encoding(worker, make_image(1, num_tokens=6))[1]
             else:
                 nowhere = Source("127.0.0.1:9", b"x" * 16, "t", b"f" * 16)
                 boot_id = worker.parts.host.life.boot_id
