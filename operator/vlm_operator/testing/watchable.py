@@ -11,6 +11,12 @@ from vlm_operator.errors import ClusterError
 from vlm_operator.testing.cluster import Clock, FakeCluster, Key
 
 _PAGE = 3  # objects, so that lists have parts
+# What a watch of a label says of an object that carried it before, and carries it now.
+_SEEN = {
+    (False, True): Happening.ADDED,
+    (True, True): Happening.MODIFIED,
+    (True, False): Happening.DELETED,
+}
 
 
 class WatchableCluster(FakeCluster):
@@ -55,6 +61,7 @@ class WatchableCluster(FakeCluster):
         """See `Source.watch`; it lasts until `end_watches`."""
         del seconds, silence
         ends, told = self._ends, 0
+        shown: set[tuple[str | None, str]] = set()
         self.watching += 1
         try:
             while self._ends == ends:
@@ -62,13 +69,16 @@ class WatchableCluster(FakeCluster):
                 news = self._history[told:]
                 told += len(news)
                 for version, happening, item in filter(None, news):
-                    place = item["metadata"].get("namespace")
-                    if version <= since or kind_of(item) != kind or namespace not in (None, place):
+                    meta = item["metadata"]
+                    place = meta.get("namespace")
+                    if kind_of(item) != kind or namespace not in (None, place):
                         continue
-                    if _carries(item, labelled):
-                        yield WatchEvent(happening, item)
-                    elif happening is Happening.MODIFIED:  # it may have carried the label
-                        yield WatchEvent(Happening.DELETED, item)
+                    known = (place, meta["name"]) in shown
+                    carries = happening is not Happening.DELETED and _carries(item, labelled)
+                    (shown.add if carries else shown.discard)((place, meta["name"]))
+                    if version <= since or not (known or carries):
+                        continue
+                    yield WatchEvent(_SEEN[known, carries], item)
                 await asyncio.sleep(0.001)
         finally:
             self.watching -= 1

@@ -1,16 +1,19 @@
 """The client against a real API server: what it sends, what it raises, and the fake beside it."""
 
+import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from kubernetes.aio import client as kube_client
 
 from vlm_operator import kube
-from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Cluster, Manifest
+from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Cluster, Happening, Manifest
 from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
 from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.testing import FakeCluster
+from vlm_operator.testing import FakeCluster, WatchableCluster
 
 pytestmark = pytest.mark.cluster
 
@@ -87,6 +90,53 @@ async def test_the_fake_answers_as_the_real_one_does(real: kube.KubeCluster):
     assert await tell(FakeCluster(), name) == await tell(real, name)
 
 
+async def follow(cluster: kube.KubeCluster | WatchableCluster, name: str) -> list[object]:
+    """List what carries a label, then watch while it changes; returns what was told."""
+    label = f"follow/{name}"
+
+    def labelled(number: int, **labels: str) -> Manifest:
+        return config_map(f"{name}-{number}", {"a": str(number)}, labels=labels)
+
+    for number in range(3):
+        await cluster.apply(labelled(number, **{label: ""}), manager="one")
+    await cluster.apply(labelled(3), manager="one")
+    listed, since = [], 0
+    async for page in cluster.pages(CONFIG_MAP, "default", labelled=label):
+        listed += [item["metadata"]["name"].removeprefix(name) for item in page.items]
+        since = page.version
+    told: list[object] = [listed]
+    watch = cluster.watch(
+        CONFIG_MAP, "default", labelled=label, since=since, seconds=20, silence=20
+    )
+    await cluster.apply(labelled(0, **{label: "b"}), manager="one")
+    await cluster.apply(labelled(1), manager="one")  # its label is gone
+    await cluster.apply(labelled(3, **{label: ""}), manager="one")
+    await cluster.delete(CONFIG_MAP, "default", f"{name}-2", uid=None)
+    versions = [since]
+    async with contextlib.aclosing(watch):
+        async for event in watch:
+            meta = event.item["metadata"]
+            if event.happening is Happening.BOOKMARK:
+                continue
+            versions.append(int(meta["resourceVersion"]))
+            told.append((event.happening, meta["name"].removeprefix(name)))
+            if event.happening is Happening.DELETED and meta["name"].endswith("-2"):
+                break
+    assert versions == sorted(versions)
+    return told
+
+
+async def test_the_fake_tells_what_the_real_one_tells(real: kube.KubeCluster):
+    name = f"case-{uuid.uuid4().hex[:8]}"
+    told = await follow(real, name)
+    assert told[0] == ["-0", "-1", "-2"]
+    happened = [one for one, _ in told[1:]]
+    assert happened[:2] == [Happening.MODIFIED, Happening.DELETED]
+    # one that comes to carry the label is new to the watch
+    assert happened[2:] == [Happening.ADDED, Happening.DELETED]
+    assert await follow(WatchableCluster(), name) == told
+
+
 async def test_cluster_wide_kinds_have_no_namespace(real: kube.KubeCluster):
     assert isinstance(await real.list(NODE), list)
     assert await real.get(NODE, "default", "none") is None
@@ -120,7 +170,7 @@ async def test_garbage_and_silence_are_unavailability():
         return web.Response(text="<html>")
 
     await _ask(garbage, UnavailableError, "no JSON", 0)
-    configuration = kube.kube_client.Configuration()
+    configuration = kube_client.Configuration()
     configuration.host = "http://127.0.0.1:1"
     cluster = kube.KubeCluster(configuration)
     with pytest.raises(UnavailableError):
@@ -128,19 +178,57 @@ async def test_garbage_and_silence_are_unavailability():
     await cluster.close()
 
 
+@pytest.mark.parametrize(
+    ("line", "error", "text"),
+    [
+        (b'{"type":"ERROR","object":{"code":410,"reason":"Expired"}}\n', ClusterError, "Expired"),
+        (b'{"type":"ERROR","object":{"code":500}}\n', UnavailableError, "500"),
+        (b'{"type":"ADDED","object":{"met', UnavailableError, "a line without its end"),
+        (b"<html>\n", UnavailableError, "no JSON"),
+        (b"[]\n", UnavailableError, "no event of a watch"),
+        (b'{"type":"TOLD","object":{}}\n', UnavailableError, "no event of a watch"),
+        (None, UnavailableError, "Unreachable"),
+    ],
+    ids=["410", "500", "half a line", "garbage", "no event", "unknown event", "silence"],
+)
+async def test_a_watch_that_breaks_is_a_typed_error(line: bytes | None, error: type, text: str):
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if line is None:
+            await asyncio.sleep(60)
+        else:
+            await response.write(line)
+        return response
+
+    async with _served(answer) as cluster:
+        with pytest.raises(error, match=text):
+            async for _ in cluster.watch(
+                VLM_POOL, "ns", labelled="", since=1, seconds=60, silence=0.05
+            ):
+                pass
+
+
 async def _ask(answer, error: type, text: str, status: int) -> None:
-    app = web.Application()
-    app.router.add_route("*", "/{tail:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    configuration = kube.kube_client.Configuration()
-    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    cluster = kube.KubeCluster(configuration)
-    try:
+    async with _served(answer) as cluster:
         with pytest.raises(error, match=text) as caught:
             await cluster.list(VLM_POOL, "ns")
         assert caught.value.status == status
+
+
+@contextlib.asynccontextmanager
+async def _served(answer) -> AsyncIterator[kube.KubeCluster]:
+    """A client of a server that always answers the same."""
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = kube_client.Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    cluster = kube.KubeCluster(configuration)
+    try:
+        yield cluster
     finally:
         await cluster.close()
         await runner.cleanup()
