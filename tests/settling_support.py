@@ -1,9 +1,10 @@
 """A cluster that carries out decisions, with needs that a test makes up: no estimate, no I/O."""
 
 import dataclasses
-import math
 import random
 from collections.abc import Mapping
+
+from estimating_support import NOW, TICK, sample
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
@@ -15,10 +16,6 @@ from vlm_operator.autoscale.settling.paced import PaceMemory
 from vlm_operator.autoscale.settling.settle import settle
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import Role
-from vlm_operator.state import Busy, Gaps, KvTokens, Sample, StageSeconds, Ttft
-
-NOW = 1_800_000_000.0
-TICK = 5.0
 
 
 def variant(name="a", **changes) -> VariantPolicy:
@@ -68,75 +65,6 @@ def attribution(**changes) -> Attribution:
         service_seconds={},
     )
     return dataclasses.replace(plain, **changes)
-
-
-def sample(uid: str, role: Role) -> Sample:
-    return Sample(
-        pod_uid=uid,
-        boot_id=uid,
-        role=role,
-        phase="ready",
-        message="",
-        accepting=True,
-        inflight=0,
-        queued_requests=0,
-        queued_work_seconds=0.0,
-        admitted_work_seconds=0.0,
-        kv=None,
-        model=None,
-        ttft={},
-        config_hash=None,
-    )
-
-
-class Reports:
-    """What pods and a gateway say: load that wanders, counters that grow, and some nonsense."""
-
-    def __init__(self, rng: random.Random):
-        self.random = rng
-        self.level = 1.0
-        self.work: dict[str, float] = {}
-        self.requests = self.missed = 0
-
-    def on(self, view: View) -> View:
-        """The same view, with something in its samples."""
-        rng = self.random
-        if rng.random() < 0.05:
-            self.level = rng.choice([0.0, 0.2, 1.0, 3.0])
-        samples = {uid: self._worker(item) for uid, item in view.samples.items()}
-        return dataclasses.replace(view, samples={**samples, "gateway": self._gateway()})
-
-    def _number(self, plain: float) -> float:
-        strange = (math.nan, math.inf, -1.0, 1e30)
-        return self.random.choice(strange) if self.random.random() < 0.02 else plain
-
-    def _worker(self, item: Sample) -> Sample:
-        rng = self.random
-        done = self.work.get(item.pod_uid, 0.0) + TICK * self.level * rng.random()
-        self.work[item.pod_uid] = done
-        used = min(9_900, round(6_000 * self.level * rng.random()))
-        kinds = {Role.ENCODER: "encode", Role.PREFILL: "prefill", Role.DECODE: "decode"}
-        busy = Busy(done, round(done), round(done), round(100 * done), 7000 * done)
-        return dataclasses.replace(
-            item,
-            kv=KvTokens(10_000, used, 100, 0, 9_900 - used, round(2_000 * self.level)),
-            queued_work_seconds=self._number(3 * self.level * rng.random()),
-            admitted_work_seconds=self._number(done),
-            busy={kinds[item.role]: busy},
-        )
-
-    def _gateway(self) -> Sample:
-        self.requests += self.random.randint(0, 20)
-        self.missed += self.random.random() < 0.1
-        most, met = self.requests, self.requests - min(self.missed, self.requests)
-        stages = {
-            name: StageSeconds(self._number(met * 0.1), self._number(self.missed * share))
-            for name, share in (("prefill_queue", 1.0), ("decode_reserve", 0.5), ("prefill", 0.3))
-        }
-        buckets = {0.5: met, 1.0: met, math.inf: most}
-        ttft = {"text": Ttft(most, self.missed, 0.5 * most, buckets, stages)}
-        plain = sample("gateway", Role.GATEWAY)
-        return dataclasses.replace(plain, ttft=ttft, gaps=Gaps(most, {0.05: met, math.inf: most}))
 
 
 @dataclasses.dataclass

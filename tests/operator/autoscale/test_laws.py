@@ -1,6 +1,5 @@
 """What holds for every pool, whatever it is told: bounds, budget, no shrinking in the dark."""
 
-import dataclasses
 import itertools
 import math
 import random
@@ -8,84 +7,17 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from settling_support import TICK, Reports, World, attribution, need, pool, service, variant
+from made_up_services import OURS, made_up_policy, start_of, within_budget
+from settling_support import TICK, World, attribution, need, pool, service
 
-from vlm_operator import names
 from vlm_operator.api import ScalingMode
-from vlm_operator.api.enums import MissingMetrics, OnDemand
-from vlm_operator.autoscale.codec import encode
-from vlm_operator.autoscale.decide import Memory, decide
+from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.memory import dump, load
-from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, Tuning, ZeroPolicy
+from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.settling.settle import settle
-from vlm_operator.names import POOL_ROLES, Role
+from vlm_operator.names import Role
 
-OURS = names.MANAGER_AUTOSCALER  # a number that others wrote is followed, whatever pods say
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e30)
-# Windows of a minute, so that a few hundred ticks see every rule at work.
-QUICK = Tuning(
-    after_growth_seconds=20, exhausted_seconds=60, missing_seconds=30, flap_seconds=120,
-    max_down_seconds=240,
-)  # fmt: skip
-
-
-def made_up_policy(rng: random.Random) -> ServicePolicy:
-    """One to three pools of one to three node types, with or without budget and ratio."""
-    roles = POOL_ROLES[3 - rng.randint(1, 3) :]
-    pools, floor_devices, floor_cost = [], 0, 0.0
-    for role in roles:
-        found = tuple(
-            variant(
-                name,
-                cost_per_hour=rng.choice([0.5, 1.0, 2.5]),
-                accelerators=rng.randint(0, 2),
-                speed=rng.choice([0.5, 1.0, 2.0]),
-                spot=rng.random() < 0.3,
-                preference=rng.randint(0, 100),
-                startup_seconds=rng.choice([None, 5.0, 30.0]),
-                max_replicas=rng.choice([None, None, 3]),
-            )
-            for name in "abc"[: rng.randint(1, 3)]
-        )
-        found = (dataclasses.replace(found[0], max_replicas=None), *found[1:])
-        zero = role is Role.ENCODER and rng.random() < 0.4
-        minimum = 0 if zero else rng.randint(1, 2)
-        pools.append(
-            pool(
-                role,
-                *found,
-                minimum=minimum,
-                maximum=minimum + rng.randint(1, 8),
-                mode=ScalingMode.EXTERNAL if rng.random() < 0.2 else ScalingMode.AUTO,
-                up_pods=rng.randint(1, 4),
-                up_seconds=rng.choice([0.0, 0.0, 15.0]),
-                down_pods=rng.randint(1, 2),
-                down_seconds=rng.choice([30.0, 60.0]),
-                zero=ZeroPolicy(30.0, OnDemand.QUEUE) if zero else None,
-            )
-        )
-        floor_devices += minimum * found[0].accelerators
-        floor_cost += minimum * (found[0].cost_per_hour or 0.0)
-    budget = Budget(
-        rng.choice([None, floor_devices + rng.randint(0, 8)]),
-        rng.choice([None, floor_cost + rng.random() * 8]),
-    )
-    ratio = Ratio(roles[0], roles[-1], rng.choice([None, 0.5]), rng.choice([None, 2.0]))
-    return service(
-        *pools,
-        budget=budget,
-        coupling=(ratio,) if len(roles) > 1 and rng.random() < 0.4 else (),
-        missing=rng.choice(list(MissingMetrics)),
-        fallback={role: rng.randint(0, 12) for role in roles},
-        tuning=QUICK,
-        itl_seconds=rng.choice([None, 0.1]),
-    )
-
-
-def start_of(policy: ServicePolicy) -> dict[Role, dict[str, int]]:
-    return {
-        role: {item.variants[0].name: max(item.minimum, 0)} for role, item in policy.pools.items()
-    }
 
 
 class Weather:
@@ -173,53 +105,6 @@ def live_through(seed: int, ticks: int, counts: dict[str, int]) -> None:
         within_budget(world)
         world.advance(TICK)
         within_budget(world)
-
-
-def metrics_through(seed: int, ticks: int, *, restart: bool = True) -> None:
-    """The same with made-up reports of pods: estimated and settled in one, with restarts."""
-    rng = random.Random(seed)
-    policy = dataclasses.replace(made_up_policy(rng), ttft_seconds={"text": 1.0, "image": 2.0})
-    world = World(policy, start_of(policy), seed=seed)
-    world.startup, world.drain = rng.choice([5.0, 20.0]), rng.choice([5.0, 60.0])
-    reports, memory = Reports(rng), Memory()
-    for _ in range(ticks):
-        if restart and rng.random() < 0.01:
-            memory = load(dump(memory), now=world.now)
-        world.silent = rng.choices([0.0, 0.2, 1.0], [90, 5, 5])[0]
-        view = reports.on(world.view())
-        outcome = decide(policy, view, memory)
-        assert encode(decide(policy, view, memory)) == encode(outcome)
-        for role, decision in outcome.decisions.items():
-            rules, pods = policy.pools[role], view.pools[role].of("ready")
-            assert rules.minimum <= decision.to <= rules.maximum, decision
-            answered = [pod for pod in pods if pod.uid in view.samples]
-            ours = rules.mode is ScalingMode.AUTO
-            if ours and len(answered) < QUICK.fresh_share * len(pods):
-                assert decision.to >= decision.before, decision
-        memory = outcome.memory
-        world.carry_out(outcome.decisions)
-        within_budget(world)
-        world.advance(TICK)
-        within_budget(world)
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=10)
-def test_the_same_holds_from_reports_of_pods_to_replicas(seed):
-    metrics_through(seed, 60)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-def test_the_same_holds_over_many_reports():
-    for seed in range(1_000):
-        metrics_through(seed, 200)
-
-
-def within_budget(world: World) -> None:
-    budget = world.policy.budget
-    assert budget.accelerators is None or world.accelerators() <= budget.accelerators
-    assert budget.cost_per_hour is None or world.cost() <= budget.cost_per_hour + 1e-6
 
 
 @given(st.integers(0, 2**32))

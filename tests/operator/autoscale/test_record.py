@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from settling_support import NOW, Reports, World, attribution, need, pool, service, variant
+from reports_support import Reports
+from settling_support import NOW, World, attribution, need, pool, service, variant
 
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.decide import Memory, decide

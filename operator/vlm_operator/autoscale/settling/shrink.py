@@ -105,7 +105,8 @@ def _blocked(case: Case, need: Need) -> tuple[Bound, str] | None:
     if any(pool.rolling for pool in case.view.pools.values()):
         return Bound.ROLLOUT, "not during a rollout"
     ready = case.pool.of("ready")
-    answered = sum(pod.uid in case.view.samples for pod in ready)
+    heard = case.view.samples.keys() - set(case.estimate.absurd)
+    answered = sum(pod.uid in heard for pod in ready)
     if answered < tuning.fresh_down_share * len(ready):
         return Bound.FRESHNESS, f"{answered} of {len(ready)} ready pods answered"
     if now < case.pace.panic_until:

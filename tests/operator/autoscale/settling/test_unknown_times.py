@@ -1,6 +1,6 @@
 """While service times are not credible, a pool goes by one replica at a time, and says so."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from settling_support import World, need, pool, service
 
@@ -17,6 +17,7 @@ def world(size: int) -> World:
 
 
 @given(st.integers(1, 9), st.floats(0, 60), st.booleans())
+@settings(max_examples=30)
 def test_no_step_is_longer_than_one_replica(size, units, urgent):
     found = world(size)
     for _ in range(20):
@@ -31,11 +32,12 @@ def test_growth_that_is_held_back_names_what_is_not_known():
 
 
 @given(st.floats(0, 30))
+@settings(max_examples=20)
 def test_both_ways_lead_to_the_same_size(units):
     sizes = []
     for credible in (True, False):
         found = world(4)
-        for _ in range(60):
+        for _ in range(40):
             last = found.tick([need(units, credible=credible)])[DECODE]
         sizes.append(last.to)
     assert sizes[0] == sizes[1]
