@@ -26,6 +26,7 @@ BENCHES = (
     "decode",
     "mixed_trace",
     "generate",
+    "int8_accuracy",
     "curves",
     "cache",
     "media",

@@ -38,6 +38,7 @@ class Question:
         token_ids: the prompt, placeholders expanded.
         items: places of the pictures in it.
         pictures: their patches.
+        right_answer: what should follow.
     """
 
     task: str
@@ -45,6 +46,7 @@ class Question:
     token_ids: tuple[int, ...]
     items: tuple[ImageItem, ...]
     pictures: tuple[PreparedImage, ...]
+    right_answer: str = ""
 
     @property
     def images(self) -> list[Image.Image]:
@@ -68,7 +70,7 @@ def questions(per_task: int = NUM_PER_TASK) -> tuple[Question, ...]:
         ("picture_per_turn", _turns(a) + _turns(b)) for a, b in zip(first, second, strict=True)
     ]
     mixed = sorted(range(len(drawn)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
-    return tuple(_prepare(drawn[i][0], drawn[i][1][:-1]) for i in mixed)
+    return tuple(_prepare(*drawn[i]) for i in mixed)
 
 
 def _turns(item: heldout.Item) -> list[dict[str, Any]]:
@@ -90,14 +92,16 @@ def _processor() -> Any:
     return AutoProcessor.from_pretrained(SHAPES)
 
 
-def _prepare(task: str, messages: list[dict[str, Any]]) -> Question:
+def _prepare(task: str, turns: list[dict[str, Any]]) -> Question:
+    *messages, last = turns
     batch = _processor().apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="np"
     )
     token_ids = batch["input_ids"][0]
     grids = [tuple(int(n) for n in grid) for grid in batch.get("image_grid_thw", ())]
     items, pictures = place_pictures(token_ids, grids, batch.get("pixel_values"))
-    return Question(task, tuple(messages), tuple(token_ids.tolist()), items, pictures)
+    right_answer = last["content"][0]["text"]
+    return Question(task, tuple(messages), tuple(token_ids.tolist()), items, pictures, right_answer)
 
 
 def place_pictures(

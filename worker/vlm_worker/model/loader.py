@@ -90,6 +90,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     packed_weights: bool = True,
+    weights: str = "auto",
 ) -> LoadedModel:
     """Load what `stages` need.
 
@@ -99,6 +100,7 @@ def load_model(
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers where this device and type gain by it (`linear`).
+        weights: `int8` rounds the linear layers that the family names (`FamilySpec.int8`).
 
     Raises:
         ModelConfigError: the directory cannot be served, with path and fix.
@@ -119,15 +121,15 @@ def load_model(
     use_kernels(model)
     model = model.eval().requires_grad_(False).to(target)
     weights_bytes = sum(p.numel() * p.element_size() for p in set(model.parameters()))
-    packs = packed_weights and can_pack(chosen, target)
+    packing = _pack(model, checkpoint.family.spec, packed_weights=packed_weights, weights=weights)
     loaded = LoadedModel(
         model=model,
         checkpoint=checkpoint,
         stages=wanted,
         dtype=chosen,
         device=target,
-        weights_bytes=weights_bytes,
-        packing=pack_linears(model) if packs else Packing(),
+        weights_bytes=weights_bytes - packing.saved_bytes,
+        packing=packing,
         import_seconds=imported - began,
         load_seconds=time.perf_counter() - imported,
     )
@@ -185,6 +187,32 @@ def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> An
     return type(whole.__name__, (whole,), {"__init__": build, **identity})
 
 
+def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -> Packing:
+    """Bring linear layers into the order of this CPU, some of them in int8 if that is asked for."""
+    parameter = next(model.parameters())
+    dtype, device = parameter.dtype, parameter.device
+    if weights == "int8":
+        if dtype != torch.bfloat16 or device.type != "cpu" or not packed_weights:
+            raise ModelConfigError(
+                f"--weights=int8 is for CPUs, --dtype=bfloat16 and --packed-weights=auto, not for "
+                f"{device.type} and {str(dtype).removeprefix('torch.')}"
+            )
+        return pack_linears(model, int8=_int8_parts(model, spec))
+    return pack_linears(model) if packed_weights and can_pack(dtype, device) else Packing()
+
+
+def _int8_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
+    """What the family lets be rounded, of what is loaded here."""
+    parts: list[nn.Module] = []
+    if "encoder" in spec.int8:
+        parts += [getattr(model.model, name) for name in spec.encoder_children]
+    if "layers" in spec.int8:
+        parts += [getattr(model.model, name) for name in spec.lm_children]
+    if "head" in spec.int8:
+        parts.append(getattr(model, spec.head))
+    return parts
+
+
 def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) -> Any:
     from transformers.utils import logging as hf_logging
 
@@ -230,6 +258,7 @@ def _log(loaded: LoadedModel) -> None:
             "linear_backend": loaded.packing.backend,
             "packed_layers": loaded.packing.num_layers,
             "packed_bytes": loaded.packing.num_bytes,
+            "int8_layers": loaded.packing.num_int8_layers,
             "copied_bytes": loaded.packing.copied_bytes,
             "import_seconds": round(loaded.import_seconds, 3),
             "load_seconds": round(loaded.load_seconds, 3),

@@ -44,6 +44,7 @@ class RunnerSettings:
         num_threads: of the CPU; 0 is torch's choice (`OMP_NUM_THREADS`, else all cores), at most
             the container's CPUs.
         packed_weights: pack linear layers where this device and type gain by it.
+        weights: `auto` (as `dtype` says), or `int8` for the linear layers that the family names.
     """
 
     model_dir: Path
@@ -57,6 +58,7 @@ class RunnerSettings:
     device: str = "auto"
     num_threads: int = 0
     packed_weights: bool = True
+    weights: str = "auto"
 
 
 def build_runner(settings: RunnerSettings) -> ModelRunner:
@@ -72,6 +74,7 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         dtype=settings.dtype,
         device=settings.device,
         packed_weights=settings.packed_weights,
+        weights=settings.weights,
     )
     revision = settings.model_revision or loaded.checkpoint.revision()
     layout = _kv_layout(loaded, revision, settings) if loaded.has_lm else None

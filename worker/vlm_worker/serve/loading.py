@@ -114,6 +114,7 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runn
             device=device,
             num_threads=settings.num_threads,
             packed_weights=settings.packed_weights,
+            weights=settings.weights,
         )
     )
     return runner, runner.weights_bytes

@@ -130,6 +130,7 @@ def _worker(
         kv_dtype=args.kv_dtype,
         device=args.device,
         packed_weights=args.packed_weights == "auto",
+        weights=args.weights,
         kv_memory_bytes=args.kv_memory_bytes,
         kv_memory_percent=args.kv_memory_percent,
         kv_reserve_percent=args.kv_reserve_percent,

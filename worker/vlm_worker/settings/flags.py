@@ -13,6 +13,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 PACKINGS = ("auto", "off")
+WEIGHTS = ("auto", "int8")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
 CLIENT_PRIORITIES = ("later", "any")
 RUNNERS = ("model", "checksum")
@@ -112,6 +113,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         choices=PACKINGS,
         default="auto",
         help="linear layers in the order that a CPU multiplies fastest, where it gains by it",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default="auto",
+        help="int8 rounds linear layers and what they multiply, on a CPU: faster, less exact",
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--kv-memory-bytes", type=_at_least(1))

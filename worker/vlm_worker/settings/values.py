@@ -99,6 +99,7 @@ class WorkerSettings:
     kv_dtype: str = "auto"
     device: str = "auto"
     packed_weights: bool = True
+    weights: str = "auto"
     kv_memory_bytes: int | None = None
     kv_memory_percent: int | None = None
     kv_reserve_percent: int = 5

@@ -17,6 +17,7 @@ from vlm_worker.types import ImageItem
 LOW_DETAIL_PIXELS = 512 * 512
 
 Detail = Literal["auto", "low", "high", "original"]
+Int8Part = Literal["encoder", "layers", "head"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class FamilySpec:
         encoder_children: children of `model.model` that only the stage `encoder` needs.
         lm_children: children of `model.model` that only the stages `prefill` and `decode` need.
         head: the language model's head, a child of the model itself.
+        int8: whose linear layers `--weights=int8` rounds; what the others hold loses more by it.
         positions: `mrope` has three rows of positions, `rope` one.
         bidirectional_spans: the tokens of one picture see each other in both directions.
         embed_levels: levels beside the main embedding (DeepStack).
@@ -50,6 +52,7 @@ class FamilySpec:
     encoder_children: tuple[str, ...]
     lm_children: tuple[str, ...]
     head: str
+    int8: frozenset[Int8Part]
     positions: Literal["rope", "mrope"]
     bidirectional_spans: bool
     embed_levels: int

@@ -97,6 +97,7 @@ SPEC = FamilySpec(
     encoder_children=("vision_tower", "multi_modal_projector"),
     lm_children=("language_model",),
     head="lm_head",
+    int8=frozenset({"layers"}),
     positions="rope",
     bidirectional_spans=False,
     embed_levels=0,

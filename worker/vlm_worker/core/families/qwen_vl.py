@@ -61,6 +61,7 @@ QWEN2_5_VL = FamilySpec(
     encoder_children=("visual",),
     lm_children=("language_model",),
     head="lm_head",
+    int8=frozenset({"encoder", "layers", "head"}),
     positions="mrope",
     bidirectional_spans=False,
     embed_levels=0,

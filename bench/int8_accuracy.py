@@ -1,0 +1,84 @@
+"""What int8 costs: answers to held-out questions of `shapes`, exact match, per kind of weights.
+
+    python bench/run.py int8_accuracy      python bench/int8_accuracy.py --questions 40
+
+The same questions about pictures that no training saw, greedily answered by the model runner in
+float32, in bfloat16, and with `--weights=int8`. One JSON line each: the share that is right, and
+the share that has float32's tokens, right or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels", "tests", "examples/shapes")]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "weights": "int8"},
+}
+BATCH = 32
+MOST_TOKENS = 32
+
+
+def main() -> None:
+    """Ask, and print one JSON line per kind of weights."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--questions", type=int, default=160)
+    args = parser.parse_args()
+    from shapes_vlm import heldout
+    from tokenizers import Tokenizer
+    from worker.identity.questions import SHAPES, questions
+
+    asked = [question for question in questions() if question.pictures][: args.questions]
+    tokenizer = Tokenizer.from_file(str(SHAPES / "tokenizer.json"))
+    exact: list[list[int]] = []
+    for name, options in KINDS.items():
+        tokens = answers(asked, options)
+        exact = exact or tokens
+        texts = [heldout.normalise(tokenizer.decode(one)) for one in tokens]
+        wanted = [heldout.normalise(question.right_answer) for question in asked]
+        figures = {
+            "bench": "int8_accuracy",
+            "weights": name,
+            "questions": len(asked),
+            "right": _share(texts, wanted),
+            "same_tokens_as_float32": _share(tokens, exact),
+        }
+        print(json.dumps(figures), flush=True)
+
+
+def answers(asked: list[Any], options: dict[str, Any]) -> list[list[int]]:
+    """Greedy tokens of every question, some of them together."""
+    from worker.identity.questions import SHAPES
+    from worker.identity.stepper import Stepper
+
+    from vlm_worker.model.runner import RunnerSettings, build_runner
+    from vlm_worker.types import Stage
+
+    runner = build_runner(RunnerSettings(SHAPES, tuple(Stage), kv_memory_bytes=1 << 28, **options))
+    eos = json.loads((SHAPES / "config.json").read_text()).get("eos_token_id", 2)
+    tokens = []
+    for first in range(0, len(asked), BATCH):
+        stepper = Stepper(runner)
+        together = [
+            stepper.start(question, (), max_tokens=MOST_TOKENS)
+            for question in asked[first : first + BATCH]
+        ]
+        stepper.generate(together, max_tokens=MOST_TOKENS, chunk=1024, eos=eos)
+        tokens += [sequence.answer for sequence in together]
+    return tokens
+
+
+def _share(some: list[Any], others: list[Any]) -> float:
+    return round(sum(a == b for a, b in zip(some, others, strict=True)) / len(some), 4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""`--weights=int8`: which layers are rounded, what they hold, how far the logits go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from worker.identity.questions import SHAPES, Question, questions
+from worker.identity.stepper import Stepper
+
+from vlm_worker.core.families import FAMILIES
+from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model.linear import GatedLinear, JointLinear, PackedLinear, pack_linears
+from vlm_worker.model.loader import load_model
+from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.types import Stage
+
+ANSWER = list(range(10, 18))
+
+
+@given(st.integers(1, 6), st.integers(1, 70), st.integers(1, 70), st.booleans())
+@settings(max_examples=25)
+def test_a_layer_in_int8_is_the_plain_one_up_to_its_levels(
+    rows: int, num_in: int, num_out: int, bias: bool
+) -> None:
+    torch.manual_seed(num_in * 100 + num_out)
+    plain = nn.Linear(num_in, num_out, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(rows, num_in, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        want, got = plain(x), PackedLinear(plain, int8=True)(x)
+    level = x.abs().amax(1, keepdim=True) * plain.weight.abs().amax(1)[None] / 127
+    assert ((want - got).abs() <= level * (num_in + 1) + 2e-2).all()
+
+
+class Halves(nn.Module):
+    """Two parts of one form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.rounded = (
+            nn.ModuleList([
+                JointLinear([nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)]),
+                GatedLinear(
+                    nn.Linear(16, 8, bias=False, dtype=torch.bfloat16),
+                    nn.Linear(16, 8, bias=False, dtype=torch.bfloat16),
+                ),
+                nn.Linear(16, 4, dtype=torch.bfloat16),
+            ])
+            for _ in range(2)
+        )  # fmt: skip
+
+
+def test_only_the_named_parts_are_rounded_and_counted() -> None:
+    model = Halves().requires_grad_(False)
+    bytes_of_half = sum(w.nbytes for w in model.rounded.parameters() if w.dim() == 2)
+    packing = pack_linears(model, int8=[model.rounded])
+    assert packing.num_int8_layers == 4
+    assert packing.saved_bytes == bytes_of_half // 2
+    assert packing.num_bytes == bytes_of_half + bytes_of_half // 2
+    for part in model.rounded:
+        assert _is_int8(part)
+    for part in model.kept:
+        assert not _is_int8(part)
+
+
+@pytest.mark.parametrize("stage", [Stage.ENCODER, Stage.DECODE])
+def test_a_role_rounds_what_its_family_names_and_holds_fewer_bytes(stage: Stage) -> None:
+    plain = load_model(SHAPES, (stage,), dtype="bfloat16")
+    rounded = load_model(SHAPES, (stage,), dtype="bfloat16", weights="int8")
+    assert plain.packing.num_int8_layers == 0
+    assert rounded.packing.num_int8_layers > 0
+    assert rounded.weights_bytes == plain.weights_bytes - rounded.packing.saved_bytes
+    assert rounded.weights_bytes < 0.8 * plain.weights_bytes
+
+
+def test_what_a_family_keeps_out_stays_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_model(SHAPES, (Stage.DECODE,)).family.spec
+    name = next(name for name, one in FAMILIES.items() if one == spec)
+    only_layers = dataclasses.replace(spec, int8=frozenset({"layers"}))
+    monkeypatch.setitem(FAMILIES, name, only_layers)
+    model = load_model(SHAPES, tuple(Stage), dtype="bfloat16", weights="int8").model
+    kinds = {
+        kind: "int8" in repr(part)
+        for kind, part in (
+            ("encoder", model.model.visual),
+            ("layers", model.model.language_model),
+            ("head", model.lm_head),
+        )
+    }
+    assert kinds == {"encoder": False, "layers": True, "head": False}
+
+
+@pytest.mark.parametrize("changed", [{"dtype": "float32"}, {"packed_weights": False}])
+def test_what_int8_is_not_for_is_refused(changed: dict[str, object]) -> None:
+    options: dict[str, object] = {"dtype": "bfloat16", "weights": "int8"}
+    with pytest.raises(ModelConfigError, match="--weights=int8"):
+        load_model(SHAPES, (Stage.DECODE,), **(options | changed))  # type: ignore[arg-type]
+
+
+def test_a_batch_in_int8_answers_as_its_questions_do_alone() -> None:
+    """Codes are of one row: no other row, and no chunk, changes them."""
+    runner = _runner("int8")
+    asked = [question for question in questions() if len(question.pictures) == 1][:3]
+    together = _logits(runner, asked)
+    alone = [_logits(runner, [question])[0] for question in asked]
+    for some, one in zip(together, alone, strict=True):
+        np.testing.assert_allclose(some, one, atol=0.25, rtol=0)
+        assert np.abs(some - one).mean() < 0.02
+
+
+def test_the_logits_stay_near_those_of_bfloat16() -> None:
+    asked = [question for question in questions() if len(question.pictures) == 1][:3]
+    exact, rounded = (np.concatenate(_logits(_runner(w), asked)) for w in ("auto", "int8"))
+    assert np.abs(rounded - exact).max() > 0, "int8 took effect"
+    assert np.sqrt(((rounded - exact) ** 2).mean()) < 0.15 * exact.std()
+
+
+def _is_int8(part: Any) -> bool:
+    return part._weights is not None and part._weights.is_int8
+
+
+def _runner(weights: str) -> ModelRunner:
+    return build_runner(
+        RunnerSettings(
+            SHAPES, tuple(Stage), dtype="bfloat16", kv_memory_bytes=32 << 20, weights=weights
+        )
+    )
+
+
+def _logits(runner: ModelRunner, asked: Sequence[Question]) -> list[np.ndarray]:
+    stepper = Stepper(runner)
+    sequences = [stepper.start(question, (), max_tokens=len(ANSWER)) for question in asked]
+    return stepper.forced_logits(sequences, [ANSWER] * len(asked), chunk=64)
