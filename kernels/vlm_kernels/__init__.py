@@ -12,7 +12,10 @@
     add_rms_norm       RMSNorm behind an addition
     rope               rotary positions, in place
     rope_store_kv      the same, keys on their way into KV blocks
+    quantised_linear   linear layers on int8 and int4 weights, for GPUs
     silu_mul           between the products of a gated MLP
+    merge_tokens       averages of visual tokens, or the best of them
+    resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
 The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`: one block is one
@@ -23,9 +26,12 @@ from vlm_kernels.add_rms_norm import add_rms_norm
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.gather_blocks import gather_blocks, scatter_blocks
+from vlm_kernels.merge_tokens import merge_tokens
 from vlm_kernels.packed_linear import Activation, packed_linear
 from vlm_kernels.packed_weights import PackedWeights
 from vlm_kernels.paged_attention import paged_attention
+from vlm_kernels.quantised_linear import QuantisedWeights, quantise_weights, quantised_linear
+from vlm_kernels.resize_patches import resize_patches
 from vlm_kernels.rms_norm import rms_norm
 from vlm_kernels.rope import rope
 from vlm_kernels.rope_store_kv import rope_store_kv
@@ -37,12 +43,17 @@ __all__ = [
     "Activation",
     "AttentionPlan",
     "PackedWeights",
+    "QuantisedWeights",
     "add_rms_norm",
     "dense_attention",
     "gather_blocks",
+    "merge_tokens",
     "packed_linear",
     "paged_attention",
     "plan_attention",
+    "quantise_weights",
+    "quantised_linear",
+    "resize_patches",
     "rms_norm",
     "rope",
     "rope_store_kv",

@@ -5,9 +5,8 @@
     a split     a part of the positions that a tile sees; where tiles are too few for the GPU,
                 several programs share one, and a second kernel combines what they found
 
-What a query sees is an interval: position p sees `[first, limit)`. Without a span the limit is
-p + 1; inside a span that attends in both directions it is the span's end; a window w moves `first`
-from 0 to p - w + 1. So masks, windows and spans are two integers per query.
+What a query sees is an interval `[first, limit)` (`segments.seen_by`), so masks, windows and spans
+are two integers per query.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+from vlm_kernels.segments import seen_by
 
 DECODE_ROWS = 16
 """The least that a tensor core multiplies."""
@@ -57,18 +58,15 @@ def intervals(
     num_queries = np.diff(query_start)
     start = np.repeat(context_lens - query_start[:-1], num_queries)
     position = start + np.arange(query_start[-1])
-    limit = position + 1
+    first, limit = seen_by(position, window=window)
     for s, of_sequence in enumerate(spans):
+        if not len(of_sequence):
+            continue
         mine = slice(int(query_start[s]), int(query_start[s + 1]))
         num_kv = int(context_lens[s] + num_queries[s])
-        for a, b in of_sequence:
-            inside = (position[mine] >= a) & (position[mine] < b)
-            if b > num_kv and inside.any():
-                raise ValueError(
-                    f"sequence {s}: the span [{a}, {b}) ends behind its {num_kv} positions"
-                )
-            limit[mine] = np.where(inside, np.maximum(limit[mine], b), limit[mine])
-    first = np.zeros_like(limit) if window is None else np.maximum(position - window + 1, 0)
+        _, limit[mine] = seen_by(position[mine], spans=of_sequence)
+        if limit[mine].max() > num_kv:
+            raise ValueError(f"sequence {s}: a span ends behind its {num_kv} positions")
     return first.astype(np.int32), limit.astype(np.int32)
 
 

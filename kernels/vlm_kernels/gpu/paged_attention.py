@@ -30,8 +30,8 @@ import triton.language as tl
 from vlm_kernels import gpu
 from vlm_kernels.gpu.attention_tiles import intervals, launches, num_splits
 from vlm_kernels.gpu.configs import config
+from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 DEFAULT = {"TILE_N": 64, "num_warps": 4, "num_stages": 3}
 
 
@@ -81,7 +81,7 @@ def _attend(
         place = block * block_stride + head * head_stride + position % P * slot_stride
         filled = written[:, None] & inside[None]
         pointers = kv_ptr + place[:, None] + column[None]
-        k = tl.load(pointers, mask=filled, other=0.0).to(q.dtype)  # [TILE_N, TILE_D]
+        k = _as(tl.load(pointers, mask=filled, other=0.0), q, IS_QUANTISED)  # [TILE_N, TILE_D]
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if IS_QUANTISED:
             factors = factor_ptr + block * factor_block + head * factor_head
@@ -91,15 +91,10 @@ def _attend(
             x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
         seen = (position[None] >= first[:, None]) & (position[None] < limit[:, None])
         x = tl.where(seen & written[None], x * LOG2_E, float("-inf"))
-        higher = tl.maximum(top, tl.max(x, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that saw nothing so far
-        weight = tl.exp2(x - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weight, 1)
-        top = higher
+        weight, shrink, top, total = weigh(x, top, total)
         if IS_QUANTISED:
             weight *= tl.load(factors + factor_value, mask=written, other=0.0).to(tl.float32)[None]
-        v = tl.load(pointers + value_offset, mask=filled, other=0.0).to(q.dtype)
+        v = _as(tl.load(pointers + value_offset, mask=filled, other=0.0), q, IS_QUANTISED)
         acc = acc * shrink[:, None] + tl.dot(weight.to(q.dtype), v, input_precision="ieee")
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -113,6 +108,14 @@ def _attend(
         tl.store(out_ptr + part_row[:, None] * D + column[None], acc, mask=stored)
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.maximum(total, 1e-38)))
         tl.store(lse_ptr + part_row, lse, mask=live)
+
+
+@triton.jit
+def _as(x, q, IS_QUANTISED: tl.constexpr):
+    """Elements in q's type, which holds all of a quantised row exactly."""
+    if IS_QUANTISED:
+        x = x.to(tl.float32)
+    return x.to(q.dtype)
 
 
 @triton.jit

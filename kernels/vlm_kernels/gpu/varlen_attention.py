@@ -1,0 +1,104 @@
+"""Attention inside segments in Triton:  o_i = sum_j softmax_j(scale * q_i . k_j) v_j.
+
+Tiles: a program takes TILE_M queries of one segment and one head, and walks the segment's keys
+TILE_N at a time with a softmax that goes along. Where segments begin is known on the GPU alone, and
+is not asked for: there are `T // TILE_M + C` programs, enough for any segments. Tiles of segment c
+are numbered from `cu_c // TILE_M + c`, so each program finds its own by bisection; some have
+nothing to do, and end.
+
+Scores and sums are float32; weights are rounded to q's type before they multiply values.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vlm_kernels.gpu.configs import config
+from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
+
+DEFAULT = {"TILE_M": 64, "TILE_N": 64, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, o_ptr, cu_ptr, scale, num_segments, num_tokens,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: [tiles, heads]."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    segment, behind = tile * 0, tile * 0 + num_segments
+    while behind - segment > 1:
+        middle = (segment + behind) // 2
+        begins = tl.load(cu_ptr + middle) // TILE_M + middle <= tile
+        segment = tl.where(begins, middle, segment)
+        behind = tl.where(begins, behind, middle)
+    start = tl.load(cu_ptr + segment)
+    end = tl.minimum(tl.load(cu_ptr + segment + 1), num_tokens)
+    row = start + (tile - start // TILE_M - segment) * TILE_M + tl.arange(0, TILE_M)
+    live = row < end
+    column = tl.arange(0, TILE_D)
+    inside = column < D
+    stored = live[:, None] & inside[None]
+    token = row.to(tl.int64)
+    q_here = q_ptr + token[:, None] * q_token + head * q_head + column[None]
+    q = tl.load(q_here, mask=stored, other=0.0)  # [TILE_M, TILE_D]
+
+    top = tl.full([TILE_M], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, TILE_D], tl.float32)
+    begin = tl.where(tl.max(live.to(tl.int32), 0) > 0, start, end)  # a tile without rows ends here
+    for at in range(begin, end, TILE_N):
+        key = (at + tl.arange(0, TILE_N)).to(tl.int64)
+        seen = key < end
+        filled = seen[:, None] & inside[None]
+        k_here = k_ptr + key[:, None] * k_token + head * k_head + column[None]
+        k = tl.load(k_here, mask=filled, other=0.0)  # [TILE_N, TILE_D]
+        x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+        x = tl.where(seen[None], x, float("-inf"))
+        weight, shrink, top, total = weigh(x, top, total)
+        v_here = v_ptr + key[:, None] * v_token + head * v_head + column[None]
+        v = tl.load(v_here, mask=filled, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(q.dtype), v, input_precision="ieee")
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = o_ptr + (token[:, None] * num_heads + head) * D + column[None]
+    tl.store(out, acc.to(q.dtype), mask=stored)
+
+
+def varlen_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    cu_C1: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Launch.
+
+    Args:
+        q_THD: inner axes have stride 1, here and below.
+        k_THD: as many heads.
+        v_THD: likewise.
+        cu_C1: int32 on the device, rising from 0 to T; an empty segment is allowed.
+        scale: of scores.
+
+    Returns:
+        `[T, H, D]` contiguous, every element written.
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    o_THD = q_THD.new_empty(num_tokens, num_heads, head_dim)
+    if num_tokens == 0:
+        return o_THD
+    num_segments = len(cu_C1) - 1
+    chosen = config("varlen_attention", f"d{head_dim}", q_THD.device, DEFAULT)
+    tiles = num_tokens // chosen["TILE_M"] + num_segments
+    _attend[tiles, num_heads](
+        q_THD, k_THD, v_THD, o_THD, cu_C1, scale, num_segments, num_tokens,
+        q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1),
+        v_THD.stride(0), v_THD.stride(1),
+        D=head_dim, TILE_D=max(16, triton.next_power_of_2(head_dim)), **chosen,
+    )  # fmt: skip
+    return o_THD

@@ -1,0 +1,140 @@
+"""Linear layers on quantised weights:  y = x W^T + b  with  W_nk = s_ng * c_nk,  g = k // group.
+
+    int8    codes [N, K]                 one scale per output: the group is K
+    int4    codes [N, K / 2] in pairs    groups of 32 or 128 inputs; codes from -8 to 7
+            byte i of a group: element i in the low four bits, element i + group / 2 in the high
+
+Shapes: M rows of x, K inputs, N outputs. x stays in its type, sums are float32. Reading weights is
+what decode waits for, so a half or a quarter of the bytes is up to twice or four times the speed;
+where products are the limit nothing is gained. Triton on GPUs; elsewhere torch, on weights that are
+brought back to x's type at each call. (On CPUs `packed_linear` has int8 products of its own.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn import functional
+
+from vlm_kernels import gpu
+
+GROUPS = (32, 128)
+"""Of int4."""
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantisedWeights:
+    """Codes and scales of `[N, K]` weights.
+
+    Attributes:
+        codes: int8 `[N, K]`, or uint8 `[N, K / 2]` of int4 in pairs.
+        scales: float32 `[N, K / group]`.
+        group: inputs that share a scale.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return self.scales.shape[1] * self.group
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.codes.dtype == torch.uint8
+
+
+def quantise_weights(weight_NK: torch.Tensor, *, group: int | None = None) -> QuantisedWeights:
+    """Round weights; a copy.
+
+    Args:
+        weight_NK: any float type.
+        group: of int4, 32 or 128; None is int8.
+
+    Raises:
+        ValueError: the group is another, or does not divide K.
+    """
+    num_inputs = weight_NK.shape[1]
+    if group is None:
+        scales = weight_NK.float().abs().amax(dim=1, keepdim=True) / 127
+        return QuantisedWeights(_codes(weight_NK, scales, 127).to(torch.int8), scales, num_inputs)
+    if group not in GROUPS or num_inputs % group:
+        raise ValueError(
+            f"quantise_weights: group {group} of {num_inputs}: must be one of {GROUPS}"
+        )
+    grouped = weight_NK.reshape(len(weight_NK), -1, group)  # [N, K / group, group]
+    scales = grouped.float().abs().amax(dim=2) / 7
+    low, high = (_codes(grouped, scales, 7).to(torch.uint8) & 15).chunk(2, dim=2)
+    return QuantisedWeights((low | high << 4).flatten(1), scales, group)
+
+
+def dequantised(weights: QuantisedWeights) -> torch.Tensor:
+    """The weights as float32 `[N, K]`."""
+    codes = weights.codes.view(*weights.scales.shape, -1)
+    if weights.is_int4:
+        signed = torch.cat((codes & 15, codes >> 4), dim=2).to(torch.int8)
+        codes = torch.where(signed > 7, signed - 16, signed)
+    return (codes.float() * weights.scales[..., None]).flatten(1)
+
+
+def quantised_linear_reference(
+    x_MK: torch.Tensor, weights: QuantisedWeights, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The definition, in float32."""
+    bias = None if bias_N is None else bias_N.float()
+    return functional.linear(x_MK.float(), dequantised(weights), bias).to(x_MK.dtype)
+
+
+def quantised_linear(
+    x_MK: torch.Tensor, weights: QuantisedWeights, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply by quantised weights.
+
+    Args:
+        x_MK: float32, float16 or bfloat16; rows may lie apart, the inner axis has stride 1.
+        weights: from `quantise_weights`, on the same device.
+        bias_N: of the type of x.
+
+    Returns:
+        `[M, N]`, every element written.
+
+    Raises:
+        ValueError: a shape, type, stride or device does not fit.
+    """
+    if x_MK.dim() != 2 or x_MK.shape[1] != weights.num_inputs:
+        raise ValueError(f"quantised_linear: x {tuple(x_MK.shape)}, {weights.num_inputs} inputs")
+    if x_MK.dtype not in TYPES or x_MK.stride(1) != 1:
+        raise ValueError(
+            f"quantised_linear: x is {x_MK.dtype} with strides {x_MK.stride()}, the last must be 1"
+        )
+    if x_MK.device != weights.codes.device:
+        raise ValueError(
+            f"quantised_linear: x is on {x_MK.device}, weights on {weights.codes.device}"
+        )
+    if bias_N is not None and (
+        bias_N.shape != weights.codes.shape[:1]
+        or bias_N.dtype != x_MK.dtype
+        or bias_N.device != x_MK.device
+    ):
+        raise ValueError(
+            f"quantised_linear: the bias is {bias_N.dtype} {tuple(bias_N.shape)} on {bias_N.device}"
+        )
+    if not gpu.serves(x_MK.device):
+        return functional.linear(x_MK, dequantised(weights).to(x_MK.dtype), bias_N)
+    from vlm_kernels.gpu.quantised_linear import quantised_linear as launch
+
+    bias_N = None if bias_N is None else bias_N.contiguous()
+    return launch(x_MK, weights.codes, weights.scales, weights.group, bias_N)
+
+
+def _codes(weight: torch.Tensor, scales: torch.Tensor, limit: int) -> torch.Tensor:
+    """Whole numbers from -limit to limit; 0 of a group of zeros."""
+    scales = scales[..., None] if weight.dim() > scales.dim() else scales
+    safe = torch.where(scales > 0, scales, 1)
+    return (weight.float() / safe).round().clamp(-limit, limit).to(torch.int8)

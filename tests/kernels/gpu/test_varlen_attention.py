@@ -1,0 +1,59 @@
+"""Attention inside segments in Triton is the textbook sum, whatever the segments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlm_kernels import varlen_attention
+from vlm_kernels.varlen_attention import varlen_attention_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def attend(
+    lengths: list[int], num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(len(lengths))
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    # as a joint product gives them
+    joint = torch.randn(sum(lengths), 3, num_heads, head_dim).to(dtype)
+    got = varlen_attention(*joint.to(device).unbind(1), cu.to(device), scale=0.3).cpu()
+    want = varlen_attention_reference(*joint.unbind(1), cu, scale=0.3)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "head_dim"),
+    [
+        pytest.param([64, 0, 1, 130], 2, 16, id="several, one empty"),
+        pytest.param([3, 5, 7, 1, 1], 1, 80, id="shorter than a tile"),
+        pytest.param([33], 3, 72, id="one"),
+        pytest.param([0, 0], 1, 16, id="no token"),
+    ],
+)
+def test_it_is_its_definition(
+    lengths: list[int], num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    attend(lengths, num_heads, head_dim, dtype, device)
+
+
+@pytest.mark.full
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=7))
+@settings(max_examples=40, deadline=None)
+def test_any_segments_equal_the_definition(lengths: list[int]) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    attend(lengths, 1, 16, torch.float32, device)
+
+
+def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> None:
+    q, cu = torch.ones(4, 2, 8, device=device), torch.tensor([0, 4], device=device)
+    with pytest.raises(ValueError, match="must be alike"):
+        varlen_attention(q, q[:, :1], q, cu.int(), scale=1)
+    with pytest.raises(ValueError, match="the last stride"):
+        varlen_attention(q, q.mT.contiguous().mT, q, cu.int(), scale=1)
+    with pytest.raises(ValueError, match="not int32"):
+        varlen_attention(q, q, q, cu, scale=1)
