@@ -51,10 +51,10 @@ async def show_rehearsal(old: Path, new: Path, *, worker_image: str | None, form
         emit([_plain(row) for row in rows], form)
         return
     roles = [role for role in Role if any(role in row.counts for row in rows)]
-    table = plain_table("STEP", *(role.value.upper() for role in roles), "WAITS FOR")
+    moving = {role for role in roles if any(row.counts.get(role, (0, 0))[0] for row in rows)}
+    table = plain_table("#", *(role.value.upper() for role in roles), "WAITS FOR")
     for number, row in enumerate(rows, start=1):
-        counts = (row.counts.get(role, (0, 0)) for role in roles)
-        cells = (f"{was} old, {now} new" if was else f"{now} new" for was, now in counts)
+        cells = (_cell(row.counts.get(role, (0, 0)), moves=role in moving) for role in roles)
         table.add_row(str(number), *cells, row.awaits or "nothing: done")
     console().print(table)
     automatic = [
@@ -65,6 +65,15 @@ async def show_rehearsal(old: Path, new: Path, *, worker_image: str | None, form
     if automatic:
         listed = ", ".join(automatic)
         console().print(f"Sizes of {listed} are counted as minReplicas: live ones may be larger.")
+
+
+def _cell(counts: tuple[int, int], *, moves: bool) -> str:
+    """A role's pods; of one that keeps its revision, their number alone."""
+    was, now = counts
+    if not moves:
+        return str(now)
+    told = (f"{was} old" if was else "", f"{now} new" if now else "")
+    return ", ".join(filter(None, told)) or "0"
 
 
 async def show_children(manifest: Path, *, worker_image: str | None, namespace: str | None) -> None:

@@ -32,7 +32,7 @@ def rollout(
 ) -> None:
     """Print the steps from one manifest to another, offline; or where a service's rollout is."""
     if (old is None) != (new is None) or (old is None) == (name is None):
-        raise typer.BadParameter("write: vlm rollout NAME, or: vlm rollout --from OLD --to NEW")
+        raise typer.BadParameter("give the NAME of a service, or both --from and --to")
     if old is not None and new is not None:
         from vlm_operator.cli.offline import show_rehearsal
 

@@ -81,10 +81,19 @@ async def test_a_table_says_what_each_step_waits_for(write, capsys):
     await show_rehearsal(path, path, worker_image=None, form=Format.TABLE)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
-        "STEP", "ENCODER", "PREFILL", "DECODE", "GATEWAY", "WAITS", "FOR",
+        "#", "ENCODER", "PREFILL", "DECODE", "GATEWAY", "WAITS", "FOR",
     ]  # fmt: skip
-    assert lines[1].rstrip().endswith("nothing: done")
+    assert lines[1].split() == ["1", "1", "1", "1", "1", "nothing:", "done"]
     assert len(lines) == 2
+
+
+async def test_a_table_tells_old_pods_from_new_ones_where_a_role_moves(write, capsys):
+    old, new = write("old", body(encoder=pool(), decode=pool(2))), write("new", body())
+    await show_rehearsal(old, new, worker_image=None, form=Format.TABLE)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "# ENCODER PREFILL DECODE GATEWAY WAITS FOR"
+    assert lines[1].startswith("1 1 1 2 old 1 "), lines[1]
+    assert lines[-1].startswith(f"{len(lines) - 1} 1 1 1 new 1 nothing"), lines[-1]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

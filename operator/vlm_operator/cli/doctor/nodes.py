@@ -76,7 +76,8 @@ def variants(facts: Facts) -> Iterator[Finding]:
         for problem, remedy in problems:
             yield Finding("placement", Level.FAIL, f"{where}: {problem}", remedy)
     if fine:
-        yield Finding("placement", Level.OK, f"{fine} services have nodes for each variant")
+        count = len(facts.all(VLM_SERVICE))
+        yield Finding("placement", Level.OK, f"{fine} of {count} services: each variant has nodes")
 
 
 def _problems(

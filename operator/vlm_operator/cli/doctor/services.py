@@ -25,6 +25,7 @@ from vlm_operator.observe import pod_states
 _PVC = "pvc://"
 _SHARED = {"ReadOnlyMany", "ReadWriteMany"}
 _SECURITY = "pod-security.kubernetes.io/enforce"
+_UNSAID = "without any"
 _LEVELS = ("privileged", "baseline", "restricted")
 # Reasons of Ready=False that pass by themselves, or that somebody chose.
 _PASSING = ("PodsStarting", "PodsMissing", "Deleting", "Suspended")
@@ -89,15 +90,15 @@ def security(facts: Facts) -> Iterator[Finding]:
     found: Counter[str] = Counter()
     for space in sorted({item["metadata"]["namespace"] for item in facts.all(VLM_SERVICE)}):
         labels = (facts.one(NAMESPACE, space) or {"metadata": {}})["metadata"].get("labels", {})
-        level = labels.get(_SECURITY, "none")
+        level = labels.get(_SECURITY, _UNSAID)
         found[level] += 1
-        if level not in (*_LEVELS, "none"):
+        if level not in (*_LEVELS, _UNSAID):
             message = f"namespace {space}: {_SECURITY}={level} is no level"
             remedy = f"kubectl label --overwrite ns {space} {_SECURITY}=restricted"
             yield Finding("pod-security", Level.WARN, message, remedy)
     if found:
-        listed = ", ".join(f"{level} in {count}" for level, count in sorted(found.items()))
-        message = f"pods pass `restricted`; namespaces with services enforce {listed}"
+        listed = ", ".join(f"{count} {level}" for level, count in sorted(found.items()))
+        message = f"pods pass `restricted`; namespaces with services, by level: {listed}"
         yield Finding("pod-security", Level.OK, message)
 
 
