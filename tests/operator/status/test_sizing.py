@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from operator_load import FAST, auto, loaded_world, replicas, run, said, seen
-from operator_support import World
+from operator_support import World, body, pool
 
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.cluster import EVENT
@@ -60,19 +60,27 @@ def test_a_goal_that_no_number_of_replicas_meets_names_stage_and_milliseconds_on
     assert events(status, status) == ()
 
 
-def test_a_pool_that_flaps_is_damped_and_said_so_once():
-    world = loaded_world()
-    view = view_of(world)
+def flapping(view: View) -> View:
+    """The same where every pool goes up and down."""
     decisions = {
         role: dataclasses.replace(item, flapping=True) for role, item in view.decisions.items()
     }
-    damped = dataclasses.replace(
-        view, outcome=dataclasses.replace(view.outcome, decisions=decisions)
-    )
-    status = build_status(damped, world.status, now=world.cluster.clock.now)
+    return dataclasses.replace(view, outcome=dataclasses.replace(view.outcome, decisions=decisions))
+
+
+def test_a_pool_that_flaps_is_damped_and_said_so_once():
+    world = loaded_world()
+    status = build_status(flapping(view_of(world)), world.status, now=world.cluster.clock.now)
     assert verdict(status, "ScalingActive")[:2] == ("True", "Damped")
     assert [item.reason for item in events(world.status, status)] == ["FlappingDamped"]
     assert events(status, status) == ()
+
+
+def test_whoever_sizes_a_pool_by_hand_may_change_his_mind_often():
+    world = World(body(decode=pool(2)))
+    world.converge()
+    status = build_status(flapping(view_of(world)), world.status, now=world.cluster.clock.now)
+    assert verdict(status, "ScalingActive") == ("True", "Manual", "decode Manual")
 
 
 def test_a_node_type_that_gives_no_pod_is_named_with_the_time_of_the_next_try():
