@@ -2,26 +2,30 @@
 
 goals ─▶ solve ─▶ grow for a ratio's sake ─▶ let ratios go ─▶ share the budget ─▶ admit ─▶ replicas
           exact    where solve found nothing                   fill               at this instant
-
-A device is free when the pod on it is gone, not when it was told to go: what shrinks goes first,
-and growth is admitted as far as pods that hold devices now, draining ones included, leave room.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from vlm_operator.autoscale.policy import Budget, VariantPolicy
 from vlm_operator.autoscale.reasons import Bound
+from vlm_operator.autoscale.settling.admit import admit
 from vlm_operator.autoscale.settling.fill import fill
 from vlm_operator.autoscale.settling.goal import Case, Goal
-from vlm_operator.autoscale.settling.solve import Choice, PoolProblem, Problem, Vector, solve
+from vlm_operator.autoscale.settling.solve import (
+    MICROS,
+    Choice,
+    PoolProblem,
+    Problem,
+    Vector,
+    solve,
+)
 from vlm_operator.autoscale.settling.stock import startup_seconds
 from vlm_operator.names import Role
 
-MICROS = 1e6  # of the currency
 WEIGHTS = {Role.DECODE: 3.0, Role.PREFILL: 2.0, Role.ENCODER: 1.0}
 
 
@@ -67,7 +71,9 @@ def couple(cases: Mapping[Role, Case], goals: Mapping[Role, Goal]) -> dict[Role,
         pool.role: dict(zip((item.name for item in pool.choices), counts[pool.role], strict=True))
         for pool in pools
     }
-    admitted = _admit(cases, goals, wanted, problem)
+    _keep_waiting(cases, goals, wanted, problem)
+    counts = {role: tuple(found.values()) for role, found in wanted.items()}
+    admitted = admit(cases, goals, wanted, problem)
     return {
         pool.role: Share(
             variants=admitted[pool.role],
@@ -204,68 +210,34 @@ def _choice(
     )
 
 
-def _admit(
+def _keep_waiting(
     cases: Mapping[Role, Case],
     goals: Mapping[Role, Goal],
-    wanted: Mapping[Role, Mapping[str, int]],
+    wanted: Mapping[Role, dict[str, int]],
     problem: Problem,
-) -> dict[Role, dict[str, int]]:
-    """Grow only into devices that no pod holds at this instant."""
-    found = {
-        role: {name: min(count, cases[role].stock.standing[name]) for name, count in counts.items()}
-        for role, counts in wanted.items()
-    }
-    for role, counts in found.items():
-        _keep_least(cases[role], goals[role], counts, sum(wanted[role].values()))
-    held = _Held(cases, problem)
-    for pool in sorted(problem.pools, key=lambda item: -item.weight):
-        counts = found[pool.role]
-        for name, count in wanted[pool.role].items():
-            while counts[name] < count and sum(counts.values()) < sum(wanted[pool.role].values()):
-                grown = {**counts, name: counts[name] + 1}
-                if not held.fits({**found, pool.role: grown}):
-                    break
+) -> None:
+    """Let pods wait on for a node of an exhausted type, where nothing takes their place."""
+    for role, counts in wanted.items():
+        stock = cases[role].stock
+        for name, stuck in stock.stuck.items():
+            lost = min(stuck, stock.standing[name] - counts[name])
+            for _ in range(min(lost, goals[role].least - sum(counts.values()))):
                 counts[name] += 1
-    return found
+                if not _affordable(problem, wanted):
+                    counts[name] -= 1
+                    break
 
 
-def _keep_least(case: Case, goal: Goal, counts: dict[str, int], total: int) -> None:
-    """Give nothing up for another node type that would take a pool below its minimum meanwhile."""
-    floor = min(total, case.before, goal.least if goal.held else max(case.policy.minimum, 0))
-    for name, standing in case.stock.standing.items():
-        added = max(0, min(floor - sum(counts.values()), standing - counts[name]))
-        counts[name] += added
-
-
-class _Held:
-    """What all pools hold of the budget at the worst instant on the way to given replicas."""
-
-    def __init__(self, cases: Mapping[Role, Case], problem: Problem) -> None:
-        self._cases = cases
-        self._limits = (problem.accelerators, problem.cost)
-
-    def fits(self, targets: Mapping[Role, Mapping[str, int]]) -> bool:
-        """Whether the budget holds throughout."""
-        if self._limits == (None, None):
-            return True
-        accelerators, cost = 0, 0
-        for role, target in targets.items():
-            case = self._cases[role]
-            for name, count in case.stock.held(target).items():
-                devices, price = _footprint(case.policy.variants, name)
-                accelerators += devices * count
-                cost += price * count
-        most_accelerators, most_cost = self._limits
-        return (most_accelerators is None or accelerators <= most_accelerators) and (
-            most_cost is None or cost <= most_cost
-        )
-
-
-def _footprint(variants: Sequence[VariantPolicy], name: str) -> tuple[int, int]:
-    """Devices and cost of one replica; of a variant that is no more, the most there is."""
-    known = [item for item in variants if item.name == name] or list(variants)
-    cost = max((item.cost_per_hour or 0.0 for item in known), default=0.0)
-    return max((item.accelerators for item in known), default=0), round(cost * MICROS)
+def _affordable(problem: Problem, wanted: Mapping[Role, Mapping[str, int]]) -> bool:
+    """Whether the budget has room for all of it."""
+    chosen = [
+        (item, wanted[pool.role][item.name]) for pool in problem.pools for item in pool.choices
+    ]
+    accelerators = sum(item.accelerators * count for item, count in chosen)
+    cost = sum(item.cost * count for item, count in chosen)
+    return (problem.accelerators is None or accelerators <= problem.accelerators) and (
+        problem.cost is None or cost <= problem.cost
+    )
 
 
 def _limit(

@@ -18,6 +18,7 @@ from vlm_operator.autoscale.policy import Ratio
 from vlm_operator.names import Role
 
 Vector = tuple[int, ...]
+MICROS = 1e6  # of the currency
 
 # Replicas of one pool that are chosen exactly; what a pool adds beyond them at once is taken by
 # price per unit of capacity first.

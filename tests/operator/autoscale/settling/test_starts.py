@@ -1,12 +1,14 @@
 """Pods that do not come are written off by their phase, and their node type is let alone."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from settling_support import NOW, TICK, World, need, pool, service, variant
 
+from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.estimating.horizon import Phases
-from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.autoscale.policy import Budget, Tuning
 from vlm_operator.autoscale.settling.paced import PoolPace
 from vlm_operator.autoscale.settling.stock import Stock, patience, take_stock
 from vlm_operator.autoscale.view import PodView, PoolView
@@ -86,3 +88,21 @@ def test_a_node_that_comes_ends_the_wait_for_nodes_and_a_ready_pod_every_wait():
     assert not world.memory.pools[DECODE].exhausted["a"].nodes
     world.startup = 0.0
     assert run(world, 3.0, 15).capacity == ""
+
+
+@pytest.mark.parametrize("mode", [ScalingMode.EXTERNAL, ScalingMode.AUTO])
+def test_a_pod_waits_on_for_its_node_where_the_budget_allows_no_other_type(mode):
+    """Given up, it would be asked for anew after each back-off: 2, 3, 2, 3."""
+    types = variant("a"), variant("b", cost_per_hour=3.0)
+    rules = pool(DECODE, *types, mode=mode)
+    world = World(service(rules, budget=Budget(None, 4.0)), {DECODE: {"a": 2}})
+    world.nodes = {"a": 2}
+    if mode is ScalingMode.EXTERNAL:
+        world.write(DECODE, "hpa", 3)
+    sizes = [run(world, 2.9, TICK).to for _ in range(600)]
+    assert set(sizes) == {3}
+    assert "variant a gave no node in time" in world.decisions[DECODE].capacity
+    dear = [item.variant for item in world.pods if item.variant == "b"]
+    assert not dear
+    world.nodes = {"a": 3}
+    assert run(world, 2.9, 60).capacity == ""
