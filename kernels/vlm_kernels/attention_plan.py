@@ -3,9 +3,9 @@
 Shapes: S sequences, H KV heads, G query heads per KV head, D head size, P slots per block,
 B blocks per sequence; the cache is `[N, L, 2, H, P * D]`.
 
-Decoding sequences, one query each, are rows of one native call. Where there is no native kernel,
-those of similar length are a group, padded to the longest; a sequence with a chunk of prefill is
-a group by itself. A plan is made once per step and used by all layers.
+Decoding sequences, one query each, are rows of one native call, and chunks of prefill are segments
+of another. Where there is no such kernel, decoding sequences of similar length are a group, padded
+to the longest, and a chunk is a group by itself. A plan is made once per step and used by all layers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 
 from vlm_kernels import gpu
 from vlm_kernels.decode_attention import DecodeRows, can_attend_decode, plan_decode
-from vlm_kernels.flash_attention import can_attend_dense
+from vlm_kernels.flash_attention import can_attend_blocks
 from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.segments import Segments, plan_segments, seen_by
 from vlm_kernels.tiled_attention import plan_tiled
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ class Group:
             hold anything, NaN included, and are zeroed. None where there are none.
         mask: additive, broadcast over `[S * H, G, Q, num_kv]`; None where every position is seen.
         causal: there is no mask; the queries are the last of the positions, each sees those up to
-            itself. Where `is_flash` is not set, these are all positions.
-        is_flash: one sequence without a mask, for the native kernel.
+            itself, and they are all positions.
     """
 
     tokens: slice | torch.Tensor | None
@@ -58,7 +58,6 @@ class Group:
     unwritten: torch.Tensor | None
     mask: torch.Tensor | None
     causal: bool
-    is_flash: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,12 +65,14 @@ class AttentionPlan:
     """What one step reads; the same for all layers of one window.
 
     Attributes:
-        rows: decoding sequences, for the native kernel; None where there are none for it.
+        rows: decoding sequences, for their native kernel; None where there are none for it.
+        chunks: of prefill, likewise.
         groups: all others.
         tiles: all of them, on a GPU; None elsewhere.
     """
 
     rows: DecodeRows | None
+    chunks: Segments | None
     groups: tuple[Group, ...]
     tiles: TiledStep | None = None
 
@@ -115,13 +116,13 @@ def plan_attention(
             query_start, context_lens, block_table, kv_cache,
             spans=spans, window=window, num_heads=num_heads,
         )  # fmt: skip
-        return AttentionPlan(None, (), tiles)
+        return AttentionPlan(None, None, (), tiles)
     num_queries = np.diff(query_start).astype(np.int64)
     num_kv = context_lens.astype(np.int64) + num_queries
     assert (num_queries > 0).all()
-    layout = _Layout(kv_cache, head_dim, dtype, use_native=use_native)
-    decoding = np.flatnonzero(num_queries == 1)
-    rows = None
+    layout = _Layout(kv_cache, head_dim, dtype)
+    decoding, chunked = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
+    rows = chunks = None
     if use_native and len(decoding) and can_attend_decode(kv_cache, dtype):
         rows = plan_decode(
             query_start[decoding],
@@ -133,11 +134,11 @@ def plan_attention(
             window=window,
         )
         decoding = decoding[:0]
-    members = [
-        *_similar(decoding, num_kv),
-        *([s] for s in np.flatnonzero(num_queries > 1).tolist()),
-    ]
-    alone = len(members) == 1 and rows is None
+    if use_native and len(chunked) and can_attend_blocks(kv_cache, dtype):
+        chunks = _chunks(chunked, query_start, num_kv, block_table, spans, window)
+        chunked = chunked[:0]
+    members = [*_similar(decoding, num_kv), *([s] for s in chunked.tolist())]
+    alone = len(members) == 1 and rows is None and chunks is None
     groups = []
     for seqs in members:
         in_order = alone and list(seqs) == list(range(len(seqs)))
@@ -151,7 +152,32 @@ def plan_attention(
                 window=window,
             )
         )
-    return AttentionPlan(rows, tuple(groups))
+    return AttentionPlan(rows, chunks, tuple(groups))
+
+
+def _chunks(
+    seqs: np.ndarray,
+    query_start: np.ndarray,
+    num_kv: np.ndarray,
+    block_table: np.ndarray,
+    spans: Spans,
+    window: int | None,
+) -> Segments:
+    """Sequences with several queries as segments."""
+    first, end = np.zeros((2, query_start[-1]), np.int64)
+    for s in seqs.tolist():
+        at = slice(int(query_start[s]), int(query_start[s + 1]))
+        positions = np.arange(num_kv[s] - (at.stop - at.start), num_kv[s])
+        of_sequence = spans[s] if len(spans) else ()
+        first[at], end[at] = seen_by(positions, spans=of_sequence, window=window)
+    return plan_segments(
+        np.diff(query_start)[seqs],
+        num_kv[seqs],
+        first,
+        end,
+        tokens=query_start[seqs],
+        block_table=block_table[seqs],
+    )
 
 
 def _tokens(
@@ -167,13 +193,10 @@ def _tokens(
 class _Layout:
     """Turns positions into rows of the cache."""
 
-    def __init__(
-        self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, *, use_native: bool
-    ) -> None:
+    def __init__(self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
         self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
         self._block_size = block_size_of(kv_cache, head_dim)
         self._device, self._dtype = kv_cache.device, dtype
-        self._is_flash = use_native and can_attend_dense(dtype, kv_cache.device)
 
     def group(
         self,
@@ -199,7 +222,6 @@ class _Layout:
             unwritten=self._unwritten(num_kv, num_blocks),
             mask=mask,
             causal=causal,
-            is_flash=self._is_flash and mask is None and num_seqs == 1,
         )
 
     def _pieces(self, blocks_SB: np.ndarray) -> torch.Tensor:
@@ -239,7 +261,7 @@ class _Layout:
         if num_queries == 1 and not bounded and (num_kv == longest).all():
             return None, False
         is_plain = len(num_kv) == 1 and not bounded and not spans[0]
-        if is_plain and (num_queries == longest or self._is_flash):
+        if is_plain and num_queries == longest:
             return None, True
         seen = np.stack(
             [
@@ -262,12 +284,9 @@ def _visible(
     positions: np.ndarray, num_kv: int, window: int | None, spans: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """Flags `[Q, num_kv]`: which KV positions each query position sees."""
-    p, j = positions[:, None], np.arange(num_kv)[None]
-    seen = j <= p
-    for start, end in spans:
-        seen |= (p >= start) & (p < end) & (j >= start) & (j < end)
-    if window is not None:
-        seen &= j > p - window
+    first, end = seen_by(positions, spans=spans, window=window)
+    j = np.arange(num_kv)
+    seen: np.ndarray = (j >= first[:, None]) & (j < end[:, None])
     return seen
 
 

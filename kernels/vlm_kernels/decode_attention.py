@@ -111,7 +111,9 @@ def plan_decode(
     Raises:
         ValueError: a shape, type or block number is wrong; says which.
     """
-    _check_cache(kv_cache, head_dim, dtype)
+    check_cache(kv_cache)
+    if dtype not in TYPES:
+        raise ValueError(f"q {dtype}: not built")
     num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
     block_size, num_rows = block_size_of(kv_cache, head_dim), len(tokens)
     if tokens.shape != (num_rows,) or num_kv.shape != (num_rows,) or num_rows == 0:
@@ -204,11 +206,12 @@ def attend_decode(
     )
 
 
-def _check_cache(kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
+def check_cache(kv_cache: torch.Tensor) -> None:
+    """Raise ValueError where the kernels cannot read this cache."""
     if kv_cache.ndim != 5 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache {tuple(kv_cache.shape)}: must be contiguous [N, L, 2, H, P*D]")
-    if kv_cache.dtype not in KV_TYPES or dtype not in TYPES or kv_cache.device.type != "cpu":
-        raise ValueError(f"kv_cache {kv_cache.dtype} on {kv_cache.device}, q {dtype}: not built")
+    if kv_cache.dtype not in KV_TYPES or kv_cache.device.type != "cpu":
+        raise ValueError(f"kv_cache {kv_cache.dtype} on {kv_cache.device}: not built")
 
 
 @functools.cache

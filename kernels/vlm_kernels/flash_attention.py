@@ -1,9 +1,16 @@
-"""Dense attention in bfloat16 by the C++ kernel, where this CPU multiplies bfloat16.
+"""Attention of packed segments in bfloat16 by the C++ kernel, where this CPU multiplies bfloat16.
 
-`dense_attention.dense_attention_reference` is the definition, `cpu/flash_attention.cpp` the kernel
-with its mathematics. Tensors are views: what lies token by token is neither copied nor transposed.
+    o_t = sum_j softmax_j(scale * q_t . k_j) v_j   over the keys [first_t, end_t) of t's segment
 
-Shapes: S sequences, H KV heads, G query heads per KV head, Q queries, K keys, D head size.
+`segments.py` says what a segment is, and has the definition; `cpu/flash_attention.cpp` is the
+kernel. Keys are rows of tensors, or slots of KV blocks of any type; nothing is gathered, and no
+mask is built.
+
+    segments = plan_segments(...)                  once per step
+    flash_attention(segments, q, k, v, out)        once per layer; or
+    flash_paged_attention(segments, q, cache, ...)
+
+Shapes: T packed queries, S segments, K keys, H KV heads, G query heads per KV head, D head size.
 """
 
 from __future__ import annotations
@@ -13,74 +20,199 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlm_kernels.cpu import native
+from vlm_kernels.decode_attention import KV_TYPES, check_cache
+from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.segments import Segments
+
+SYMBOL = "triptych_flash_attention"
+ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p)
+"""segments, tensors"""
 
 
-def can_attend_dense(dtype: torch.dtype, device: torch.device) -> bool:
+class _Segments(ctypes.Structure):
+    """`Segments` in cpu/flash_keys.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "tokens", "num_queries", "num_keys", "key_start", "block_table", "first", "end",
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_segments", "table_width",
+                "num_layers", "num_kv_heads", "num_groups", "head_dim", "block_size",
+                "kv_type", "num_threads",
+            )
+        ),
+    )  # fmt: skip
+
+
+class _Tensors(ctypes.Structure):
+    """`Tensors` in cpu/flash_keys.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p if name in ("q", "k", "v", "out") else ctypes.c_int64)
+            for name in (
+                "q", "q_token", "q_head", "k", "k_token", "k_head", "v", "v_token", "v_head",
+                "out", "layer",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )  # fmt: skip
+
+
+def can_attend_segments(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel computes this, on this machine."""
     return device.type == "cpu" and dtype == torch.bfloat16 and _kernel() is not None
 
 
+def can_attend_blocks(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
+    """The same of keys in KV blocks."""
+    return can_attend_segments(dtype, kv_cache.device) and kv_cache.dtype in KV_TYPES
+
+
 def flash_attention(
-    q_SHGQD: torch.Tensor,
-    k_SHKD: torch.Tensor,
-    v_SHKD: torch.Tensor,
-    out_SHGQD: torch.Tensor,
+    segments: Segments,
+    q_THD: torch.Tensor,
+    k_KHD: torch.Tensor,
+    v_KHD: torch.Tensor,
+    out_THD: torch.Tensor,
     *,
     scale: float,
-    causal: bool = False,
+    softcap: float | None = None,
 ) -> None:
-    """Attend, and write every element of `out`.
+    """Attend; writes every element of `out` whose token lies in a segment, and no other.
 
     Args:
-        q_SHGQD: queries in bfloat16, as the others; of all, the inner stride is 1.
-        k_SHKD: keys, at least one.
-        v_SHKD: values.
-        out_SHGQD: overlaps no other.
+        segments: without a block table.
+        q_THD: queries `[T, H * G, D]` in bfloat16, as the others; head h reads KV head h // G; of
+            all, the inner stride is 1.
+        k_KHD: keys.
+        v_KHD: values.
+        out_THD: like q, contiguous; overlaps no other.
         scale: factor of the scores.
-        causal: the queries are the last Q of the K positions, and see none behind themselves.
+        softcap: bound c of the scores s, which become c tanh(s / c); None is none.
 
     Raises:
         ValueError: a shape, type or stride is wrong; says which.
     """
-    seqs, heads, groups, queries, head_dim = q_SHGQD.shape
-    keys = k_SHKD.shape[2]
-    if k_SHKD.shape != (seqs, heads, keys, head_dim) or v_SHKD.shape != k_SHKD.shape:
+    head_dim = q_THD.shape[2]
+    if k_KHD.shape != v_KHD.shape or k_KHD.shape[2] != head_dim or segments.block_table is not None:
         raise ValueError(
-            f"k {tuple(k_SHKD.shape)}, v {tuple(v_SHKD.shape)}: must fit q {tuple(q_SHGQD.shape)}"
+            f"k {tuple(k_KHD.shape)}, v {tuple(v_KHD.shape)}: must fit q {tuple(q_THD.shape)}"
         )
-    if out_SHGQD.shape != q_SHGQD.shape:
-        raise ValueError(f"out {tuple(out_SHGQD.shape)}: must be like q {tuple(q_SHGQD.shape)}")
-    if keys < 1 or (causal and queries > keys):
-        raise ValueError(f"{keys} keys for {queries} queries: too few")
-    tensors = (q_SHGQD, k_SHKD, v_SHKD, out_SHGQD)
-    for name, tensor in zip(("q", "k", "v", "out"), tensors, strict=True):
-        if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: must be bfloat16, cpu")
-        if tensor.stride(-1) != 1 and head_dim > 1:
-            raise ValueError(f"{name} has inner stride {tensor.stride(-1)}: must be 1")
-    strides = [*q_SHGQD.stride()[:4]]
-    for x in (k_SHKD, v_SHKD):
-        strides += [x.stride(0), x.stride(1), 0, x.stride(2)]
-    strides += out_SHGQD.stride()[:4]
+    if len(segments.tokens) and (segments.key_start + segments.num_keys).max() > len(k_KHD):
+        raise ValueError(f"k {tuple(k_KHD.shape)}: the segments have more keys")
+    for name, tensor in (("k", k_KHD), ("v", v_KHD)):
+        _check(name, tensor)
+    _run(
+        segments,
+        _Segments(num_layers=1, num_kv_heads=k_KHD.shape[1], head_dim=head_dim, block_size=1),
+        q_THD,
+        out_THD,
+        _Tensors(
+            k=k_KHD.data_ptr(), k_token=k_KHD.stride(0), k_head=k_KHD.stride(1),
+            v=v_KHD.data_ptr(), v_token=v_KHD.stride(0), v_head=v_KHD.stride(1),
+            scale=scale, softcap=softcap or 0.0,
+        ),
+    )  # fmt: skip
+
+
+def flash_paged_attention(
+    segments: Segments,
+    q_THD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    out_THD: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """The same over KV blocks.
+
+    Args:
+        segments: with a block table; entries behind a segment's end are not read.
+        q_THD: as above.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32, bfloat16 or int8.
+        layer: which layer.
+        out_THD: as above.
+        scale: as above.
+        softcap: as above.
+
+    Raises:
+        ValueError: a shape, type, stride or block number is wrong; says which.
+    """
+    check_cache(kv_cache)
+    head_dim = q_THD.shape[2]
+    num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
+    block_size, table = block_size_of(kv_cache, head_dim), segments.block_table
+    if table is None or table.ndim != 2 or len(table) != len(segments.tokens):
+        raise ValueError("block_table: must have a row per segment")
+    if (segments.num_keys > table.shape[1] * block_size).any():
+        raise ValueError(f"block_table {table.shape}: a segment has more keys")
+    read = table[np.arange(table.shape[1]) * block_size < segments.num_keys[:, None]]
+    if (read < 0).any() or (read >= num_blocks).any():
+        raise ValueError(f"block_table: a block that is read is not in 0 to {num_blocks - 1}")
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer {layer}: the cache has {num_layers}")
+    _run(
+        segments,
+        _Segments(
+            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            block_size=block_size, kv_type=KV_TYPES[kv_cache.dtype],
+            block_table=table.ctypes.data, table_width=table.shape[1],
+        ),
+        q_THD,
+        out_THD,
+        _Tensors(k=kv_cache.data_ptr(), layer=layer, scale=scale, softcap=softcap or 0.0),
+    )  # fmt: skip
+
+
+def _run(
+    segments: Segments,
+    step: _Segments,
+    q_THD: torch.Tensor,
+    out_THD: torch.Tensor,
+    tensors: _Tensors,
+) -> None:
+    """Check what both have in common, and compute."""
+    num_tokens, num_heads, _ = q_THD.shape
+    _check("q", q_THD)
+    _check("out", out_THD)
+    if num_heads % step.num_kv_heads or num_tokens < len(segments.first):
+        raise ValueError(
+            f"q {tuple(q_THD.shape)}: must be [{len(segments.first)} or more, "
+            f"a multiple of {step.num_kv_heads}, D]"
+        )
+    if out_THD.shape != q_THD.shape or not out_THD.is_contiguous():
+        raise ValueError(f"out {tuple(out_THD.shape)}: must be contiguous and like q")
+    for name in ("tokens", "num_queries", "num_keys", "key_start", "first", "end"):
+        setattr(step, name, getattr(segments, name).ctypes.data)
+    step.num_segments, step.num_groups = len(segments.tokens), num_heads // step.num_kv_heads
+    step.num_threads = torch.get_num_threads()
+    tensors.q, tensors.q_token, tensors.q_head = q_THD.data_ptr(), *q_THD.stride()[:2]
+    tensors.out = out_THD.data_ptr()
     kernel = _kernel()
     assert kernel is not None
-    kernel(
-        *(x.data_ptr() for x in tensors),
-        (ctypes.c_int64 * 16)(*strides),
-        (ctypes.c_int64 * 6)(seqs, heads, groups, queries, keys, head_dim),
-        scale,
-        causal,
-        torch.get_num_threads(),
-    )
+    kernel(ctypes.byref(step), ctypes.byref(tensors))
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}: must be bfloat16, cpu")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} has inner stride {tensor.stride(-1)}: must be 1")
 
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    return native.function(
-        "triptych_flash_attention",
-        *(pointer,) * 6, ctypes.c_float, number, number,
-    )  # fmt: skip
+    return native.function(SYMBOL, *ARGUMENTS)

@@ -9,9 +9,9 @@ P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`, or
 behind (`kv_rows`). The KV of the queries themselves is stored before.
 
     plan = plan_attention(...)          once per step
-    paged_attention(q, ..., plan)       once per layer: decoding rows by the native kernel
-                                        (`decode_attention`), then group by group: gather, attend
-                                        (by `flash_attention` where there is no mask);
+    paged_attention(q, ..., plan)       once per layer: decoding rows by `decode_attention`, chunks
+                                        of prefill by `flash_attention`, in C++; what these cannot
+                                        do, group by group: gather, attend with torch;
                                         on a GPU all of it by `gpu/paged_attention.py`
 
 Query heads of one KV head share its gathered rows; nothing is repeated in memory.
@@ -27,7 +27,7 @@ import torch
 from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
 from vlm_kernels.decode_attention import attend_decode
 from vlm_kernels.dense_attention import capped, dense_attention
-from vlm_kernels.flash_attention import flash_attention
+from vlm_kernels.flash_attention import flash_paged_attention
 from vlm_kernels.kv_rows import block_size_of, values_of
 from vlm_kernels.tiled_attention import attend_tiled
 
@@ -107,6 +107,11 @@ def paged_attention(
     if plan.rows is not None:
         o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         attend_decode(plan.rows, q_THD, layer, o_THD, scale=scale, softcap=softcap)
+    if plan.chunks is not None:
+        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype) if o_THD is None else o_THD
+        flash_paged_attention(
+            plan.chunks, q_THD, kv_cache, layer, o_THD, scale=scale, softcap=softcap
+        )
     pieces = kv_cache.view(-1, kv_cache.shape[-1])
     for group in plan.groups:
         rows = group.kv_pieces + layer * 2 * num_kv_heads
@@ -121,20 +126,9 @@ def paged_attention(
             if o_THD is None
             else o_THD
         )
-        if group.is_flash:
-            q, o = (_by_kv_head(x[at], num_kv_heads) for x in (q_THD, o_THD))
-            flash_attention(q, kv[:1], kv[1:], o, scale=scale, causal=group.causal)
-        else:
-            o_THD[at] = _attend(q_THD[at], kv, group, num_kv_heads, scale, softcap)
+        o_THD[at] = _attend(q_THD[at], kv, group, num_kv_heads, scale, softcap)
     assert o_THD is not None
     return o_THD
-
-
-def _by_kv_head(x_QHD: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """`[Q, H * G, D]` of one sequence as `[1, H, G, Q, D]`, a view."""
-    num_queries, num_heads, head_dim = x_QHD.shape
-    x_QHGD = x_QHD.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    return x_QHGD.permute(1, 2, 0, 3)[None]
 
 
 def _attend(

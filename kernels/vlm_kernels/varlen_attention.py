@@ -2,9 +2,9 @@
 
 Shapes: T packed tokens, H heads, D head size, C segments; segment c is `[cu_C1[c], cu_C1[c + 1])`.
 
-Vision towers attend in both directions inside a window or a frame; a batch of pictures is many
-segments of few different lengths, so segments of one length are computed together, without padding
-and without a T x T mask.
+Vision towers attend in both directions inside a window or a frame. Where there is a native kernel,
+all segments are one call; else those of one length are computed together, without padding and
+without a T x T mask: a batch of pictures is many segments of few different lengths.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import itertools
 import numpy as np
 import torch
 
+from vlm_kernels import gpu
 from vlm_kernels.dense_attention import dense_attention
-from vlm_kernels.flash_attention import can_attend_dense, flash_attention
+from vlm_kernels.flash_attention import can_attend_segments, flash_attention
+from vlm_kernels.segments import plan_segments
 
 
 def varlen_attention_reference(
@@ -59,21 +61,55 @@ def varlen_attention(
 
     Returns:
         `[T, H, D]`, every element written.
+
+    Raises:
+        ValueError: on a GPU, a shape, type, stride or device does not fit. There `cu_C1` stays
+            where it is; what it leaves out is not written.
     """
+    if use_native and gpu.serves(q_THD.device):
+        _check_launch(q_THD, k_THD, v_THD, cu_C1)
+        from vlm_kernels.gpu.varlen_attention import varlen_attention as launch
+
+        return launch(q_THD, k_THD, v_THD, cu_C1, scale=scale)
     edges = cu_C1.cpu().numpy().astype(np.int64)
     assert edges[0] == 0
     assert edges[-1] == len(q_THD)
     lengths = np.diff(edges)
+    if use_native and can_attend_segments(q_THD.dtype, q_THD.device):
+        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        end = np.repeat(lengths, lengths)
+        segments = plan_segments(lengths, lengths, np.zeros_like(end), end)
+        flash_attention(segments, q_THD, k_THD, v_THD, o_THD, scale=scale)
+        return o_THD
     sizes = np.unique(lengths[lengths > 0])
     if len(sizes) == 1:
-        return _attend(q_THD, k_THD, v_THD, int(sizes[0]), scale, use_native)
+        return _attend(q_THD, k_THD, v_THD, int(sizes[0]), scale)
     o_THD = torch.empty_like(q_THD)
     for size in sizes.tolist():
         starts = edges[:-1][lengths == size]
         tokens = (starts[:, None] + np.arange(size)).reshape(-1)
         at = torch.from_numpy(tokens).to(q_THD.device)
-        o_THD[at] = _attend(q_THD[at], k_THD[at], v_THD[at], size, scale, use_native)
+        o_THD[at] = _attend(q_THD[at], k_THD[at], v_THD[at], size, scale)
     return o_THD
+
+
+def _check_launch(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, cu_C1: torch.Tensor
+) -> None:
+    if (
+        not q_THD.shape == k_THD.shape == v_THD.shape
+        or not q_THD.dtype == k_THD.dtype == v_THD.dtype
+    ):
+        shapes = [f"{x.dtype} {tuple(x.shape)}" for x in (q_THD, k_THD, v_THD)]
+        raise ValueError(f"varlen_attention: q, k, v are {', '.join(shapes)}, must be alike")
+    if any(x.stride(2) != 1 for x in (q_THD, k_THD, v_THD)):
+        raise ValueError("varlen_attention: the last stride of q, k and v must be 1")
+    if cu_C1.dtype != torch.int32 or cu_C1.dim() != 1 or not cu_C1.is_contiguous():
+        raise ValueError(f"varlen_attention: cu is {cu_C1.dtype} {tuple(cu_C1.shape)}, not int32")
+    if len({x.device for x in (q_THD, k_THD, v_THD, cu_C1)}) > 1 or len(cu_C1) < 2:
+        raise ValueError(
+            f"varlen_attention: cu {tuple(cu_C1.shape)} on {cu_C1.device}, q on {q_THD.device}"
+        )
 
 
 def _attend(
@@ -82,16 +118,8 @@ def _attend(
     v_THD: torch.Tensor,
     size: int,
     scale: float,
-    use_native: bool,
 ) -> torch.Tensor:
     """Segments of one length as a batch."""
-    if use_native and can_attend_dense(q_THD.dtype, q_THD.device):
-        o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        q, k, v, o = (
-            x.view(-1, size, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD, o_THD)
-        )
-        flash_attention(q[:, :, None], k, v, o[:, :, None], scale=scale)
-        return o_THD
     q, k, v = (
         x.reshape(-1, size, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
         for x in (q_THD, k_THD, v_THD)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vlm_kernels import paged_attention, plan_attention
+from vlm_kernels.kv_rows import quantise, slot_elements, split_pieces
 from vlm_kernels.paged_attention import paged_attention_reference
 
 NUM_LAYERS = 2
@@ -25,6 +26,7 @@ class Batch:
     spans: tuple[tuple[tuple[int, int], ...], ...]
     window: int | None
     use_native: bool = True
+    softcap: float | None = None
 
     def fast(self, layer: int) -> torch.Tensor:
         plan = plan_attention(
@@ -32,12 +34,12 @@ class Batch:
             head_dim=self.q.shape[-1], dtype=self.q.dtype, spans=self.spans, window=self.window,
             use_native=self.use_native,
         )  # fmt: skip
-        return paged_attention(self.q, self.kv_cache, layer, plan, scale=0.3)
+        return paged_attention(self.q, self.kv_cache, layer, plan, scale=0.3, softcap=self.softcap)
 
     def definition(self, layer: int) -> torch.Tensor:
         return paged_attention_reference(
             self.q, self.kv_cache, layer, self.query_start, self.context_lens, self.block_table,
-            scale=0.3, spans=self.spans, window=self.window,
+            scale=0.3, spans=self.spans, window=self.window, softcap=self.softcap,
         )  # fmt: skip
 
     def alone(self, s: int) -> Batch:
@@ -57,34 +59,55 @@ def make_batch(
     head_dim: int = 16,
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     window: int | None = None,
     spans: tuple[tuple[tuple[int, int], ...], ...] = (),
     seed: int = 0,
 ) -> Batch:
-    """`lens` are (context, queries) of each sequence; blocks lie scattered in the cache."""
+    """`lens` are (context, queries) of each sequence; blocks lie scattered in the cache.
+
+    `dtype` is the queries', and the cache's where `kv_dtype` is None.
+    """
     rng = torch.Generator().manual_seed(seed)
     totals = [context + queries for context, queries in lens]
     need = [-(-total // block_size) for total in totals]
     order = (torch.randperm(sum(need) + 3, generator=rng) + 1).tolist()
-    kv_cache = torch.full(
-        (sum(need) + 4, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim),
-        float("nan"),
-        dtype=dtype,
-    )
-    kv_cache[0] = 0
+    shape = (sum(need) + 4, NUM_LAYERS, 2, num_kv_heads, block_size)
+    kv_dtype = kv_dtype or dtype
+    kv_cache = poisoned_cache(shape, head_dim, kv_dtype)
+    rows, scale_bytes = split_pieces(kv_cache, head_dim)
     block_table = np.zeros((len(lens), max(need) + 1), np.int32)
     for s, total in enumerate(totals):
         block_table[s, : need[s]] = [order.pop() for _ in range(need[s])]
         for position in range(total):
-            slots = kv_cache[block_table[s, position // block_size], :, :, :, position % block_size]
-            slots.copy_(torch.randn(slots.shape, generator=rng))
+            at = (int(block_table[s, position // block_size]), ..., position % block_size)
+            new = torch.randn((*shape[1:4], head_dim), generator=rng)
+            if scale_bytes is None:
+                rows[(*at, slice(None))] = new.to(kv_dtype)
+            else:
+                integers, scales = quantise(new, kv_dtype)
+                rows[(*at, slice(None))] = integers
+                scale_bytes[(*at, slice(None))] = scales[..., None].view(torch.int8)
     queries = [queries for _, queries in lens]
     return Batch(
         q=torch.randn(sum(queries), num_kv_heads * num_groups, head_dim, generator=rng).to(dtype),
-        kv_cache=kv_cache.flatten(4),
+        kv_cache=kv_cache,
         query_start=np.cumsum([0, *queries]).astype(np.int32),
         context_lens=np.array([context for context, _ in lens], np.int32),
         block_table=block_table,
         spans=spans or ((),) * len(lens),
         window=window,
     )
+
+
+def poisoned_cache(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """A cache `[N, L, 2, H, P]` of `head_dim` that reads as NaN, but for the null block."""
+    inner = (*shape[:4], shape[4] * slot_elements(dtype, head_dim))
+    cache = torch.full(inner, poison(dtype), dtype=dtype)
+    cache[0] = 0
+    return cache
+
+
+def poison(dtype: torch.dtype) -> float:
+    """What reads as NaN wherever it stands; four bytes of -1 are a scale that is."""
+    return -1 if dtype == torch.int8 else float("nan")

@@ -1,156 +1,300 @@
-"""The native dense kernel is the textbook sum; what it cannot read is refused."""
+"""The native kernel of packed segments is the textbook sum; what it cannot read is refused."""
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import itertools
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.batches import Batch, make_batch, poison
 
-from vlm_kernels.flash_attention import can_attend_dense, flash_attention
+from vlm_kernels.flash_attention import (
+    can_attend_segments,
+    flash_attention,
+    flash_paged_attention,
+)
+from vlm_kernels.segments import Segments, plan_segments, seen_by, segment_attention_reference
 
-module = importlib.import_module("vlm_kernels.dense_attention")
-
-if not can_attend_dense(torch.bfloat16, torch.device("cpu")):
+if not can_attend_segments(torch.bfloat16, torch.device("cpu")):
     pytest.skip("no native kernel: this CPU does not multiply bfloat16", allow_module_level=True)
 
-Shape = tuple[int, int, int, int, int, int]
+KV_TYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
-def tensors(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    seqs, heads, groups, queries, keys, head_dim = shape
-    rng = torch.Generator().manual_seed(sum(shape))
-    q = torch.randn(seqs, heads, groups, queries, head_dim, generator=rng).bfloat16()
-    k, v = torch.randn(2, seqs, heads, keys, head_dim, generator=rng).bfloat16()
-    return q, k, v
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Segments of (queries, keys), the queries last among the keys of a causal one."""
+
+    lens: tuple[tuple[int, int], ...]
+    num_kv_heads: int
+    num_groups: int
+    head_dim: int
+    causal: bool = True
+    window: int | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+    softcap: float | None = None
+
+    @property
+    def segments(self) -> Segments:
+        queries, keys = np.array(self.lens).T
+        intervals = [
+            seen_by(np.arange(k - q, k), spans=self.spans, window=self.window)
+            if self.causal
+            else (np.zeros(q, int), np.full(q, k))
+            for q, k in self.lens
+        ]
+        first, end = (np.concatenate(each) for each in zip(*intervals, strict=True))
+        return plan_segments(queries, keys, first, np.minimum(end, np.repeat(keys, queries)))
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rng = torch.Generator().manual_seed(self.head_dim)
+        queries, keys = (sum(each) for each in zip(*self.lens, strict=True))
+        heads = self.num_kv_heads
+        q = torch.randn(queries, heads * self.num_groups, self.head_dim, generator=rng)
+        # as a model passes them: the packed axis is not the first in memory
+        k, v = torch.randn(2, heads, keys, self.head_dim, generator=rng).bfloat16().transpose(1, 2)
+        return q.bfloat16(), k, v
 
 
-def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    queries, keys = q.shape[3], k.shape[2]
-    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    mask = torch.zeros(1, 1, queries, keys).masked_fill(hidden & causal, float("-inf"))
-    got = module.dense_attention_reference(
-        q.flatten(0, 1).float(), k.flatten(0, 1), v.flatten(0, 1), scale=0.3, mask=mask
-    )
-    return got.view(q.shape)
-
-
-def check(shape: Shape, *, causal: bool) -> None:
-    q, k, v = tensors(shape)
-    guarded = torch.full((shape[0] + 2, *q.shape[1:]), 7.0).bfloat16()
+def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Between two guards that nobody may touch."""
+    guarded = torch.full((len(q) + 2, *q.shape[1:]), 7.0).bfloat16()
     out = guarded[1:-1]
     out.fill_(float("nan"))
-    flash_attention(q, k, v, out, scale=0.3, causal=causal)
-    torch.testing.assert_close(
-        out.float(), definition(q, k, v, causal=causal), atol=2e-2, rtol=2e-2
-    )
+    flash_attention(case.segments, q, k, v, out, scale=0.3, softcap=case.softcap)
     assert (guarded[0] == 7).all()
     assert (guarded[-1] == 7).all()
+    return out
+
+
+def check(case: Case) -> None:
+    q, k, v = case.tensors()
+    want = segment_attention_reference(
+        case.segments, q.float(), k, v, scale=0.3, softcap=case.softcap
+    )
+    got = attend(case, q, k, v).float()
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(
-    ("shape", "causal"),
+    "case",
     [
-        pytest.param((1, 2, 4, 130, 130, 128), True, id="a prompt"),
-        pytest.param((1, 2, 4, 40, 300, 64), True, id="a chunk"),
-        pytest.param((1, 1, 7, 10, 64, 80), True, id="GQA-7, keys of one tile"),
-        pytest.param((1, 1, 60, 3, 65, 32), True, id="more heads than rows of an item"),
-        pytest.param((3, 4, 1, 64, 64, 80), False, id="windows of a picture"),
-        pytest.param((1, 2, 1, 1, 1, 1), False, id="one of each"),
-        pytest.param((2, 2, 1, 49, 129, 33), False, id="nothing fits"),
+        pytest.param(Case(((130, 130),), 2, 4, 128), id="a prompt"),
+        pytest.param(Case(((40, 300), (7, 7)), 2, 4, 64), id="a chunk, and a prompt"),
+        pytest.param(Case(((10, 64),), 1, 7, 80), id="GQA-7, keys of one tile"),
+        pytest.param(Case(((3, 65),), 1, 60, 32), id="more heads than rows of an item"),
+        pytest.param(Case(((64, 64),) * 3 + ((16, 16),), 4, 1, 80, False), id="windows"),
+        pytest.param(Case(((1, 1),), 2, 1, 1, False), id="one of each"),
+        pytest.param(Case(((49, 129), (2, 3)), 2, 1, 33, False), id="nothing fits"),
+        pytest.param(Case(((90, 200),), 1, 2, 64, window=70), id="a sliding window"),
+        pytest.param(Case(((150, 150),), 1, 2, 64, spans=((5, 80), (90, 150))), id="spans"),
+        pytest.param(Case(((70, 90),), 1, 2, 64, softcap=0.7), id="a soft cap"),
+        pytest.param(
+            Case(((90, 130),), 2, 3, 48, window=20, spans=((60, 110),), softcap=2.0), id="all three"
+        ),
     ],
 )
-def test_keys_are_weighed_as_the_definition_says(shape: Shape, causal: bool) -> None:
-    check(shape, causal=causal)
+def test_keys_are_weighed_as_the_definition_says(case: Case) -> None:
+    check(case)
 
 
 @given(
-    st.tuples(
-        st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 60),
-        st.integers(0, 140), st.integers(1, 70),
-    ),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 140)), min_size=1, max_size=3),
+    st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 140)),
     st.booleans(),
-)  # fmt: skip
+    st.sampled_from([None, 1, 9, 70]),
+    st.sampled_from([(), ((3, 20),), ((0, 70), (75, 90))]),
+    st.sampled_from([None, 1.5]),
+)
 @settings(max_examples=40)
-def test_any_shape_computes_the_definition(shape: Shape, causal: bool) -> None:
-    seqs, heads, groups, queries, past, head_dim = shape
-    check((seqs, heads, groups, queries, queries + past, head_dim), causal=causal)
+def test_any_segments_compute_the_definition(
+    lens: list[tuple[int, int]],
+    shape: tuple[int, int, int],
+    causal: bool,
+    window: int | None,
+    spans: tuple[tuple[int, int], ...],
+    softcap: float | None,
+) -> None:
+    segments = tuple((queries, queries + past) for queries, past in lens)
+    check(Case(segments, *shape, causal, window, spans, softcap))
 
 
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(1, 5))
+@given(
+    st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.sampled_from([None, 30]),
+)
 @settings(max_examples=20)
-def test_chunks_answer_as_the_whole_prompt_to_the_last_bit(chunks: list[int], groups: int) -> None:
+def test_chunks_answer_as_the_whole_prompt_to_the_last_bit(
+    chunks: list[int], groups: int, window: int | None
+) -> None:
     total = sum(chunks)
-    q, k, v = tensors((1, 2, groups, total, total, 32))
-    whole = torch.empty_like(q)
-    flash_attention(q, k, v, whole, scale=0.3, causal=True)
-    end = 0
-    for size in chunks:
-        end += size
-        out = torch.empty_like(q[:, :, :, end - size : end])
-        flash_attention(
-            q[:, :, :, end - size : end], k[:, :, :end], v[:, :, :end], out, scale=0.3, causal=True
-        )
-        assert torch.equal(out, whole[:, :, :, end - size : end])
+    whole = Case(((total, total),), 2, groups, 32, window=window)
+    q, k, v = whole.tensors()
+    want = attend(whole, q, k, v)
+    for end, size in zip(itertools.accumulate(chunks), chunks, strict=True):
+        chunk = dataclasses.replace(whole, lens=((size, end),))
+        got = attend(chunk, q[end - size : end], k[:end], v[:end])
+        assert torch.equal(got, want[end - size : end])
 
 
-def test_threads_change_no_bit() -> None:
-    q, k, v = tensors((2, 2, 3, 100, 150, 64))
-    outs = []
+def test_together_is_alone_to_the_last_bit_on_any_number_of_threads() -> None:
+    case = Case(((100, 150), (1, 70), (64, 64), (30, 31)), 2, 3, 64)
+    q, k, v = case.tensors()
+    together = attend(case, q, k, v)
+    starts = np.cumsum([(0, 0), *case.lens], axis=0)
+    for s, lens in enumerate(case.lens):
+        (a, c), (b, d) = starts[s], starts[s + 1]
+        alone = dataclasses.replace(case, lens=(lens,))
+        assert torch.equal(attend(alone, q[a:b], k[c:d], v[c:d]), together[a:b])
     before = torch.get_num_threads()
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        outs.append(torch.empty_like(q))
-        flash_attention(q, k, v, outs[-1], scale=0.3)
-    torch.set_num_threads(before)
-    assert torch.equal(*outs)
-
-
-def test_tensors_that_lie_token_by_token_are_read_in_place() -> None:
-    q, k, v = tensors((2, 3, 2, 33, 33, 24))
-    want = torch.empty_like(q)
-    flash_attention(q, k, v, want, scale=0.3)
-    by_token = [x.transpose(1, -2).contiguous().transpose(1, -2) for x in (q, k, v)]
-    out = torch.empty(2, 33, 2, 3, 24, dtype=torch.bfloat16).transpose(1, 3)
-    flash_attention(*by_token, out, scale=0.3)
-    assert torch.equal(out, want)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(attend(case, q, k, v), together)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_not_a_number_shows_and_stays_in_its_sequence(name: str) -> None:
-    q, k, v = tensors((3, 1, 2, 80, 80, 16))
-    {"k": k, "v": v}[name][1, 0, 70] = float("nan")
-    out = torch.empty_like(q)
-    flash_attention(q, k, v, out, scale=0.3, causal=True)
-    assert torch.isnan(out[1, :, :, 70:]).all()
-    assert torch.isfinite(out[[0, 2]]).all()
+def test_not_a_number_shows_and_stays_in_its_segment(name: str) -> None:
+    case = Case(((80, 80),) * 3, 1, 2, 16)
+    q, k, v = case.tensors()
+    {"k": k, "v": v}[name][80 + 70, 0] = float("nan")
+    out = attend(case, q, k, v)
+    assert torch.isnan(out[80 + 70 : 160]).all()
+    assert torch.isfinite(out[:80]).all()
+    assert torch.isfinite(out[160:]).all()
+
+
+def test_tokens_of_no_segment_are_left_alone() -> None:
+    q, k, v = Case(((9, 9),), 1, 1, 8).tensors()
+    segments = plan_segments(
+        np.array([2]), np.array([9]), np.zeros(9, int), np.full(9, 9), tokens=np.array([4])
+    )
+    out = torch.full_like(q, 7.0)
+    flash_attention(segments, q, k, v, out, scale=0.3)
+    assert (out[[0, 1, 2, 3, 6, 7, 8]] == 7).all()
+    assert (out[4:6] != 7).all()
+
+
+# ---- over KV blocks ----
+
+
+@pytest.mark.parametrize("kv_dtype", KV_TYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 40], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_groups", "head_dim", "block_size"),
+    [
+        pytest.param(2, 1, 128, 64, id="MHA"),
+        pytest.param(1, 8, 64, 16, id="GQA-8"),
+        pytest.param(2, 3, 33, 4, id="nothing fits"),
+    ],
+)
+def test_blocks_of_every_type_compute_the_definition(
+    num_kv_heads: int, num_groups: int, head_dim: int, block_size: int,
+    window: int | None, kv_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    batch = make_batch(
+        [(70, 30), (5, 1), (0, 90), (64, 2)], num_kv_heads=num_kv_heads, num_groups=num_groups,
+        head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16, kv_dtype=kv_dtype,
+        window=window, spans=(((72, 85),), (), ((4, 40), (60, 90)), ()),
+    )  # fmt: skip
+    got = batch.fast(1)
+    assert torch.isfinite(got).all(), "an element was not written, or unused memory was read"
+    torch.testing.assert_close(got, batch.definition(1), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_TYPES, ids=str)
+def test_a_poisoned_neighbour_stays_alone(kv_dtype: torch.dtype) -> None:
+    batch = make_batch([(9, 5), (14, 6), (11, 7)], dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    clean = batch.fast(0)
+    batch.kv_cache[int(batch.block_table[1, 0])] = poison(kv_dtype)
+    got = batch.fast(0)
+    assert torch.isnan(got[5:11]).all(), "the fault took no effect"
+    assert torch.equal(got[:5], clean[:5])
+    assert torch.equal(got[11:], clean[11:])
+
+
+# ---- what is refused ----
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"k": (1, 2, 9, 8)}, "must fit q", id="keys without values"),
-        pytest.param({"k": (1, 3, 5, 8), "v": (1, 3, 5, 8)}, "must fit q", id="heads"),
-        pytest.param({"k": (1, 2, 0, 8), "v": (1, 2, 0, 8)}, "too few", id="no keys"),
-        pytest.param({"k": (1, 2, 3, 8), "v": (1, 2, 3, 8)}, "too few", id="causal, short"),
-        pytest.param({"out": (1, 2, 2, 4, 9)}, "must be like q", id="out"),
+        pytest.param({"num_keys": np.array([5, 5, 5])}, "must be alike", id="numbers"),
+        pytest.param({"num_queries": np.array([4, -4])}, "negative", id="negative"),
+        pytest.param({"num_queries": np.array([4, 5])}, "one per token", id="too many queries"),
+        pytest.param({"end": np.full(8, 6)}, "of its own segment", id="keys of another"),
+        pytest.param({"end": np.zeros(8, int)}, "of its own segment", id="no keys"),
+        pytest.param({"first": np.full(8, -1)}, "of its own segment", id="before the first"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(
-    changes: dict[str, tuple[int, ...]], message: str
+def test_segments_that_would_read_elsewhere_are_refused(
+    changes: dict[str, Any], message: str
 ) -> None:
-    shapes = {"q": (1, 2, 2, 4, 8), "k": (1, 2, 5, 8), "v": (1, 2, 5, 8), "out": (1, 2, 2, 4, 8)}
-    given = [torch.zeros(shape).bfloat16() for shape in {**shapes, **changes}.values()]
+    given = {
+        "num_queries": np.array([4, 4]), "num_keys": np.array([5, 5]),
+        "first": np.zeros(8, int), "end": np.full(8, 5),
+    }  # fmt: skip
+    assert len(plan_segments(**given).tokens) == 2
     with pytest.raises(ValueError, match=message):
-        flash_attention(*given, scale=1.0, causal=True)
+        plan_segments(**given | changes)
 
 
-def test_other_types_and_strides_are_refused() -> None:
-    q, k, v = tensors((1, 2, 2, 4, 5, 8))
-    with pytest.raises(ValueError, match="k is"):
-        flash_attention(q, k.float(), v, q.clone(), scale=1.0)
-    by_feature = v.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(ValueError, match="v has inner stride 5"):
-        flash_attention(q, k, by_feature, q.clone(), scale=1.0)
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        pytest.param("k", torch.zeros(9, 2, 7).bfloat16(), "must fit q", id="head size"),
+        pytest.param("k", torch.zeros(8, 2, 8).bfloat16(), "must fit q", id="keys without values"),
+        pytest.param("k", torch.zeros(9, 2, 8), "k is torch.float32", id="type"),
+        pytest.param("v", torch.zeros(9, 2, 16).bfloat16()[..., ::2], "v has inner", id="stride"),
+        pytest.param("q", torch.zeros(9, 3, 8).bfloat16(), "a multiple of 2", id="heads"),
+        pytest.param("q", torch.zeros(8, 4, 8).bfloat16(), "must be .9 or more", id="tokens"),
+        pytest.param("out", torch.zeros(9, 4, 9).bfloat16(), "like q", id="out"),
+        pytest.param("out", torch.zeros(9, 4, 8), "out is torch.float32", id="type of out"),
+    ],
+)  # fmt: skip
+def test_tensors_of_another_shape_are_refused(
+    name: str, tensor: torch.Tensor, message: str
+) -> None:
+    case = Case(((9, 9),), 2, 2, 8)
+    q, k, v = case.tensors()
+    given = {"q_THD": q, "k_KHD": k, "v_KHD": v, "out_THD": torch.empty_like(q)}
+    key = next(each for each in given if each.startswith(f"{name}_"))
+    with pytest.raises(ValueError, match=message):
+        flash_attention(case.segments, **{**given, key: tensor}, scale=1.0)
+
+
+def test_fewer_keys_than_segments_have_are_refused() -> None:
+    case = Case(((9, 9),), 2, 2, 8)
+    q, k, v = case.tensors()
+    with pytest.raises(ValueError, match="the segments have more keys"):
+        flash_attention(case.segments, q, k[:8], v[:8], torch.empty_like(q), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "layer", "message"),
+    [
+        pytest.param(np.full((1, 9), 10_000), 0, "a block that is read", id="behind the cache"),
+        pytest.param(np.full((1, 9), -1), 0, "a block that is read", id="before the cache"),
+        pytest.param(np.ones((1, 2), int), 0, "more keys", id="too few blocks"),
+        pytest.param(np.ones((2, 9), int), 0, "a row per segment", id="rows"),
+        pytest.param(None, 0, "a row per segment", id="no table"),
+        pytest.param(np.ones((1, 9), int), 2, "layer 2", id="layer"),
+        pytest.param(np.ones((1, 9), int), -1, "layer -1", id="negative layer"),
+    ],
+)
+def test_blocks_that_are_not_there_are_refused(
+    table: np.ndarray | None, layer: int, message: str
+) -> None:
+    batch: Batch = make_batch([(3, 9)], dtype=torch.bfloat16)
+    first, end = seen_by(np.arange(3, 12))
+    segments = plan_segments(np.array([9]), np.array([12]), first, end, block_table=table)
+    out = torch.empty_like(batch.q)
+    with pytest.raises(ValueError, match=message):
+        flash_paged_attention(segments, batch.q, batch.kv_cache, layer, out, scale=1.0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vlm_kernels import store_kv
+from vlm_kernels.kv_rows import slot_elements, values_of
 from vlm_kernels.store_kv import store_kv_reference
 
 module = importlib.import_module("vlm_kernels.store_kv")
@@ -22,7 +23,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "block_size"),
     [
@@ -36,8 +37,9 @@ def test_new_tokens_land_in_their_slots_and_nothing_else_changes(
 ) -> None:
     rng = torch.Generator().manual_seed(1)
     num_blocks, num_layers = 6, 3
-    shape = (num_blocks, num_layers, 2, num_heads, block_size * head_dim)
-    cache = torch.randn(shape, generator=rng).to(dtype)
+    slot = slot_elements(dtype, head_dim)
+    shape = (num_blocks, num_layers, 2, num_heads, block_size * slot)
+    cache = (9 * torch.randn(shape, generator=rng)).to(dtype)
     want = cache.clone()
     slots = torch.randperm(num_blocks * block_size, generator=rng)[:5]
     # as a model passes them: the packed axis is not the first in memory
@@ -45,12 +47,29 @@ def test_new_tokens_land_in_their_slots_and_nothing_else_changes(
     store_kv(k, v, cache, 1, slots)
     store_kv_reference(k, v, want, 1, slots)
     assert torch.equal(cache, want)
-    assert torch.equal(
-        cache.view(num_blocks, num_layers, 2, num_heads, block_size, head_dim)[
-            int(slots[3]) // block_size, 1, 0, :, int(slots[3]) % block_size
-        ],
-        k[3].to(dtype),
-    )
+    at = (int(slots[3]) // block_size, 1, 0, slice(None), int(slots[3]) % block_size)
+    read = values_of(cache, head_dim)[at].float()
+    if dtype == torch.int8:
+        assert ((read - k[3].float()).abs() <= k[3].float().abs().amax(-1, True) / 253).all()
+    else:
+        assert torch.equal(read, k[3].to(dtype).float())
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_int8_that_are_zero_read_as_zero_and_those_not_finite_as_nan(
+    given: torch.dtype,
+) -> None:
+    cache = torch.zeros(2, 1, 2, 1, 4 * slot_elements(torch.int8, 40), dtype=torch.int8)
+    k = torch.randn(4, 1, 40).to(given)
+    k[0] = 0
+    k[1, 0, 17], k[2, 0, 39] = float("nan"), -float("inf")
+    store_kv(k, k, cache, 0, torch.arange(4, 8))
+    read = values_of(cache, 40)[1, 0, 1, 0]
+    assert (read[0] == 0).all()
+    assert torch.isnan(read[1:3]).all()
+    assert torch.isfinite(read[3]).all()
+    assert not cache[0].any()
 
 
 @pytest.mark.usefixtures("path")

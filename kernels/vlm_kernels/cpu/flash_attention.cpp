@@ -1,15 +1,19 @@
-// Dense attention in bfloat16:  o_q = sum_j w_qj v_j / sum_j w_qj,  w_qj = exp(scale * q . k_j - m_q)
+// Attention of packed segments in bfloat16:
 //
-//   q, o [S, H, G, Q, D]   k, v [S, H, K, D]   by strides, the inner one is 1
+//   o_t = sum_j w_tj v_j / sum_j w_tj,   w_tj = exp(s_tj - m_t),   s_tj = scale * q_t . k_j
 //
-// The G query heads of a KV head share its keys; causal queries are the last Q of the K positions.
-// The scores are never whole in memory: keys pass by in tiles, and what was added up so far is
-// brought to each new maximum m_q by a factor (flash attention).
+// over the keys [first_t, end_t) of t's segment: all of a picture's window, a prompt's past, as far
+// as a sliding window reaches, up to the end of a span; with a soft cap c, s is c tanh(s / c).
 //
-//   pack     keys and values of each (s, h), once, as vdpbf16ps reads them: a line holds a pair of
-//            features of 16 keys, or a pair of keys of 16 features
-//   attend   ROWS rows of one (s, h), a row being a query of a head: per tile of KEYS keys their
-//            scores, weights, sums; matrix products of BLOCK rows at a time, sums in registers
+//   q, o [T, H * G, D]     keys and values [K, H, D], or slots of KV blocks (flash_keys.h)
+//
+// The G query heads of a KV head share its keys. The scores are never whole in memory: keys pass by
+// in tiles, and what was added up so far is brought to each new maximum m_t by a factor (flash
+// attention).
+//
+//   pack     keys and values of each (segment, head), once, as vdpbf16ps reads them
+//   attend   ROWS rows of one (segment, head), a row being a query of a head: per tile of KEYS keys
+//            their scores, weights, sums; BLOCK rows at a time (flash_tile.h)
 //
 // Scores and sums are float32; weights are rounded to bfloat16 for their product with V, which is
 // where transformers' `sdpa` rounds, while its `eager` rounds scores as well. A row's answer depends
@@ -18,146 +22,33 @@
 
 #ifdef TRIPTYCH_AVX512BF16
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <memory>
-#include <vector>
-
-#include "vectors.h"
+#include "flash_tile.h"
 
 using namespace triptych;
 
 namespace {
 
-constexpr int KEYS = 64;
-constexpr int BLOCK = 6;  // 6 rows * 4 registers of sums, 4 of keys, in 32
 constexpr int ROWS = 8 * BLOCK;
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+constexpr int64_t MOST_PACKED = int64_t(32) << 20;  // elements, of segments that are packed at once
+constexpr float LOG2_E = 1.44269504f;
 
-using Half = uint16_t;
+// Sizes that follow from a head's.
+struct Sizes {
+  int64_t dim, width, tile;  // zeros fill the features up to the width
 
-struct View {
-  const Half* at;
-  int64_t s, h, g, row;  // strides; g is 0 where there is none
+  explicit Sizes(int64_t head_dim)
+      : dim(head_dim), width((head_dim + 15) / 16 * 16), tile(KEYS * width) {}
 };
 
-struct Job {
-  View q, k, v, out;
-  int64_t num_seqs, num_heads, num_groups, num_queries, num_keys, head_dim;
-  float scale;
-  bool causal;
-
-  int64_t width() const { return (head_dim + 15) / 16 * 16; }  // zeros behind the head size
-  int64_t tiles() const { return (num_keys + KEYS - 1) / KEYS; }
-  int64_t tile_size() const { return KEYS * width(); }
-  int64_t queries_of_item() const { return std::max<int64_t>(1, ROWS / num_groups); }
-  int64_t rows() const { return (queries_of_item() * num_groups + BLOCK - 1) / BLOCK * BLOCK; }
-};
-
-// One tile of one (s, h). keys [D / 2][KEYS][2], values [KEYS / 2][D][2]; zeros behind the end.
-void pack(const Job& job, int64_t seq, int64_t head, int64_t tile, Half* keys, Half* values) {
-  const int64_t width = job.width(), dim = job.head_dim;
-  const int64_t count = std::min<int64_t>(KEYS, job.num_keys - tile * KEYS);
-  if (count < KEYS || dim < width) {
-    std::fill(keys, keys + job.tile_size(), Half(0));
-    std::fill(values, values + job.tile_size(), Half(0));
-  }
-  for (int64_t j = 0; j < count; j++) {
-    const int64_t key = tile * KEYS + j;
-    const Half* k = job.k.at + seq * job.k.s + head * job.k.h + key * job.k.row;
-    const Half* v = job.v.at + seq * job.v.s + head * job.v.h + key * job.v.row;
-    for (int64_t d = 0; d + 1 < dim; d += 2) {
-      std::memcpy(keys + (d / 2 * KEYS + j) * 2, k + d, 2 * sizeof(Half));
-    }
-    if (dim % 2) keys[(dim / 2 * KEYS + j) * 2] = k[dim - 1];
-    Half* to = values + j / 2 * width * 2 + j % 2;
-    for (int64_t d = 0; d < dim; d++) to[d * 2] = v[d];
-  }
-}
-
-inline __m512bh line(const Half* at) { return (__m512bh)_mm512_loadu_si512(at); }
-
-inline __m512bh pair_of(const Half* at) {
-  int both;
-  std::memcpy(&both, at, sizeof(both));
-  return (__m512bh)_mm512_set1_epi32(both);
-}
-
-// BLOCK rows by KEYS keys: scores[i][j] = q_i . k_j
-void multiply_keys(const Half* q, const Half* keys, int64_t width, float* scores) {
-  __m512 sums[BLOCK][4];
-  for (auto& of_row : sums)
-    for (auto& sum : of_row) sum = _mm512_setzero_ps();
-  for (int64_t d = 0; d < width; d += 2) {
-    __m512bh k[4];
-    for (int j = 0; j < 4; j++) k[j] = line(keys + (d / 2 * KEYS + j * 16) * 2);
-    for (int i = 0; i < BLOCK; i++) {
-      const __m512bh both = pair_of(q + i * width + d);
-      for (int j = 0; j < 4; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], k[j], both);
-    }
-  }
-  for (int i = 0; i < BLOCK; i++)
-    for (int j = 0; j < 4; j++) _mm512_storeu_ps(scores + i * KEYS + j * 16, sums[i][j]);
-}
-
-// BLOCK rows by 16 * columns features: sums[i] = sums[i] * factor[i] + sum_j weights[i][j] v_j
-template <int columns>
-void multiply_values(const Half* weights, const Half* values, int64_t width, const float* factors,
-                     float* to) {
-  __m512 sums[BLOCK][columns];
-  for (int i = 0; i < BLOCK; i++) {
-    for (int c = 0; c < columns; c++) {
-      sums[i][c] = _mm512_mul_ps(_mm512_loadu_ps(to + i * width + c * 16),
-                                 _mm512_set1_ps(factors[i]));
-    }
-  }
-  for (int64_t j = 0; j < KEYS; j += 2) {
-    __m512bh v[columns];
-    for (int c = 0; c < columns; c++) v[c] = line(values + (j / 2 * width + c * 16) * 2);
-    for (int i = 0; i < BLOCK; i++) {
-      const __m512bh both = pair_of(weights + i * KEYS + j);
-      for (int c = 0; c < columns; c++) sums[i][c] = _mm512_dpbf16_ps(sums[i][c], v[c], both);
-    }
-  }
-  for (int i = 0; i < BLOCK; i++)
-    for (int c = 0; c < columns; c++) _mm512_storeu_ps(to + i * width + c * 16, sums[i][c]);
-}
-
-// Turns `count` scores of a row into weights. Returns the factor of what was summed before.
-float softmax(const float* scores, int64_t count, float scale, float* maximum, float* total,
-              Half* weights) {
-  if (count <= 0) {
-    std::fill(weights, weights + KEYS, Half(0));
-    return 1.f;
-  }
-  __m512 s[4], most = _mm512_set1_ps(NOTHING);
-  for (int j = 0; j < 4; j++) {
-    const int64_t left = count - j * 16;
-    const __mmask16 seen = left >= 16 ? 0xffff : left <= 0 ? 0 : (1u << left) - 1;
-    s[j] = _mm512_mask_mul_ps(_mm512_set1_ps(NOTHING), seen, _mm512_loadu_ps(scores + j * 16),
-                              _mm512_set1_ps(scale));
-    most = _mm512_max_ps(most, s[j]);
-  }
-  const float now = std::max(*maximum, _mm512_reduce_max_ps(most));
-  const float factor = *maximum == now ? 1.f : std::exp(*maximum - now);
-  __m512 added = _mm512_setzero_ps();
-  for (int j = 0; j < 4; j++) {
-    s[j] = (__m512)exp_of_negative((Floats)s[j] - now);
-    added = _mm512_add_ps(added, s[j]);
-  }
-  for (int j = 0; j < 2; j++) {
-    _mm512_storeu_si512(weights + j * 32, (__m512i)_mm512_cvtne2ps_pbh(s[2 * j + 1], s[2 * j]));
-  }
-  *total = *total * factor + _mm512_reduce_add_ps(added);
-  *maximum = now;
-  return factor;
+int64_t count_tiles(const Segments& step, int64_t segment) {
+  return (step.num_keys[segment] + KEYS - 1) / KEYS;
 }
 
 // What one thread works in; all rows are there, those that have no query hold zeros.
 struct Scratch {
   std::vector<Half> q, weights;
   std::vector<float> scores, sums, maxima, totals, factors;
+  std::vector<int64_t> first, end;
 
   void clear(int64_t rows, int64_t width) {
     q.assign(rows * width, 0);
@@ -165,92 +56,124 @@ struct Scratch {
     scores.resize(rows * KEYS);
     sums.assign(rows * width, 0.f);
     maxima.assign(rows, NOTHING);
-    totals.assign(rows, 0.f);
+    totals.assign(rows * 16, 0.f);
     factors.assign(rows, 1.f);
+    first.assign(rows, 0);
+    end.assign(rows, 0);
   }
 };
 
-// Queries [begin, end) of all heads of one (s, h); row r is query begin + r / G of head r % G.
-void attend(const Job& job, int64_t seq, int64_t head, int64_t begin, int64_t end,
-            const Half* keys, const Half* values) {
-  static thread_local Scratch work;
-  const int64_t width = job.width(), rows = job.rows(), groups = job.num_groups;
-  const int64_t used = (end - begin) * groups, blocks = (used + BLOCK - 1) / BLOCK;
-  const int64_t before = job.causal ? job.num_keys - job.num_queries : 0;
-  const auto place = [&](const View& view, int64_t r) {
-    return view.at + seq * view.s + head * view.h + r % groups * view.g +
-           (begin + r / groups) * view.row;
-  };
-  work.clear(rows, width);
-  for (int64_t r = 0; r < used; r++) {
-    std::memcpy(&work.q[r * width], place(job.q, r), job.head_dim * sizeof(Half));
+// Adds one tile to the rows [row, row + BLOCK) of a scratch.
+void attend_tile(Scratch& work, int64_t row, int64_t position, const Exponents& exponents,
+                 const Half* keys, const Half* values, const Sizes& size) {
+  multiply_keys(&work.q[row * size.width], keys, size.width, &work.scores[row * KEYS]);
+  for (int64_t r = row; r < row + BLOCK; r++) {
+    work.factors[r] = softmax(&work.scores[r * KEYS], work.first[r] - position,
+                              std::min<int64_t>(KEYS, work.end[r] - position), exponents,
+                              &work.maxima[r], &work.totals[r * 16], &work.weights[r * KEYS]);
   }
-  const int64_t num_keys = job.causal ? before + end : job.num_keys;
-  for (int64_t first = 0, tile = 0; first < num_keys; first += KEYS, tile++) {
-    const Half *k = keys + tile * job.tile_size(), *v = values + tile * job.tile_size();
-    for (int64_t b = 0; b < blocks; b++) {
-      const int64_t row = b * BLOCK, last = std::min(row + BLOCK, used) - 1;
-      if (job.causal && before + begin + last / groups < first) continue;  // none sees this tile
-      multiply_keys(&work.q[row * width], k, width, &work.scores[row * KEYS]);
-      for (int64_t r = row; r <= last; r++) {
-        const int64_t seen = job.causal ? before + begin + r / groups + 1 : job.num_keys;
-        work.factors[r] = softmax(&work.scores[r * KEYS], std::min<int64_t>(KEYS, seen - first),
-                                  job.scale, &work.maxima[r], &work.totals[r],
-                                  &work.weights[r * KEYS]);
-      }
-      for (int64_t d = 0; d < width;) {
-        const auto of = [&](auto columns) {
-          multiply_values<columns.value>(&work.weights[row * KEYS], v + d * 2, width,
-                                         &work.factors[row], &work.sums[row * width + d]);
-          d += columns.value * 16;
-        };
-        switch (std::min<int64_t>(4, (width - d) / 16)) {
-          case 1: of(std::integral_constant<int, 1>()); break;
-          case 2: of(std::integral_constant<int, 2>()); break;
-          case 3: of(std::integral_constant<int, 3>()); break;
-          default: of(std::integral_constant<int, 4>());
-        }
-      }
-    }
-  }
-  for (int64_t r = 0; r < used; r++) {
-    Bfloat16* out = (Bfloat16*)place(job.out, r);
-    for (int64_t d = 0; d < job.head_dim; d++) {
-      from_float(work.sums[r * width + d] / work.totals[r], out + d);
+  for (int64_t d = 0; d < size.width;) {
+    const auto of = [&](auto columns) {
+      multiply_values<columns.value>(&work.weights[row * KEYS], values + d * 2, size.width,
+                                     &work.factors[row], &work.sums[row * size.width + d]);
+      d += columns.value * 16;
+    };
+    switch (std::min<int64_t>(4, (size.width - d) / 16)) {
+      case 1: of(std::integral_constant<int, 1>()); break;
+      case 2: of(std::integral_constant<int, 2>()); break;
+      case 3: of(std::integral_constant<int, 3>()); break;
+      default: of(std::integral_constant<int, 4>());
     }
   }
 }
 
+// Queries [begin, end) of one segment and KV head; row r is query begin + r / G of head r % G.
+void attend(const Segments& step, const Tensors& at, int64_t head, int64_t begin, int64_t end,
+            const Half* keys, const Half* values) {
+  static thread_local Scratch work;
+  const Sizes size(step.head_dim);
+  const int64_t groups = step.num_groups, used = (end - begin) * groups;
+  const int64_t rows = (used + BLOCK - 1) / BLOCK * BLOCK;
+  work.clear(rows, size.width);
+  for (int64_t r = 0; r < used; r++) {
+    const int64_t token = begin + r / groups;
+    const Half* q = at.q + token * at.q_token + (head * groups + r % groups) * at.q_head;
+    std::memcpy(&work.q[r * size.width], q, size.dim * sizeof(Half));
+    work.first[r] = step.first[token];
+    work.end[r] = step.end[token];
+  }
+  const int64_t least = *std::min_element(work.first.begin(), work.first.begin() + used);
+  const int64_t most = *std::max_element(work.end.begin(), work.end.begin() + used);
+  const Exponents exponents{at.scale * LOG2_E, at.softcap * LOG2_E};
+  for (int64_t tile = least / KEYS; tile * KEYS < most; tile++) {
+    for (int64_t row = 0; row < rows; row += BLOCK) {
+      bool is_seen = false;
+      for (int64_t r = row; r < row + BLOCK; r++) {
+        is_seen |= work.first[r] < (tile + 1) * KEYS && work.end[r] > tile * KEYS;
+      }
+      if (!is_seen) continue;
+      attend_tile(work, row, tile * KEYS, exponents, keys + tile * size.tile,
+                  values + tile * size.tile, size);
+    }
+  }
+  for (int64_t r = 0; r < used; r++) {
+    const int64_t token = begin + r / groups, head_of = head * groups + r % groups;
+    Bfloat16* out = at.out + (token * step.num_kv_heads * groups + head_of) * size.dim;
+    const float total = _mm512_reduce_add_ps(_mm512_loadu_ps(&work.totals[r * 16]));
+    for (int64_t d = 0; d < size.dim; d++) from_float(work.sums[r * size.width + d] / total, out + d);
+  }
+}
+
+// The segments [begin, end): packs all of their keys, then attends.
+void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end) {
+  struct Piece {
+    int64_t segment, head, from, to, packed;  // a tile, or queries
+  };
+  static thread_local std::vector<Half> packed;
+  const Sizes size(step.head_dim);
+  const int64_t queries = std::max<int64_t>(1, ROWS / step.num_groups);
+  std::vector<Piece> tiles, items;
+  int64_t used = 0;
+  for (int64_t s = begin; s < end; s++) {
+    for (int64_t h = 0; h < step.num_kv_heads; h++) {
+      const int64_t count = count_tiles(step, s);
+      for (int64_t t = 0; t < count; t++) tiles.push_back({s, h, t, t + 1, used + t * size.tile});
+      for (int64_t from = 0; from < step.num_queries[s]; from += queries) {
+        items.push_back({s, h, from, std::min(from + queries, step.num_queries[s]), used});
+      }
+      used += count * size.tile;
+    }
+  }
+  // the last queries see most keys: they are begun first, so that no thread ends late
+  std::stable_sort(items.begin(), items.end(),
+                   [](const Piece& a, const Piece& b) { return a.from > b.from; });
+  packed.resize(2 * used);
+  Half *const keys = packed.data(), *const values = keys + used;
+  const int threads = static_cast<int>(step.num_threads);
+  parallel_for(threads, tiles.size(), [&](std::ptrdiff_t i) {
+    const Piece& p = tiles[i];
+    const TileRows rows(step, at, p.segment, p.head, p.from);
+    pack(rows, size.dim, size.width, keys + p.packed, values + p.packed);
+  });
+  parallel_for(threads, items.size(), [&](std::ptrdiff_t i) {
+    const Piece& p = items[i];
+    const int64_t first = step.tokens[p.segment];
+    attend(step, at, p.head, first + p.from, first + p.to, keys + p.packed, values + p.packed);
+  });
+}
+
 }  // namespace
 
-// strides: of q, k, v and out, each {s, h, g, row}
-TRIPTYCH_EXPORT void triptych_flash_attention(const void* q, const void* k, const void* v,
-                                              void* out, const int64_t* strides,
-                                              const int64_t* shape, float scale, int64_t causal,
-                                              int64_t num_threads) {
-  const auto view = [&](const void* at, int i) {
-    const int64_t* of = strides + i * 4;
-    return View{static_cast<const Half*>(at), of[0], of[1], of[2], of[3]};
-  };
-  const Job job{view(q, 0), view(k, 1), view(v, 2), view(out, 3), shape[0], shape[1], shape[2],
-                shape[3],   shape[4],   shape[5],   scale,        causal != 0};
-  const int64_t pairs = job.num_seqs * job.num_heads, tiles = job.tiles();
-  const int64_t size = tiles * job.tile_size();
-  static thread_local std::vector<Half> packed;
-  packed.resize(2 * pairs * size);
-  Half *const keys = packed.data(), *const values = keys + pairs * size;
-  const int threads = static_cast<int>(num_threads);
-  parallel_for(threads, pairs * tiles, [&](std::ptrdiff_t i) {
-    const int64_t of = i / tiles, tile = i % tiles, at = of * size + tile * job.tile_size();
-    pack(job, of / job.num_heads, of % job.num_heads, tile, keys + at, values + at);
-  });
-  const int64_t step = job.queries_of_item(), items = (job.num_queries + step - 1) / step;
-  parallel_for(threads, pairs * items, [&](std::ptrdiff_t i) {
-    // the last queries see most keys: they are begun first, so that no thread ends late
-    const int64_t of = i % pairs, item = items - 1 - i / pairs;
-    attend(job, of / job.num_heads, of % job.num_heads, item * step,
-           std::min((item + 1) * step, job.num_queries), keys + of * size, values + of * size);
-  });
+TRIPTYCH_EXPORT void triptych_flash_attention(const Segments* step, const Tensors* tensors) {
+  const int64_t of_tile = step->num_kv_heads * Sizes(step->head_dim).tile;
+  for (int64_t begin = 0, end = 0; begin < step->num_segments; begin = end) {
+    int64_t elements = 0;
+    do {
+      elements += 2 * count_tiles(*step, end++) * of_tile;
+    } while (end < step->num_segments &&
+             elements + 2 * count_tiles(*step, end) * of_tile <= MOST_PACKED);
+    run(*step, *tensors, begin, end);
+  }
 }
 
 #endif

@@ -67,11 +67,13 @@ def paged_forward(
 ) -> tuple[torch.Tensor, None]:
     """One layer of one packed step; `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
     assert attention_mask is None
-    assert softcap is None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     store_kv(k_THD, v_THD, step.kv_cache, module.layer_idx, step.slot_mapping)
     plan = step.plan(sliding_window)
-    return paged_attention(q_THD, step.kv_cache, module.layer_idx, plan, scale=scaling)[None], None
+    o_THD = paged_attention(
+        q_THD, step.kv_cache, module.layer_idx, plan, scale=scaling, softcap=softcap
+    )
+    return o_THD[None], None
 
 
 def varlen_forward(
