@@ -76,8 +76,13 @@ def layer_views(
         Rows `[N, 2, H, P, D]`, and float32 scales `[N, 2, H, P]` of a quantised cache.
 
     Raises:
-        ValueError: rows are so short that scales behind them lie at odd addresses.
+        ValueError: rows are so short that scales behind them lie at odd addresses, or the GPU
+            has no float8.
     """
+    if kv_cache.dtype == torch.float8_e4m3fn and kv_cache.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(kv_cache.device)
+        if capability < (8, 9):
+            raise ValueError(f"float8 KV needs compute capability 8.9, this GPU has {capability}")
     rows, scale_bytes = split_pieces(kv_cache[:, layer], head_dim)
     if scale_bytes is None:
         return rows, None

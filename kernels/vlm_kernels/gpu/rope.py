@@ -43,13 +43,12 @@ def _rotated(x_ptr, cos_ptr, sin_ptr, token, column, inside, stored, HALF: tl.co
 
 
 @triton.jit
-def _rotate(
-    x_ptr, cos_ptr, sin_ptr, x_token, x_head, num_heads,
+def _rotate_heads(
+    x_ptr, cos_ptr, sin_ptr, token, tile, x_token, x_head, num_heads,
     HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: [tokens, tiles of heads]."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
+    """In place."""
+    head = tile * TILE_H + tl.arange(0, TILE_H)
     column = tl.arange(0, TILE_D)
     inside = column < HALF
     stored = (head < num_heads)[:, None] & inside[None]
@@ -58,6 +57,33 @@ def _rotate(
     here = row[:, None] + column[None]
     tl.store(here, a, mask=stored)
     tl.store(here + HALF, b, mask=stored)
+
+
+@triton.jit
+def _store_halves(
+    place, scales, live, column, a, b, stored, HALF: tl.constexpr, LIMIT: tl.constexpr
+):
+    """Keys or values, their halves float32, at their slots `place [TILE_H]`."""
+    if LIMIT > 0:
+        most = tl.maximum(greatest(a), greatest(b))
+        a, b = elements(a, most, LIMIT), elements(b, most, LIMIT)
+        tl.store(scales, tl.div_rn(most, LIMIT * 1.0), mask=live)
+    here = place[:, None] + column[None]
+    element = place.dtype.element_ty
+    tl.store(here, a.to(element), mask=stored)
+    tl.store(here + HALF, b.to(element), mask=stored)
+
+
+@triton.jit
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, x_token, x_head, num_heads,
+    HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: [tokens, tiles of heads]."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _rotate_heads(
+        x_ptr, cos_ptr, sin_ptr, token, tile, x_token, x_head, num_heads, HALF, TILE_H, TILE_D
+    )
 
 
 @triton.jit
@@ -71,45 +97,33 @@ def _rotate_store(
     LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: [tokens, tiles of query heads, then tiles of KV heads]."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE_D)
-    inside = column < HALF
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_tiles = tl.cdiv(num_heads, TILE_H)
-    if tl.program_id(1) < query_tiles:
-        head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
-        stored = (head < num_heads)[:, None] & inside[None]
-        row = q_ptr + token * q_token + head * q_head
-        a, b = _rotated(row, cos_ptr, sin_ptr, token, column, inside, stored, HALF)
-        here = row[:, None] + column[None]
-        tl.store(here, a, mask=stored)
-        tl.store(here + HALF, b, mask=stored)
+    if tile < query_tiles:
+        _rotate_heads(
+            q_ptr, cos_ptr, sin_ptr, token, tile, q_token, q_head, num_heads, HALF, TILE_H, TILE_D
+        )
     else:
-        head = (tl.program_id(1) - query_tiles) * TILE_H + tl.arange(0, TILE_H)
+        head = (tile - query_tiles) * TILE_H + tl.arange(0, TILE_H)
+        column = tl.arange(0, TILE_D)
+        inside = column < HALF
         slot = tl.load(slot_ptr + token)
+        block, offset = slot // P, slot % P
         live = (head < num_kv_heads) & (slot >= 0) & (slot < num_slots)
         stored = live[:, None] & inside[None]
-        row = k_ptr + token * k_token + head * k_head
-        a, b = _rotated(row, cos_ptr, sin_ptr, token, column, inside, stored, HALF)
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        values = (v_ptr + token * v_token + head * v_head)[:, None] + column[None]
-        c = tl.load(values, mask=stored, other=0.0).to(tl.float32)
-        d = tl.load(values + HALF, mask=stored, other=0.0).to(tl.float32)
-        block, offset = slot // P, slot % P
-        if LIMIT > 0:
-            k_most = tl.maximum(greatest(a), greatest(b))
-            v_most = tl.maximum(greatest(c), greatest(d))
-            a, b = elements(a, k_most, LIMIT), elements(b, k_most, LIMIT)
-            c, d = elements(c, v_most, LIMIT), elements(d, v_most, LIMIT)
-            scales = scale_ptr + block * scale_block + head * scale_head + offset * scale_slot
-            tl.store(scales, tl.div_rn(k_most, LIMIT * 1.0), mask=live)
-            tl.store(scales + scale_value, tl.div_rn(v_most, LIMIT * 1.0), mask=live)
+        k_row = k_ptr + token * k_token + head * k_head
+        a, b = _rotated(k_row, cos_ptr, sin_ptr, token, column, inside, stored, HALF)
+        v_here = (v_ptr + token * v_token + head * v_head)[:, None] + column[None]
+        c = tl.load(v_here, mask=stored, other=0.0).to(tl.float32)
+        d = tl.load(v_here + HALF, mask=stored, other=0.0).to(tl.float32)
         place = kv_ptr + block * block_stride + head * head_stride + offset * slot_stride
-        here = place[:, None] + column[None]
-        element = kv_ptr.dtype.element_ty
-        tl.store(here, a.to(element), mask=stored)
-        tl.store(here + HALF, b.to(element), mask=stored)
-        tl.store(here + value_offset, c.to(element), mask=stored)
-        tl.store(here + value_offset + HALF, d.to(element), mask=stored)
+        scales = scale_ptr + block * scale_block + head * scale_head + offset * scale_slot
+        _store_halves(
+            place, scales, live, column, a.to(tl.float32), b.to(tl.float32), stored, HALF, LIMIT
+        )
+        _store_halves(
+            place + value_offset, scales + scale_value, live, column, c, d, stored, HALF, LIMIT
+        )
 
 
 def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:

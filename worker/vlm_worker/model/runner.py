@@ -244,6 +244,7 @@ class ModelRunner:
                 dtype=self._loaded.dtype,
                 spans=inputs.spans,
                 window=window,
+                num_heads=self._model.config.get_text_config().num_attention_heads,
             )
 
         slots = torch.tensor(inputs.slot_mapping, device=self._device)
