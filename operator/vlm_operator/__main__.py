@@ -23,7 +23,7 @@ from vlm_operator.errors import OperatorError
 from vlm_operator.framework import Watching
 from vlm_operator.handlers import App
 from vlm_operator.informer import Informed, Informer
-from vlm_operator.leader import Aside, Fenced, Lease, Timing
+from vlm_operator.leader import AT_ONCE, Aside, Fenced, Lease, Timing
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.pods import Images
 from vlm_operator.reconcile import ClassBook, ClassLoop, Loop, Options
@@ -93,6 +93,8 @@ def _parts(
 ) -> Parts:
     """Put everything together."""
     book = ClassBook()
+    # hundreds of loops that wake together decide a few at a time: others get their turn between
+    gate = asyncio.Semaphore(AT_ONCE)
 
     def told(service: tuple[str, str]) -> None:
         app.wake(*service)
@@ -116,6 +118,7 @@ def _parts(
             resync=settings.resync_seconds * random.uniform(0.7, 1.0),  # noqa: S311
             epoch=lambda: lease.epoch,
             book=book,
+            gate=gate,
         )
 
     app = App(

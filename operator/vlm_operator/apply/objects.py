@@ -30,11 +30,13 @@ class Accepted:
         paths: a digest whose answer still differed at a path: the API server's own ways are no
             drift.
         digests: what was last found or put as wanted.
+        compared: a digest and the version of an object that was as it says: it still is.
         contests: what somebody else changed since.
     """
 
     paths: dict[Key, tuple[str, str]] = dataclasses.field(default_factory=dict)
     digests: dict[Key, str] = dataclasses.field(default_factory=dict)
+    compared: dict[Key, tuple[str, str | None]] = dataclasses.field(default_factory=dict)
     contests: Contests = dataclasses.field(default_factory=dict)
 
 
@@ -166,9 +168,13 @@ async def _apply(
     if live is not None:
         if "deletionTimestamp" in live["metadata"]:
             return False  # on its way out: it is made anew once it is gone
+        version = digest, live["metadata"].get("resourceVersion")
+        if accepted.compared.get(key) == version:
+            return False
         found = difference(live, wanted)
         if found is None or accepted.paths.get(key) == (digest, found):
             accepted.digests[key] = digest
+            accepted.compared[key] = version
             return False
         # a precondition: the object that we looked at, not one that took its name since
         wanted["metadata"]["uid"] = live["metadata"]["uid"]

@@ -9,6 +9,7 @@ what is there and goes on. What the loop remembers only spares work; losing it c
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 
@@ -57,6 +58,8 @@ class Loop:
         resync: a full read at least this often, in seconds.
         epoch: leaseTransitions, for decision records.
         book: told which node classes the pods run on.
+        gate: how many turns may decide and write together; reading pods counts not, which may
+            take its whole timeout.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Loop:
         resync: float = 60.0,
         epoch: Callable[[], int] = lambda: 0,
         book: ClassBook | None = None,
+        gate: asyncio.Semaphore | None = None,
     ) -> None:
         self._namespace = namespace
         self._name = name
@@ -81,6 +85,7 @@ class Loop:
         self._resync = resync
         self._epoch = epoch
         self._book = book or ClassBook()
+        self._gate = gate or asyncio.Semaphore(1)
         self._seen: Observed | None = None
         self._memory: Memory | None = None
         self._slo: tuple[Attribution, ...] = ()
@@ -98,6 +103,10 @@ class Loop:
             LeaseLostError: this process no longer leads.
         """
         observed = await self._observe(woken)
+        async with self._gate:
+            return await self._act(observed)
+
+    async def _act(self, observed: Observed) -> float:
         body = observed.service
         if body is None or "deletionTimestamp" in body["metadata"]:
             return self._resync
