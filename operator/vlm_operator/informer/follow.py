@@ -2,8 +2,9 @@
 
 list ─▶ watch until `resync` is over, it breaks, or says nothing for `silence` ─▶ list ...
 
-A watch never lasts long, so that an event that got lost is made up for. After an error nothing is
-read until the next list is whole: a turn waits for it, or is told that the API server is away.
+A watch never lasts long, so that an event that got lost is made up for. After an error what is
+known may be read for `GRACE_SECONDS`; from then on until the next list is whole a turn waits, or is
+told that the API server is away.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vlm_operator.informer.store import Service, Store
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 5.0  # that a read waits for a list: as long as one that the API server answers
+GRACE_SECONDS = 10.0  # less than the view of a turn that nothing woke may be old
 LEAST_SECONDS = 1.0  # between two lists, where watches end at once
 LONGEST_PAUSE_SECONDS = 5.0
 
@@ -58,6 +60,7 @@ class Informer:
         self._resync = resync
         self._silence = silence
         self._whole = asyncio.Event()
+        self._readable_until = float("-inf")  # by the clock of the event loop
         self._problem = "not listed yet"
         self.store = Store(kind)
 
@@ -65,21 +68,17 @@ class Informer:
         """Follow until cancelled."""
         failures = 0
         while True:
+            pause = asyncio.create_task(asyncio.sleep(LEAST_SECONDS))
             try:
-                pause = asyncio.create_task(asyncio.sleep(LEAST_SECONDS))
-                await self._follow()
+                version = await self._list()
                 failures = 0
-                await pause
+                await self._watch(version)
             except ClusterError as error:
-                # what was not told since may be anything
-                self._whole.clear()
-                self._problem = str(error)
                 failures += 1
-                about = {"kind": self._kind.kind, "error": str(error)}
-                logger.info("watch broken", extra=about)
-                await asyncio.sleep(pauses.growing(failures, longest=LONGEST_PAUSE_SECONDS))
-            finally:
-                pause.cancel()
+                self._lost(error)
+                if failures > 1:  # a watch that broke is no reason to wait with the list
+                    await asyncio.sleep(pauses.growing(failures - 1, longest=LONGEST_PAUSE_SECONDS))
+            await pause
 
     async def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
         """Return what the store knows, once it does.
@@ -87,7 +86,7 @@ class Informer:
         Raises:
             UnavailableError: the API server has not told for too long.
         """
-        if not self._whole.is_set():
+        if asyncio.get_running_loop().time() > self._readable_until:
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await self._whole.wait()
@@ -96,9 +95,8 @@ class Informer:
                 raise UnavailableError(0, "Unseen", text) from None
         return self.store.list(namespace, labels)
 
-    async def _follow(self) -> None:
-        # not all kinds, nor all operators, at the same moment
-        seconds = self._resync * random.uniform(0.7, 1.0)  # noqa: S311
+    async def _list(self) -> int:
+        """Take in everything there is; returns the version at which that was so."""
         uids: set[str] = set()
         version = 0
         async with contextlib.aclosing(
@@ -109,19 +107,33 @@ class Informer:
                 uids.update(item["metadata"]["uid"] for item in page.items)
                 self._tell(self.store.page(page.items))
         self._tell(self.store.only(uids, version))
+        self._readable_until = float("inf")
         self._whole.set()
+        return version
+
+    async def _watch(self, since: int) -> None:
+        """Take in what happens, until the watch ends."""
         async with contextlib.aclosing(
             self._source.watch(
                 self._kind,
                 self._namespace,
                 labelled=self._labelled,
-                since=version,
-                seconds=seconds,
+                since=since,
+                # not all kinds, nor all operators, at the same moment
+                seconds=self._resync * random.uniform(0.7, 1.0),  # noqa: S311
                 silence=self._silence,
             )
         ) as events:
             async for event in events:
                 self._take(event.happening, event.item)
+
+    def _lost(self, error: ClusterError) -> None:
+        """Let nobody read for long: what was not told since may be anything."""
+        if self._whole.is_set():
+            self._whole.clear()
+            self._readable_until = asyncio.get_running_loop().time() + GRACE_SECONDS
+        self._problem = str(error)
+        logger.info("watch broken", extra={"kind": self._kind.kind, "error": str(error)})
 
     def _take(self, happening: Happening, item: Manifest) -> None:
         match happening:

@@ -35,6 +35,7 @@ LABELS = {names.LABEL_SERVICE: "demo"}
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(follow, "LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(follow, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(follow, "PATIENCE_SECONDS", 0.2)
 
 
@@ -145,6 +146,18 @@ async def test_a_watch_that_breaks_is_made_up_for(status: int):
             await data(found.reads)
         found.cluster.down = None
         assert await data(found.reads) == {"one": "2"}
+
+
+async def test_what_is_known_may_be_read_for_a_while_after_the_watch_broke(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(follow, "GRACE_SECONDS", 60.0)
+    async with followed() as found:
+        found.cluster.plant(config_map("one", "1"))
+        assert await data(found.reads) == {"one": "1"}
+        found.cluster.down = ClusterError(500, "InternalError", "later")
+        await until(lambda: found.cluster.watching == 0)
+        assert await data(found.reads) == {"one": "1"}
 
 
 async def test_an_event_that_got_lost_is_made_up_for_when_the_watch_ends():
