@@ -67,6 +67,10 @@ class Supervised(Live):
         """Whether the last process that was started is there."""
         return self._process is not None and self._process.poll() is None
 
+    def lapses(self) -> int:
+        """How often it could not renew its lease in time, so far."""
+        return (self.folder / "log").read_text().count("not renewed:")
+
     def until(self, holds: Callable[[], Any], *, seconds: float) -> float:
         """See `Live.until`; the process is kept running meanwhile."""
 
