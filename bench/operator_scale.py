@@ -37,6 +37,7 @@ async def main() -> None:
         "first_write_p99_within_1_s": quantile(got.first_write_seconds, 0.99)
         <= FIRST_WRITE_SECONDS,
         "no_idle_write": not got.idle_writes,
+        "lease_kept": not got.lapses and not got.transitions,
         "memory_within_250_mib": got.rss_bytes <= MEMORY_BYTES,
     }
     figure = {
@@ -52,6 +53,12 @@ async def main() -> None:
         "idle_writes": len(got.idle_writes),
         "idle_cpu": round(got.idle_cpu, 3),
         "rss_mib": round(got.rss_bytes / 2**20),
+        "reads_per_turn": round(got.reads_per_turn, 2),
+        "loop_lag_p99_s": got.lag_p99_seconds,
+        "burst_loop_lag_p99_s": got.burst_lag_p99_seconds,
+        "lease_lapses": got.lapses,
+        "lease_transitions": got.transitions,
+        "load_average": round(got.load_average, 1),
         "met": met,
     }
     print(json.dumps(figure), flush=True)

@@ -3,9 +3,8 @@
     Yard: control plane ─ status-only nodes ─ operator process, all of its own
     measure: create ─▶ settle ─▶ idle ─▶ events one by one ─▶ events all at once ─▶ Figures
 
-Every time comes from the API server's audit log, so there is one clock, and the operator is timed
-from outside: from the moment that a user's write arrives to the moment that the operator's first
-write about that service does.
+The operator is timed from outside, by the audit log: from the moment that a user's write arrives to
+the moment that the operator's first write about that service does.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import datetime
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -24,7 +21,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from operator_live import USER, WRITES, Live, install
+from operator_live import Live, install
+from operator_seen import Audit, Process, about, moment
 from operator_support import body, pool
 
 from vlm_operator.local.agent.nodes import NodeType
@@ -63,6 +61,12 @@ class Figures:
             apart.
         idle_cpu: processor seconds per second while nothing happened.
         rss_bytes: resident memory, the highest that was ever seen.
+        reads_per_turn: lists and gets, while events came one by one.
+        lag_p99_seconds: how late the event loop came round meanwhile; a bucket's bound.
+        burst_lag_p99_seconds: the same while all services changed at once.
+        lapses: how often the Lease was not renewed in time.
+        transitions: how often it went to another process.
+        load_average: of the machine, at the end.
     """
 
     created_seconds: float
@@ -71,6 +75,12 @@ class Figures:
     idle_writes: list[tuple[str, str, str]]
     idle_cpu: float
     rss_bytes: int
+    reads_per_turn: float
+    lag_p99_seconds: float
+    burst_lag_p99_seconds: float
+    lapses: int
+    transitions: int
+    load_average: float
 
 
 class Yard:
@@ -79,21 +89,46 @@ class Yard:
     def __init__(self, plane: ControlPlane, live: Live, api: Client, load: Load) -> None:
         self.live = live
         self._plane = plane
+        self._audit = Audit(plane)
+        self._process = Process(live)
         self._api = api
         self._load = load
         self._names = [f"svc-{number:03}" for number in range(load.services)]
-        self._read = 0  # bytes of the audit log
-        self._entries: list[dict[str, Any]] = []
 
     async def measure(self) -> Figures:
         """Take all figures, one after another."""
         created = await self._create()
         await self._settled()
         idle_writes, idle_cpu = await self._idle()
+        began, reads = self._process.meters(), self._audit.reads
         one_by_one = await self._events(0, pause=EVENT_SECONDS)
         await self._settled()
+        row = self._process.meters().since(began)
+        row_reads = self._audit.reads - reads
+        began = self._process.meters()
         at_once = await self._events(1, pause=0.0)
-        return Figures(created, one_by_one, at_once, idle_writes, idle_cpu, self._peak())
+        burst = self._process.meters().since(began)
+        return Figures(
+            created_seconds=created,
+            first_write_seconds=one_by_one,
+            burst_seconds=at_once,
+            idle_writes=idle_writes,
+            idle_cpu=idle_cpu,
+            rss_bytes=self._process.peak_bytes,
+            reads_per_turn=row_reads / max(1, row.turns),
+            lag_p99_seconds=row.lag_quantile(0.99),
+            burst_lag_p99_seconds=burst.lag_quantile(0.99),
+            lapses=self._process.lapses(),
+            transitions=self._transitions(),
+            load_average=os.getloadavg()[0],
+        )
+
+    def _transitions(self) -> int:
+        text = self._plane.kubectl(
+            "-n", "triptych-system", "get", "lease", "triptych-operator",
+            "-o", "jsonpath={.spec.leaseTransitions}",
+        ).stdout  # fmt: skip
+        return int(text)
 
     async def _create(self) -> float:
         began = time.monotonic()
@@ -112,16 +147,16 @@ class Yard:
         """Wait until nobody has written about our services for a while."""
         last, since = -1, time.monotonic()
         while time.monotonic() - since < SETTLE_SECONDS:
-            count = len(self._writes_of_operator())
+            count = len(self._audit.writes())
             if count != last:
                 last, since = count, time.monotonic()
             await asyncio.sleep(0.2)
 
     async def _idle(self) -> tuple[list[tuple[str, str, str]], float]:
-        before, cpu = len(self._writes_of_operator()), self._cpu_seconds()
+        before, cpu = len(self._audit.writes()), self._process.cpu_seconds
         await asyncio.sleep(self._load.idle_seconds)
-        used = self._cpu_seconds() - cpu
-        found = [_about(entry) for entry in self._writes_of_operator()[before:]]
+        used = self._process.cpu_seconds - cpu
+        found = [about(entry) for entry in self._audit.writes()[before:]]
         return found, used / self._load.idle_seconds
 
     async def _events(self, turn: int, *, pause: float) -> list[float]:
@@ -170,32 +205,17 @@ class Yard:
         began: dict[str, float] = {}
         found: dict[str, float] = {}
         by_path = {path: name for name, path in marks.items()}
-        for entry in self._audit():
+        for entry in self._audit.entries():
             path, _, query = entry["requestURI"].partition("?")
-            at = _moment(entry["requestReceivedTimestamp"])
+            at = moment(entry["requestReceivedTimestamp"])
             if query == "fieldManager=event" and path in by_path:
                 began[by_path[path]] = at
-        for entry in self._writes_of_operator():
-            name = _service(_about(entry)[2])
-            late = _moment(entry["requestReceivedTimestamp"]) - began.get(name, float("inf"))
+        for entry in self._audit.writes():
+            name = _service(about(entry)[2])
+            late = moment(entry["requestReceivedTimestamp"]) - began.get(name, float("inf"))
             if late >= 0 and (name not in found or late < found[name]):
                 found[name] = late
         return found
-
-    def _writes_of_operator(self) -> list[dict[str, Any]]:
-        return [entry for entry in self._audit() if _is_write(entry)]
-
-    def _audit(self) -> list[dict[str, Any]]:
-        """Everything that the API server was asked so far, by when it arrived."""
-        with self._plane.audit_log.open("rb") as log:
-            log.seek(self._read)
-            text = log.read()
-        whole = text.rfind(b"\n") + 1
-        self._read += whole
-        found = [json.loads(line) for line in text[:whole].splitlines()]
-        # of what others read and watch nothing is asked
-        self._entries += [entry for entry in found if entry["verb"] in WRITES]
-        return self._entries
 
     async def _at_once(self, requests: list[Any]) -> None:
         gate = asyncio.Semaphore(AT_ONCE)
@@ -225,15 +245,6 @@ class Yard:
         )
         found["metadata"] = {"name": name, "namespace": NAMESPACE}
         return found
-
-    def _peak(self) -> int:
-        status = pathlib.Path(f"/proc/{self.live.pid}/status").read_text()
-        line = next(item for item in status.splitlines() if item.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-    def _cpu_seconds(self) -> float:
-        fields = pathlib.Path(f"/proc/{self.live.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.asynccontextmanager
@@ -265,24 +276,6 @@ def _is_ready(item: dict[str, Any]) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-def _is_write(entry: dict[str, Any]) -> bool:
-    about = entry.get("objectRef", {})
-    return (
-        entry["user"].get("username") == USER
-        and about.get("resource") != "leases"
-        and "dryRun" not in entry["requestURI"]
-    )
-
-
-def _about(entry: dict[str, Any]) -> tuple[str, str, str]:
-    about = entry.get("objectRef", {})
-    return entry["verb"], about.get("resource", ""), about.get("name", "")
-
-
 def _service(name: str) -> str:
     """svc-007 of svc-007-decode-5d8f."""
     return "-".join(itertools.islice(name.split("-"), 2))
-
-
-def _moment(text: str) -> float:
-    return datetime.datetime.fromisoformat(text).timestamp()
