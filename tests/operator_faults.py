@@ -38,6 +38,7 @@ class ProxyThread:
     def stop(self) -> None:
         """Close everything."""
         self.call(self.proxy.__aexit__())
+        self.call(_end_others())  # watches that fell silent
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -49,6 +50,14 @@ class ProxyThread:
     def break_watches(self, plural: str) -> None:
         """See `FaultProxy.break_watches`."""
         self._loop.call_soon_threadsafe(self.proxy.break_watches, plural)
+
+
+async def _end_others() -> None:
+    """Cancel every other task of this loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class Supervised(Live):

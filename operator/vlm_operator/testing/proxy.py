@@ -18,17 +18,8 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from vlm_operator.testing.faults import (
-    OF_CALLS,
-    Call,
-    Chaos,
-    Fault,
-    HalfLine,
-    InStream,
-    Refused,
-    Rule,
-    Silence,
-)
+from vlm_operator.testing import faults
+from vlm_operator.testing.faults import Call, Fault, Rule
 
 _HOP = {"host", "connection", "transfer-encoding", "content-length", "accept-encoding"}
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
@@ -109,7 +100,7 @@ class FaultProxy:
 
     def _fault(self, call: Call, *, of_call: bool) -> Fault | None:
         for rule in self.rules:
-            if isinstance(rule.fault, OF_CALLS) is of_call and rule.meets(call):
+            if isinstance(rule.fault, faults.OF_CALLS) is of_call and rule.meets(call):
                 return rule.fault
         return None
 
@@ -121,7 +112,7 @@ class FaultProxy:
         self._open[transport] = call
         try:
             fault = self._fault(call, of_call=True)
-            if isinstance(fault, Refused):
+            if isinstance(fault, faults.Refused):
                 return web.json_response(_status(fault.status, fault.reason), status=fault.status)
             return await self._forward(request, call, lost=fault is not None)
         except aiohttp.ClientError:
@@ -166,17 +157,17 @@ class FaultProxy:
                 match fault:
                     case None:
                         await response.write(line)
-                    case Chaos():
+                    case faults.Chaos():
                         draw = draws.setdefault(fault.seed, random.Random(fault.seed))  # noqa: S311
                         await _muddle(response, line, fault, draw)
-                    case InStream():
+                    case faults.InStream():
                         error = {"type": "ERROR", "object": _status(fault.code, fault.reason)}
                         await response.write(json.dumps(error).encode() + b"\n")
                         break
-                    case HalfLine():
+                    case faults.HalfLine():
                         await response.write(line[: len(line) // 2])
                         break
-                    case Silence():
+                    case faults.Silence():
                         async for _ in _lines(answer.content):
                             if request.transport is None:
                                 break
@@ -185,7 +176,7 @@ class FaultProxy:
 
 
 async def _muddle(
-    response: web.StreamResponse, line: bytes, fault: Chaos, draw: random.Random
+    response: web.StreamResponse, line: bytes, fault: faults.Chaos, draw: random.Random
 ) -> None:
     luck = draw.random()
     await asyncio.sleep(draw.random() * fault.late_seconds)
