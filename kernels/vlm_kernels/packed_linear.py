@@ -63,6 +63,7 @@ def packed_linear_reference(
     """The definition, each product in float32."""
     sums = _product(x_MK, weights)
     if weights.is_gated:
+        sums = sums if bias_N is None else sums + bias_N.float()
         gate, up = sums.view(len(x_MK), -1, 2, PANEL // 2).unbind(2)
         opened = activate(gate.flatten(1).to(x_MK.dtype), activation or Activation.SILU)
         return (opened * up.flatten(1).to(x_MK.dtype))[:, : weights.num_outputs]
@@ -94,7 +95,7 @@ def packed_linear(
     Args:
         x_MK: bfloat16; rows may lie apart, the inner axis has stride 1.
         weights: from `pack` or `pack_gated`.
-        bias_N: bfloat16; none with gated weights.
+        bias_N: bfloat16; with gated weights from `mix_biases`.
         residual_MN: bfloat16, added to the rounded product; none with gated weights.
         activation: of the rounded product, without a residual; of gated weights SiLU if not said.
 
@@ -105,7 +106,7 @@ def packed_linear(
         ValueError: a shape, type or stride does not fit.
     """
     _check_operands(x_MK, weights, bias_N, residual_MN)
-    follows = _follows(weights, bias_N, residual_MN, activation)
+    follows = _follows(weights, residual_MN, activation)
     run = _kernel() if weights.is_int8 else _bfloat16_kernel()
     if run is None:
         return packed_linear_reference(x_MK, weights, bias_N, residual_MN, activation)
@@ -161,13 +162,12 @@ def _product(x_MK: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
 
 def _follows(
     weights: PackedWeights,
-    bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     activation: Activation | None,
 ) -> int:
     """The kernel's number for what comes after the product."""
     if weights.is_gated:
-        _check(bias is None and residual is None, "gated weights have no bias and no residual")
+        _check(residual is None, "gated weights have no residual")
         number = _GATED.get(activation or Activation.SILU)
     elif activation is not None:
         _check(residual is None, "a residual is not activated")
@@ -189,7 +189,7 @@ def _check_operands(
     _check(x_MK.dim() == 2 and x_MK.shape[1] == weights.num_inputs, f"x has shape {x_MK.shape}")
     _check(_is_plain(x_MK), f"x is {x_MK.dtype} with strides {x_MK.stride()}")
     if bias_N is not None:
-        _check(bias_N.shape == (weights.num_outputs,), f"the bias has shape {bias_N.shape}")
+        _check(bias_N.shape == (weights.num_biases,), f"the bias has shape {bias_N.shape}")
         _check(_is_plain(bias_N), f"the bias is {bias_N.dtype}")
     if residual_MN is not None:
         fits = residual_MN.shape == (len(x_MK), weights.num_outputs)

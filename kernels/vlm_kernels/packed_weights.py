@@ -51,6 +51,11 @@ class PackedWeights:
         """Whether they are codes with scales."""
         return self.scales is not None
 
+    @property
+    def num_biases(self) -> int:
+        """Values of a bias: one per output, or one per row of panels."""
+        return len(self.panels) * PANEL if self.is_gated else self.num_outputs
+
     def rows(self) -> torch.Tensor:
         """Float32 `[panels * 32, K]`: the values, in the order of panels."""
         rows = self.panels.transpose(1, 2).flatten(2).flatten(0, 1).float()
@@ -70,12 +75,12 @@ def pack_gated(gate_NK: torch.Tensor, up_NK: torch.Tensor, *, int8: bool = False
     _check_type(gate_NK)
     if gate_NK.shape != up_NK.shape:
         raise ValueError(f"pack: gate {tuple(gate_NK.shape)} and up {tuple(up_NK.shape)} differ")
-    num_outputs, num_inputs = gate_NK.shape
-    half = PANEL // 2
-    padding = (0, 0, 0, -num_outputs % half)
-    parts = [functional.pad(w, padding).view(-1, half, num_inputs) for w in (gate_NK, up_NK)]
-    mixed = torch.cat(parts, dim=1).view(-1, num_inputs)
-    return _in_panels(mixed, num_outputs, is_gated=True, int8=int8)
+    return _in_panels(_mixed(gate_NK, up_NK), len(gate_NK), is_gated=True, int8=int8)
+
+
+def mix_biases(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
+    """The two biases of a gated layer, `[panels * 32]`, in the order of `pack_gated`."""
+    return _mixed(gate_N[:, None], up_N[:, None])[:, 0].contiguous()
 
 
 def quantise(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,6 +95,14 @@ def quantise(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # of two tensors: torch multiplies a number by the inverse of a tensor, which rounds twice
     codes = (wide * (torch.full_like(most, LEVELS) / most)).round()
     return codes.where(is_finite, 0.0), most / LEVELS
+
+
+def _mixed(gate_NK: torch.Tensor, up_NK: torch.Tensor) -> torch.Tensor:
+    """16 rows of the one, the same 16 of the other, and so on; whole panels."""
+    half, num_inputs = PANEL // 2, gate_NK.shape[1]
+    padding = (0, 0, 0, -len(gate_NK) % half)
+    parts = [functional.pad(w, padding).view(-1, half, num_inputs) for w in (gate_NK, up_NK)]
+    return torch.cat(parts, dim=1).view(-1, num_inputs)
 
 
 def _in_panels(

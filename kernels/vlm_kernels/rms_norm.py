@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D features. The mean is in float32; the scaled x is rounded to its type before it
 is multiplied by w, as in transformers' Llama and Qwen. C++ on CPUs (`cpu/norm.cpp`), Triton
-on GPUs: one pass instead of six.
+on GPUs: one pass instead of six. Gemma's multiplies by 1 + w, and is rounded once, at its end.
 """
 
 from __future__ import annotations
@@ -21,24 +21,31 @@ SYMBOL = "triptych_rms_norm"
 _POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 ARGUMENTS = (
     *(_POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _SIZE),
-    *(ctypes.c_float, _NUMBER, _NUMBER),
+    *(ctypes.c_float, _NUMBER, _NUMBER, _NUMBER),
 )
 
 
-def rms_norm_reference(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
+def rms_norm_reference(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, adds_one: bool = False
+) -> torch.Tensor:
     """The definition."""
     wide = x_TD.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if adds_one:
+        return (scaled * (1.0 + weight_D.float())).to(x_TD.dtype)
     return weight_D * scaled.to(x_TD.dtype)
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, adds_one: bool = False
+) -> torch.Tensor:
     """Normalise each row.
 
     Args:
         x_TD: float32 or bfloat16, on GPUs float16 too; rows may lie apart.
         weight_D: of the same type.
         eps: added to the mean square.
+        adds_one: the factor is 1 + w, and nothing is rounded before it.
 
     Returns:
         `[T, D]`, every element written.
@@ -53,14 +60,14 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch
             f"rms_norm: x is {x_TD.dtype} on {x_TD.device}, the weight {weight_D.dtype} on "
             f"{weight_D.device}"
         )
-    if gpu.serves(x_TD.device):
+    if gpu.serves(x_TD.device) and not adds_one:
         from vlm_kernels.gpu.rms_norm import rms_norm as launch
 
         x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
         return launch(x_TD, weight_D.contiguous(), eps=eps)[0]
     run = _kernel() if x_TD.device.type == "cpu" else None
     if run is None or x_TD.dtype not in {torch.float32, torch.bfloat16}:
-        return rms_norm_reference(x_TD, weight_D, eps=eps)
+        return rms_norm_reference(x_TD, weight_D, eps=eps, adds_one=adds_one)
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     weight_D = weight_D.contiguous()
@@ -73,6 +80,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch
         *x_TD.shape,
         eps,
         x_TD.dtype == torch.bfloat16,
+        adds_one,
         torch.get_num_threads(),
     )
     return y_TD

@@ -2,7 +2,8 @@
 
 Shapes: T tokens, H heads, D head size; a and b are the halves of D. cos and sin are given per token
 and feature, so one function serves plain positions and those of several axes. Both products and
-their sum are rounded to the type of x, as transformers does. C++ on CPUs (`cpu/rope.cpp`), Triton
+their sum are rounded to the type of x, as transformers does; with float32 tables, as vision towers
+have them, the sum alone. C++ on CPUs (`cpu/rope.cpp`), Triton
 on GPUs: in place, instead of six passes over copies.
 """
 
@@ -22,7 +23,7 @@ SYMBOL = "triptych_rope"
 _POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 ARGUMENTS = (
     *(_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
-    *(_SIZE, _SIZE, _SIZE, _NUMBER, _NUMBER),
+    *(_SIZE, _SIZE, _SIZE, _NUMBER, _NUMBER, _NUMBER),
 )
 
 
@@ -30,7 +31,7 @@ def rope_reference(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tens
     """The definition; returns a new tensor."""
     a, b = x_THD.chunk(2, dim=-1)
     rotated = torch.cat((-b, a), dim=-1)
-    return x_THD * cos_TD[:, None] + rotated * sin_TD[:, None]
+    return (x_THD * cos_TD[:, None] + rotated * sin_TD[:, None]).to(x_THD.dtype)
 
 
 def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
@@ -38,14 +39,14 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
 
     Args:
         x_THD: float32 or bfloat16, on GPUs float16 too; the inner axis has stride 1.
-        cos_TD: of the same type.
-        sin_TD: likewise.
+        cos_TD: of the same type, or float32.
+        sin_TD: of the type of cos.
 
     Raises:
         ValueError: a shape, type or stride does not fit.
     """
     check_rope(x_THD, cos_TD, sin_TD)
-    if gpu.serves(x_THD.device):
+    if gpu.serves(x_THD.device) and cos_TD.dtype == x_THD.dtype:
         from vlm_kernels.gpu.rope import rope as launch
 
         launch(x_THD, cos_TD.contiguous(), sin_TD.contiguous())
@@ -63,6 +64,7 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
         sin_TD.data_ptr(),
         *x_THD.shape,
         x_THD.dtype == torch.bfloat16,
+        cos_TD.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
 
@@ -73,7 +75,8 @@ def check_rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) 
     for name, table in (("cos", cos_TD), ("sin", sin_TD)):
         if table.shape != (num_tokens, head_dim) or head_dim % 2:
             raise ValueError(f"rope: x {tuple(x_THD.shape)}, {name} {tuple(table.shape)}")
-        if table.dtype != x_THD.dtype or table.device != x_THD.device:
+        is_known = table.dtype in {x_THD.dtype, torch.float32} and table.dtype == cos_TD.dtype
+        if not is_known or table.device != x_THD.device:
             raise ValueError(
                 f"rope: x is {x_THD.dtype} on {x_THD.device}, {name} {table.dtype} on "
                 f"{table.device}"

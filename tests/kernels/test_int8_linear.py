@@ -47,8 +47,9 @@ def test_an_activation_follows_the_same_integers(
     if activation is (Activation.QUICK_GELU if is_gated else Activation.SILU):
         return
     weights = pack_gated(w, w.flip(0), int8=True) if is_gated else pack(w, int8=True)
-    got = packed_linear(x, weights, activation=activation)
-    want = packed_linear_reference(x, weights, activation=activation)
+    bias = bf16(weights.num_biases)
+    got = packed_linear(x, weights, bias, activation=activation)
+    want = packed_linear_reference(x, weights, bias, activation=activation)
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-2)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from vlm_kernels import packed_linear
-from vlm_kernels.packed_linear import Activation, has_kernel, packed_linear_reference
-from vlm_kernels.packed_weights import PackedWeights, pack, pack_gated
+from vlm_kernels.packed_linear import Activation, activate, has_kernel, packed_linear_reference
+from vlm_kernels.packed_weights import PackedWeights, mix_biases, pack, pack_gated
 
 needs_kernel = pytest.mark.skipif(not has_kernel(), reason="this CPU multiplies by torch")
 
@@ -45,31 +45,40 @@ def test_it_is_its_definition_on_any_shape(
     close(packed_linear(x, weights, bias, residual), want)
 
 
-@given(ROWS, st.integers(1, 140), st.integers(1, 140))
+@given(ROWS, st.integers(1, 140), st.integers(1, 140), st.booleans(), st.booleans())
 @settings(max_examples=40)
 def test_a_gated_product_is_its_definition_on_any_shape(
-    rows: int, num_out: int, num_in: int
+    rows: int, num_out: int, num_in: int, has_bias: bool, by_gelu: bool
 ) -> None:
     torch.manual_seed(rows * num_out * num_in)
     x = bf16(rows, num_in)
     gate, up = (bf16(num_out, num_in, scale=num_in**-0.5) for _ in range(2))
+    biases = [bf16(num_out), bf16(num_out)] if has_bias else [None, None]
+    mixed = mix_biases(*biases) if has_bias else None
+    activation = Activation.GELU if by_gelu else Activation.SILU
     weights = pack_gated(gate, up)
-    want = packed_linear_reference(x, weights)
-    close(want, functional.silu(functional.linear(x, gate)) * functional.linear(x, up))
-    close(packed_linear(x, weights), want)
+    want = packed_linear_reference(x, weights, mixed, activation=activation)
+    opened = activate(functional.linear(x, gate, biases[0]), activation)
+    close(want, opened * functional.linear(x, up, biases[1]))
+    close(packed_linear(x, weights, mixed, activation=activation), want)
 
 
-@given(ROWS, st.integers(1, 140), st.integers(1, 140))
+@given(
+    ROWS,
+    st.integers(1, 140),
+    st.integers(1, 140),
+    st.sampled_from([Activation.QUICK_GELU, Activation.GELU]),
+)
 @settings(max_examples=30)
 def test_an_activated_product_is_its_definition_on_any_shape(
-    rows: int, num_out: int, num_in: int
+    rows: int, num_out: int, num_in: int, activation: Activation
 ) -> None:
     torch.manual_seed(rows * num_out * num_in)
     x, w, bias = bf16(rows, num_in), bf16(num_out, num_in, scale=num_in**-0.5), bf16(num_out)
     weights, z = pack(w), functional.linear(x, w, bias)
-    want = packed_linear_reference(x, weights, bias, activation=Activation.QUICK_GELU)
-    close(want, z * torch.sigmoid(1.702 * z))
-    close(packed_linear(x, weights, bias, activation=Activation.QUICK_GELU), want)
+    want = packed_linear_reference(x, weights, bias, activation=activation)
+    close(want, activate(z, activation))
+    close(packed_linear(x, weights, bias, activation=activation), want)
 
 
 @needs_kernel
@@ -156,7 +165,8 @@ def _call(**changed: Any) -> torch.Tensor:
         ({"residual_MN": bf16(3, 39)}, "residual"),
         ({"residual_MN": bf16(40, 3).T}, "residual is"),
         ({"residual_MN": bf16(3, 40), "activation": Activation.QUICK_GELU}, "not activated"),
-        ({"weights": pack_gated(bf16(40, 8), bf16(40, 8)), "bias_N": bf16(40)}, "gated"),
+        ({"weights": pack_gated(bf16(40, 8), bf16(40, 8)), "residual_MN": bf16(3, 40)}, "gated"),
+        ({"weights": pack_gated(bf16(40, 8), bf16(40, 8)), "bias_N": bf16(40)}, "bias has shape"),
     ],
 )
 def test_what_does_not_fit_raises_before_anything_is_computed(

@@ -20,14 +20,17 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 EPS = 1e-6
 
 
-@given(st.integers(0, 40), st.integers(1, 300), DTYPES)
+@given(st.integers(0, 40), st.integers(1, 300), DTYPES, st.booleans())
 @settings(max_examples=60)
-def test_it_is_its_definition_on_any_shape(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_it_is_its_definition_on_any_shape(
+    rows: int, size: int, dtype: torch.dtype, adds_one: bool
+) -> None:
     torch.manual_seed(rows * size)
     x, w = torch.randn(rows, size + 3).to(dtype)[:, 1 : size + 1], torch.randn(size).to(dtype)
-    want = rms_norm_reference(x, w, eps=EPS)
+    want = rms_norm_reference(x, w, eps=EPS, adds_one=adds_one)
     tight = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(rms_norm(x, w, eps=EPS), want, atol=tight, rtol=tight)
+    got = rms_norm(x, w, eps=EPS, adds_one=adds_one)
+    torch.testing.assert_close(got, want, atol=tight, rtol=tight)
 
 
 def test_a_row_is_the_same_among_others_as_alone() -> None:

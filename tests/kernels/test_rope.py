@@ -19,17 +19,18 @@ variant = each_variant(module)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 40), DTYPES)
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 40), DTYPES, st.booleans())
 @settings(max_examples=60)
 def test_it_is_its_definition_and_leaves_what_lies_beside(
-    num_tokens: int, num_heads: int, half: int, dtype: torch.dtype
+    num_tokens: int, num_heads: int, half: int, dtype: torch.dtype, has_wide_tables: bool
 ) -> None:
     torch.manual_seed(num_tokens * half)
     head_dim = 2 * half
     field = torch.randn(num_tokens, num_heads * head_dim + 7).to(dtype)
     before = field.clone()
     x = field[:, 3 : 3 + num_heads * head_dim].unflatten(1, (num_heads, head_dim))
-    cos, sin = (torch.randn(num_tokens, head_dim).to(dtype) for _ in range(2))
+    tables = torch.float32 if has_wide_tables else dtype
+    cos, sin = (torch.randn(num_tokens, head_dim).to(tables) for _ in range(2))
     want = rope_reference(x, cos, sin)
     rope(x, cos, sin)
     assert torch.equal(x, want)

@@ -38,7 +38,8 @@ struct Job {
   const uint8_t* w;         // panels
   const float* w_scale;     // [panels * 32], of int8 alone
   const int32_t* w_offset;  // likewise: what the codes' zero adds to each sum
-  const uint16_t* bias;     // bfloat16 as are y and the residual; may be null
+  const uint16_t* bias;     // bfloat16 as are y and the residual; may be null; of gated
+                            // weights [panels * 32], in the order of panels
   const uint16_t* residual;
   int64_t residual_stride;
   uint16_t* y;

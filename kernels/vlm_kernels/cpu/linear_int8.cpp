@@ -102,10 +102,13 @@ inline void put(const Job& job, int row, int column, float value) {
 void finish_panel(const Job& job, int row, int panel, const float sums[PANEL]) {
   if (is_gated(job.epilogue)) {
     for (int i = 0, n = panel * (PANEL / 2); i < PANEL / 2 && n < job.n / 2; ++i, ++n) {
-      const float gate = bf16(sums[i]);
+      const int column = panel * PANEL + i;
+      const float gate = bf16(job.bias ? sums[i] + at(job.bias, column) : sums[i]);
+      const float up = sums[i + PANEL / 2];
+      const float value = bf16(job.bias ? up + at(job.bias, column + PANEL / 2) : up);
       const bool by_silu = job.epilogue == GATED_BY_SILU;
       const float opened = bf16(by_silu ? gate * sigmoid(gate) : gelu(gate));
-      put(job, row, n, opened * bf16(sums[i + PANEL / 2]));
+      put(job, row, n, opened * value);
     }
     return;
   }

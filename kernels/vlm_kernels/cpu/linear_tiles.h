@@ -91,6 +91,11 @@ inline void finish(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
 // A panel of a gated layer: 16 gates and the 16 values that they open.
 inline void finish_gated(const Job& job, int row, int panel, __m512 gate, __m512 value) {
   const int n = panel * (PANEL / 2);
+  if (job.bias) {
+    const uint16_t* at = job.bias + panel * PANEL;
+    gate = _mm512_add_ps(gate, widen(_mm256_loadu_si256((const __m256i*)at)));
+    value = _mm512_add_ps(value, widen(_mm256_loadu_si256((const __m256i*)(at + PANEL / 2))));
+  }
   gate = rounded(gate);
   gate = rounded(job.epilogue == GATED_BY_SILU ? silu(gate) : gelu(gate));
   const __m512 opened = _mm512_mul_ps(gate, rounded(value));

@@ -1,11 +1,14 @@
-"""Layers as a few kernels, in place of transformers' modules: decoder layers of Llama's form.
+"""Layers as a few kernels, in place of transformers' modules.
 
-    x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
-    x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
+    decoder, of Llama's form    x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
+                                x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
+    of Gemma 3's                norms of q and k, too, and behind o and down; GELU for SiLU
+    vision, of Qwen's towers    x ─▶ norm ─▶ qkv ─▶ rope ─▶ attention in segments ─▶ o ─▶ + x
+                                x ─▶ norm ─▶ gated or plain MLP ─▶ + x
 
 transformers computes a layer in some thirty small calls, which for the few rows of a decode step
 cost as much as its products. The same values come out, up to the order of sums: each step here
-rounds as the modules that it replaces. So do the MLPs of vision towers with quick GELU.
+rounds as the modules that it replaces. The MLPs of CLIP and SigLIP are replaced by themselves.
 """
 
 from __future__ import annotations
@@ -17,48 +20,87 @@ from torch import nn
 
 from vlm_kernels import rms_norm, rope
 from vlm_kernels.packed_linear import Activation
-from vlm_worker.model.attention import StepContext, paged_forward
+from vlm_worker.model.attention import StepContext, paged_forward, varlen_forward
 from vlm_worker.model.linear import GatedLinear, JointLinear, activated_product, add_product
 
-LAYERS = frozenset({"LlamaDecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"})
-"""Classes of transformers that compute what `DecoderLayer` does; of Gemma 3, norms differ."""
+DECODER_LAYERS = frozenset(
+    {"Gemma3DecoderLayer", "LlamaDecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"}
+)
+"""Classes of transformers that compute what `DecoderLayer` does."""
 
-NORMS = frozenset({"LlamaRMSNorm", "Qwen2RMSNorm", "Qwen2VLRMSNorm", "Qwen2_5_VLRMSNorm"})
+VISION_BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock"})
+"""Classes of transformers that compute what `VisionBlock` does."""
+
+NORMS = frozenset(
+    {"Gemma3RMSNorm", "LlamaRMSNorm", "Qwen2RMSNorm", "Qwen2VLRMSNorm", "Qwen2_5_VLRMSNorm"}
+)
 """Classes of transformers that compute what `Norm` does."""
+
+ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUTanh": Activation.GELU,
+    "QuickGELUActivation": Activation.QUICK_GELU,
+}
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Replace the decoder layers and norms that have kernels; the others stay transformers'."""
+    """Replace the layers, MLPs and norms that have kernels; the others stay transformers'."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_llama_layer(child):
-                setattr(parent, name, DecoderLayer(child))
-            elif _is_quick_gelu_mlp(child):
-                setattr(parent, name, QuickGeluMlp(child))
-            elif type(child).__name__ in NORMS:
-                setattr(parent, name, Norm(child))
+            made = _in_place_of(child)
+            if made is not None:
+                setattr(parent, name, made)
 
 
-def _is_llama_layer(module: Any) -> bool:
-    is_known = type(module).__name__ in LAYERS
-    return is_known and type(module.mlp.act_fn).__name__ in {"SiLU", "SiLUActivation"}
+def _in_place_of(module: Any) -> nn.Module | None:
+    kind = type(module).__name__
+    if kind in DECODER_LAYERS and _gated_mlp(module.mlp) is not None:
+        return DecoderLayer(module)
+    if kind in VISION_BLOCKS and _mlp(module.mlp) is not None:
+        return VisionBlock(module)
+    if kind in {"CLIPMLP", "SiglipMLP"}:
+        return _mlp(module)
+    return Norm(module) if kind in NORMS else None
 
 
-def _is_quick_gelu_mlp(module: Any) -> bool:
-    activation = {"VisionMlp": "act", "CLIPMLP": "activation_fn"}.get(type(module).__name__, "")
-    return type(getattr(module, activation, None)).__name__ == "QuickGELUActivation"
+def _mlp(mlp: Any) -> Mlp | None:
+    return _gated_mlp(mlp) if hasattr(mlp, "gate_proj") else _plain_mlp(mlp)
 
 
-class QuickGeluMlp(nn.Module):
-    """The two products of a vision tower's layer, the activation inside the first."""
+def _gated_mlp(mlp: Any) -> Mlp | None:
+    activation = ACTIVATIONS.get(type(mlp.act_fn).__name__)
+    if activation not in {Activation.SILU, Activation.GELU}:
+        return None
+    return Mlp(GatedLinear(mlp.gate_proj, mlp.up_proj, activation), mlp.down_proj)
 
-    def __init__(self, mlp: Any) -> None:
+
+def _plain_mlp(mlp: Any) -> Mlp | None:
+    function = mlp.act if hasattr(mlp, "act") else mlp.activation_fn
+    activation = ACTIVATIONS.get(type(function).__name__)
+    if activation not in {Activation.QUICK_GELU, Activation.GELU}:
+        return None
+    return Mlp(mlp.fc1, mlp.fc2, activation)
+
+
+class Mlp(nn.Module):
+    """Two products, what lies between them inside the first."""
+
+    def __init__(
+        self, up: nn.Module, down: nn.Module, activation: Activation | None = None
+    ) -> None:
         super().__init__()
-        self.fc1, self.fc2 = mlp.fc1, mlp.fc2
+        self.up, self.down, self._activation = up, down, activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., D]` to the same shape."""
-        y: torch.Tensor = self.fc2(activated_product(self.fc1, x, Activation.QUICK_GELU))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`[..., D]` to the same shape, added to the residual if there is one."""
+        if self._activation is None:
+            hidden = self.up(x)
+        else:
+            hidden = activated_product(self.up, x, self._activation)
+        if residual is not None:
+            return add_product(self.down, hidden, residual)
+        y: torch.Tensor = self.down(hidden)
         return y
 
 
@@ -68,11 +110,13 @@ class Norm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight: nn.Parameter = norm.weight
-        self.eps: float = norm.variance_epsilon
+        self._adds_one = type(norm).__name__ == "Gemma3RMSNorm"
+        self.eps: float = norm.eps if self._adds_one else norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., D]` to the same shape."""
-        return rms_norm(x.view(-1, x.shape[-1]), self.weight, eps=self.eps).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1])
+        return rms_norm(rows, self.weight, eps=self.eps, adds_one=self._adds_one).view(x.shape)
 
 
 class DecoderLayer(nn.Module):
@@ -80,7 +124,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = layer.self_attn, _gated_mlp(layer.mlp)
+        assert mlp is not None
         self.layer_idx: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self._scaling: float = attention.scaling
@@ -88,9 +133,15 @@ class DecoderLayer(nn.Module):
         self.attention_norm = Norm(layer.input_layernorm)
         self.qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o = attention.o_proj
-        self.mlp_norm = Norm(layer.post_attention_layernorm)
-        self.gate_up = GatedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down = mlp.down_proj
+        self.mlp = mlp
+        self.q_norm = self.k_norm = self.o_norm = self.down_norm = None
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            self.mlp_norm = Norm(layer.pre_feedforward_layernorm)
+            self.q_norm, self.k_norm = Norm(attention.q_norm), Norm(attention.k_norm)
+            self.o_norm = Norm(layer.post_attention_layernorm)
+            self.down_norm = Norm(layer.post_feedforward_layernorm)
+        else:
+            self.mlp_norm = Norm(layer.post_attention_layernorm)
 
     def forward(
         self,
@@ -102,8 +153,12 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """`[1, T, D]` to `[1, T, D]`, called as transformers' models call a layer."""
         x_TD = hidden_states[0]
-        x_TD = add_product(self.o, self._attend(x_TD, position_embeddings, step), x_TD)
-        return add_product(self.down, self.gate_up(self.mlp_norm(x_TD)), x_TD)[None]
+        attended = self._attend(x_TD, position_embeddings, step)
+        if self.o_norm is None or self.down_norm is None:
+            x_TD = add_product(self.o, attended, x_TD)
+            return self.mlp(self.mlp_norm(x_TD), x_TD)[None]
+        x_TD = x_TD + self.o_norm(self.o(attended))
+        return (x_TD + self.down_norm(self.mlp(self.mlp_norm(x_TD))))[None]
 
     def _attend(
         self,
@@ -114,6 +169,8 @@ class DecoderLayer(nn.Module):
         """Attention's answer for each token, heads side by side."""
         parts = self.qkv(self.attention_norm(x_TD))
         q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self._head_dim)) for x in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_THD = self.q_norm(q_THD), self.k_norm(k_THD)
         cos_TD, sin_TD = (x[0] for x in position_embeddings)
         rope(q_THD, cos_TD, sin_TD)
         rope(k_THD, cos_TD, sin_TD)
@@ -122,3 +179,36 @@ class DecoderLayer(nn.Module):
             self, q, k, v, None, scaling=self._scaling, step=step, sliding_window=self._window
         )
         return o[0].flatten(1)
+
+
+class VisionBlock(nn.Module):
+    """One layer over the patches of packed pictures; takes over the weights of the one before."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        attention, mlp = block.attn, _mlp(block.mlp)
+        assert mlp is not None
+        self._num_heads: int = attention.num_heads
+        self._scaling: float = attention.scaling
+        self.attention_norm, self.mlp_norm = (
+            Norm(norm) if type(norm).__name__ in NORMS else norm
+            for norm in (block.norm1, block.norm2)
+        )
+        self.qkv, self.o, self.mlp = attention.qkv, attention.proj, mlp
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_unused: Any,
+    ) -> torch.Tensor:
+        """`[T, D]` to `[T, D]`, called as transformers' towers call a block."""
+        qkv = self.qkv(self.attention_norm(hidden_states))
+        q_THD, k_THD, v_THD = qkv.view(len(qkv), 3, self._num_heads, -1).unbind(1)
+        for x_THD in (q_THD, k_THD):
+            rope(x_THD, *position_embeddings)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        o, _ = varlen_forward(self, q, k, v, None, scaling=self._scaling, cu_seq_lens_q=cu_seqlens)
+        x_TD = add_product(self.o, o[0].flatten(1), hidden_states)
+        return self.mlp(self.mlp_norm(x_TD), x_TD)

@@ -27,7 +27,7 @@ from torch import nn
 
 from vlm_kernels import PackedWeights, packed_linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel
-from vlm_kernels.packed_weights import pack, pack_gated
+from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 
 PACKED_ROWS = 256
 """Rows of x that oneDNN chooses the order of W for; measured as good for 1 to 2,048."""
@@ -152,16 +152,14 @@ class GatedLinear(nn.Module):
         self.parts = nn.ModuleList([gate, up])
         self._activation = activation
         self._weights: PackedWeights | None = None
-
-    @property
-    def can_pack(self) -> bool:
-        """Packed ones have no bias."""
-        return all(part.bias is None for part in self.parts)
+        self.bias: nn.Parameter | None = None
 
     def pack(self, *, int8: bool) -> None:
         """Take the weights of both into one packed matrix, and let go of the parts."""
         linears: list[Any] = list(self.parts)
         self._weights = pack_gated(*(linear.weight.detach() for linear in linears), int8=int8)
+        if all(linear.bias is not None for linear in linears):
+            self.bias = _own_bias(mix_biases(*(linear.bias.detach() for linear in linears)))
         self.parts = nn.ModuleList()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -169,7 +167,7 @@ class GatedLinear(nn.Module):
         if self._weights is None:
             gate, up = (part(x_TD) for part in self.parts)
             return activate(gate, self._activation) * up
-        return packed_linear(x_TD, self._weights, activation=self._activation)
+        return packed_linear(x_TD, self._weights, self.bias, activation=self._activation)
 
 
 def activated_product(linear: nn.Module, x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -211,7 +209,7 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
     packing = Packing(backend="native" if _uses_kernel() else "onednn")
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
         is_int8 = id(joint) in rounded
-        if _packs_as_one(joint, int8=is_int8):
+        if is_int8 or _uses_kernel():
             weights: list[Any] = [part.weight for part in joint.parts]
             joint.pack(int8=is_int8)
             for weight in weights:
@@ -236,10 +234,6 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
 def _uses_kernel() -> bool:
     """Whether our kernel is the faster one: with AMX, oneDNN is, as soon as rows are many."""
     return has_kernel() and not torch.cpu._is_amx_tile_supported()
-
-
-def _packs_as_one(joint: JointLinear | GatedLinear, *, int8: bool) -> bool:
-    return (int8 or _uses_kernel()) and (isinstance(joint, JointLinear) or joint.can_pack)
 
 
 def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:
