@@ -45,6 +45,10 @@ sanitize: $(ENV)  ## tests of the kernels in C++ with checks of every address an
 bench: $(ENV)  ## ratios against the limits of this machine, as JSON lines under bench/results
 	@$(BIN)/python bench/run.py $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(ENV)  ## ours against transformers, OpenVINO GenAI and llama.cpp, each in an environment of its own (ARGS="openvino")
+	@$(BIN)/python bench/peers/run.py $(ARGS)
+
 .PHONY: fmt
 fmt: $(ENV)  ## format and sort imports
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix --select I .
@@ -72,4 +76,4 @@ clean:  ## remove the environment and caches of this checkout (the control plane
 
 .PHONY: help
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

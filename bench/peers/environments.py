@@ -1,0 +1,166 @@
+"""Where each engine runs: its own environment with pinned packages, and the model in its form.
+
+Everything lies under `~/.cache/triptych/peers` and is made once; other pins make another folder.
+What cannot be made here is left out of the comparison, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import peer_model
+
+HERE = Path(__file__).parent
+FOLDER = Path.home() / ".cache" / "triptych" / "peers"
+LOG_LINES = 3
+LLAMA_SDIST = "llama-cpp-python==0.3.36"
+
+
+class UnavailableError(Exception):
+    """An engine cannot be set up here; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Engine:
+    """One contestant.
+
+    Attributes:
+        script: what serves it.
+        settings: its version and settings, as the table says them.
+        pins: what pip installs for it; none: it runs in the project's own environment.
+        convert: writes the model in the engine's form: of the model, the engine's Python and the
+            target; None: it reads the model as it is.
+        form: names what `convert` writes.
+    """
+
+    script: str
+    settings: str
+    pins: tuple[str, ...] = ()
+    convert: Callable[[Path, Path, Path], None] | None = None
+    form: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """What an engine's process is started with."""
+
+    python: Path
+    model_dir: Path
+
+
+def prepare(engine: Engine) -> Ready:
+    """Make what an engine needs, unless it is there.
+
+    Raises:
+        UnavailableError: packages, a compiler or disk are missing.
+    """
+    source = peer_model.make(FOLDER / f"model-{_digest((HERE / 'peer_model.py').read_text())}")
+    python = _environment(engine.pins) if engine.pins else Path(sys.executable)
+    if engine.convert is None:
+        return Ready(python, source)
+    target = source.with_name(f"{source.name}-{engine.form}-{_digest(*engine.pins)}")
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=FOLDER) as made:
+            engine.convert(source, python, Path(made))
+            Path(made).rename(target)
+            Path(made).mkdir()
+    return Ready(python, target)
+
+
+def _environment(pins: tuple[str, ...]) -> Path:
+    folder = FOLDER / f"environment-{_digest(*pins)}"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        _run(sys.executable, "-m", "venv", "--clear", str(folder))
+        _run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins)
+        (folder / "ready").touch()
+    return python
+
+
+def _openvino(precision: str) -> Callable[[Path, Path, Path], None]:
+    def convert(source: Path, python: Path, target: Path) -> None:
+        _run(
+            str(python.with_name("optimum-cli")), "export", "openvino", "--model", str(source),
+            "--task", "image-text-to-text", "--weight-format", precision, str(target),
+        )  # fmt: skip
+
+    return convert
+
+
+def _llama(source: Path, _python: Path, target: Path) -> None:
+    """The server, built from the sources that the Python package carries, and both GGUF files."""
+    for tool in ("cmake", "g++"):
+        if shutil.which(tool) is None:
+            raise UnavailableError(f"{tool} is not installed")
+    with tempfile.TemporaryDirectory() as work:
+        _run(
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
+            "--dest", work, LLAMA_SDIST,
+        )  # fmt: skip
+        (archive,) = Path(work).glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(work, filter="data")
+        (sources,) = Path(work).glob("*/vendor/llama.cpp")
+        build = Path(work) / "build"
+        _run(
+            "cmake", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
+            "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
+            "-DLLAMA_BUILD_EXAMPLES=OFF", "-DBUILD_SHARED_LIBS=OFF",
+        )  # fmt: skip
+        jobs = str(os.cpu_count() or 1)
+        _run("cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs)
+        shutil.copy(build / "bin" / "llama-server", target)
+        _run(sys.executable, str(HERE / "to_gguf.py"), str(sources), str(source), str(target))
+
+
+OPENVINO = (
+    "openvino-genai==2026.4.1.0",
+    "optimum-intel==2.2.0",
+    "nncf==3.4.0",
+    "torch==2.13.0",
+    "transformers==5.0.0",
+    "pillow==13.0.0",
+)
+
+ENGINES = {
+    "triptych": Engine("by_triptych.py", "vlm-worker serve over HTTP, bf16"),
+    "transformers": Engine("by_transformers.py", "generate(), bf16, one static batch"),
+    "openvino": Engine(
+        "by_openvino.py",
+        "GenAI 2026.4.1, ContinuousBatchingPipeline, fp16 on disk and bf16 at run time",
+        OPENVINO,
+        _openvino("fp16"),
+        "openvino-fp16",
+    ),
+    "openvino-int8": Engine(
+        "by_openvino.py", "the same, int8 weights", OPENVINO, _openvino("int8"), "openvino-int8"
+    ),
+    "llama.cpp": Engine(
+        "by_llama.py",
+        f"llama-server of {LLAMA_SDIST}, bf16, a slot a request",
+        convert=_llama,
+        form="llama",
+    ),
+}
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        last = " | ".join(done.stdout.strip().splitlines()[-LOG_LINES:])
+        raise UnavailableError(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join((*texts, sys.version)).encode()).hexdigest()[:12]

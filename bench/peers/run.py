@@ -1,0 +1,188 @@
+"""Engines against each other: the same texts, pictures and lengths, in turn, round by round.
+
+    make bench-peers                               all that can be set up here
+    make bench-peers ARGS="openvino --rounds 5"    ours and these
+
+One engine answers while the others rest. Printed are medians over the rounds, and how far ours is
+ahead of each; JSON lines go to `bench/results/peers.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import calls  # noqa: E402
+import environments  # noqa: E402
+from sides import read_bandwidth  # noqa: E402
+
+OURS = "triptych"
+RESULTS = HERE.parent / "results" / "peers.jsonl"
+Seconds = dict[str, dict[str, list[float]]]
+
+
+class Process:
+    """One engine, loaded."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        engine = environments.ENGINES[name]
+        ready = environments.prepare(engine)
+        told, out = os.pipe()
+        command = [
+            "env", "HF_HUB_OFFLINE=1", str(ready.python), str(HERE / engine.script),
+            str(ready.model_dir), str(out),
+        ]  # fmt: skip
+        with log.open("w") as log_file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, text=True,
+                pass_fds=(out,),
+            )  # fmt: skip
+        os.close(out)
+        self._told, self._log = os.fdopen(told), log
+        self._read()
+
+    def run(self, case: calls.Case) -> float:
+        """Seconds that its requests took together.
+
+        Raises:
+            UnavailableError: the engine ended, or answered too little.
+        """
+        assert self._process.stdin is not None
+        asked = [dataclasses.asdict(call) for call in case.calls]
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        reply = self._read()
+        wanted = sum(call.num_output for call in case.calls)
+        if reply["tokens"] != wanted:
+            raise environments.UnavailableError(
+                f"{case.name}: {reply['tokens']} tokens instead of {wanted}"
+            )
+        return reply["seconds"]
+
+    def close(self) -> None:
+        """End it and wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=120)
+
+    def _read(self) -> dict[str, float]:
+        line = self._told.readline()
+        if not line:
+            self._process.wait()
+            last = " | ".join(self._log.read_text().strip().splitlines()[-3:])
+            raise environments.UnavailableError(f"it ended: {last}")
+        return dict(json.loads(line))
+
+
+def main() -> int:
+    """Compare, print the table, keep the lines; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("peers", nargs="*", choices=[*environments.ENGINES], metavar="PEER")
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
+    args = parser.parse_args()
+    names = list(dict.fromkeys((OURS, *(args.peers or environments.ENGINES))))
+    with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
+        processes = _start(names, Path(folder))
+        if OURS not in processes:
+            return 1
+        seconds, bandwidths = _compare(processes, args.rounds, Path(folder))
+        for process in processes.values():
+            process.close()
+    lines = [
+        {
+            "bench": "peers",
+            "engine": name,
+            "settings": environments.ENGINES[name].settings,
+            "rounds": args.rounds,
+            "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
+            **_figures(of_cases),
+            "seconds": {key: [round(each, 3) for each in kept] for key, kept in of_cases.items()},
+        }
+        for name, of_cases in seconds.items()
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _print_table({str(line["engine"]): _figures(seconds[str(line["engine"])]) for line in lines})
+    return 0
+
+
+def _start(names: Sequence[str], folder: Path) -> dict[str, Process]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = Process(name, folder / f"{name}.log")
+        except environments.UnavailableError as error:
+            print(f"{name}: left out: {error}", flush=True)
+    return found
+
+
+def _compare(
+    processes: dict[str, Process], rounds: int, folder: Path
+) -> tuple[Seconds, list[float]]:
+    """Interleaved rounds, the first uncounted; an engine that fails is left out from there on."""
+    seconds: Seconds = {name: {} for name in processes}
+    bandwidths = []
+    for number in range(rounds + 1):
+        bandwidths.append(read_bandwidth(os.cpu_count() or 1))
+        for case in calls.cases(number, folder):
+            order = list(seconds) if number % 2 == 0 else list(reversed(seconds))
+            for name in order:
+                try:
+                    took = processes[name].run(case)
+                except environments.UnavailableError as error:
+                    print(f"{name}: left out: {error}", flush=True)
+                    del seconds[name]
+                    continue
+                print(
+                    f"round {number}: {case.name} {name} {took:.3f} s", file=sys.stderr, flush=True
+                )
+                if number:
+                    seconds[name].setdefault(case.name, []).append(took)
+    return seconds, bandwidths
+
+
+def _figures(of_cases: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """One engine's medians: seconds to the first token and of the trace, tokens a second."""
+    middle = {name: statistics.median(kept) for name, kept in of_cases.items()}
+    figures = {
+        "ttft_picture_s": middle["ttft.picture"],
+        "ttft_text_s": middle["ttft.text"],
+        "prefill_s": middle["prefill"],
+        "trace_s": middle["trace"],
+    }
+    for batch in calls.BATCHES:
+        last = 1 + calls.NUM_DECODED
+        took = middle[f"decode{batch}.{last}"] - middle[f"decode{batch}.1"]
+        figures[f"decode{batch}_tok_s"] = batch * calls.NUM_DECODED / took
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def _print_table(of_engines: Mapping[str, Mapping[str, float]]) -> None:
+    """A row an engine; in brackets how much better ours is: above 1, ours is ahead."""
+    ours = of_engines[OURS]
+    columns = list(ours)
+    print("".join(f"{title:>18}" for title in ("", *columns)))
+    for name, figures in of_engines.items():
+        cells = []
+        for column in columns:
+            theirs = figures[column]
+            ahead = theirs / ours[column] if column.endswith("_s") else 0.0
+            if column.endswith("tok_s"):
+                ahead = ours[column] / theirs
+            cells.append(f"{theirs:.4g} ({ahead:.2f})")
+        print("".join(f"{cell:>18}" for cell in (name, *cells)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
