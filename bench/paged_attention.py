@@ -2,10 +2,11 @@
 
     python bench/run.py paged_attention      python bench/paged_attention.py --threads 2 --rounds 7
 
-Per shape, a cache of about 600 MB in bfloat16, blocks of 64 tokens in random order, one layer after
-the other, so that no call finds its KV in a cache of the CPU. Rounds of native kernel, torch
-operations and bandwidth probe, in turn. `share` is the native kernel's bytes of KV per second, as
-a share of the probe's in the same round; medians over rounds.
+Per shape, a cache of about 600 MB in bfloat16, and one of int8 with as many tokens; blocks of 64
+tokens in random order, one layer after the other, so that no call finds its KV in a cache of the
+CPU. Rounds of native kernel, over both, torch operations and bandwidth probe, in turn. `share` is
+the native kernel's bytes of KV per second, as a share of the probe's in the same round;
+`int8_against_bfloat16` the time over bfloat16 over that over int8; medians over rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from sides import read_bandwidth
 
-from vlm_kernels import paged_attention, plan_attention
+from vlm_kernels import paged_attention, plan_attention, store_kv
 from vlm_worker.model.memory import make_kv_cache
 from vlm_worker.types import KVLayout
 
@@ -57,21 +58,22 @@ SHAPES = (
 class Case:
     """One shape with its cache."""
 
-    def __init__(self, shape: Shape) -> None:
-        per_layer = 2 * shape.num_seqs * shape.num_kv * shape.num_kv_heads * HEAD_DIM * 2
-        self.num_layers = max(1, CACHE_BYTES // per_layer)
-        self.bytes_read = per_layer
+    def __init__(self, shape: Shape, kv_dtype: str) -> None:
+        elements = 2 * shape.num_seqs * shape.num_kv * shape.num_kv_heads * HEAD_DIM
+        self.num_layers = max(1, CACHE_BYTES // (2 * elements))
         num_blocks = shape.num_kv // BLOCK_SIZE
         layout = KVLayout(
-            "bench", self.num_layers, shape.num_kv_heads, HEAD_DIM, BLOCK_SIZE, "bfloat16"
+            "bench", self.num_layers, shape.num_kv_heads, HEAD_DIM, BLOCK_SIZE, kv_dtype
         )
+        self.bytes_read = shape.num_seqs * shape.num_kv * layout.token_bytes // self.num_layers
         cache = make_kv_cache(layout, shape.num_seqs * num_blocks + 1, torch.device("cpu"))
         rng = np.random.default_rng(0)
-        noise = torch.from_numpy(rng.standard_normal(1 << 20, np.float32)).bfloat16()
-        flat = cache.view(-1)
-        for start in range(0, flat.numel(), len(noise)):
-            flat[start : start + len(noise)] = noise[: flat.numel() - start]
-        cache[0] = 0
+        slots = torch.arange(BLOCK_SIZE, len(cache) * BLOCK_SIZE)
+        noise = torch.from_numpy(
+            rng.standard_normal((2, len(slots), shape.num_kv_heads, HEAD_DIM), np.float32)
+        ).bfloat16()
+        for layer in range(self.num_layers):
+            store_kv(noise[0], noise[1], cache, layer, slots)
         self.cache = cache
         table = 1 + rng.permutation(shape.num_seqs * num_blocks).reshape(shape.num_seqs, -1)
         self._args = (
@@ -103,12 +105,14 @@ def seconds_per_call(call: Callable[[], object]) -> float:
 
 def measure(shape: Shape, rounds: int, threads: int) -> dict[str, object]:
     """The figures of one shape."""
-    case = Case(shape)
+    case, eight = Case(shape, "bfloat16"), Case(shape, "int8")
     native, torch_ops = case.runner(native=True), case.runner(native=False)
+    over_int8 = eight.runner(native=True)
     error = (native().float() - torch_ops().float()).abs().max().item()
-    shares, times, speedups, probes = [], [], [], []
+    shares, times, speedups, probes, gains = [], [], [], [], []
     for _ in range(rounds):
         own, other = seconds_per_call(native), seconds_per_call(torch_ops)
+        gains.append(own / seconds_per_call(over_int8))
         probes.append(read_bandwidth(threads))
         shares.append(case.bytes_read / own / probes[-1])
         times.append(own)
@@ -126,6 +130,7 @@ def measure(shape: Shape, rounds: int, threads: int) -> dict[str, object]:
         "share": round(share, 2),
         "spread": [round(min(shares), 2), round(max(shares), 2)],
         "against_torch_operations": round(statistics.median(speedups), 1),
+        "int8_against_bfloat16": round(statistics.median(gains), 2),
         "largest_difference": round(error, 4),
         "goal": shape.goal,
         "met": share >= shape.goal,

@@ -15,7 +15,7 @@ from worker.identity.stepper import Stepper
 
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
-from vlm_worker.model.memory import available_bytes, num_kv_blocks
+from vlm_worker.model.memory import available_bytes, make_kv_cache, num_kv_blocks
 from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
 from vlm_worker.types import KVLayout, Stage
 
@@ -56,6 +56,18 @@ def test_roles_of_one_model_agree_and_other_types_do_not(runner: ModelRunner) ->
     assert other.kv_layout.fingerprint != runner.kv_layout.fingerprint
 
 
+def test_blocks_of_int8_count_their_scales_and_fit_no_other() -> None:
+    layout = KVLayout("r", 5, 2, 64, 16, "int8")
+    assert layout.token_bytes == 5 * 2 * 2 * (64 + 4)
+    cache = make_kv_cache(layout, 7, torch.device("cpu"))
+    assert cache.nbytes == 7 * layout.block_bytes
+    others = {dataclasses.replace(layout, dtype=d).fingerprint for d in ("bfloat16", "float32")}
+    assert layout.fingerprint not in others
+    assert num_kv_blocks(layout, torch.device("cpu"), memory_bytes=1 << 20) == (1 << 20) // (
+        16 * layout.token_bytes
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_embedding_crosses_as_bytes(seen: Question, dtype: str) -> None:
     runner = build_runner(dataclasses.replace(SETTINGS, dtype=dtype))
@@ -76,9 +88,10 @@ def test_an_embedding_crosses_as_bytes(seen: Question, dtype: str) -> None:
             runner.import_embedding(memoryview(sick.view(torch.uint8).numpy()), num_tokens)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str) -> None:
-    settings = dataclasses.replace(SETTINGS, dtype=dtype)
+def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str, kv_dtype: str) -> None:
+    settings = dataclasses.replace(SETTINGS, dtype=dtype, kv_dtype=kv_dtype)
     home, away = build_runner(settings), build_runner(settings)
     stepper = Stepper(home)
     staying, leaving = (stepper.start(seen, (), max_tokens=8) for _ in range(2))
