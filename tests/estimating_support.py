@@ -13,10 +13,10 @@ from vlm_operator.autoscale.outcome import Need
 from vlm_operator.autoscale.policy import (
     PoolPolicy,
     ServicePolicy,
-    Tuning,
     VariantPolicy,
     ZeroPolicy,
 )
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Busy, Gaps, KvTokens, Sample, StageSeconds, Ttft

@@ -8,7 +8,8 @@ from settling_support import World, pool, service, variant
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import MissingMetrics, OnDemand
-from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, Tuning, ZeroPolicy
+from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, ZeroPolicy
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 
 OURS = names.MANAGER_AUTOSCALER  # a number that others wrote is followed, whatever pods say

@@ -18,9 +18,9 @@ from vlm_operator.api.enums import (
     TransferMode,
 )
 from vlm_operator.api.tuning import Tuning
-from vlm_operator.names import Role
+from vlm_operator.names import POOL_ROLES, Role
 
-PoolRole = Annotated[Role, Field(json_schema_extra={"enum": ["encoder", "prefill", "decode"]})]
+PoolRole = Annotated[Role, Field(json_schema_extra={"enum": [str(role) for role in POOL_ROLES]})]
 Milliseconds = Annotated[int, Field(ge=1, le=3_600_000)]
 
 

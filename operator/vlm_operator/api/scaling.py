@@ -47,7 +47,7 @@ class ScaleDown(Model):
     stabilization_seconds: int = field(
         300, "Seconds the need must stay lower.", example=600, ge=0, le=3600
     )
-    max_pods_per_minute: int = field(1, "Pods drained per minute.", example=2, ge=1, le=1000)
+    max_pods_per_minute: int = field(4, "Pods drained per minute.", example=2, ge=1, le=1000)
 
 
 class Behavior(Model):
@@ -61,9 +61,9 @@ class Targets(Model):
     """How busy one replica should be."""
 
     utilization_percent: int = field(
-        75, "Busy time of an encoder or prefill pod, in percent.", example=60, ge=10, le=95
+        70, "Busy time of an encoder or prefill pod, in percent.", example=60, ge=10, le=95
     )
-    kv_occupancy_percent: int = field(80, "KV blocks in use, in percent.", example=70, ge=10, le=95)
+    kv_occupancy_percent: int = field(60, "KV blocks in use, in percent.", example=70, ge=10, le=95)
 
 
 class Scaling(Model):

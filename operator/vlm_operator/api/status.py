@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ Text = Annotated[str, Field(max_length=4096)]
 Word = Annotated[str, Field(max_length=256)]
 
 # These and no others. NameConflict is a reason of Stalled, ScalingConflict of ScalingActive.
-CONDITIONS = (
+ConditionType = Literal[
     "Ready",
     "Accepted",
     "EncoderReady",
@@ -27,7 +27,8 @@ CONDITIONS = (
     "RolloutProgressing",
     "Reconciling",
     "Stalled",
-)
+]
+CONDITIONS: tuple[ConditionType, ...] = get_args(ConditionType)
 
 
 class Condition(Model):

@@ -1,28 +1,27 @@
 """`spec.autoscaling.tuning`: the constants of the autoscaler, each with its unit in the name.
 
-They are `autoscale.policy.Tuning` in integers; docs/autoscaling.md argues for the defaults. Bounds
+They are `autoscale.tuning.Tuning` in integers; docs/autoscaling.md argues for the defaults. Bounds
 reach down to seconds, so that a trial need not wait for minutes.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from vlm_operator.api.base import Model, Rule, field
 
 _DAY = 86400
+_BAND_UP, _BAND_DOWN = 85, 70
 
 
-def _seconds(default: int, what: str, *, least: int = 1, most: int = _DAY) -> Any:
+def _number(default: int, what: str, *, most: int, least: int = 1) -> Any:
     return field(default, what, example=default, ge=least, le=most)
 
 
-def _percent(default: int, what: str, *, least: int = 1, most: int = 100) -> Any:
-    return field(default, what, example=default, ge=least, le=most)
-
-
-def _count(default: int, what: str, *, most: int) -> Any:
-    return field(default, what, example=default, ge=1, le=most)
+_count = _number
+_seconds = functools.partial(_number, most=_DAY)
+_percent = functools.partial(_number, most=100)
 
 
 class Tuning(Model):
@@ -34,8 +33,8 @@ class Tuning(Model):
     smoothing_seconds: int = _seconds(30, "Time constant of admitted work.")
     drain_seconds: int = _seconds(30, "Within which a backlog should be done.")
     wait_floor_milliseconds: int = _seconds(20, "Least budget for waiting.", most=60_000)
-    band_up_percent: int = _percent(85, "Use above which a pool grows.")
-    band_down_percent: int = _percent(70, "Use below which it may shrink.")
+    band_up_percent: int = _percent(_BAND_UP, "Use above which a pool grows.")
+    band_down_percent: int = _percent(_BAND_DOWN, "Use below which it may shrink.")
     guilty_share_percent: int = _percent(20, "Least part in the overrun to grow.", least=0)
     ttft_margin_percent: int = _percent(90, "TTFT over target for shrinking, at most.")
     itl_margin_percent: int = _percent(80, "The same of the time between tokens.")
@@ -79,11 +78,11 @@ class Tuning(Model):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="tuning-bands",
-            holds="(has(self.bandDownPercent) ? self.bandDownPercent : 70) < "
-            "(has(self.bandUpPercent) ? self.bandUpPercent : 85)",
+            holds=f"(has(self.bandDownPercent) ? self.bandDownPercent : {_BAND_DOWN}) < "
+            f"(has(self.bandUpPercent) ? self.bandUpPercent : {_BAND_UP})",
             message="must be less than bandUpPercent: between them nothing moves",
             says="'must be less than bandUpPercent (%d): between them nothing moves'"
-            ".format([has(self.bandUpPercent) ? self.bandUpPercent : 85])",
+            f".format([has(self.bandUpPercent) ? self.bandUpPercent : {_BAND_UP}])",
             at=".bandDownPercent",
         ),
     )

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import Pool, Variant, VLMService, quantity
-from vlm_operator.api import tuning as tuning_api
 from vlm_operator.api.enums import LendingMode, OnDemand
 from vlm_operator.api.scaling import Behavior, Targets
 from vlm_operator.autoscale.policy import (
@@ -19,19 +17,13 @@ from vlm_operator.autoscale.policy import (
     PoolPolicy,
     Ratio,
     ServicePolicy,
-    Tuning,
     VariantPolicy,
     ZeroPolicy,
 )
+from vlm_operator.autoscale.tuning import constants
 from vlm_operator.autoscale.view import PodPhase, PodView, PoolView, View
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Manifest, NodeClassState, Observed, PodState
-
-# API suffix, the constant's own suffix, and how many of the former are one of the latter.
-_UNITS = (
-    ("_milliseconds", "_seconds", 1000.0),
-    ("_percent", "", 100.0),
-)
 
 
 def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -> ServicePolicy:
@@ -65,21 +57,6 @@ def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -
         tick_seconds=float(spec.autoscaling.tick_seconds),
         tuning=constants(spec.autoscaling.tuning),
     )
-
-
-def constants(written: tuning_api.Tuning) -> Tuning:
-    """Turn the API's integers into the method's own units."""
-    found: dict[str, Any] = {}
-    for name in tuning_api.Tuning.model_fields:
-        value = getattr(written, name)
-        for suffix, own, scale in _UNITS:
-            if name.endswith(suffix):
-                found[name.removesuffix(suffix) + own] = value / scale
-                break
-        else:
-            found[name] = value
-    found["forecast_days"] = found.pop("forecast_seconds") / 86400
-    return Tuning(**found)
 
 
 def service_view(

@@ -18,7 +18,7 @@ from vlm_operator.names import Role
 from vlm_operator.observe import seconds
 from vlm_operator.pods.parts import GRACE_SECONDS
 from vlm_operator.state import Observed
-from vlm_operator.status import Failure, refused_status
+from vlm_operator.status import Failure, Told, refused_status
 
 _MARGIN_SECONDS = 5.0
 
@@ -68,6 +68,6 @@ class Deletion:
             if sample.role is Role.GATEWAY
         )
         message = f"draining {len(pods)} gateway pods with {inflight} requests in flight"
-        failure = Failure("Deleting", message, person=False)
+        failure = Failure(Told.DELETING, message, person=False)
         generation = int(self._meta["generation"])
         return refused_status(failure, previous, generation=generation, now=self._observed.now)

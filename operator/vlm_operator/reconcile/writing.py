@@ -30,7 +30,7 @@ from vlm_operator.errors import (
 from vlm_operator.plan import pool_claim
 from vlm_operator.reconcile.decisions import Intent
 from vlm_operator.state import Observed
-from vlm_operator.status import Failure
+from vlm_operator.status import Failure, Told
 
 
 async def carry_out(
@@ -111,7 +111,7 @@ async def _refused_template(cluster: Cluster, intent: Intent, observed: Observed
 
 def _failure(applied: Applied) -> Failure | None:
     if applied.conflicts:
-        return Failure("NameConflict", str(applied.conflicts[0]))
+        return Failure(Told.NAME_CONFLICT, str(applied.conflicts[0]))
     if applied.refused:
         label, error = applied.refused[0]
         if _ending_namespace(error):

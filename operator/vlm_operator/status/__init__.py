@@ -15,7 +15,7 @@ from vlm_operator.status.build import build_status, pool_status_of_kind, refused
 from vlm_operator.status.classes import ClassUse, Start, class_status, class_uses, latest
 from vlm_operator.status.decisions import decision_status
 from vlm_operator.status.events import REASONS, Event, events
-from vlm_operator.status.view import Failure, View
+from vlm_operator.status.view import Failure, Told, View
 
 __all__ = [
     "REASONS",
@@ -23,6 +23,7 @@ __all__ = [
     "Event",
     "Failure",
     "Start",
+    "Told",
     "View",
     "build_status",
     "class_status",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from vlm_operator.names import Role
 from vlm_operator.status.readiness import READY_NAMES, role_ready, roles
 from vlm_operator.status.sizing import attainable, capacity, metrics, scaling
-from vlm_operator.status.view import Verdict, View
+from vlm_operator.status.view import Told, Verdict, View
 
 Check = Callable[[View], Verdict | None]
 
@@ -46,12 +46,12 @@ def rollout(view: View) -> Verdict:
     """Whether pods of an older revision are still there, and on their way."""
     step = view.step
     if step.back:
-        reason = "RolledBack" if step.done else "RollingBack"
+        reason = Told.ROLLED_BACK if step.done else "RollingBack"
         return Verdict("RolloutProgressing", not step.done, reason, failed(view))
     if step.done:
         return Verdict("RolloutProgressing", False, "Complete", "all pods are of one revision")
     if step.failure:
-        return Verdict("RolloutProgressing", False, "DeadlineExceeded", failed(view))
+        return Verdict("RolloutProgressing", False, Told.DEADLINE_EXCEEDED, failed(view))
     return Verdict("RolloutProgressing", True, "Progressing", step.waiting)
 
 

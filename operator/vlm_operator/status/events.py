@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.reasons import Reason
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest
+from vlm_operator.status.view import Told
 
 REASONS = {
     "Ready": "Every role serves.",
@@ -78,41 +81,44 @@ def events(
 def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
     was, now = _by_type(before), _by_type(after)
 
-    def turned(kind: str, status: str) -> bool:
+    def turned(kind: ConditionType, status: str) -> bool:
         return now.get(kind, {}).get("status") == status != was.get(kind, {}).get("status")
 
-    def message(kind: str) -> str:
+    def message(kind: ConditionType) -> str:
         return str(now[kind]["message"])
 
     if turned("Accepted", "False"):
         yield Event("ConfigInvalid", message("Accepted"))
     if turned("Stalled", "True"):
-        conflict = now["Stalled"]["reason"] == "NameConflict"
+        conflict = now["Stalled"]["reason"] == Told.NAME_CONFLICT
         yield Event("NameConflict" if conflict else "Stalled", message("Stalled"))
     if turned("Ready", "True"):
         yield Event("Ready", message("Ready"))
     if turned("Ready", "False") and was.get("Ready", {}).get("status") == "True":
-        deleting = now["Ready"]["reason"] == "Deleting"
+        deleting = now["Ready"]["reason"] == Told.DELETING
         yield Event("Draining" if deleting else "NotReady", message("Ready"))
     if turned("CapacitySufficient", "False"):
         yield Event("NoFitNode", message("CapacitySufficient"))
-    if turned("ScalingActive", "False") and now["ScalingActive"]["reason"] == "ScalingConflict":
+    if (
+        turned("ScalingActive", "False")
+        and now["ScalingActive"]["reason"] == Reason.SCALING_CONFLICT
+    ):
         yield Event("ScalingConflict", message("ScalingActive"))
     if turned("SLOAttainable", "False"):
         yield Event("SLOUnattainable", message("SLOAttainable"))
     if turned("MetricsAvailable", "False"):
         yield Event("MetricsMissing", message("MetricsAvailable"))
-    damped = [which.get("ScalingActive", {}).get("reason") == "Damped" for which in (was, now)]
+    damped = [which.get("ScalingActive", {}).get("reason") == Told.DAMPED for which in (was, now)]
     if damped == [False, True]:
         yield Event("FlappingDamped", message("ScalingActive"))
-    limited = now.get("ScalingActive", {}).get("reason") == "Limited"
+    limited = now.get("ScalingActive", {}).get("reason") == Told.LIMITED
     if limited and was.get("ScalingActive", {}).get("message") != message("ScalingActive"):
         yield Event("ScaleLimited", message("ScalingActive"))
     if turned("RolloutProgressing", "True"):
         yield Event("RolloutStarted", message("RolloutProgressing"))
     if turned("RolloutProgressing", "False") and "RolloutProgressing" in was:
         reason = now["RolloutProgressing"]["reason"]
-        news = {"RolledBack": "RolledBack", "DeadlineExceeded": "RolloutFailed"}
+        news = {Told.ROLLED_BACK: "RolledBack", Told.DEADLINE_EXCEEDED: "RolloutFailed"}
         yield Event(news.get(reason, "RolloutComplete"), message("RolloutProgressing"))
 
 
@@ -129,7 +135,7 @@ def _pools(before: Manifest, after: Manifest) -> Iterator[Event]:
 
 def _put_back(decisions: Iterable[tuple[Role, Decision]]) -> Iterator[Event]:
     for role, decision in decisions:
-        if decision.reason == "PutBack":
+        if decision.reason == Reason.PUT_BACK:
             yield Event("ScalePutBack", f"{role}: {decision.message}")
 
 

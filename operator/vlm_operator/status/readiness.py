@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from vlm_operator.api.status import ConditionType
 from vlm_operator.names import Role
 from vlm_operator.state import PodState, Sample
 from vlm_operator.status.view import Verdict, View
 
-READY_NAMES = {
+READY_NAMES: Mapping[Role, ConditionType] = {
     Role.ENCODER: "EncoderReady",
     Role.PREFILL: "PrefillReady",
     Role.DECODE: "DecodeReady",

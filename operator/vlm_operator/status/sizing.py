@@ -8,10 +8,10 @@ from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale.explain import beyond, remedy, round_ms
 from vlm_operator.autoscale.outcome import Attribution
-from vlm_operator.autoscale.reasons import Bound
+from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.names import Role
 from vlm_operator.status.readiness import roles
-from vlm_operator.status.view import Verdict, View
+from vlm_operator.status.view import Told, Verdict, View
 
 # What holds a pool for longer than a window, in words that do not change from tick to tick.
 _LASTING: dict[str, str] = {
@@ -33,7 +33,7 @@ def scaling(view: View) -> Verdict:
     for role, decision in view.decisions.items():
         if decision.conflict:
             message = f"{role}: {decision.message}"
-            return Verdict("ScalingActive", False, "ScalingConflict", message)
+            return Verdict("ScalingActive", False, Reason.SCALING_CONFLICT, message)
     policy = view.policy.apply
     if policy is not AutoscalingPolicy.ACTIVE and ScalingMode.AUTO in modes.values():
         message = {
@@ -44,7 +44,7 @@ def scaling(view: View) -> Verdict:
         return Verdict("ScalingActive", False, policy.value, message)
     limited = next((said for role in modes if (said := _limit(view, role))), "")
     if limited:
-        return Verdict("ScalingActive", True, "Limited", limited)
+        return Verdict("ScalingActive", True, Told.LIMITED, limited)
     damped = [
         role
         for role, decision in view.decisions.items()
@@ -52,7 +52,7 @@ def scaling(view: View) -> Verdict:
     ]
     if damped:
         message = f"{damped[0]} went up and down too often: it waits longer before it shrinks"
-        return Verdict("ScalingActive", True, "Damped", message)
+        return Verdict("ScalingActive", True, Told.DAMPED, message)
     listed = ", ".join(f"{role} {mode.value}" for role, mode in modes.items())
     automatic = any(mode is not ScalingMode.MANUAL for mode in modes.values())
     return Verdict("ScalingActive", True, "Scaling" if automatic else "Manual", listed)
@@ -127,7 +127,7 @@ def attainable(view: View) -> Verdict | None:
     for item in aimed:
         if not item.attainable:
             message = f"{item.modality}: {beyond(item)}"
-            return Verdict("SLOAttainable", False, "Unattainable", message)
+            return Verdict("SLOAttainable", False, Reason.UNATTAINABLE, message)
     if not aimed:
         return Verdict("SLOAttainable", None, "NoRequests", "no request ended within the window")
     for item in aimed:

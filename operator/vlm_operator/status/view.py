@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 from vlm_operator.api import VLMService
+from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.decide import Outcome
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, PodState, Revision
+
+
+class Told(enum.StrEnum):
+    """Reasons of conditions that events tell apart from the others of their condition."""
+
+    NAME_CONFLICT = "NameConflict"
+    DELETING = "Deleting"
+    LIMITED = "Limited"
+    DAMPED = "Damped"
+    ROLLED_BACK = "RolledBack"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +46,7 @@ class Failure:
 class Verdict:
     """One condition without its times. `status` is None where nobody knows."""
 
-    type: str
+    type: ConditionType
     status: bool | None
     reason: str
     message: str

@@ -9,8 +9,8 @@ from operator_support import World, body, external, pool, service
 
 from vlm_operator.api import parse, resolve
 from vlm_operator.api.tuning import Tuning as WrittenTuning
-from vlm_operator.autoscale.inputs import constants, service_policy, service_view
-from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.autoscale.inputs import service_policy, service_view
+from vlm_operator.autoscale.tuning import Tuning, constants
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class, observe, pod_states
 from vlm_operator.pods import place

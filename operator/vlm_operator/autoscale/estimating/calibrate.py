@@ -20,7 +20,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from vlm_operator.autoscale.estimating.readings import PoolReading
-from vlm_operator.autoscale.policy import ServicePolicy, Tuning
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Busy
 

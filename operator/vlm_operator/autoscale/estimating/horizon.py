@@ -9,7 +9,7 @@ slope⁺     Theil-Sen over the last minute, where three quarters of all pairs r
 warm       warm_share · p95 of what load grew by within a start-up, over two hours; of pools whose
            start-up outlasts what the target forgives: a twentieth of the window
 season     multiplicative Holt-Winters without a trend, one value for each hour of the day, known
-           after forecast_days; a floor, never a reason to shrink
+           after forecast_seconds; a floor, never a reason to shrink
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def with_hour(memory: SeasonMemory, load: float, *, now: float) -> SeasonMemory:
 
 def forecast(policy: ServicePolicy, memory: SeasonMemory, when: float) -> float:
     """What the hour of `when` brought on other days, at today's level; 0 before enough days."""
-    if memory.since is None or when / 3600 - memory.since < policy.tuning.forecast_days * HOURS:
+    if memory.since is None or when - 3600 * memory.since < policy.tuning.forecast_seconds:
         return 0.0
     found = memory.season[int(when // 3600) % HOURS]
     return 0.0 if found is None else found * memory.level

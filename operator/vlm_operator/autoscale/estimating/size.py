@@ -34,6 +34,7 @@ NEUTRAL_UTILIZATION = 0.75  # the target that the bands are drawn around
 NEUTRAL_OCCUPANCY = 0.80
 DRAIN_TARGETS = 10.0  # times the target of TTFT, within which a backlog is worked off
 MOST_UNITS = 100_000.0
+TIMED = frozenset({"utilization", "backlog", "waiting"})  # rest on how long work takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ def size(policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: S
         known=pool.known and speaks,
         idle=pool.known and signals.demand.idle_seconds >= policy.window_seconds,
         urgent=_urgent(rules, pool, signals, units),
-        credible=signals.credible or (rules.role is Role.DECODE and Role.PREFILL in policy.pools),
+        credible=signals.credible or leading is None or leading.signal not in TIMED,
         warm_units=_warm(rules, signals),
         message=_message(pool, leading, units, speaks=speaks),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
-from vlm_operator.autoscale.policy import Tuning
 from vlm_operator.autoscale.settling.paced import Change, PoolPace
+from vlm_operator.autoscale.tuning import Tuning
 
 
 def damp(pace: PoolPace, tuning: Tuning, *, window: float, now: float) -> PoolPace:

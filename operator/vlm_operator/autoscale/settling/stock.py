@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.estimating.estimate import Estimate
-from vlm_operator.autoscale.policy import PoolPolicy, Tuning, VariantPolicy
+from vlm_operator.autoscale.policy import PoolPolicy, VariantPolicy
 from vlm_operator.autoscale.settling.paced import Exhausted, PoolPace
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import MANAGER_AUTOSCALER, Role
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, guilt, owner
 from vlm_operator.autoscale.estimating.window import Tally, Window, percentile, tail_mean
-from vlm_operator.autoscale.policy import ServicePolicy, Tuning
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Ttft
 

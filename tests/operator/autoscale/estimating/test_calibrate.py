@@ -17,7 +17,7 @@ from vlm_operator.autoscale.estimating.calibrate import (
     fitted,
     service_seconds,
 )
-from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 TUNING = Tuning()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_operator.autoscale.estimating.horizon import GrowthMemory, warm_load, with_minute
-from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 WARM = Tuning(warm_share=1.0)
@@ -29,7 +29,7 @@ def test_a_pool_is_credible_once_enough_of_its_work_was_seen_however_alike_it_is
     for ticks, credible in ((10, False), (3, True)):
         prompts(service, ticks)
         assert service.last.needs[Role.PREFILL].credible is credible
-    assert service.last.needs[Role.DECODE].credible, "tokens are counted, not fitted"
+    assert service.last.needs[Role.DECODE].credible, "tokens are counted, not timed"
     assert not service.last.needs[Role.ENCODER].credible, "nobody sent a picture"
 
 

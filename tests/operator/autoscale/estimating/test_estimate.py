@@ -9,7 +9,8 @@ from estimating_support import NOW, Pod, Service, busy, policy, signals
 from vlm_operator.autoscale.estimating.demand import DemandMemory, demand_of
 from vlm_operator.autoscale.estimating.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.estimating.readings import LastAnswer, PodReading, PoolReading
-from vlm_operator.autoscale.policy import Tuning, VariantPolicy
+from vlm_operator.autoscale.policy import VariantPolicy
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 
 QUICK = Tuning(min_requests=10)

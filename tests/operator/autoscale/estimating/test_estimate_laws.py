@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
-from vlm_operator.autoscale.policy import Tuning, VariantPolicy
+from vlm_operator.autoscale.policy import VariantPolicy
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Busy, Gaps, KvTokens, Sample, StageSeconds, Ttft

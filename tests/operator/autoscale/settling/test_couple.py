@@ -6,7 +6,8 @@ from settling_support import TICK, World, need, pool, service, variant
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.autoscale.policy import Budget, Ratio, Tuning
+from vlm_operator.autoscale.policy import Budget, Ratio
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 DECODE, PREFILL, ENCODER = Role.DECODE, Role.PREFILL, Role.ENCODER

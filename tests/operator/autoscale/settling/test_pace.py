@@ -6,7 +6,8 @@ import pytest
 from settling_support import TICK, World, attribution, need, pool, service, variant
 
 from vlm_operator.api.enums import AutoscalingPolicy, MissingMetrics, OnDemand
-from vlm_operator.autoscale.policy import Tuning, ZeroPolicy
+from vlm_operator.autoscale.policy import ZeroPolicy
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 DECODE, ENCODER = Role.DECODE, Role.ENCODER

@@ -8,9 +8,10 @@ from settling_support import NOW, TICK, World, need, pool, service, variant
 from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.estimating.horizon import Phases
-from vlm_operator.autoscale.policy import Budget, Tuning
+from vlm_operator.autoscale.policy import Budget
 from vlm_operator.autoscale.settling.paced import PoolPace
 from vlm_operator.autoscale.settling.stock import Stock, patience, take_stock
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
 

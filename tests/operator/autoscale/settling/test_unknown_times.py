@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from settling_support import World, need, pool, service
 
-from vlm_operator.autoscale.policy import Tuning
+from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 DECODE = Role.DECODE
