@@ -26,8 +26,9 @@ class Settings:
             one.
         cluster_domain: the suffix of `status.url`.
         lease_seconds: how long others wait for a leader that is gone; none writes in its last 5.
-        resync_seconds: a service is read in full at least this often, events or not.
-        watch_seconds: how long a watch of the API server lasts before kopf lists again.
+        resync_seconds: a service takes a full turn, and children are listed, at least this often,
+            events or not.
+        watch_seconds: how long kopf's watch of VLMServices lasts before it lists again.
         silence_seconds: how long a watch may say nothing before it is taken for dead.
         spare_seconds: how long a rollout's new pod waits for a node before one is drained for it.
     """
@@ -91,9 +92,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--cluster-domain", default=default.cluster_domain, metavar="DOMAIN",
         help="suffix of status.url (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
-        help="read every service in full at least this often (%(default)s)")  # fmt: skip
+        help="list children, take a full turn, at least this often (%(default)s)")  # fmt: skip
     add("--watch-seconds", type=int, default=default.watch_seconds, metavar="S",
-        help="a watch lasts so long, then everything is listed again (%(default)s)")  # fmt: skip
+        help="VLMServices are watched so long, then listed again (%(default)s)")  # fmt: skip
     add("--silence-seconds", type=int, default=default.silence_seconds, metavar="S",
         help="a watch that says nothing for so long is dead; above 60 (%(default)s)")  # fmt: skip
     add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",

@@ -24,6 +24,8 @@ class KubeCluster:
     """One API server, with `REQUEST_TIMEOUT_SECONDS` for every call."""
 
     def __init__(self, loaded: Any) -> None:
+        # each open watch holds a connection; requests are counted by whoever sends many
+        loaded.connection_pool_maxsize = 0
         self._api = kube_client.ApiClient(configuration=loaded)
         self._client = DynamicClient(self._api)
 

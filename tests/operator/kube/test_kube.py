@@ -209,6 +209,23 @@ async def test_a_watch_that_breaks_is_a_typed_error(line: bytes | None, error: t
                 pass
 
 
+async def test_requests_wait_for_no_open_watch():
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return web.json_response({"items": []})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"type":"ADDED","object":{}}\n')
+        await asyncio.sleep(60)
+        return response
+
+    async with _served(answer) as cluster, contextlib.AsyncExitStack() as stack:
+        for _ in range(120):  # nine kinds in a dozen namespaces
+            watch = cluster.watch(VLM_POOL, "ns", labelled="", since=1, seconds=60, silence=60)
+            await anext(await stack.enter_async_context(contextlib.aclosing(watch)))
+        assert await cluster.list(VLM_POOL, "ns") == []
+
+
 async def _ask(answer, error: type, text: str, status: int) -> None:
     async with _served(answer) as cluster:
         with pytest.raises(error, match=text) as caught:
