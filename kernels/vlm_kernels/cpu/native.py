@@ -54,6 +54,12 @@ def variant_name() -> str:
     return _library().name
 
 
+def path() -> str | None:
+    """The file of `library()`, for a process of its own; None where there is none."""
+    found = library()
+    return None if found is None else found._name
+
+
 def _library() -> Library:
     with _lock:
         if not _found:

@@ -21,6 +21,7 @@ from vlm_worker.errors import InvalidRequestError
 from vlm_worker.media.frames import READY, ChildConfig, Done, Job, receive
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import UndecodableError, decode_rgb
+from vlm_worker.media.resize import Resizer
 
 NO_MEMORY = "decoding the image needs more memory than one image may take; send it smaller"
 
@@ -28,6 +29,7 @@ NO_MEMORY = "decoding the image needs more memory than one image may take; send 
 def main() -> None:
     """Serve jobs from standard input until it ends."""
     config = ChildConfig.from_json(sys.argv[1])
+    resizer = Resizer(config.native_library)
     _bound_memory(config.memory_bytes)
     with socket.socket(fileno=0) as channel:
         channel.sendall(READY)
@@ -37,14 +39,16 @@ def main() -> None:
             except EOFError:
                 return
             _bound_cpu(config.cpu_seconds)
-            done, body = _run(job, receive(channel, job.num_bytes), config)
+            done, body = _run(job, receive(channel, job.num_bytes), config, resizer)
             channel.sendall(done.pack())
             channel.sendall(body)
 
 
-def _run(job: Job, data: bytearray, config: ChildConfig) -> tuple[Done, memoryview]:
+def _run(
+    job: Job, data: bytearray, config: ChildConfig, resizer: Resizer
+) -> tuple[Done, memoryview]:
     try:
-        return _prepare(job, data, config)
+        return _prepare(job, data, config, resizer)
     except (UndecodableError, InvalidRequestError) as error:
         code, message = "invalid_image", str(error)
     except MemoryError:
@@ -53,13 +57,15 @@ def _run(job: Job, data: bytearray, config: ChildConfig) -> tuple[Done, memoryvi
     return Done.failure(len(text)), memoryview(text)
 
 
-def _prepare(job: Job, data: bytearray, config: ChildConfig) -> tuple[Done, memoryview]:
+def _prepare(
+    job: Job, data: bytearray, config: ChildConfig, resizer: Resizer
+) -> tuple[Done, memoryview]:
     start = time.perf_counter_ns()
     rgb = decode_rgb(data, job.header)
     decoded = time.perf_counter_ns()
     processor = config.processor.capped(job.max_pixels)
     geometry = processor.geometry(job.header.height, job.header.width)
-    patches = make_patches(rgb, processor, geometry)
+    patches = make_patches(rgb, processor, geometry, resizer=resizer)
     prepared = time.perf_counter_ns()
     key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt)
     body = patches.data.cast("B")

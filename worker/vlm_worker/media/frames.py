@@ -26,13 +26,15 @@ class ChildConfig:
     """What a child is told once, on its command line.
 
     One picture may take `memory_bytes` beyond the idle child, and `cpu_seconds`; the kernel refuses
-    more memory and ends a child that takes more time.
+    more memory and ends a child that takes more time. `native_library` is the file with the fast
+    resizing, None where there is none.
     """
 
     processor: Processor
     model_revision: str
     memory_bytes: int
     cpu_seconds: int
+    native_library: str | None = None
 
     def to_json(self) -> str:
         """One argument."""

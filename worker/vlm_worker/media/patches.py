@@ -12,18 +12,23 @@ import json
 import math
 
 import numpy as np
-from PIL import Image
 
 from vlm_worker.core.geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
+from vlm_worker.media.resize import Resizer
+
+PLAIN = Resizer()
 
 
-def make_patches(rgb: np.ndarray, processor: Processor, geometry: Geometry) -> np.ndarray:
+def make_patches(
+    rgb: np.ndarray, processor: Processor, geometry: Geometry, *, resizer: Resizer = PLAIN
+) -> np.ndarray:
     """Resize, normalise and, where the tower reads patches, cut a picture.
 
     Args:
         rgb: uint8 `[height, width, 3]`.
         processor: the effective parameters.
         geometry: of this picture under these parameters.
+        resizer: any gives the same bytes.
 
     Returns:
         float32 `[t*h*w, patch_dim]`, C-contiguous. Of a DynamicProcessor, rows are grouped by
@@ -31,14 +36,14 @@ def make_patches(rgb: np.ndarray, processor: Processor, geometry: Geometry) -> n
         `[3, height, width]` by another shape.
     """
     if isinstance(processor, FixedProcessor):
-        planes = _planes(rgb, processor)
+        planes = _planes(rgb, processor, resizer)
         return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
     assert isinstance(processor, DynamicProcessor)
-    return _patches(rgb, processor, geometry)
+    resized = resizer.resize(rgb, geometry.height, geometry.width, resample=processor.resample)
+    return _patches(resized, processor, geometry)
 
 
-def _patches(rgb: np.ndarray, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:
-    resized = _resize(rgb, processor, geometry.height, geometry.width)
+def _patches(resized: np.ndarray, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:
     patch, merge, times = processor.patch_size, processor.merge_size, processor.temporal_patch_size
     _, rows, columns = geometry.grid_thw
     # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
@@ -51,21 +56,16 @@ def _patches(rgb: np.ndarray, processor: DynamicProcessor, geometry: Geometry) -
     return out.reshape(rows * columns, processor.patch_dim)
 
 
-def _planes(rgb: np.ndarray, processor: FixedProcessor) -> np.ndarray:
+def _planes(rgb: np.ndarray, processor: FixedProcessor, resizer: Resizer) -> np.ndarray:
     """float32 `[3, height, width]`: resized, and the middle cut out."""
     height, width = processor.resized(*rgb.shape[:2])
-    resized = _resize(rgb, processor, height, width)
+    resized = resizer.resize(rgb, height, width, resample=processor.resample)
     top, left = (height - processor.height) // 2, (width - processor.width) // 2
     middle = resized[top : top + processor.height, left : left + processor.width]
     out = np.empty((3, processor.height, processor.width), dtype=np.float32)
     for channel, table in enumerate(_tables(processor)):
         np.take(table, middle[:, :, channel], out=out[channel])
     return out
-
-
-def _resize(rgb: np.ndarray, processor: Processor, height: int, width: int) -> np.ndarray:
-    resample = Image.Resampling(processor.resample)
-    return np.asarray(Image.fromarray(rgb).resize((width, height), resample=resample))
 
 
 def _tables(processor: Processor) -> np.ndarray:

@@ -66,6 +66,7 @@ class MediaPool:
         model_revision: str,
         settings: MediaSettings | None = None,
         observer: MediaObserver | None = None,
+        native_library: str | None = None,
     ) -> None:
         self._settings = settings or MediaSettings()
         self._processor = processor
@@ -74,6 +75,7 @@ class MediaPool:
             model_revision=model_revision,
             memory_bytes=DECODE_MEMORY_BYTES + processor.work_bytes,
             cpu_seconds=self._settings.cpu_seconds,
+            native_library=native_library,
         )
         self._observer = observer
         self._children = Children(self._config, num_places=self._settings.num_children)

@@ -32,7 +32,8 @@ CHECKSUM_BLOCKS = 4097
 class Loaded:
     """A model that can run. `revision` is the one in its layouts; `max_positions` its own limit.
 
-    `device` is `cpu` or of another kind, whose memory is not the host's.
+    `device` is `cpu` or of another kind, whose memory is not the host's. `native_library` is the
+    file of the kernels in C++, where there is one.
     """
 
     runner: Runner
@@ -43,6 +44,7 @@ class Loaded:
     max_positions: int
     facts: ModelFacts
     device: str = "cpu"
+    native_library: str | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -58,10 +60,11 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         runner, positions = _checksum(settings)
         eos: tuple[int, ...] = ()
         weights_bytes, max_positions = 0, settings.max_model_len
-        device = "cpu"
+        device, native_library = "cpu", None
     else:
         device = _device(settings.device)
         runner, weights_bytes = _model(settings, model_dir, device)
+        native_library = _native_library()
         positions, max_positions = family.positions, family.max_position_embeddings
         eos = eos_token_ids(model_dir)
     embed, kv = runner.embed_layout, runner.kv_layout
@@ -72,7 +75,15 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         weights_bytes=weights_bytes,
     )
     return Loaded(
-        runner, family, positions, eos, embed.model_revision, max_positions, facts, device
+        runner,
+        family,
+        positions,
+        eos,
+        embed.model_revision,
+        max_positions,
+        facts,
+        device,
+        native_library,
     )
 
 
@@ -118,6 +129,12 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runn
         )
     )
     return runner, runner.weights_bytes
+
+
+def _native_library() -> str | None:
+    from vlm_kernels.cpu import native
+
+    return native.path()
 
 
 def _device(wanted: str) -> str:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from vlm_worker.core.families import Family
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.engine.engine import Engine
@@ -115,7 +114,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
     async with contextlib.AsyncExitStack() as stack:
         encoder = None
         if Stage.ENCODER in settings.stages:
-            pool = _media(loaded.family, loaded.revision, observer=server.meters)
+            pool = _media(loaded, observer=server.meters)
             media = await stack.enter_async_context(pool)
             encoder = EncoderRole(host, media)
         yield Parts(
@@ -170,10 +169,13 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
 
 
 @contextlib.asynccontextmanager
-async def _media(
-    family: Family, revision: str, *, observer: MediaObserver
-) -> AsyncIterator[MediaPool]:
-    pool = MediaPool(family.processor, model_revision=revision, observer=observer)
+async def _media(loaded: Loaded, *, observer: MediaObserver) -> AsyncIterator[MediaPool]:
+    pool = MediaPool(
+        loaded.family.processor,
+        model_revision=loaded.revision,
+        observer=observer,
+        native_library=loaded.native_library,
+    )
     await pool.start()
     try:
         yield pool

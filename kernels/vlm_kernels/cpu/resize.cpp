@@ -1,0 +1,134 @@
+// Resize a picture as Pillow does, byte for byte: two passes of weighted sums in whole numbers.
+//
+//     sum_k weight_k source_k,   weights scaled by 2^22 and rounded, sums rounded to bytes
+//
+// Bytes in between the passes too, so their order counts. Pixels are interleaved RGB,
+// `[height, width, 3]`. The pass along rows takes 16 of them at a time and lays four neighbouring
+// pixels of a channel side by side, so that one word holds four taps of a row, a vector 16 rows:
+//
+//     group[x / 4][channel][row] = pixels x .. x + 3         acc[row] += word[row] . weights
+//
+// Source of the arithmetic: Pillow, src/libImaging/Resample.c (PRECISION_BITS, clip8).
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int kBits = 22;
+constexpr int32_t kHalf = 1 << (kBits - 1);
+constexpr int kRows = 16;
+constexpr int kTaps = 4;
+constexpr int kChannels = 3;
+
+typedef int32_t Words __attribute__((vector_size(4 * kRows)));
+
+inline uint8_t clipped(int32_t sum) {
+  return static_cast<uint8_t>(std::min(std::max(sum >> kBits, 0), 255));
+}
+
+// One output of 16 rows: `stride` weights in whole groups of four.
+inline Words weighted(const uint8_t* group, int64_t group_bytes, const int32_t* weight,
+                      int64_t stride) {
+  Words sum = {};
+  for (int64_t tap = 0; tap < stride; tap += kTaps, weight += kTaps, group += group_bytes) {
+    Words taps;
+    std::memcpy(&taps, group, sizeof taps);
+    sum += (taps & 255) * weight[0] + ((taps >> 8) & 255) * weight[1];
+    sum += ((taps >> 16) & 255) * weight[2] + ((taps >> 24) & 255) * weight[3];
+  }
+  return sum;
+}
+
+// Of up to 16 rows: group[x / 4][channel][row][tap]. Rows and pixels beyond the end are zero.
+void group_rows(const uint8_t* rows, int64_t width, int64_t num_rows, uint8_t* groups) {
+  const int64_t whole = width / kTaps;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const uint8_t* pixels = rows + row * width * kChannels;
+    uint8_t* word = groups + row * kTaps;
+    for (int64_t x = 0; x < whole; ++x, pixels += kTaps * kChannels) {
+      for (int channel = 0; channel < kChannels; ++channel, word += kRows * kTaps) {
+        const uint8_t* p = pixels + channel;
+        const uint32_t taps = p[0] | p[3] << 8 | p[6] << 16 | static_cast<uint32_t>(p[9]) << 24;
+        std::memcpy(word, &taps, sizeof taps);
+      }
+    }
+    for (int64_t x = 0; x < (width % kTaps) * kChannels; ++x) {
+      word[x % kChannels * kRows * kTaps + x / kChannels] = pixels[x];
+    }
+  }
+}
+
+// A side of the output: `[size, stride]` weights, and where each output's taps begin.
+struct Side {
+  int64_t size;
+  const int32_t* first;
+  const int32_t* count;
+  const int32_t* weights;
+  int64_t stride;
+};
+
+// [height, width, 3] to [height, side.size, 3]; first taps and stride are multiples of 4.
+void along_rows(const uint8_t* source, int64_t height, int64_t width, const Side& side,
+                uint8_t* out) {
+  const int64_t num_groups = side.stride / kTaps, row_bytes = side.size * kChannels;
+  const int64_t group_bytes = kChannels * kRows * kTaps;
+  // no tap with a weight lies beyond the picture, but the last groups may
+  std::vector<uint8_t> groups(((width + kTaps - 1) / kTaps + num_groups) * group_bytes);
+  for (int64_t top = 0; top < height; top += kRows) {
+    const int64_t num_rows = std::min<int64_t>(kRows, height - top);
+    group_rows(source + top * width * kChannels, width, num_rows, groups.data());
+    for (int64_t x = 0; x < side.size; ++x) {
+      const uint8_t* group = groups.data() + side.first[x] / kTaps * group_bytes;
+      uint8_t* column = out + top * row_bytes + x * kChannels;
+      for (int channel = 0; channel < kChannels; ++channel) {
+        const Words sum = kHalf + weighted(group + channel * kRows * kTaps, group_bytes,
+                                           side.weights + x * side.stride, side.stride);
+        for (int64_t row = 0; row < num_rows; ++row) {
+          column[row * row_bytes + channel] = clipped(sum[row]);
+        }
+      }
+    }
+  }
+}
+
+// [height, width, 3] to [side.size, width, 3].
+void along_columns(const uint8_t* source, int64_t width, const Side& side, uint8_t* out) {
+  const int64_t row_bytes = width * kChannels;
+  std::vector<int32_t> sums(row_bytes);
+  for (int64_t y = 0; y < side.size; ++y, out += row_bytes) {
+    std::fill(sums.begin(), sums.end(), kHalf);
+    for (int64_t tap = 0; tap < side.count[y]; ++tap) {
+      const uint8_t* row = source + (side.first[y] + tap) * row_bytes;
+      const int32_t weight = side.weights[y * side.stride + tap];
+      for (int64_t i = 0; i < row_bytes; ++i) sums[i] += row[i] * weight;
+    }
+    for (int64_t i = 0; i < row_bytes; ++i) out[i] = clipped(sums[i]);
+  }
+}
+
+}  // namespace
+
+// source [height, width, 3] to out [out_height, out_width, 3]. Of each output column, `x_first` is
+// the first tap, a multiple of 4, and `x_weights` `[out_width, x_stride]` are in whole groups of
+// four, 0 where there is no tap; of each output row, `y_first` and `y_count` are its taps, and
+// `y_weights` is `[out_height, y_stride]`.
+extern "C" __attribute__((visibility("default"))) void triptych_resize(
+    const uint8_t* source, int64_t height, int64_t width, uint8_t* out, int64_t out_height,
+    int64_t out_width, const int32_t* x_first, const int32_t* x_weights, int64_t x_stride,
+    const int32_t* y_first, const int32_t* y_count, const int32_t* y_weights, int64_t y_stride,
+    int columns_first) {
+  const Side x = {out_width, x_first, nullptr, x_weights, x_stride};
+  const Side y = {out_height, y_first, y_count, y_weights, y_stride};
+  if (columns_first) {
+    std::vector<uint8_t> between(out_height * width * kChannels);
+    along_columns(source, width, y, between.data());
+    along_rows(between.data(), out_height, width, x, out);
+  } else {
+    std::vector<uint8_t> between(height * out_width * kChannels);
+    along_rows(source, height, width, x, between.data());
+    along_columns(between.data(), out_width, y, out);
+  }
+}

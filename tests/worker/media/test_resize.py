@@ -1,0 +1,91 @@
+"""Resizing in C++: Pillow's bytes, whatever the sizes, the filter and the instructions."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from worker.media.files import encode, noise
+from worker.media.pooling import FAMILY, spec_of
+
+from vlm_kernels.cpu import libraries
+from vlm_worker.media.pool import MediaPool, MediaSettings
+from vlm_worker.media.resize import Resizer
+
+SIDES = st.integers(1, 160)
+
+
+@pytest.fixture(scope="session", params=[variant.name for variant in libraries.VARIANTS])
+def resizer(request: pytest.FixtureRequest) -> Resizer:
+    found = {variant.name: variant for variant in libraries.supported()}
+    if request.param not in found:
+        pytest.skip(f"this CPU cannot run {request.param}")
+    places = libraries.Places.of(os.environ)  # noqa: TID251  as the kernels find them
+    return Resizer(str(libraries.build(found[request.param], places)))
+
+
+def pillow(rgb: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
+    return np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling(resample)))
+
+
+@settings(max_examples=80)
+@given(
+    sides=st.tuples(SIDES, SIDES, SIDES, SIDES),
+    resample=st.sampled_from([2, 3]),
+    seed=st.integers(0, 99),
+    harsh=st.booleans(),
+)
+def test_every_size_is_resized_to_the_bytes_of_pillow(
+    resizer: Resizer, sides: tuple[int, int, int, int], resample: int, seed: int, harsh: bool
+) -> None:
+    height, width, new_height, new_width = sides
+    rgb = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    if harsh:  # overshoots on both sides, so that sums are clipped
+        rgb = (rgb > 127) * np.uint8(255)
+    found = resizer.resize(rgb, new_height, new_width, resample=resample)
+    np.testing.assert_array_equal(found, pillow(rgb, new_height, new_width, resample))
+    assert found.flags.c_contiguous
+
+
+def test_a_photograph_too(resizer: Resizer) -> None:
+    rgb = np.random.default_rng(1).integers(0, 256, (1200, 1601, 3), dtype=np.uint8)
+    for resample in (2, 3):
+        found = resizer.resize(rgb, 448, 392, resample=resample)
+        np.testing.assert_array_equal(found, pillow(rgb, 448, 392, resample))
+
+
+def test_views_are_resized_as_what_they_show(resizer: Resizer) -> None:
+    rgb = np.random.default_rng(2).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    for view in (rgb[::-1], rgb[:, ::-1], rgb.swapaxes(0, 1)):
+        found = resizer.resize(view, 33, 44, resample=3)
+        np.testing.assert_array_equal(found, pillow(np.ascontiguousarray(view), 33, 44, 3))
+
+
+@pytest.mark.parametrize("resample", [0, 1, 4, 5])
+def test_other_filters_are_pillows_own(resizer: Resizer, resample: int) -> None:
+    rgb = np.random.default_rng(3).integers(0, 256, (50, 60, 3), dtype=np.uint8)
+    found = resizer.resize(rgb, 20, 30, resample=resample)
+    np.testing.assert_array_equal(found, pillow(rgb, 20, 30, resample))
+
+
+async def test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that_is_not() -> None:
+    data = encode(noise(900, 700), "JPEG")
+    places = libraries.Places.of(os.environ)  # noqa: TID251  as above
+    library = str(libraries.build(libraries.supported()[0], places))
+    prepared = []
+    for known in (None, library):
+        pool = MediaPool(
+            FAMILY.processor,
+            model_revision="r",
+            settings=MediaSettings(num_children=1),
+            native_library=known,
+        )
+        await pool.start()
+        prepared.append(await pool.prepare(data, spec_of(data)))
+        await pool.close()
+    assert prepared[0].image_key == prepared[1].image_key
+    assert prepared[0].patches == prepared[1].patches

@@ -1,0 +1,127 @@
+"""Resizing as Pillow does it, byte for byte: by the native library where there is one, else by it.
+
+What is computed here are the weights of each output pixel; the sums are in `resize.cpp`, beside the
+kernels of the model. The decode child is told where the library is: it imports no kernels.
+
+Source of weights and order: Pillow 13, src/libImaging/Resample.c (precompute_coeffs).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+SYMBOL = "triptych_resize"
+_SCALE = 1 << 22
+_TAPS = 4
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_PICTURE = (_POINTER, _SIZE, _SIZE)
+_COLUMNS, _ROWS = (_POINTER, _POINTER, _SIZE), (_POINTER, _POINTER, _POINTER, _SIZE)
+_TYPES = (*_PICTURE, *_PICTURE, *_COLUMNS, *_ROWS, ctypes.c_int)
+
+
+class _Filter(NamedTuple):
+    """A function of distance, 0 from `support` on; distances are in pixels of the smaller side."""
+
+    weight: Callable[[np.ndarray], np.ndarray]
+    support: float
+
+
+def _bilinear(x: np.ndarray) -> np.ndarray:
+    return np.where(x < 1, 1 - x, 0.0)
+
+
+def _bicubic(x: np.ndarray) -> np.ndarray:
+    a = -0.5
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+_FILTERS: Mapping[int, _Filter] = {
+    Image.Resampling.BILINEAR: _Filter(_bilinear, 1.0),
+    Image.Resampling.BICUBIC: _Filter(_bicubic, 2.0),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taps:
+    """What one side's outputs are sums of: int32 `first`, `count` `[N]`, `weights` `[N, K]`."""
+
+    first: np.ndarray
+    count: np.ndarray
+    weights: np.ndarray
+
+
+class Resizer:
+    """`library` is the file of the native library; None, or another filter, is Pillow's own."""
+
+    def __init__(self, library: str | None = None) -> None:
+        self._run: Callable[..., Any] | None = None
+        if library is not None:
+            self._run = ctypes.CFUNCTYPE(None, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
+
+    def resize(self, rgb: np.ndarray, height: int, width: int, *, resample: int) -> np.ndarray:
+        """uint8 `[height, width, 3]` of a picture, C-contiguous, of any other size."""
+        if self._run is None or resample not in _FILTERS or rgb.shape[:2] == (height, width):
+            resized = Image.fromarray(rgb).resize((width, height), Image.Resampling(resample))
+            return np.asarray(resized)
+        source = np.ascontiguousarray(rgb)
+        old_height, old_width, _ = source.shape
+        columns = _in_groups(taps(old_width, width, resample))
+        rows = taps(old_height, height, resample)
+        out = np.empty((height, width, 3), np.uint8)
+        self._run(
+            source.ctypes.data,
+            old_height,
+            old_width,
+            out.ctypes.data,
+            height,
+            width,
+            columns.first.ctypes.data,
+            columns.weights.ctypes.data,
+            columns.weights.shape[1],
+            rows.first.ctypes.data,
+            rows.count.ctypes.data,
+            rows.weights.ctypes.data,
+            rows.weights.shape[1],
+            old_height - height > max(0, 2 * (old_width - width)),  # Pillow's own order of passes
+        )
+        return out
+
+
+@functools.lru_cache(maxsize=64)
+def taps(num_in: int, num_out: int, resample: int) -> Taps:
+    """Which pixels of a side of `num_in` each of `num_out` is made of, in Pillow's arithmetic."""
+    weight, support = _FILTERS[resample]
+    scale = num_in / num_out
+    stretch = max(scale, 1.0)
+    reach = support * stretch
+    centre = (np.arange(num_out) + 0.5) * scale
+    first = np.maximum((centre - reach + 0.5).astype(np.int64), 0)
+    count = np.minimum((centre + reach + 0.5).astype(np.int64), num_in) - first
+    numbers = np.arange(int(count.max()))
+    distance = np.abs((numbers + first[:, None] - centre[:, None] + 0.5) * (1.0 / stretch))
+    weights = np.where(numbers < count[:, None], weight(distance), 0.0)
+    # one after the other, as a loop adds: pairs would round otherwise
+    weights /= np.add.accumulate(weights, axis=1)[:, -1:]
+    scaled = (weights * _SCALE + np.where(weights < 0, -0.5, 0.5)).astype(np.int32)
+    return Taps(first.astype(np.int32), count.astype(np.int32), scaled)
+
+
+def _in_groups(side: Taps) -> Taps:
+    """The same with each first tap at a multiple of four, and as many weights as fill groups."""
+    shift = side.first % _TAPS
+    num_weights = -(-int((shift + side.count).max()) // _TAPS) * _TAPS
+    weights = np.zeros((len(side.first), num_weights), np.int32)
+    for number in range(_TAPS):
+        chosen = shift == number
+        wide = min(side.weights.shape[1], num_weights - number)
+        weights[chosen, number : number + wide] = side.weights[chosen, :wide]
+    return Taps(side.first - shift, side.count, weights)
