@@ -38,18 +38,54 @@ def test_workers_of_other_directories_do_not_share(directory: Path) -> None:
         inner.rmdir()
 
 
-def test_a_segment_is_private_and_unlinked_at_the_end(directory: Path) -> None:
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_a_segment_is_private_and_its_name_ends_with_it(directory: Path, end: str) -> None:
     transport = shared(directory)
-    for end in ("close", "abandon"):
-        exposure = transport.expose(transport.invitation(), 5000)
+    exposure = transport.expose(transport.invitation(), 5000)
+    assert exposure is not None
+    [name] = segments(directory)
+    assert (directory / name).stat().st_mode & 0o777 == 0o600
+    getattr(exposure, end)()
+    getattr(exposure, end)()
+    assert name not in segments(directory)
+    with pytest.raises(GoneError):
+        exposure.place(0, memoryview(b"late"))
+    transport.close()
+    assert segments(directory) == []
+
+
+def test_a_file_that_is_read_no_more_is_the_next_transfers(directory: Path) -> None:
+    transport = shared(directory)
+    first = transport.expose(transport.invitation(), 5000)
+    assert first is not None
+    made = (directory / segments(directory)[0]).stat().st_ino
+    first.close()
+    second = transport.expose(transport.invitation(), 7000)
+    assert second is not None
+    assert second.opening != first.opening
+    [name] = segments(directory)
+    assert (directory / name).stat().st_ino == made
+    assert (directory / name).stat().st_size == 7000
+    second.abandon()
+    third = transport.expose(transport.invitation(), 7000)
+    assert third is not None
+    assert [(directory / name).stat().st_ino for name in segments(directory)] != [made]
+    third.close()
+    transport.close()
+
+
+def test_files_that_are_kept_count_within_the_capacity(directory: Path) -> None:
+    transport = shared(directory)
+    both = [transport.expose(transport.invitation(), 40_000) for _ in range(2)]
+    for exposure in both:
         assert exposure is not None
-        [name] = segments(directory)
-        assert (directory / name).stat().st_mode & 0o777 == 0o600
-        getattr(exposure, end)()
-        getattr(exposure, end)()
-        assert segments(directory) == []
-        with pytest.raises(GoneError):
-            exposure.place(0, memoryview(b"late"))
+        exposure.close()
+    assert len(segments(directory)) == 2
+    large = transport.expose(transport.invitation(), 90_000)
+    assert large is not None
+    assert len(segments(directory)) == 1
+    large.close()
+    transport.close()
 
 
 @pytest.mark.parametrize("size", [0, 4999, 5001])

@@ -21,7 +21,7 @@ import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PAYLOAD_BYTES
+from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PLACED_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ NAME: Final = "nixl"
 _MODULES: Final = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _ADDRESS: Final = struct.Struct("<Q")
 READ_SECONDS: Final = 1.0
-"""One read is of 1 MiB at most; without an end for so long it counts as failed."""
+"""One read is of 4 MiB at most; without an end for so long it counts as failed."""
 
 
 def nixl_api() -> Any:
@@ -156,7 +156,7 @@ class _NixlView:
         except Exception as error:  # NIXL raises types of its own, by backend
             raise _failed(f"{type(error).__name__}") from error
         self._peer: str = name.decode() if isinstance(name, bytes) else name
-        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_PAYLOAD_BYTES))
+        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_PLACED_BYTES))
 
     def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
         """Read into the landing buffer, and from there into memory of our own."""

@@ -3,6 +3,10 @@
     DIR/triptych-domain     16 random bytes: who reads the same ones shares the directory
     DIR/triptych-<hex>      one transfer; made, locked and removed by its producer
 
+A file whose consumer said that it reads no more is kept, under a name that nobody was told, and is
+the next transfer's: getting pages from the system and giving them back costs as much as filling
+them. A consumer that kept it open all the same would find bytes whose digest is not its own.
+
 Both sides use read and write, never a mapping: a file that shrinks under its reader is an error
 then, and no SIGBUS. The consumer opens what it was told by a name that can only lie in its own
 directory, and holds the size to what it expects itself. The lock goes with the process, so that
@@ -17,8 +21,11 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
@@ -46,6 +53,7 @@ class SharedMemory:
         except BaseException:
             os.close(self._directory)
             raise
+        self._spares: list[_File] = []
         self._closed = False
         sweep_leftovers(self._directory, older_than=time.time() - leftover_seconds)
 
@@ -58,13 +66,20 @@ class SharedMemory:
         if not secrets.compare_digest(invitation, self._domain) or num_bytes == 0:
             return None
         room = os.fstatvfs(self._directory)
-        if num_bytes > room.f_bavail * room.f_frsize or not self.ledger.take(num_bytes):
+        free = room.f_bavail * room.f_frsize + sum(file.num_bytes for file in self._spares)
+        if num_bytes > free or not self.ledger.take(num_bytes):
             return None
+        file = None
         try:
-            return _Segment(self._directory, num_bytes, ledger=self.ledger)
+            file = self._spares.pop() if self._spares else _File(self._directory)
+            file.resize(num_bytes)
         except OSError:  # no more files, or no more memory
+            if file is not None:
+                file.remove()
             self.ledger.give_back(num_bytes)
             return None
+        self._trim()
+        return _Segment(file, ledger=self.ledger, keep=self._keep)
 
     def view(self, opening: bytes, num_bytes: int) -> _SegmentView:
         """A producer's file.
@@ -78,27 +93,73 @@ class SharedMemory:
         """Leave the directory."""
         if not self._closed:
             self._closed = True
+            while self._spares:
+                self._spares.pop().remove()
             os.close(self._directory)
+
+    def _keep(self, file: _File) -> None:
+        """For the next transfer; spare files are within the capacity as well."""
+        try:
+            file.rename()
+        except OSError:
+            file.remove()
+            return
+        self._spares.append(file)
+        self._trim()
+
+    def _trim(self) -> None:
+        left = self.ledger.capacity - self.ledger.used - self.ledger.lost
+        while self._spares and sum(file.num_bytes for file in self._spares) > left:
+            self._spares.pop(0).remove()
+
+
+class _File:
+    """A producer's own file, locked while it lives, under a name of its own."""
+
+    def __init__(self, directory: int) -> None:
+        self.name = secrets.token_bytes(_NAME_BYTES)
+        self.num_bytes = 0
+        self._directory = directory
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.descriptor = os.open(_path(self.name), flags, 0o600, dir_fd=directory)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            self.remove()
+            raise
+
+    def resize(self, num_bytes: int) -> None:
+        """Not allocated: that would write every page once more."""
+        os.ftruncate(self.descriptor, num_bytes)
+        self.num_bytes = num_bytes
+
+    def rename(self) -> None:
+        """To a name that nobody knows."""
+        name = secrets.token_bytes(_NAME_BYTES)
+        directory = self._directory
+        os.rename(_path(self.name), _path(name), src_dir_fd=directory, dst_dir_fd=directory)
+        self.name = name
+
+    def remove(self) -> None:
+        """Give its memory back, as soon as nobody has it open."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_path(self.name), dir_fd=self._directory)
+        os.close(self.descriptor)
+
+
+def _path(name: bytes) -> str:
+    return _PREFIX + name.hex()
 
 
 class _Segment:
-    """A producer's file for one transfer."""
+    """A producer's file during one transfer."""
 
-    def __init__(self, directory: int, num_bytes: int, *, ledger: Ledger) -> None:
-        self.num_bytes = num_bytes
-        self.opening = secrets.token_bytes(_NAME_BYTES)
+    def __init__(self, file: _File, *, ledger: Ledger, keep: Callable[[_File], None]) -> None:
+        self.num_bytes = file.num_bytes
+        self.opening = file.name
         self._ledger = ledger
-        self._name = _PREFIX + self.opening.hex()
-        self._directory = directory
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file: int | None = os.open(self._name, flags, 0o600, dir_fd=directory)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # not allocated: that would write every page once more
-            os.ftruncate(self._file, num_bytes)
-        except BaseException:
-            self._remove()
-            raise
+        self._keep = keep
+        self._file: _File | None = file
 
     def place(self, position: int, data: memoryview) -> memoryview:
         """Write; nothing travels."""
@@ -108,29 +169,24 @@ class _Segment:
         done = 0
         try:
             while done < data.nbytes:
-                done += os.pwrite(self._file, data[done:], position + done)
+                done += os.pwrite(self._file.descriptor, data[done:], position + done)
         except OSError as error:
             raise GoneError(f"shared memory: {os.strerror(error.errno or 0)}") from error
         return memoryview(b"")
 
     def close(self) -> None:
-        """Remove the file; a consumer that has it open still reads what it was."""
-        if self._file is not None:
-            self._remove()
+        """Take the file for the next transfer: its consumer reads no more."""
+        file, self._file = self._file, None
+        if file is not None:
             self._ledger.give_back(self.num_bytes)
+            self._keep(file)
 
     def abandon(self) -> None:
-        """As `close`, but its memory stays counted: somebody may hold it open."""
-        if self._file is not None:
-            self._remove()
+        """Remove the file; its memory stays counted, as somebody may hold it open."""
+        file, self._file = self._file, None
+        if file is not None:
             self._ledger.lose(self.num_bytes)
-
-    def _remove(self) -> None:
-        assert self._file is not None
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._name, dir_fd=self._directory)
-        os.close(self._file)
-        self._file = None
+            file.remove()
 
 
 class _SegmentView:
@@ -142,7 +198,7 @@ class _SegmentView:
             raise _missing(f"a name of {len(opening)} bytes")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            self._file = os.open(_PREFIX + opening.hex(), flags, dir_fd=directory)
+            self._file = os.open(_path(opening), flags, dir_fd=directory)
         except OSError as error:
             raise _missing(os.strerror(error.errno or 0)) from error
         found = os.fstat(self._file)
@@ -154,14 +210,14 @@ class _SegmentView:
         """Read into memory of our own: what is checked is what is used."""
         if travelled.nbytes or self._file is None:
             raise _missing("its bytes travelled as well")
-        data = bytearray(num_bytes)
+        data: memoryview = np.empty(num_bytes, np.uint8).data  # filled below, or refused
         try:
             num_read = os.preadv(self._file, [data], position)
         except OSError as error:
             raise _missing(os.strerror(error.errno or 0)) from error
         if num_read != num_bytes:
             raise _missing(f"it ends before byte {position + num_bytes}")
-        return memoryview(data)
+        return data
 
     def close(self) -> None:
         """Close the file."""

@@ -20,7 +20,6 @@ from vlm_worker.wire.frames import (
     MAGIC,
     MAX_FRAME_BYTES,
     MAX_OPENING_BYTES,
-    MAX_PAYLOAD_BYTES,
     NO_TOKEN,
     VERSION,
     Commit,
@@ -28,6 +27,7 @@ from vlm_worker.wire.frames import (
     TransferId,
     Units,
     digest,
+    max_payload,
     units_per_frame,
 )
 
@@ -165,7 +165,7 @@ class FrameReader:
         assert self._memory is not None
         position = (self._next_unit - self._first_unit) * self._unit_bytes + len(self._part)
         left = (self._end_unit - self._next_unit) * self._unit_bytes - len(self._part)
-        if not 0 < header.num_bytes <= min(MAX_PAYLOAD_BYTES, left):
+        if not 0 < header.num_bytes <= min(max_payload(placed=True), left):
             raise self._refuse(Refusal.RANGE, f"{header.num_bytes} bytes where {left} are left")
         return self._memory.take(position, header.num_bytes, travelled)
 
@@ -179,7 +179,8 @@ class FrameReader:
             raise self._refuse(
                 Refusal.RANGE, f"{num_units} units where {self._end_unit} is the end"
             )
-        if num_units > units_per_frame(self._unit_bytes) or offset + payload.nbytes > total:
+        most = units_per_frame(self._unit_bytes, placed=self._memory is not None)
+        if num_units > most or offset + payload.nbytes > total:
             raise self._refuse(Refusal.RANGE, "it holds more than its units")
         if offset + payload.nbytes < total:
             self._part += payload

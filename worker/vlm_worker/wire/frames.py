@@ -8,8 +8,8 @@ that it lives. The last frame is the commit: how many units and tokens there wer
 token. Without it nothing of the transfer may be used.
 
 Where producer and consumer share memory, an OPEN frame goes first and says where it is. From then
-on the payload of units lies there, at a place that both work out for themselves; header and digest
-travel as ever.
+on the payload of units lies there, at a place that both work out for themselves, up to 4 MiB to a
+frame; header and digest travel as ever.
 
 The digest is integrity, not authenticity: see wire/credentials.py.
 """
@@ -35,6 +35,8 @@ HEADER = struct.Struct("<IHHIIIIII16s16s16s16s")
 _DIGEST_BYTES = 16
 HEADER_BYTES = HEADER.size + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - HEADER_BYTES
+MAX_PLACED_BYTES = 4 << 20
+"""Of a payload that does not travel: few frames, and what is checked is still in the cache."""
 MAX_OPENING_BYTES = 4096
 # units, tokens, first token, frames before this one, how the answer ended
 COMMIT = struct.Struct("<IIIII")
@@ -106,9 +108,14 @@ Place = Callable[[int, memoryview], memoryview]
 transfer's first; returns what of them has to travel in the frame."""
 
 
-def units_per_frame(unit_bytes: int) -> int:
+def max_payload(*, placed: bool) -> int:
+    """Bytes of units that one frame speaks for, whether they travel in it or were placed."""
+    return MAX_PLACED_BYTES if placed else MAX_PAYLOAD_BYTES
+
+
+def units_per_frame(unit_bytes: int, *, placed: bool = False) -> int:
     """How many whole units fit into one frame; at least 1, as a large unit takes several frames."""
-    return max(1, MAX_PAYLOAD_BYTES // unit_bytes)
+    return max(1, max_payload(placed=placed) // unit_bytes)
 
 
 class FrameWriter:
@@ -120,7 +127,7 @@ class FrameWriter:
         *,
         unit_bytes: int,
         first_unit: int = 0,
-        place: Place = lambda _, data: data,
+        place: Place | None = None,
     ) -> None:
         assert identity.pod_hash is not None
         self._place = place
@@ -136,14 +143,14 @@ class FrameWriter:
         """Frames of the next whole units; `data` is `[n, unit_bytes]`."""
         flat = data.cast("B") if data.nbytes else data
         assert flat.nbytes % self._unit_bytes == 0
-        count = units_per_frame(self._unit_bytes)
+        placed = self._place is not None
+        count, limit = units_per_frame(self._unit_bytes, placed=placed), max_payload(placed=placed)
         for start in range(0, flat.nbytes, count * self._unit_bytes):
             run = flat[start : start + count * self._unit_bytes]
             num_units = run.nbytes // self._unit_bytes
-            for offset in range(0, run.nbytes, MAX_PAYLOAD_BYTES):
-                yield self._frame(
-                    run[offset : offset + MAX_PAYLOAD_BYTES], num_units=num_units, offset=offset
-                )
+            for offset in range(0, run.nbytes, limit):
+                part = run[offset : offset + limit]
+                yield self._frame(part, num_units=num_units, offset=offset)
             self._next_unit += num_units
 
     def open(self, transport: str, opening: bytes) -> bytes:
@@ -188,7 +195,7 @@ class FrameWriter:
         )
         self._sequence += 1
         check = digest(header, payload)
-        if kind is Kind.UNITS:
+        if kind is Kind.UNITS and self._place is not None:
             travels = self._place(self._position, payload)
             self._position += payload.nbytes
             return b"".join((header, check, travels))

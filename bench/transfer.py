@@ -1,0 +1,273 @@
+"""KV and embeddings from one process into the memory of another, over what the machine could do.
+
+    python bench/run.py transfer         python bench/transfer.py [--rounds 7]
+
+One process offers units out of a pool (`Outgoing` behind gRPC, each unit gathered by a thread like
+the engine's), another pulls them through `WorkerClient`, checks every digest and writes them into a
+pool of its own. In the same rounds a raw TCP connection of the same two processes does `recv_into`
+into that pool, and one thread copies so many bytes by memcpy. A ratio is of speeds within a round.
+
+    embedding   576 rows of 8 KiB                       stream          / TCP       goal 0.7
+    KV          175 blocks of 2 MiB, 350 MB             shared memory   / memcpy    goal 0.4
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import dataclasses
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
+
+from vlm_worker.client import WorkerClient  # noqa: E402
+from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
+from vlm_worker.transfer.incoming import Pull  # noqa: E402
+from vlm_worker.transfer.outgoing import Outgoing  # noqa: E402
+from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
+from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
+from vlm_worker.types import RequestKey  # noqa: E402
+from vlm_worker.wire import identity  # noqa: E402
+from vlm_worker.wire.calls import FetchCall  # noqa: E402
+from vlm_worker.wire.frame_reader import FrameReader  # noqa: E402
+from vlm_worker.wire.frames import Commit, TransferId  # noqa: E402
+from vlm_worker.wire.methods import METHODS  # noqa: E402
+from vlm_worker.wire.options import server_options  # noqa: E402
+
+SHARED = Path("/dev/shm")
+CAPACITY = 1 << 30
+BUFFER_BYTES = 8 << 20
+KEY = RequestKey("bench", 1)
+BOOT, FINGERPRINT = bytes(16), bytes(16)
+GOALS = {"stream": ("tcp", 0.7), "shared-memory": ("memcpy", 0.4)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What is moved."""
+
+    num_units: int
+    unit_bytes: int
+    repeats: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all units."""
+        return self.num_units * self.unit_bytes
+
+
+LOADS = {"embedding": Load(576, 8192, 10), "kv": Load(175, 2 << 20, 1)}
+
+
+def filled(load: Load) -> np.ndarray:
+    """A pool with something in it, `[num_units, unit_bytes]`."""
+    pool = np.empty((load.num_units, load.unit_bytes), np.uint8)
+    pool[:] = np.arange(load.num_units, dtype=np.uint8)[:, None]
+    return pool
+
+
+# ---- the producer's process ----------------------------------------------------------------------
+
+
+async def produce() -> None:
+    """Serve gRPC and raw TCP until standard input ends; the first line says where."""
+    pools = {name: filled(load) for name, load in LOADS.items()}
+    thread = concurrent.futures.ThreadPoolExecutor(1)
+    shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
+    released: list[Outgoing] = []
+    transports: dict[str, Transport] = {"shared-memory": shared, "stream": ByteStream()}
+
+    async def fetch(request: Any, context: Any) -> None:
+        call = identity.fetch_call_of(request)
+        pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
+        while released:
+            released.pop().close()
+
+        async def export(first: int, count: int) -> memoryview:
+            ids = np.arange(first, first + count)
+            loop = asyncio.get_running_loop()
+            copy = await loop.run_in_executor(thread, lambda: np.take(pool, ids, axis=0))
+            return copy.reshape(-1).data
+
+        outgoing = Outgoing(
+            TransferId(KEY, call.transfer_id, BOOT, FINGERPRINT, pod_uid="pod"),
+            unit_bytes=load.unit_bytes,
+            max_units=load.num_units,
+            export=export,
+        )
+        outgoing.finish(Commit(load.num_units, load.num_units))
+        frames = outgoing.frames(
+            KEY,
+            first_unit=call.first_unit,
+            transport=transports[call.transport],
+            invitation=call.invitation,
+        )
+        async with aclosing(frames):
+            async for frame in frames:
+                await context.write(frame)
+        released.append(outgoing)  # its consumer asks for the next one when it has read this
+
+    method = METHODS["FetchKV"]
+    handler = grpc.unary_stream_rpc_method_handler(
+        fetch, method.request_from_bytes, method.response_to_bytes
+    )
+    server = grpc.aio.server(options=server_options(PRODUCTION))
+    service = method.path.split("/")[1]
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {"FetchKV": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
+    print(json.dumps([port, listener.getsockname()[1]]), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    shared.close()
+    await server.stop(None)
+
+
+def send_raw(listener: socket.socket, pools: dict[str, np.ndarray]) -> None:
+    """Each line names a pool: all its bytes go out."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    for name in connection.makefile("r"):
+        connection.sendall(pools[name.strip()].reshape(-1).data)
+
+
+# ---- the consumer's process ----------------------------------------------------------------------
+
+
+class Consumer:
+    """Everything that fills `pool`, each in its own way."""
+
+    def __init__(self, grpc_port: int, raw_port: int) -> None:
+        self._client = WorkerClient(f"127.0.0.1:{grpc_port}")
+        self._raw = socket.socket()
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        self._raw.connect(("127.0.0.1", raw_port))
+        self._shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
+        self._sources = {name: filled(load) for name, load in LOADS.items()}
+        self._pools = {name: np.zeros_like(pool) for name, pool in self._sources.items()}
+        self.ways: dict[str, Callable[[str], Awaitable[None]]] = {
+            "memcpy": self._memcpy,
+            "tcp": self._tcp,
+            "stream": lambda name: self._pull(name, ByteStream()),
+            "shared-memory": lambda name: self._pull(name, self._shared),
+        }
+
+    def check(self, name: str) -> None:
+        """All has come; forget it."""
+        assert np.array_equal(self._pools[name], self._sources[name]), name
+        self._pools[name][:] = 0
+
+    async def close(self) -> None:
+        """Leave."""
+        self._raw.close()
+        self._shared.close()
+        await self._client.close()
+
+    async def _memcpy(self, name: str) -> None:
+        np.copyto(self._pools[name], self._sources[name])
+
+    async def _tcp(self, name: str) -> None:
+        self._raw.sendall(f"{name}\n".encode())
+        left = self._pools[name].reshape(-1).data
+        while left:
+            left = left[self._raw.recv_into(left) :]
+
+    async def _pull(self, name: str, transport: Transport) -> None:
+        load, pool = LOADS[name], self._pools[name]
+        call = FetchCall(
+            transfer_id=name,
+            boot_id=BOOT,
+            fingerprint=FINGERPRINT,
+            key=KEY,
+            first_unit=0,
+            transport=transport.name,
+            invitation=transport.invitation(),
+        )
+        reader = FrameReader(
+            TransferId(KEY, name, BOOT, FINGERPRINT),
+            unit_bytes=load.unit_bytes,
+            first_unit=0,
+            end_unit=load.num_units,
+            open_memory=lambda _, opening, num_bytes: transport.view(opening, num_bytes),
+        )
+        frames = self._client.fetch_kv(call, timeout=60)
+        pull = Pull(frames, reader, peer="bench", no_progress_seconds=10)
+        async with aclosing(pull.units()) as received:
+            async for units in received:
+                end = units.first_unit + units.num_units
+                data = np.frombuffer(units.data, np.uint8).reshape(-1, load.unit_bytes)
+                pool[np.arange(units.first_unit, end)] = data
+
+
+async def consume(num_rounds: int) -> None:
+    """All ways in turn, round by round; the first round is not counted."""
+    producer = subprocess.Popen(  # noqa: ASYNC220  before anything runs
+        [sys.executable, __file__, "--produce"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert producer.stdout is not None
+    consumer = Consumer(*json.loads(producer.stdout.readline()))
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for number in range(num_rounds + 1):
+        for name, load in LOADS.items():
+            for way, fill in consumer.ways.items():
+                began = time.perf_counter()
+                for _ in range(load.repeats):
+                    await fill(name)
+                taken = (time.perf_counter() - began) / load.repeats
+                if not number:
+                    consumer.check(name)
+                else:
+                    seconds.setdefault((name, way), []).append(taken)
+    await consumer.close()
+    producer.communicate()
+    for name in LOADS:
+        print(json.dumps(figures(name, {way: seconds[name, way] for way in consumer.ways})))
+
+
+def figures(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """One line of the report."""
+    num_bytes = LOADS[name].num_bytes
+    line: dict[str, Any] = {"bench": "transfer", "what": name, "bytes": num_bytes}
+    line["ms"] = {way: round(1e3 * statistics.median(s), 2) for way, s in seconds.items()}
+    line["GB/s"] = {
+        way: round(num_bytes / statistics.median(s) / 1e9, 2) for way, s in seconds.items()
+    }
+    for way, (limit, goal) in GOALS.items():
+        pairs = zip(seconds[limit], seconds[way], strict=True)
+        ratio = statistics.median(least / taken for least, taken in pairs)
+        line[f"{way} / {limit}"] = {"ratio": round(ratio, 3), "goal": goal, "met": ratio >= goal}
+    return line
+
+
+def main() -> None:
+    """Print both loads."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--produce", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    asyncio.run(produce() if args.produce else consume(args.rounds))
+
+
+if __name__ == "__main__":
+    main()
