@@ -9,7 +9,8 @@ slope⁺     Theil-Sen over the last minute, where three quarters of all pairs r
 warm       warm_share · p95 of what load grew by within a start-up, over two hours; of pools whose
            start-up outlasts what the target forgives: a twentieth of the window
 season     multiplicative Holt-Winters without a trend, one value for each hour of the day, known
-           after forecast_seconds; a floor, never a reason to shrink
+           after forecast_seconds, and of the week, known after two; a floor, never a reason to
+           shrink
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ GROWTH_MINUTES = 120  # that are kept
 LEAST_MINUTES = 20  # before a percentile of them is one
 FORGIVEN = 0.05  # of a window, that a target of the 95th percentile forgives
 HOURS = 24
+WEEK = 7 * HOURS
 SEASON_WEIGHT = 0.5  # of the newest day
 LEVEL_WEIGHT = 0.3  # of the newest hour
 LEVEL_MOST = 2.0
@@ -69,13 +71,13 @@ class Phases:
 
 @dataclasses.dataclass(frozen=True)
 class SeasonMemory:
-    """The load of each hour of the day.
+    """The load of each hour of the day and of the week.
 
     Attributes:
         hour: since the epoch, of the sums that are still growing.
         total, ticks: of this hour so far.
-        season: mean load by hour of the day, None where it was never seen.
-        level: today's load relative to the season.
+        season, week: mean load by hour of the day, of the week; None where it was never seen.
+        level: today's load relative to what the hour usually brings.
         since: hour since the epoch in which the first load came.
     """
 
@@ -83,8 +85,15 @@ class SeasonMemory:
     total: float = 0.0
     ticks: int = 0
     season: tuple[float | None, ...] = (None,) * HOURS
+    week: tuple[float | None, ...] = (None,) * WEEK
     level: float = 1.0
     since: int | None = None
+
+    def usual(self, hour: int) -> float | None:
+        """What an hour since the epoch usually brings, None where that was never seen."""
+        weeks = 0 if self.since is None else (hour - self.since) // WEEK
+        of_week = self.week[hour % WEEK]
+        return of_week if weeks >= 2 and of_week is not None else self.season[hour % HOURS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,26 +237,34 @@ def with_hour(memory: SeasonMemory, load: float, *, now: float) -> SeasonMemory:
         return dataclasses.replace(memory, total=memory.total + load, ticks=memory.ticks + 1)
     if memory.hour is None or memory.ticks == 0:
         return dataclasses.replace(memory, hour=hour, total=load, ticks=1)
-    mean, slot = memory.total / memory.ticks, memory.hour % HOURS
-    before, level = memory.season[slot], memory.level
+    mean, ended, level = memory.total / memory.ticks, memory.hour, memory.level
+    before = memory.usual(ended)
     if not mean and not before:  # nothing came, as ever: an idle service learns nothing
         return dataclasses.replace(memory, hour=hour, total=load, ticks=1)
-    value = mean if before is None else before + SEASON_WEIGHT * (mean / _level(level) - before)
+    season = _learnt(memory.season, ended, mean, level)
+    week = _learnt(memory.week, ended, mean, level)
     if before:
         ratio = min(mean / before, LEVEL_MOST)
         level = level + LEVEL_WEIGHT * (ratio - level)
-    season = tuple(
-        round(value, DIGITS) if at == slot else item for at, item in enumerate(memory.season)
-    )
-    since = memory.hour if memory.since is None else memory.since
-    return SeasonMemory(hour, load, 1, season, round(level, DIGITS), since)
+    since = ended if memory.since is None else memory.since
+    return SeasonMemory(hour, load, 1, season, week, round(level, DIGITS), since)
+
+
+def _learnt(
+    values: tuple[float | None, ...], hour: int, mean: float, level: float
+) -> tuple[float | None, ...]:
+    """The same season, with one more hour in it."""
+    slot = hour % len(values)
+    before = values[slot]
+    value = mean if before is None else before + SEASON_WEIGHT * (mean / _level(level) - before)
+    return (*values[:slot], round(value, DIGITS), *values[slot + 1 :])
 
 
 def forecast(policy: ServicePolicy, memory: SeasonMemory, when: float) -> float:
     """What the hour of `when` brought on other days, at today's level; 0 before enough days."""
     if memory.since is None or when - 3600 * memory.since < policy.tuning.forecast_seconds:
         return 0.0
-    found = memory.season[int(when // 3600) % HOURS]
+    found = memory.usual(int(when // 3600))
     return 0.0 if found is None else found * memory.level
 
 

@@ -117,3 +117,21 @@ def test_a_start_is_timed_by_phase_where_pods_say_when_they_got_their_node():
     phases = found.phases[Role.DECODE, "plain"]
     assert (phases.unplaced, phases.loading) == (40.0, 58.0)
     assert service.memory.lasting.startups.loading == {"decode/plain": (58.0, 20.0)}
+
+
+def test_a_week_has_its_own_season_once_two_were_seen():
+    """Quiet on two days of seven: the days before say nothing of the first of them."""
+
+    def load(hour: int) -> float:
+        return 1.0 if hour // 24 % 7 in (5, 6) else 8.0
+
+    memory, start = SeasonMemory(), NOW - NOW % (24 * HOUR)
+    eve = {}
+    for hour in range(24 * 7 * 4):
+        memory = with_hour(memory, load(hour), now=start + hour * HOUR)
+        if hour % (24 * 7) == 24 * 5:  # the first hour of the quiet days
+            eve[hour // (24 * 7)] = forecast(policy(), memory, start + (hour + 2) * HOUR)
+    assert eve[0] == pytest.approx(8.0, rel=0.05), "by the hour of the day alone"
+    assert eve[3] < 2.5
+    monday = start + 24 * 7 * 4 * HOUR
+    assert forecast(policy(), memory, monday + HOUR) > 4.0
