@@ -26,6 +26,7 @@ from vlm_operator.local.waiting import until
 
 T = TypeVar("T")
 START_SECONDS = 180.0  # of a few processes on two cores that other tests use as well
+STATS_SECONDS = 30.0  # for a throttled pod to answer, on the same machine
 QUESTION = "What is to the right of the circle?"
 ANSWER = "blue triangle"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -155,11 +156,15 @@ class Served:
         return (answer.choices[0].message.content or "").strip()
 
     async def stream(
-        self, *, max_tokens: int, told: Callable[[int], Awaitable[None]] | None = None
+        self,
+        *,
+        max_tokens: int,
+        pod: Object | None = None,
+        told: Callable[[int], Awaitable[None]] | None = None,
     ) -> str:
         """The same as it streams; `told` is called after each piece with their number so far."""
         pieces: list[str] = []
-        async with self.client() as client:
+        async with self.client(pod) as client:
             asked = body(self.name, max_tokens)
             async for chunk in await client.chat.completions.create(stream=True, **asked):
                 if chunk.choices and (piece := chunk.choices[0].delta.content):
@@ -192,7 +197,7 @@ async def stats_of(pod: Object) -> dict[str, Any]:
     is_gateway = role_of(pod) == names.Role.GATEWAY
     port = names.PORT_GATEWAY_ADMIN if is_gateway else names.PORT_HTTP
     async with httpx.AsyncClient() as client:
-        answer = await client.get(f"http://{pod['status']['podIP']}:{port}/stats", timeout=5)
+        answer = await client.get(f"http://{pod['status']['podIP']}:{port}/stats", timeout=STATS_SECONDS)
     stats: dict[str, Any] = answer.raise_for_status().json()
     return stats
 

@@ -47,6 +47,24 @@ async def served(endless_cluster: ControlPlane) -> AsyncIterator[Served]:
         yield one
 
 
+@pytest.fixture(scope="module")
+def tokens() -> list[str]:
+    """Those of a long answer, once somebody has asked for one."""
+    return []
+
+
+@pytest.fixture
+async def undisturbed(served: Served, tokens: list[str]) -> list[str]:
+    """The tokens of a long answer while nothing happens."""
+    if not tokens:
+        answer = Answer(LONG, time.monotonic())
+        await stream(served, answer)
+        assert answer.fault(answer.tokens) == ""
+        print(f"undisturbed, {LONG} tokens take {elapsed(answer.began)}")
+        tokens += answer.tokens
+    return tokens
+
+
 def _manifest() -> Object:
     """A slow decode pod makes long answers; encoder and prefill keep each request for a while."""
     manifest = example("quickstart")
@@ -72,10 +90,9 @@ def _manifest() -> Object:
     ],
 )
 async def test_pods_are_taken_away_and_replaced_and_no_answer_notices(
-    served: Served, rounds: int, together: bool
+    served: Served, undisturbed: list[str], rounds: int, together: bool
 ):
     batches = [POOL_ROLES] if together else [(role,) for role in POOL_ROLES]
-    undisturbed = await _undisturbed(served)
     manifest = _manifest()
     clients = Clients(served, long=LONG, short=SHORT)
     async with clients.asking(num_long=NUM_LONG), watched(served) as ends:
@@ -88,8 +105,9 @@ async def test_pods_are_taken_away_and_replaced_and_no_answer_notices(
     _all_are_whole(clients, undisturbed)
 
 
-async def test_a_gateway_is_replaced_and_nobody_is_refused_or_cut(served: Served):
-    undisturbed = await _undisturbed(served)
+async def test_a_gateway_is_replaced_and_nobody_is_refused_or_cut(
+    served: Served, undisturbed: list[str]
+):
     manifest = _manifest()
     manifest["spec"]["gateway"]["resources"]["requests"]["cpu"] = "450m"
     [old] = names_of(await served.pods(Role.GATEWAY))
@@ -140,15 +158,6 @@ async def _operate(served: Served, container: Object) -> None:
         return found == [(True, container["args"])]
 
     await until(alone, seconds=START_SECONDS, awaited="the new operator alone to run", every=0.2)
-
-
-async def _undisturbed(served: Served) -> list[str]:
-    """The tokens of a long answer while nothing happens."""
-    answer = Answer(LONG, time.monotonic())
-    await stream(served, answer)
-    assert answer.fault(answer.tokens) == ""
-    print(f"undisturbed, {LONG} tokens take {elapsed(answer.began)}")
-    return answer.tokens
 
 
 async def _fresh(clients: Clients) -> None:
