@@ -196,8 +196,8 @@ async def stats_of(pod: Object) -> dict[str, Any]:
     """The pod's own account of itself."""
     is_gateway = role_of(pod) == names.Role.GATEWAY
     port = names.PORT_GATEWAY_ADMIN if is_gateway else names.PORT_HTTP
-    async with httpx.AsyncClient() as client:
-        answer = await client.get(f"http://{pod['status']['podIP']}:{port}/stats", timeout=STATS_SECONDS)
+    async with httpx.AsyncClient(timeout=STATS_SECONDS) as client:
+        answer = await client.get(f"http://{pod['status']['podIP']}:{port}/stats")
     stats: dict[str, Any] = answer.raise_for_status().json()
     return stats
 
