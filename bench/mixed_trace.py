@@ -16,7 +16,7 @@ import random_vlm
 from sides import Call, arguments, compare, read_bandwidth, start
 
 NUM_REQUESTS = 16
-GOAL = 0.60
+GOAL = 0.45
 
 
 def mixed_trace(round_number: int) -> list[Call]:

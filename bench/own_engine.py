@@ -69,11 +69,11 @@ class OwnEngine:
     def __init__(
         self, model_dir: Path, *, dtype: str = "bfloat16", threads: int = 0, **options: Any
     ) -> None:
-        """Load; `options` may set `packed_weights` and `max_batched_tokens`."""
+        """Load; `options` may set `packed_weights`, `weights` and `max_batched_tokens`."""
         packed = bool(options.get("packed_weights", True))
         settings = RunnerSettings(
             model_dir, tuple(Stage), dtype=dtype, kv_memory_bytes=1 << 30, num_threads=threads,
-            packed_weights=packed,
+            packed_weights=packed, weights=str(options.get("weights", "auto")),
         )  # fmt: skip
         self.runner = build_runner(settings)
         batched = int(options.get("max_batched_tokens", 2048))

@@ -31,14 +31,18 @@ using namespace triptych;
 namespace {
 
 struct Int8Dot {
-  using Sum = __m512i;
+  // not __m512i: GCC keeps an array of those on the stack, where their lanes are cast
+  typedef int32_t Sum __attribute__((vector_size(LINE)));
 
-  static Sum add(Sum sum, __m512i x, __m512i line) { return _mm512_dpbusd_epi32(sum, x, line); }
+  static Sum add(Sum sum, __m512i x, __m512i line) {
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, x, line);
+  }
   static __m512 value(const Job& job, int row, int column, Sum sum) {
-    sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(job.w_offset + column));
+    const __m512i offset = _mm512_loadu_si512(job.w_offset + column);
+    const __m512i exact = _mm512_sub_epi32((__m512i)sum, offset);
     const __m512 a = _mm512_set1_ps(job.x_scale[row]);
     const __m512 scale = _mm512_mul_ps(a, _mm512_loadu_ps(job.w_scale + column));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(exact), scale);
   }
 };
 

@@ -1,0 +1,92 @@
+"""Prefill and the vision tower against the bfloat16 peak of the machine.
+
+    python bench/run.py prefill      python bench/prefill.py --rounds 9 --model DIR
+
+    prefill.text      one prompt of 575 tokens, up to its first token
+    prefill.encode    one picture of 448 x 448: 1,024 patches, 256 tokens
+
+Their multiplications (attention over what is seen included) at the peak of a 2048^3 product, probed
+in every round, are the limit. Qwen2-VL with random weights (`random_vlm`), the model runner alone.
+One JSON line each; `int8_ratio` is the time with `--weights=int8`, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import random_vlm
+from decode import build, step_inputs
+from probes import Rounds
+from sides import GRID, PATCH_DIM
+
+PROMPT = 575
+GOALS = {"text": 0.75, "encode": 0.80}
+
+
+def main() -> None:
+    """Measure, and print one JSON line per case."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
+    args = parser.parse_args()
+    os.putenv("OMP_WAIT_POLICY", "PASSIVE")  # as a worker has it; torch is not imported yet
+    cases: dict[tuple[str, str], Any] = {}
+    with random_vlm.model_directory(args.model) as model_dir:
+        for weights in ("auto", "int8"):
+            runner = build(model_dir, args.threads, weights, "encoder", "prefill")
+            step = step_inputs(runner, batch=1, num_new=PROMPT, context=0)
+            cases["text", weights] = functools.partial(runner.execute, step)
+            cases["encode", weights] = functools.partial(runner.encode, [picture()])
+    rounds = Rounds(cases, threads=args.threads)
+    rounds.run(args.rounds)
+    for name, operations in (("text", text_operations()), ("encode", encode_operations())):
+        line = {
+            "bench": f"prefill.{name}",
+            "threads": args.threads,
+            "gflop": round(operations / 1e9),
+            "int8_ratio": rounds.against((name, "int8"), (name, "auto")),
+        }
+        figures = rounds.figures(
+            (name, "auto"), num_bytes=0, operations=operations, goal=GOALS[name]
+        )
+        print(json.dumps(line | figures), flush=True)
+
+
+def picture() -> Any:
+    """Noise, prepared."""
+    from vlm_worker.types import PreparedImage
+
+    rng = np.random.default_rng(0)
+    patches = rng.standard_normal((GRID[1] * GRID[2], PATCH_DIM), dtype=np.float32)
+    data = patches.reshape(-1).data
+    return PreparedImage(bytes(32), GRID, random_vlm.PICTURE_TOKENS, data)
+
+
+def text_operations(size: random_vlm.Size = random_vlm.FULL, num_tokens: int = PROMPT) -> float:
+    """Multiplications and additions of a prompt; a token sees those up to itself."""
+    width = size.heads * 128
+    joint = size.hidden * (width + 2 * size.kv_heads * 128)
+    weights = joint + width * size.hidden + 3 * size.hidden * size.mlp
+    seen = num_tokens * (num_tokens + 1) / 2
+    layers = size.layers * (2 * weights * num_tokens + 4 * width * seen)
+    return layers + 2 * size.vocabulary * size.hidden
+
+
+def encode_operations(size: random_vlm.Size = random_vlm.FULL) -> float:
+    """Of a picture; every patch sees all."""
+    num_patches, width = GRID[1] * GRID[2], size.vision_width
+    layer = 2 * 12 * width**2 * num_patches + 4 * width * num_patches**2
+    merged = 4 * width
+    merger = 2 * (merged**2 + merged * size.hidden) * num_patches / 4
+    return size.vision_layers * layer + 2 * PATCH_DIM * width * num_patches + merger
+
+
+if __name__ == "__main__":
+    main()
