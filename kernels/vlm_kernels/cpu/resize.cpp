@@ -24,9 +24,30 @@ constexpr int kTaps = 4;
 constexpr int kChannels = 3;
 
 typedef int32_t Words __attribute__((vector_size(4 * kRows)));
+typedef uint8_t Bytes __attribute__((vector_size(kRows)));
 
 inline uint8_t clipped(int32_t sum) {
   return static_cast<uint8_t>(std::min(std::max(sum >> kBits, 0), 255));
+}
+
+inline Bytes clipped(Words sum) {
+  const Words byte = sum >> kBits;
+  const Words positive = byte > 0 ? byte : Words{};
+  return __builtin_convertvector(positive < 255 ? positive : Words{} + 255, Bytes);
+}
+
+// tile[i][j] to tile[j][i], 16 x 16.
+inline void transpose(Bytes* tile) {
+  const Bytes low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const Bytes high = low + 8;
+  for (int round = 0; round < 4; ++round) {
+    Bytes mixed[kRows];
+    for (int i = 0; i < kRows / 2; ++i) {
+      mixed[2 * i] = __builtin_shuffle(tile[i], tile[i + kRows / 2], low);
+      mixed[2 * i + 1] = __builtin_shuffle(tile[i], tile[i + kRows / 2], high);
+    }
+    std::memcpy(tile, mixed, sizeof mixed);
+  }
 }
 
 // One output of 16 rows: `stride` weights in whole groups of four.
@@ -42,21 +63,25 @@ inline Words weighted(const uint8_t* group, int64_t group_bytes, const int32_t* 
   return sum;
 }
 
-// Of up to 16 rows: group[x / 4][channel][row][tap]. Rows and pixels beyond the end are zero.
+// Of up to 16 rows: group[x / 4][channel][row][tap]. Pixels beyond the end are zero.
 void group_rows(const uint8_t* rows, int64_t width, int64_t num_rows, uint8_t* groups) {
-  const int64_t whole = width / kTaps;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const uint8_t* pixels = rows + row * width * kChannels;
+  const Bytes by_channel = {0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11, 12, 13, 14, 15};
+  const int64_t row_bytes = width * kChannels, piece = kTaps * kChannels;
+  for (int64_t row = 0; row < num_rows; ++row, rows += row_bytes) {
     uint8_t* word = groups + row * kTaps;
-    for (int64_t x = 0; x < whole; ++x, pixels += kTaps * kChannels) {
-      for (int channel = 0; channel < kChannels; ++channel, word += kRows * kTaps) {
-        const uint8_t* p = pixels + channel;
-        const uint32_t taps = p[0] | p[3] << 8 | p[6] << 16 | static_cast<uint32_t>(p[9]) << 24;
-        std::memcpy(word, &taps, sizeof taps);
+    for (int64_t start = 0; start < row_bytes; start += piece) {
+      Bytes pixels = {};
+      if (start + kRows <= row_bytes) {
+        std::memcpy(&pixels, rows + start, sizeof pixels);
+      } else {
+        std::memcpy(&pixels, rows + start, std::min(piece, row_bytes - start));
       }
-    }
-    for (int64_t x = 0; x < (width % kTaps) * kChannels; ++x) {
-      word[x % kChannels * kRows * kTaps + x / kChannels] = pixels[x];
+      const Bytes sorted = __builtin_shuffle(pixels, by_channel);
+      uint32_t taps[kRows / kTaps];
+      std::memcpy(taps, &sorted, sizeof taps);
+      for (int channel = 0; channel < kChannels; ++channel, word += kRows * kTaps) {
+        std::memcpy(word, &taps[channel], kTaps);
+      }
     }
   }
 }
@@ -80,15 +105,19 @@ void along_rows(const uint8_t* source, int64_t height, int64_t width, const Side
   for (int64_t top = 0; top < height; top += kRows) {
     const int64_t num_rows = std::min<int64_t>(kRows, height - top);
     group_rows(source + top * width * kChannels, width, num_rows, groups.data());
-    for (int64_t x = 0; x < side.size; ++x) {
-      const uint8_t* group = groups.data() + side.first[x] / kTaps * group_bytes;
-      uint8_t* column = out + top * row_bytes + x * kChannels;
-      for (int channel = 0; channel < kChannels; ++channel) {
-        const Words sum = kHalf + weighted(group + channel * kRows * kTaps, group_bytes,
-                                           side.weights + x * side.stride, side.stride);
-        for (int64_t row = 0; row < num_rows; ++row) {
-          column[row * row_bytes + channel] = clipped(sum[row]);
-        }
+    Bytes tile[kRows] = {};  // of up to 16 bytes of each row, column by column
+    for (int64_t i = 0; i < row_bytes; ++i) {
+      const int64_t x = i / kChannels;
+      const int64_t first = side.first[x] / kTaps * kChannels + i % kChannels;
+      const uint8_t* group = groups.data() + first * kRows * kTaps;
+      const int32_t* weight = side.weights + x * side.stride;
+      tile[i % kRows] = clipped(kHalf + weighted(group, group_bytes, weight, side.stride));
+      if (i % kRows != kRows - 1 && i != row_bytes - 1) continue;
+      transpose(tile);
+      const int64_t begin = i / kRows * kRows;
+      uint8_t* corner = out + top * row_bytes + begin;
+      for (int64_t row = 0; row < num_rows; ++row) {
+        std::memcpy(corner + row * row_bytes, &tile[row], i + 1 - begin);
       }
     }
   }
