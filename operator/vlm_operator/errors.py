@@ -7,7 +7,7 @@ OperatorError
 │   ├── ConflictError   ... 409: read again, then decide again
 │   └── UnavailableError  nobody: it cannot be reached, it comes back
 ├── NotReadyError       nobody: ask again after `retry_after` seconds
-└── LeaseLostError      nobody: another process leads, this one ends
+└── LeaseLostError      nobody: this process may not write, until it leads again or ends
 """
 
 from __future__ import annotations

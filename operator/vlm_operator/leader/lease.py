@@ -1,11 +1,8 @@
-"""One writer at a time: our own Lease, because kopf's peering is no leader election.
+"""One Lease object, and this process's view of it.
 
 acquire() ─▶ leading, renewed every 2 s ─┬─▶ 10 s without a renewal: nothing is written until one
                                          │   succeeds; nobody else led meanwhile
                                          └─▶ somebody else leads, or did: keep() raises
-
-`Fenced` refuses writes that could outlive the lease. `Aside` is the thread on which all this runs:
-a renewal waits for no turn.
 
 A process may start a write only while its lease, counted on its own monotonic clock from the moment
 *before* the last renewal was sent, has more time left than a request may take. Others take over 15
@@ -15,21 +12,17 @@ s after they last saw the Lease change, again on their own clock: no two clocks 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import datetime
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from vlm_operator.cluster import LEASE, Cluster, Kind, Manifest
+from vlm_operator.cluster import LEASE, Cluster, Manifest
 from vlm_operator.errors import ClusterError, ConflictError, LeaseLostError, UnavailableError
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
-AT_ONCE = 16  # requests; an API server answers more no sooner
 WRITE_SECONDS = 5.0  # the longest that one write may take: the request timeout of `kube`
 
 
@@ -205,97 +198,3 @@ class Lease:
             "metadata": dict(meta),
             "spec": spec,
         }
-
-
-class Aside:
-    """An event loop on a thread of its own: what runs there waits for nothing that runs here."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-
-    def __enter__(self) -> Self:
-        """Start it."""
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        """Stop it; what still runs there is cancelled."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(task)
-        self._loop.close()
-
-    async def do(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run something there; cancelling this cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-
-class Fenced:
-    """A `Cluster` that asks for a few things at once, and writes only while the lease leaves time.
-
-    A request that waits for its turn has not begun: its timeout runs, and the lease is looked at,
-    once it may go. Hundreds of loops that wake together queue up here, not in timeouts.
-
-    Args:
-        cluster: where requests go. The lease has a connection of its own, or it would queue too.
-        lease: ours.
-        at_once: requests under way together.
-    """
-
-    def __init__(self, cluster: Cluster, lease: Lease, *, at_once: int = AT_ONCE) -> None:
-        self._cluster = cluster
-        self._lease = lease
-        self._gate = asyncio.Semaphore(at_once)
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """See `Cluster.get`."""
-        async with self._gate:
-            return await self._cluster.get(kind, namespace, name)
-
-    async def list(
-        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
-    ) -> list[Manifest]:
-        """See `Cluster.list`."""
-        async with self._gate:
-            return await self._cluster.list(kind, namespace, labels)
-
-    async def apply(
-        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
-    ) -> Manifest:
-        """See `Cluster.apply`; raises `LeaseLostError` first where a write must not start."""
-        async with self._gate:
-            self._lease.check()
-            return await self._cluster.apply(
-                manifest, manager=manager, subresource=subresource, dry_run=dry_run
-            )
-
-    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
-        """See `Cluster.merge`; fenced."""
-        async with self._gate:
-            self._lease.check()
-            return await self._cluster.merge(manifest, manager=manager)
-
-    async def create(self, manifest: Manifest) -> Manifest:
-        """See `Cluster.create`; fenced."""
-        async with self._gate:
-            self._lease.check()
-            return await self._cluster.create(manifest)
-
-    async def replace(self, manifest: Manifest) -> Manifest:
-        """See `Cluster.replace`; fenced."""
-        async with self._gate:
-            self._lease.check()
-            return await self._cluster.replace(manifest)
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
-        """See `Cluster.delete`; fenced."""
-        async with self._gate:
-            self._lease.check()
-            await self._cluster.delete(kind, namespace, name, uid=uid)

@@ -1,0 +1,75 @@
+"""Writes only while the lease leaves time for them, and not too many requests together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from vlm_operator.cluster import Cluster, Kind, Manifest
+from vlm_operator.leader.lease import Lease
+
+AT_ONCE = 16  # requests; an API server answers more no sooner
+
+
+class Fenced:
+    """A `Cluster` that asks for a few things at once, and writes only while the lease leaves time.
+
+    A request that waits for its turn has not begun: its timeout runs, and the lease is looked at,
+    once it may go. Hundreds of loops that wake together queue up here, not in timeouts.
+
+    Args:
+        cluster: where requests go. The lease has a connection of its own, or it would queue too.
+        lease: ours.
+        at_once: requests under way together.
+    """
+
+    def __init__(self, cluster: Cluster, lease: Lease, *, at_once: int = AT_ONCE) -> None:
+        self._cluster = cluster
+        self._lease = lease
+        self._gate = asyncio.Semaphore(at_once)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
+        """See `Cluster.get`."""
+        async with self._gate:
+            return await self._cluster.get(kind, namespace, name)
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> list[Manifest]:
+        """See `Cluster.list`."""
+        async with self._gate:
+            return await self._cluster.list(kind, namespace, labels)
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        """See `Cluster.apply`; raises `LeaseLostError` first where a write must not start."""
+        async with self._gate:
+            self._lease.check()
+            return await self._cluster.apply(
+                manifest, manager=manager, subresource=subresource, dry_run=dry_run
+            )
+
+    async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
+        """See `Cluster.merge`; fenced."""
+        async with self._gate:
+            self._lease.check()
+            return await self._cluster.merge(manifest, manager=manager)
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """See `Cluster.create`; fenced."""
+        async with self._gate:
+            self._lease.check()
+            return await self._cluster.create(manifest)
+
+    async def replace(self, manifest: Manifest) -> Manifest:
+        """See `Cluster.replace`; fenced."""
+        async with self._gate:
+            self._lease.check()
+            return await self._cluster.replace(manifest)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
+        """See `Cluster.delete`; fenced."""
+        async with self._gate:
+            self._lease.check()
+            await self._cluster.delete(kind, namespace, name, uid=uid)
