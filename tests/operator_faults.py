@@ -14,6 +14,7 @@ from operator_support import body, pool
 
 from vlm_operator.local.client import Access
 from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.testing.faults import Call
 from vlm_operator.testing.proxy import FaultProxy
 
 LEASE_SECONDS = 9  # a write takes up to five, which leaves four to renew it
@@ -134,12 +135,15 @@ def same_as_reference(operator: Supervised, name: str) -> bool:
     return found == plain_children(operator.plane, operator.namespace, "reference")
 
 
+def is_write(call: Call, *, of: str = "") -> bool:
+    """Whether it writes: of all resources but the Lease, or of one."""
+    wanted = call.plural == of if of else call.plural != "leases"
+    return wanted and call.verb in ("create", "replace", "patch", "delete")
+
+
 def writes_seen(proxy: ProxyThread) -> int:
     """The operator's own writes that passed the proxy so far, its Lease's apart."""
-    return sum(
-        call.verb in ("create", "replace", "patch", "delete") and call.plural != "leases"
-        for call in list(proxy.proxy.calls)
-    )
+    return sum(is_write(call) for call in list(proxy.proxy.calls))
 
 
 @contextlib.contextmanager

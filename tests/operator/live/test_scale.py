@@ -17,6 +17,7 @@ async def test_ten_services_idle_without_a_write_and_changes_are_answered():
         got = await found.measure()
     assert got.idle_writes == []
     assert got.rss_bytes <= MEMORY_BYTES
+    assert (got.lapses, got.transitions) == (0, 0)
     # how soon is measured where the machine is quiet; here each event has its answer
     assert len(got.first_write_seconds) == len(got.burst_seconds) == load.services
 
@@ -29,4 +30,5 @@ async def test_a_hundred_services_with_a_thousand_pods():
         got = await found.measure()
     assert got.idle_writes == []
     assert got.rss_bytes <= MEMORY_BYTES
+    assert (got.lapses, got.transitions) == (0, 0)
     assert quantile(got.first_write_seconds, 0.99) <= FIRST_WRITE_SECONDS
