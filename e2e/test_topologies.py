@@ -87,6 +87,7 @@ async def _delete_with_an_answer_in_flight(served: Served, deletion: str, expect
         "foreground": ("vlm", served.name, "--cascade=foreground"),
         "background": ("vlm", served.name, "--cascade=background"),
     }[deletion]
+    gateway = await served.pod(Role.GATEWAY)
     began = time.monotonic()
     deleting = asyncio.create_task(served.kubectl("delete", *command, "--timeout=90s"))
     leaving = asyncio.create_task(
@@ -94,8 +95,8 @@ async def _delete_with_an_answer_in_flight(served: Served, deletion: str, expect
     )
     turn = asyncio.Event()
     num_after = await asyncio.gather(
-        _ask_until(leaving, served, expected, halfway=turn.set),
-        _ask_until(leaving, served, expected, after=turn),
+        _ask_until(leaving, served, gateway, expected, halfway=turn.set),
+        _ask_until(leaving, served, gateway, expected, after=turn),
     )
     print(f"{deletion}: answered after {elapsed(began)}, ", end="")
     await deleting
@@ -109,6 +110,7 @@ async def _delete_with_an_answer_in_flight(served: Served, deletion: str, expect
 async def _ask_until(
     leaving: asyncio.Task[bool],
     served: Served,
+    gateway: Object,
     expected: str,
     *,
     halfway: Callable[[], None] = lambda: None,
@@ -129,7 +131,7 @@ async def _ask_until(
     while not leaving.done():
         num_pieces = 0
         try:
-            assert await served.stream(max_tokens=LONG, told=told) == expected
+            assert await served.stream(max_tokens=LONG, pod=gateway, told=told) == expected
         except openai.APIError:
             await leaving  # nobody is refused before
             assert num_pieces == 0, "a gateway that ends refuses; it cuts nobody off"
