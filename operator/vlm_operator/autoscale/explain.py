@@ -18,6 +18,7 @@ from typing import Any
 from vlm_operator.autoscale.estimating.attribute import REMEDIES
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.reckoning import reckoned
 from vlm_operator.autoscale.record import Record
 from vlm_operator.names import POOL_ROLES, Role
 
@@ -80,6 +81,7 @@ class Story:
         now: replicas that it should have.
         decision: what `lastDecision` shows; {} where nothing was ever decided.
         notes: lines below it.
+        reckoned: lines with the numbers that it follows from.
     """
 
     role: Role
@@ -87,6 +89,7 @@ class Story:
     variants: Mapping[str, int]
     decision: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    reckoned: tuple[str, ...] = ()
 
 
 def explain(record: Record) -> str:
@@ -101,7 +104,10 @@ def explain(record: Record) -> str:
         head.append(line if item.attainable else f"{line}; {beyond(item)}")
     if estimate.absurd:
         head.append(f"numbers that cannot be, taken for silence: {', '.join(estimate.absurd)}")
-    stories = [_of_decision(role, item) for role, item in record.outcome.decisions.items()]
+    stories = [
+        dataclasses.replace(_of_decision(role, item), reckoned=tuple(reckoned(record, role)))
+        for role, item in record.outcome.decisions.items()
+    ]
     return "\n".join([*head, "", tell(stories)])
 
 
@@ -199,6 +205,7 @@ def _lines(story: Story) -> list[str]:
         f"  why      {decision['reason']}, {moved} at {_time(decision['time'])} UTC: "
         f"{decision['message']}"
     )
+    lines += story.reckoned
     signals = [f"{item['signal']} {item['replicas']}" for item in decision.get("candidates") or ()]
     if signals:
         lines.append(f"  signals  {', '.join(signals)} replicas")

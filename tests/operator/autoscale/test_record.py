@@ -184,7 +184,7 @@ def test_a_record_is_explained_with_signals_shares_bound_and_what_would_change_i
     outcome = dataclasses.replace(
         record.outcome,
         decisions={DECODE: decision},
-        estimate=dataclasses.replace(record.outcome.estimate, attributions=(seen,)),
+        estimate=dataclasses.replace(record.outcome.estimate, attributions=(seen,), signals={}),
     )
     assert explain(dataclasses.replace(record, outcome=outcome)).splitlines() == [
         "ns/demo at 2027-01-15 08:00:05 UTC",

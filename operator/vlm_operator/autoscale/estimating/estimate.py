@@ -33,6 +33,7 @@ from vlm_operator.autoscale.estimating.horizon import (
 )
 from vlm_operator.autoscale.estimating.needs import Turn
 from vlm_operator.autoscale.estimating.readings import LastAnswer, read_pools
+from vlm_operator.autoscale.estimating.size import Signals
 from vlm_operator.autoscale.estimating.window import Window
 from vlm_operator.autoscale.outcome import Attribution, Need
 from vlm_operator.autoscale.policy import ServicePolicy
@@ -92,7 +93,7 @@ class Estimate:
         startup: seconds until a new replica is ready, by role and variant.
         phases: the same by phase, of those whose starts were seen.
         itl_p95_seconds: between tokens, None where none came.
-        demands: the load that needs follow from.
+        signals: what needs follow from, by role.
         absurd: uids of pods whose answers at this tick had numbers that nobody believes.
         counted: requests ended since the last tick.
         fits: service times by "role/variant/kind".
@@ -104,11 +105,16 @@ class Estimate:
     missing_seconds: float
     startup: Mapping[tuple[Role, str], float]
     itl_p95_seconds: float | None = None
-    demands: Mapping[Role, Demand] = dataclasses.field(default_factory=dict)
+    signals: Mapping[Role, Signals] = dataclasses.field(default_factory=dict)
     absurd: tuple[str, ...] = ()
     counted: bool = False
     fits: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
     phases: Mapping[tuple[Role, str], Phases] = dataclasses.field(default_factory=dict)
+
+    @property
+    def demands(self) -> Mapping[Role, Demand]:
+        """The load of each pool."""
+        return {role: item.demand for role, item in self.signals.items()}
 
 
 def estimate(
@@ -161,7 +167,7 @@ def estimate(
         held={role: _held(gateways, role) for role in POOL_ROLES},
         now=now,
     )
-    needs, demands = turn.needs()
+    needs = turn.needs()
     silent = [
         item.silent_since for item in turn.memories_after.values() if item.silent_since is not None
     ]
@@ -172,7 +178,7 @@ def estimate(
         missing_seconds=max((now - since for since in silent), default=0.0),
         startup=startup,
         itl_p95_seconds=itl_p95(window, totals),
-        demands=demands,
+        signals=turn.signals,
         absurd=readings.absurd,
         counted=window is not memory.window,
         fits={key: item.fit for key, item in fits.items() if item.fit is not None},

@@ -44,6 +44,7 @@ class Turn:
     """One tick over all pools. `needs` alone writes it, once.
 
     Attributes:
+        signals: what each pool's size follows from.
         present: roles with pods.
         alone: by stage, the share of its time that is its own work.
         held: requests that gateways hold, by the pool that they wait for.
@@ -66,8 +67,9 @@ class Turn:
     memories_after: dict[Role, DemandMemory] = dataclasses.field(default_factory=dict)
     seasons_after: dict[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
     growths_after: dict[Role, GrowthMemory] = dataclasses.field(default_factory=dict)
+    signals: dict[Role, Signals] = dataclasses.field(default_factory=dict)
 
-    def needs(self) -> tuple[dict[Role, Need], dict[Role, Demand]]:
+    def needs(self) -> dict[Role, Need]:
         """Size every pool, the encoder last: it depends on who encodes in its stead."""
         demands: dict[Role, Demand] = {}
         needs: dict[Role, Need] = {}
@@ -79,7 +81,8 @@ class Turn:
             inline = self._inline(demands) if role is Role.ENCODER else None
             demand = self._demand(pool, inline)
             demands[role] = demand
-            need = size(self.policy, rules, pool, self._signals(pool, demand))
+            signals = self.signals[role] = self._signals(pool, demand)
+            need = size(self.policy, rules, pool, signals)
             if role is Role.ENCODER:
                 need = with_zero(
                     self.policy,
@@ -91,7 +94,7 @@ class Turn:
                     inline=inline,
                 )
             needs[role] = need
-        return hold_upstream(needs, self.pools, demands), demands
+        return hold_upstream(needs, self.pools, demands)
 
     def _demand(self, pool: PoolReading, inline: Inline | None) -> Demand:
         """Add one tick; an encoder at zero has the pictures that are encoded in its stead."""
