@@ -75,6 +75,8 @@ class Case:
         )
         self.flops = 4 * number * shape.num_heads * shape.head_dim * int((end - first).sum())
         self._out = torch.empty(self.q.shape, dtype=torch.bfloat16)
+        groups = shape.num_heads // shape.num_kv_heads
+        self._repeated = [x.repeat_interleave(groups, dim=1) for x in (self.k, self.v)]
         is_square = shape.num_queries == shape.num_keys
         self._mask = None
         if shape.causal and not is_square:
@@ -90,9 +92,9 @@ class Case:
     def sdpa(self) -> torch.Tensor:
         """Torch's fused kernel on the segments as a batch."""
         number = self.shape.num_segments
-        q, k, v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in (self.q, self.k, self.v))
-        groups = self.shape.num_heads // self.shape.num_kv_heads
-        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+        q, k, v = (
+            x.view(number, -1, *x.shape[1:]).transpose(1, 2) for x in (self.q, *self._repeated)
+        )
         o = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=self._mask, is_causal=self._is_causal
         )

@@ -3,8 +3,8 @@
     python bench/run.py int8_accuracy      python bench/int8_accuracy.py --questions 40
 
 The same questions about pictures that no training saw, greedily answered by the model runner in
-float32, in bfloat16, and with `--weights=int8`. One JSON line each: the share that is right, and
-the share that has float32's tokens, right or wrong.
+float32, in bfloat16, with `--weights=int8` and with `--kv-dtype=int8`. One JSON line each: the
+share that is right, and the share that has float32's tokens, right or wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "weights": "int8"},
+    "bfloat16, KV in int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
 }
 BATCH = 32
 MOST_TOKENS = 32

@@ -78,7 +78,8 @@ void attend_tile(Scratch& work, int64_t row, int64_t position, const Exponents& 
                                      &work.factors[row], &work.sums[row * size.width + d]);
       d += columns.value * 16;
     };
-    switch (std::min<int64_t>(4, (size.width - d) / 16)) {
+    const int64_t left = (size.width - d) / 16, turns = (left + 3) / 4;
+    switch ((left + turns - 1) / turns) {  // 5 are 3 and 2: one register alone would wait for itself
       case 1: of(std::integral_constant<int, 1>()); break;
       case 2: of(std::integral_constant<int, 2>()); break;
       case 3: of(std::integral_constant<int, 3>()); break;

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from worker.identity.questions import SHAPES
 
+from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.vision import PatchProjection, use_patch_projection
 from vlm_worker.types import Stage
@@ -44,6 +45,16 @@ def test_other_convolutions_stay(options: dict) -> None:
     tower = Tower(**options)
     use_patch_projection(tower)
     assert isinstance(tower.embed[0], nn.Conv3d)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_pictures_of_one_size_attend_to_themselves(dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v = torch.randn(3, 2, 5, 4, 24).to(dtype).transpose(2, 3)
+    got, _ = planes_forward(None, q, k, v, None, scaling=0.4)
+    want = nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.4)
+    torch.testing.assert_close(got.float(), want.transpose(1, 2), atol=tolerance, rtol=tolerance)
 
 
 def test_the_shipped_model_projects() -> None:

@@ -4,8 +4,8 @@
         └─ paged_forward     store K and V of the new tokens, attend over KV blocks
     vision tower(patches, grid)
         └─ varlen_forward    attend inside windows and frames, one call for all of them
-
-A vision tower that reads planes keeps transformers' own attention.
+    vision tower(planes)
+        └─ planes_forward    attend inside pictures, likewise
 
 No mask is ever built: transformers skips masks for implementations without a mask function.
 """
@@ -22,6 +22,7 @@ from vlm_kernels import AttentionPlan, paged_attention, store_kv, varlen_attenti
 
 PAGED = "triptych_paged"
 VARLEN = "triptych_flash_varlen"  # "flash" in the name makes vision towers pass segment bounds
+PLANES = "triptych_planes"
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,15 +42,15 @@ class StepContext:
 
 
 def use_paged_attention(model: Any, *, packed_vision: bool) -> None:
-    """Route the language model's attention to KV blocks and a packed tower's to segments."""
+    """Route the language model's attention to KV blocks and the tower's to segments."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, paged_forward)
     AttentionInterface.register(VARLEN, varlen_forward)
+    AttentionInterface.register(PLANES, planes_forward)
     # set after loading: from_pretrained takes a name with "flash" for a kernel to download
     model.get_decoder().config._attn_implementation_internal = PAGED
-    if packed_vision:
-        model.config.vision_config._attn_implementation_internal = VARLEN
+    model.config.vision_config._attn_implementation_internal = VARLEN if packed_vision else PLANES
 
 
 def paged_forward(
@@ -91,3 +92,22 @@ def varlen_forward(
     assert attention_mask is None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     return varlen_attention(q_THD, k_THD, v_THD, cu_seq_lens_q, scale=scaling)[None], None
+
+
+def planes_forward(
+    _module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer of pictures of one size; `[B, heads, T, D]` in, `[B, T, heads, D]` out."""
+    assert attention_mask is None
+    num_pictures, _, size, _ = query.shape
+    q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    cu = size * torch.arange(num_pictures + 1, dtype=torch.int32, device=query.device)
+    o_THD = varlen_attention(q_THD, k_THD, v_THD, cu, scale=scaling)
+    return o_THD.view(num_pictures, size, *o_THD.shape[1:]), None
