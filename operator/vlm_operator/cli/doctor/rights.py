@@ -50,6 +50,7 @@ OF_NAMESPACES = (
 )
 OF_CLUSTER = (
     Right("list", names.GROUP, names.PLURAL_NODE_CLASS),
+    Right("watch", names.GROUP, names.PLURAL_NODE_CLASS),
     Right("patch", names.GROUP, f"{names.PLURAL_NODE_CLASS}/status"),
     Right("list", "", "nodes"),
 )
