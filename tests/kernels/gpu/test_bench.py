@@ -7,9 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 RUN = Path(__file__).parents[3] / "bench" / "gpu" / "run.py"
 
 
@@ -26,11 +23,3 @@ def test_a_smoke_run_measures_every_case() -> None:
         "decode", "prefill", "vision", "add_rms_norm", "silu_mul", "rope_store_kv", "step", "tune",
     }  # fmt: skip
     assert all(us > 0 for line in lines[2:] for us in line["microseconds"].values())
-
-
-def test_without_a_gpu_the_benchmark_says_what_runs() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, RUN], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no GPU here; --smoke" in done.stderr

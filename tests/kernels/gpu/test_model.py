@@ -1,0 +1,52 @@
+"""A whole model answers the same with GPU kernels as with those of CPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from worker.identity.questions import SHAPES, Question, questions
+from worker.identity.stepper import Stepper
+
+from vlm_kernels import gpu
+from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.types import Stage
+
+SETTINGS = RunnerSettings(
+    SHAPES, tuple(Stage), block_size=16, dtype="float32", kv_memory_bytes=8 << 20, device="cpu"
+)
+
+
+def answer(runner: ModelRunner, question: Question, max_tokens: int) -> list[int]:
+    stepper = Stepper(runner)
+    sequence = stepper.start(question, (), max_tokens=max_tokens)
+    stepper.generate([sequence], max_tokens=max_tokens, chunk=64, eos=None)
+    return sequence.answer
+
+
+@pytest.mark.parametrize(
+    ("num_pictures", "kv_dtype"),
+    [
+        pytest.param(0, "float32", id="text"),
+        pytest.param(1, "float32", id="a picture", marks=pytest.mark.full),
+        pytest.param(1, "int8", id="a picture, KV in int8", marks=pytest.mark.full),
+    ],
+)
+def test_its_tokens_are_those_of_a_cpu(
+    num_pictures: int, kv_dtype: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [q for q in questions() if len(q.pictures) == num_pictures]
+    question = min(asked, key=lambda question: len(question.token_ids))
+    max_tokens = 4 if num_pictures else 2
+    settings = dataclasses.replace(SETTINGS, kv_dtype=kv_dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "serves", lambda where: False)
+        on_cpu = build_runner(settings)
+        want = answer(on_cpu, question, max_tokens)
+        runner = build_runner(dataclasses.replace(settings, device=str(device)))
+    launched = []
+    serves = gpu.serves
+    monkeypatch.setattr(gpu, "serves", lambda where: launched.append(where) or serves(where))
+    assert answer(runner, question, max_tokens) == want
+    assert launched, "no kernel was asked for"
