@@ -17,7 +17,7 @@ from vlm_kernels.packed_weights import PackedWeights, mix_biases, pack, pack_gat
 
 needs_kernel = pytest.mark.skipif(not has_kernel(), reason="this CPU multiplies by torch")
 
-ROWS = st.sampled_from([1, 2, 5, 6, 7, 12, 13, 14, 15, 16, 17, 24, 29, 61])
+ROWS = st.sampled_from([1, 2, 5, 6, 7, 12, 13, 14, 15, 16, 17, 24, 29, 43, 56, 57, 61])
 
 
 def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_an_activated_product_is_its_definition_on_any_shape(
 
 
 @needs_kernel
-@pytest.mark.parametrize("rows", [2, 6, 7, 16, 17, 40])
+@pytest.mark.parametrize("rows", [2, 6, 7, 16, 17, 40, 56, 57])
 def test_a_row_is_the_same_among_others_as_alone(rows: int) -> None:
     torch.manual_seed(rows)
     x, weights = bf16(rows, 320), pack(bf16(200, 320))

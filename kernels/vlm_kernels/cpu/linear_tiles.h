@@ -5,6 +5,7 @@
 //   tile    Rows x Panels: every sum in a register, over all steps
 //
 //   few rows    a panel is read once, whole lines, a few KiB ahead of the product
+//   up to 56    tiles share a panel; the first two fetch the lines of the next one meanwhile
 //   many rows   a panel stays in the core's own cache while all rows pass by it
 //
 // Every output is one sum over the steps in ascending order, whatever the number of rows.
@@ -23,7 +24,7 @@ namespace triptych {
 
 constexpr int LINE = 64;                // bytes
 constexpr int AHEAD = 4096;             // bytes that few rows are prefetched ahead
-constexpr int FEW_ROWS = 16;            // up to so many, reading W takes longest
+constexpr int FEW_ROWS = 56;            // up to so many, reading W takes time worth hiding
 constexpr int MOST_ROWS = 14;           // 14 x 2 sums, and 2 lines of W, in 32 registers
 constexpr int TILE_ROWS = 12;           // when rows are many: x comes out of the cache, too
 constexpr int MOST_PANELS = 4;          // of one item of work
@@ -102,8 +103,12 @@ inline void finish_gated(const Job& job, int row, int panel, __m512 gate, __m512
   _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, first(job.n / 2 - n), narrow(opened));
 }
 
+// What a tile fetches while it multiplies: nothing; its own lines ahead; of each step one line of the
+// panel behind its own, the even or the odd one.
+enum class Fetch { NOTHING, AHEAD, NEXT_EVEN, NEXT_ODD };
+
 // `Rows` rows from `row` by `Panels` panels from `panel`; Dot adds to sums and makes them floats.
-template <class Dot, int Rows, int Panels, bool Ahead>
+template <class Dot, int Rows, int Panels, Fetch Fetched>
 void tile(const Job& job, int row, int panel) {
   typename Dot::Sum sums[Rows][Panels * 2];
   for (auto& of_row : sums)
@@ -116,7 +121,11 @@ void tile(const Job& job, int row, int panel) {
 #pragma GCC unroll 4
     for (int j = 0; j < Panels * 2; ++j) {
       const uint8_t* line = w + (j / 2) * panel_bytes + (int64_t(step) * 2 + j % 2) * LINE;
-      if (Ahead) _mm_prefetch(reinterpret_cast<const char*>(line) + AHEAD, _MM_HINT_T0);
+      if (Fetched == Fetch::AHEAD) {
+        _mm_prefetch(reinterpret_cast<const char*>(line) + AHEAD, _MM_HINT_T0);
+      } else if (Fetched != Fetch::NOTHING && j == (Fetched == Fetch::NEXT_ODD)) {
+        _mm_prefetch(reinterpret_cast<const char*>(line) + panel_bytes, _MM_HINT_T1);
+      }
       lines[j] = _mm512_loadu_si512(line);
     }
 #pragma GCC unroll 14
@@ -143,11 +152,11 @@ void tile(const Job& job, int row, int panel) {
   }
 }
 
-template <class Dot, int Panels, bool Ahead>
+template <class Dot, int Panels, Fetch Fetched>
 void rows_of(const Job& job, int row, int num_rows, int panel) {
   switch (num_rows) {
 #define TRIPTYCH_ROWS(R) \
-  case R: return tile<Dot, R, Panels, Ahead>(job, row, panel);
+  case R: return tile<Dot, R, Panels, Fetched>(job, row, panel);
     TRIPTYCH_ROWS(1) TRIPTYCH_ROWS(2) TRIPTYCH_ROWS(3) TRIPTYCH_ROWS(4) TRIPTYCH_ROWS(5)
     TRIPTYCH_ROWS(6)
   }
@@ -164,17 +173,21 @@ template <class Dot>
 void few_rows(const Job& job, int begin, int end) {
   if (job.m <= 6) {
     int panel = begin;
-    for (; panel + 1 < end; panel += 2) rows_of<Dot, 2, true>(job, 0, job.m, panel);
-    if (panel < end) rows_of<Dot, 1, true>(job, 0, job.m, panel);
+    for (; panel + 1 < end; panel += 2) rows_of<Dot, 2, Fetch::AHEAD>(job, 0, job.m, panel);
+    if (panel < end) rows_of<Dot, 1, Fetch::AHEAD>(job, 0, job.m, panel);
     return;
   }
+  const int num_tiles = (job.m + MOST_ROWS - 1) / MOST_ROWS;
   for (int panel = begin; panel < end; ++panel) {
-    if (job.m <= MOST_ROWS) {
-      rows_of<Dot, 1, true>(job, 0, job.m, panel);
-    } else {
-      const int half = (job.m + 1) / 2;
-      rows_of<Dot, 1, true>(job, 0, half, panel);
-      rows_of<Dot, 1, false>(job, half, job.m - half, panel);
+    if (num_tiles == 1) {
+      rows_of<Dot, 1, Fetch::AHEAD>(job, 0, job.m, panel);
+      continue;
+    }
+    for (int i = 0; i < num_tiles; ++i) {
+      const int row = job.m * i / num_tiles, count = job.m * (i + 1) / num_tiles - row;
+      if (i == 0) rows_of<Dot, 1, Fetch::NEXT_EVEN>(job, row, count, panel);
+      if (i == 1) rows_of<Dot, 1, Fetch::NEXT_ODD>(job, row, count, panel);
+      if (i > 1) rows_of<Dot, 1, Fetch::NOTHING>(job, row, count, panel);
     }
   }
 }
@@ -187,7 +200,7 @@ void many_rows(const Job& job, int begin, int end) {
     const int end_row = std::min(first_row + block, job.m);
     for (int panel = begin; panel < end; ++panel) {
       for (int row = first_row; row < end_row; row += TILE_ROWS) {
-        rows_of<Dot, 1, false>(job, row, std::min(TILE_ROWS, end_row - row), panel);
+        rows_of<Dot, 1, Fetch::NOTHING>(job, row, std::min(TILE_ROWS, end_row - row), panel);
       }
     }
   }
