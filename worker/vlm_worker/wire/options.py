@@ -36,6 +36,8 @@ def server_options(timers: Timers) -> Options:
         *_sizes(),
         *_pings(timers),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _milliseconds(timers.ping_timeout)),
+        # one that stood still reads several pings at once, and must not end its streams for that
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # a port in use is an error to report, not one to share
         ("grpc.so_reuseport", 0),
