@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
+import shutil
 
 import torch
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def serves(device: torch.device) -> bool:
     """Whether tensors on this device go to the kernels here."""
-    return device.type == "cuda" and _has_triton()
+    return device.type == "cuda" and _can_launch()
 
 
 def num_processors(device: torch.device) -> int:
@@ -36,9 +38,19 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def _can_launch() -> bool:
     """Asked once a process, so that the log says once what is missing."""
-    if importlib.util.find_spec("triton") is not None:
-        return True
-    logger.warning("triton is not installed: torch computes instead of our GPU kernels, slower")
-    return False
+    missing = _missing()
+    if missing is not None:
+        logger.warning("%s: torch computes instead of our GPU kernels, slower", missing)
+    return missing is None
+
+
+def _missing() -> str | None:
+    """What triton lacks here: it builds a launcher in C for each kernel, where it runs."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    compiler = os.environ.get("CC")  # noqa: TID251  as triton reads it
+    if not (compiler or shutil.which("gcc") or shutil.which("clang")):
+        return "triton needs a C compiler and finds neither gcc nor clang"
+    return None

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,22 +72,32 @@ def test_every_function_asks_where_its_tensors_live(
         CALLS[name]()
 
 
-def test_without_triton_torch_computes_and_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        (importlib.util, "find_spec", "triton is not installed"),
+        (shutil, "which", "triton needs a C compiler and finds neither gcc nor clang"),
+    ],
+    ids=["triton", "compiler"],
+)
+def test_what_is_missing_leaves_torch_to_compute_and_the_log_says_so_once(
+    module: Any, name: str, message: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     monkeypatch.undo()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    gpu._has_triton.cache_clear()
+    monkeypatch.setattr(module, name, lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    gpu._can_launch.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert [gpu.serves(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")] == [
                 False, False, False,
             ]  # fmt: skip
         assert [record.message for record in caplog.records] == [
-            "triton is not installed: torch computes instead of our GPU kernels, slower"
+            f"{message}: torch computes instead of our GPU kernels, slower"
         ]
     finally:
-        gpu._has_triton.cache_clear()
+        gpu._can_launch.cache_clear()
 
 
 def test_importing_the_kernels_imports_no_triton() -> None:
