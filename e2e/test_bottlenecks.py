@@ -84,7 +84,7 @@ def _manifest(*, encoder_sleeps: bool = False) -> Object:
 @pytest.fixture(scope="module", autouse=True)
 def limited(operator: ControlPlane) -> None:
     if "limits are not enforced" in (operator.folder / "agent.log").read_text():
-        pytest.skip("CPU limits cannot be set here, and without them no pool is the slow one")
+        pytest.skip("CPU limits cannot be set here: test_recorded.py replays a run that had them")
 
 
 @pytest.fixture

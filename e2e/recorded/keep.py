@@ -1,0 +1,46 @@
+"""From the log of an operator to the records that test_recorded.py replays.
+
+    pytest e2e/test_bottlenecks.py          and meanwhile kubectl logs -f … > operator.log
+    python e2e/recorded/keep.py operator.log > e2e/recorded/bottlenecks.jsonl
+
+Kept is what pods said at the ticks in which a pool grew, slept or woke: their stage times, counters
+and queues, and what the operator remembered of those before. Fields that say nothing are left out.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlm_operator.autoscale.codec import encode
+from vlm_operator.autoscale.reasons import Reason
+from vlm_operator.autoscale.record import VERSION, Record, RecordError, load_record
+
+SERVICE = "bottlenecks/shapes"
+KEPT = {Reason.SCALE_UP, Reason.PANIC, Reason.IDLE, Reason.WAKE}
+
+
+def records(log: Path) -> Iterator[Record]:
+    """The records of the service in which a pool's load decided, the first of each kind."""
+    known = set()
+    for line in log.read_text().splitlines():
+        try:
+            record = load_record(line[line.find("{") :])
+        except RecordError:
+            continue
+        if record.service != SERVICE:
+            continue
+        moved = {
+            (role, item.reason)
+            for role, item in record.outcome.decisions.items()
+            if item.before != item.to and item.reason in KEPT
+        }
+        if moved - known:
+            known |= moved
+            yield record
+
+
+if __name__ == "__main__":
+    for one in records(Path(sys.argv[1])):
+        value = encode(one, sparse=True) | {"policy": encode(one.policy)}
+        print(json.dumps({"version": VERSION, **value}, separators=(",", ":")))
