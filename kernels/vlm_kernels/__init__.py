@@ -4,8 +4,8 @@
     paged_attention    attention of packed queries over KV blocks
     decode_attention   its part for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
-    dense_attention    attention of a batch of equal shapes, which both are made of
-    flash_attention    the same in C++, for bfloat16 without a mask
+    flash_attention    both in C++, for bfloat16; a query sees an interval of its `segments`
+    dense_attention    attention of a batch of equal shapes, which torch makes them of elsewhere
     packed_weights     weights in panels, in bfloat16 or int8
     packed_linear      linear layers on packed weights, and what usually follows them
     rms_norm           RMSNorm of packed tokens
@@ -18,8 +18,8 @@
     resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
-The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`: one block is one
-contiguous piece.
+The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`, of int8 with scales
+behind (`kv_rows`): one block is one contiguous piece.
 """
 
 from vlm_kernels.add_rms_norm import add_rms_norm

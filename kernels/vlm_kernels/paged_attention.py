@@ -24,7 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vlm_kernels.attention_plan import AttentionPlan, Group, Spans
+from vlm_kernels.attention_groups import Group, Spans
+from vlm_kernels.attention_plan import AttentionPlan
 from vlm_kernels.decode_attention import attend_decode
 from vlm_kernels.dense_attention import capped, dense_attention
 from vlm_kernels.flash_attention import flash_paged_attention

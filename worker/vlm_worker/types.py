@@ -183,8 +183,7 @@ class EmbedLayout:
 
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-SCALE_BYTES = {"int8": 4}
-"""Behind the elements of a row of KV."""
+SCALE_BYTES = {"int8": 4}  # behind the elements of a row of KV
 
 
 def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
