@@ -128,22 +128,13 @@ class Computer:
             free=max(0, capacity - tokens),
             queued=max(0, tokens - sum(job.prompt_tokens for job in self._turning)),
         )
-        return Sample(
-            pod_uid=self.life.uid,
-            boot_id=self.life.uid,
-            role=self.life.role,
-            phase="draining" if self.life.draining_since is not None else "ready",
-            message="",
-            accepting=self.life.accepting,
+        return self.life.sample(
             inflight=self.inflight,
             queued_requests=len(self._held - self._turning),
-            queued_work_seconds=max(0.0, self.queued_seconds),
-            admitted_work_seconds=self._admitted,
+            queued_seconds=max(0.0, self.queued_seconds),
+            admitted_seconds=self._admitted,
             kv=kv if self.life.role is Role.PREFILL else None,
-            model=None,
-            ttft={},
-            config_hash=None,
-            busy={name: item.freeze() for name, item in self._counted.items() if item.calls},
+            busy={name: item.freeze() for name, item in self._counted.items()},
         )
 
     def _admit(self, work: float) -> None:

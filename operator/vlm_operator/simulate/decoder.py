@@ -136,23 +136,7 @@ class Decoder:
         busy = Busy(
             self._busy_seconds, int(self._steps), int(self._items), int(self._units), self._squares
         )
-        return Sample(
-            pod_uid=self.life.uid,
-            boot_id=self.life.uid,
-            role=self.life.role,
-            phase="draining" if self.life.draining_since is not None else "ready",
-            message="",
-            accepting=self.life.accepting,
-            inflight=self.inflight,
-            queued_requests=0,
-            queued_work_seconds=0.0,
-            admitted_work_seconds=0.0,
-            kv=kv,
-            model=None,
-            ttft={},
-            config_hash=None,
-            busy={"decode": busy} if busy.calls else {},
-        )
+        return self.life.sample(inflight=self.inflight, kv=kv, busy={"decode": busy})
 
     def _advance(self) -> None:
         """Bring the counters up to now."""

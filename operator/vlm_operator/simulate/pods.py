@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from vlm_operator.autoscale.view import PodPhase, PodView
 from vlm_operator.names import Role
 from vlm_operator.simulate.job import Job
-from vlm_operator.state import Sample
+from vlm_operator.state import Busy, KvTokens, Sample
 
 _LATENCY_SECONDS = 60.0  # of which a pod remembers how long its work took
 
@@ -57,6 +57,35 @@ class Life:
     def accepting(self) -> bool:
         """Takes new work."""
         return self.ready_since is not None and self.draining_since is None and not self.gone
+
+    def sample(
+        self,
+        *,
+        inflight: int,
+        kv: KvTokens | None,
+        busy: Mapping[str, Busy],
+        queued_requests: int = 0,
+        queued_seconds: float = 0.0,
+        admitted_seconds: float = 0.0,
+    ) -> Sample:
+        """What its pod reports now."""
+        return Sample(
+            pod_uid=self.uid,
+            boot_id=self.uid,
+            role=self.role,
+            phase="draining" if self.draining_since is not None else "ready",
+            message="",
+            accepting=self.accepting,
+            inflight=inflight,
+            queued_requests=queued_requests,
+            queued_work_seconds=queued_seconds,
+            admitted_work_seconds=admitted_seconds,
+            kv=kv,
+            model=None,
+            ttft={},
+            config_hash=None,
+            busy={name: item for name, item in busy.items() if item.calls},
+        )
 
     def view(self, epoch: float) -> PodView:
         """What decisions see; the clock's zero is `epoch` in seconds since the epoch."""

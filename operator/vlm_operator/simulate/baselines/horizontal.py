@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vlm_operator.autoscale.policy import PoolPolicy
+from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.view import PoolView
 from vlm_operator.names import Role
 from vlm_operator.simulate.run import Choice, Reading
@@ -46,6 +46,47 @@ class Horizontal:
         elif advised > current:
             wanted = min(advised, max(current + UP_PODS, math.floor(current * (1 + UP_SHARE))))
         return bounded(self.policy, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """What one HPA was asked, in replicas: those that stand, those of the metric, the outcome."""
+
+    policy: PoolPolicy
+    current: int
+    advised: int
+    count: int
+
+
+class Hpas:
+    """An HPA for each pool, all of them asked every so many seconds. `ask` is the only writer."""
+
+    def __init__(
+        self, policy: ServicePolicy, *, down_seconds: float, every: float = SYNC_SECONDS
+    ) -> None:
+        self._hpas = {role: Horizontal(pool, down_seconds) for role, pool in policy.pools.items()}
+        self._every, self._next = every, 0.0
+
+    def ask(self, reading: Reading, advise: Callable[[Role, int], int]) -> dict[Role, Settled]:
+        """Settle each pool's metric, `advise(role, current)`; nothing before it is time."""
+        now = reading.view.now
+        if now < self._next:
+            return {}
+        self._next = now + self._every
+        found = {}
+        for role, hpa in self._hpas.items():
+            current = current_of(reading, role)
+            advised = advise(role, current)
+            count = hpa.settle(now, current, advised)
+            found[role] = Settled(hpa.policy, current, advised, count)
+        return found
+
+    def decide(self, reading: Reading, advise: Callable[[Role, int], int]) -> Mapping[Role, Choice]:
+        """The same as replicas."""
+        return {
+            role: choose(item.policy, item.count)
+            for role, item in self.ask(reading, advise).items()
+        }
 
 
 def bounded(policy: PoolPolicy, count: int) -> int:

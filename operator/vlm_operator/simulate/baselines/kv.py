@@ -26,7 +26,7 @@ class KvOccupancy:
 
     GRID: ClassVar[horizontal.GRID] = {
         "share": (0.5, 0.6, 0.7),
-        "queue": (1.0, 1.5, 2.0),
+        "queue": (1.5, 2.0),
     }
 
     def __init__(
@@ -38,25 +38,15 @@ class KvOccupancy:
         down_seconds: float = 300.0,
     ) -> None:
         self._share, self._queue = share, queue
-        self._hpas = {
-            role: horizontal.Horizontal(pool, down_seconds) for role, pool in policy.pools.items()
-        }
-        self._next = 0.0
+        self._hpas = horizontal.Hpas(policy, down_seconds=down_seconds, every=_POLL_SECONDS)
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
-        now = reading.view.now
-        if now < self._next:
-            return {}
-        self._next = now + _POLL_SECONDS
-        found = {}
-        for role, hpa in self._hpas.items():
-            current = horizontal.current_of(reading, role)
+
+        def advise(role: Role, current: int) -> int:
             if role is Role.DECODE:
-                total = sum(horizontal.kv_shares(reading, role).values())
-                advised = horizontal.by_total(total, self._share, current)
-            else:
-                total = horizontal.inflight(reading, role)
-                advised = horizontal.by_total(total, self._queue, current)
-            found[role] = horizontal.choose(hpa.policy, hpa.settle(now, current, advised))
-        return found
+                used = sum(horizontal.kv_shares(reading, role).values())
+                return horizontal.by_total(used, self._share, current)
+            return horizontal.by_total(horizontal.inflight(reading, role), self._queue, current)
+
+        return self._hpas.decide(reading, advise)

@@ -27,8 +27,8 @@ class PodLatency:
     """
 
     GRID: ClassVar[horizontal.GRID] = {
-        "target": (0.6, 0.8, 1.0, 1.4),
-        "kv_share": (0.5, 0.6, 0.7),
+        "target": (1.0, 1.4, 1.8),
+        "kv_share": (0.4, 0.5),
     }
 
     def __init__(
@@ -40,32 +40,25 @@ class PodLatency:
         down_seconds: float = 300.0,
     ) -> None:
         self._target, self._kv_share = target, kv_share
-        self._hpas = {
-            role: horizontal.Horizontal(pool, down_seconds) for role, pool in policy.pools.items()
-        }
+        self._hpas = horizontal.Hpas(policy, down_seconds=down_seconds)
         self._panicked: dict[Role, float] = {}
-        self._next = 0.0
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
         now = reading.view.now
-        if now < self._next:
-            return {}
-        self._next = now + horizontal.SYNC_SECONDS
         found = {}
-        for role, hpa in self._hpas.items():
-            current = horizontal.current_of(reading, role)
-            advised = self._advised(reading, role, current)
-            count = hpa.settle(now, current, advised)
-            if advised >= _PANIC * current:
+        asked = self._hpas.ask(reading, lambda role, count: self._advise(reading, role, count))
+        for role, item in asked.items():
+            count = item.count
+            if item.advised >= _PANIC * item.current:
                 self._panicked[role] = now
-                count = horizontal.bounded(hpa.policy, advised)
+                count = horizontal.bounded(item.policy, item.advised)
             if now - self._panicked.get(role, -1e18) < _PANIC_HOLD_SECONDS:
-                count = max(count, current)
-            found[role] = horizontal.choose(hpa.policy, count)
+                count = max(count, item.current)
+            found[role] = horizontal.choose(item.policy, count)
         return found
 
-    def _advised(self, reading: Reading, role: Role, current: int) -> int:
+    def _advise(self, reading: Reading, role: Role, current: int) -> int:
         pool = reading.view.pools[role]
         if role is Role.DECODE:
             shares = horizontal.kv_shares(reading, role)

@@ -28,7 +28,7 @@ class Linked:
 
     GRID: ClassVar[horizontal.GRID] = {
         "signal": ("waiting", "inflight"),
-        "target": (2.0, 8.0, 14.0, 28.0),
+        "target": (2.0, 8.0, 14.0),
     }
 
     def __init__(

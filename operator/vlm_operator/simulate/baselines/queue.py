@@ -21,9 +21,9 @@ class QueueLength:
     """
 
     GRID: ClassVar[horizontal.GRID] = {
-        "signal": ("waiting", "inflight"),
-        "target": (1.0, 1.5, 2.0),
-        "decode_target": (8.0, 14.0),
+        "signal": ("inflight",),  # requests that wait tell of nothing before it is too late
+        "target": (1.5, 2.0, 3.0),
+        "decode_target": (10.0, 14.0),
     }
 
     def __init__(
@@ -35,24 +35,14 @@ class QueueLength:
         decode_target: float = 12.0,
         down_seconds: float = 300.0,
     ) -> None:
-        self._policy = policy
         self._read = horizontal.inflight if signal == "inflight" else horizontal.queued
         self._targets = dict.fromkeys(policy.pools, target) | {Role.DECODE: decode_target}
-        self._hpas = {
-            role: horizontal.Horizontal(pool, down_seconds) for role, pool in policy.pools.items()
-        }
-        self._next = 0.0
+        self._hpas = horizontal.Hpas(policy, down_seconds=down_seconds)
 
     def decide(self, reading: Reading) -> Mapping[Role, Choice]:
         """See `run.Autoscaler`."""
-        now = reading.view.now
-        if now < self._next:
-            return {}
-        self._next = now + horizontal.SYNC_SECONDS
-        found = {}
-        for role, hpa in self._hpas.items():
-            current = horizontal.current_of(reading, role)
-            total = self._read(reading, role)
-            advised = horizontal.by_total(total, self._targets[role], current)
-            found[role] = horizontal.choose(hpa.policy, hpa.settle(now, current, advised))
-        return found
+
+        def advise(role: Role, current: int) -> int:
+            return horizontal.by_total(self._read(reading, role), self._targets[role], current)
+
+        return self._hpas.decide(reading, advise)

@@ -31,10 +31,10 @@ class Threshold:
     """
 
     GRID: ClassVar[horizontal.GRID] = {
-        "up": (1.0, 2.0),
-        "down": (0.3, 0.6),
-        "kv_up": (0.6, 0.8),
-        "kv_down": (0.5,),
+        "up": (2.0,),
+        "down": (0.3,),
+        "kv_up": (0.5, 0.6, 0.7),
+        "kv_down": (0.4,),
         "hold_seconds": (60.0, 180.0),
     }
 
