@@ -38,6 +38,8 @@ def rules(role: Role, **changes) -> PoolPolicy:
         maximum=16,
         variants=(PLAIN,),
         inline=role is Role.PREFILL,
+        utilization=0.75,
+        kv_occupancy=0.8,
     )
     return dataclasses.replace(plain, **changes)
 
@@ -158,6 +160,7 @@ class Pod:
     queued: float = 0.0
     tokens: int = 0
     queued_tokens: int = 0
+    inflight: int = 0
     capacity: int = 10_000
     busy: dict[str, Busy] = dataclasses.field(default_factory=dict)
     phase: str = "ready"
@@ -174,6 +177,7 @@ class Pod:
             self.uid,
             self.role,
             boot_id=self.boot,
+            inflight=self.inflight,
             queued_work_seconds=self.queued,
             admitted_work_seconds=self.admitted,
             kv=kv(self.tokens, queued=self.queued_tokens, capacity=self.capacity)

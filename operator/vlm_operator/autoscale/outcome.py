@@ -24,6 +24,7 @@ class Attribution:
         count: requests that got their first token within it.
         missed: of these, beyond the target.
         p95_seconds: by interpolation inside a bucket; a modality without any is not told of.
+        lately_seconds: the same of the last minute alone, None where too few came.
         target_seconds: None without a target.
         shares: of each stage in the TTFT of requests that missed (or of the slowest tenth), adding
             up to 1.
@@ -39,6 +40,12 @@ class Attribution:
     shares: Mapping[str, float]
     service_seconds: Mapping[str, float]
     attainable: bool = True
+    lately_seconds: float | None = None
+
+    def exceeds(self, share: float = 1.0) -> bool:
+        """Whether that share of the target is exceeded now, not only earlier in the window."""
+        seconds = self.p95_seconds if self.lately_seconds is None else self.lately_seconds
+        return self.target_seconds is not None and seconds > share * self.target_seconds
 
     @property
     def overrun_seconds(self) -> float:

@@ -59,6 +59,7 @@ REMEDIES: Mapping[str, str] = {
     "other": "a faster network",
 }
 SLOWEST = 0.1  # of requests, where too few missed
+LATELY_REQUESTS = 20  # of the last minute, before a percentile of it is one
 
 
 def attribute(
@@ -80,6 +81,7 @@ def attribute(
     """
     span = policy.window_seconds
     found = []
+    lately = window.lately(now=now, window=span)
     wide: dict[str, Tally] | None = None
     for name in sorted(window.names()):
         if name == ITL:
@@ -90,7 +92,7 @@ def attribute(
                 wide = window.total(now=now, window=span, windows=WIDEST)
             tally = wide.get(name)
         if tally is not None:
-            one = _attribution(policy, name, tally, window, alone)
+            one = _attribution(policy, name, tally, window, alone, lately.get(name, {}))
             if one is not None:
                 found.append(one)
     return tuple(found)
@@ -131,13 +133,13 @@ def guilt(
     present: Collection[Role],
     role: Role,
 ) -> float:
-    """The largest share of a pool's own waiting in any overrun that replicas can shorten.
+    """The largest share of a pool's own waiting in any overrun that lasts and replicas can shorten.
 
     Its own waiting is the time in its queues, and of its work as far as other work slows it down.
     """
     most = 0.0
     for item in attributions:
-        if item.overrun_seconds > 0 and item.attainable:
+        if item.exceeds() and item.attainable:
             own = sum(
                 share if stage in QUEUES else share * (1.0 - alone.get(stage, 1.0))
                 for stage, share in item.shares.items()
@@ -173,6 +175,7 @@ def _attribution(
     tally: Tally,
     window: Window,
     alone: Mapping[str, float],
+    lately: Mapping[float, int],
 ) -> Attribution | None:
     p95 = percentile(tally.buckets, edges=window.edges(modality))
     if p95 is None:
@@ -196,6 +199,9 @@ def _attribution(
         shares=shares(tally, min_misses=policy.tuning.min_misses, edges=edges),
         service_seconds=dict(sorted(floors.items())),
         attainable=not (missed and target is not None and sum(floors.values()) >= target),
+        lately_seconds=percentile(lately, edges=window.edges(modality))
+        if sum(lately.values()) >= LATELY_REQUESTS
+        else None,
     )
 
 

@@ -5,8 +5,10 @@ encoder, prefill   a = EWMA of (work seconds admitted · speed / second)     Erl
 decode             D = Σ running + flow · (reserved + queued tokens)        KV tokens
                    flow: share of them that is not stuck before encoder or prefill; requests that
                    gateways hold for want of room count with the mean of those that have some
-                   (cached blocks can be evicted: they are no load), or its EWMA, if that is more:
-                   answers of a few seconds come and go faster than pods
+                   (cached blocks can be evicted: they are no load); its EWMA, and of what lies
+                   above that, what is beyond NOISE · s: answers of a few seconds come and go
+                   faster than pods
+s                  = √(SPREAD · D · tokens of a mean request): as many requests as by chance
 variability        φ = Var(work of a tick) / (2 · S · mean(work of a tick))
                    which is (Ca² + Cs²)/2 for work that comes in items of S seconds; 1, that of
                    Poisson arrivals of exponential items, until enough ticks are known
@@ -22,9 +24,12 @@ import math
 
 from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.names import Role
 
 PHI_LEAST, PHI_MOST = 0.25, 4.0
 PHI_TICKS = 12  # before a variance is believed
+NOISE = 2.0  # standard deviations of the KV in use that are nothing but chance
+SPREAD = 1.5  # mean square of the KV of one request, over the square of the mean
 TREND_SECONDS = 60.0  # over which a slope is taken
 TREND_POINTS = 12
 
@@ -38,6 +43,7 @@ class DemandMemory:
         erlangs: smoothed, in units.
         encode_erlangs: the same of pictures alone.
         tokens: KV tokens in use or asked for, smoothed.
+        waiting: work seconds that wait, of decode KV tokens, smoothed.
         tick_mean, tick_variance: of work seconds a second at single ticks, over a window; the
             variance is around the smoothed load.
         ticks: that these know.
@@ -50,6 +56,7 @@ class DemandMemory:
     erlangs: float | None = None
     encode_erlangs: float = 0.0
     tokens: float | None = None
+    waiting: float | None = None
     tick_mean: float = 0.0
     tick_variance: float = 0.0
     ticks: int = 0
@@ -66,9 +73,11 @@ class Demand:
         erlangs: work seconds admitted a second, smoothed; 0 before two answers.
         encode_erlangs: of these, pictures.
         queued_seconds: work that waits.
-        tokens: KV tokens in use or asked for, not less than smoothed; `queued_tokens` of them wait.
+        tokens: KV tokens in use or asked for, chance apart; `queued_tokens` of them wait.
+        tokens_each: of them, those of a mean request.
         tokens_per_unit: KV capacity of a unit, None where no pod reports one.
         variability: φ.
+        piling: what waits is no less than it was lately; what shrinks is being served.
         idle_seconds: since anything came or was there.
     """
 
@@ -80,6 +89,17 @@ class Demand:
     tokens_per_unit: float | None
     variability: float
     idle_seconds: float
+    tokens_each: float = 0.0
+    piling: bool = True
+
+    @property
+    def running_tokens(self) -> float:
+        """Those that do not wait."""
+        return max(0.0, self.tokens - self.queued_tokens)
+
+    def spread(self, tokens: float) -> float:
+        """Standard deviation of KV tokens in use about a mean: requests come by chance."""
+        return _spread(self.tokens_each, tokens)
 
 
 def demand_of(
@@ -116,7 +136,7 @@ def demand_of(
     weight = _weight(elapsed, policy.tuning.smoothing_seconds)
     # a tick does not weigh upon itself: more work at it must never look like less variance
     variability = _variability(memory, service_seconds, policy.tick_seconds)
-    tokens, waiting = _tokens(pool, held, flow)
+    tokens, waiting, each = _tokens(pool, held, flow)
     queued = sum(last.queued_seconds * pod.speed for pod, last in loads)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
     works = bool(rate or queued or tokens or encode_rate or elsewhere)
@@ -124,23 +144,26 @@ def demand_of(
     worked_at = now if memory.worked_at is None or works or not known else memory.worked_at
     worked_at = min(worked_at, now)
     silent = min(memory.silent_since if memory.silent_since is not None else now, now)
+    behind = waiting if pool.role is Role.DECODE else queued
     found = dataclasses.replace(
         memory,
         at=now,
         erlangs=_smoothed(memory.erlangs, rate, weight),
         encode_erlangs=_smoothed(memory.encode_erlangs, encode_rate, weight) or 0.0,
         tokens=_smoothed(memory.tokens, tokens, weight),
+        waiting=_smoothed(memory.waiting, behind, weight),
         worked_at=worked_at,
         silent_since=None if known or not pool.pods else silent,
     )
     if rate is not None and elapsed > 0:
         level = rate if memory.erlangs is None else memory.erlangs
         found = _moments(found, rate, _weight(elapsed, policy.window_seconds), level=level)
+    level = found.tokens or 0.0
     demand = Demand(
         erlangs=found.erlangs or 0.0,
         encode_erlangs=found.encode_erlangs,
         queued_seconds=queued,
-        tokens=max(tokens, found.tokens or 0.0),
+        tokens=max(level, tokens - NOISE * _spread(each, level)),
         queued_tokens=waiting,
         tokens_per_unit=(
             sum(capacity for capacity, _ in sized) / sum(speed for _, speed in sized)
@@ -149,6 +172,8 @@ def demand_of(
         ),
         variability=variability,
         idle_seconds=max(0.0, now - worked_at),
+        tokens_each=each,
+        piling=behind >= (memory.waiting or 0.0),
     )
     return demand, found
 
@@ -164,8 +189,8 @@ def with_trend(memory: DemandMemory, load: float, *, now: float) -> DemandMemory
     return dataclasses.replace(memory, trend=(*kept, (now, load))[-TREND_POINTS - 1 :])
 
 
-def _tokens(pool: PoolReading, held: int, flow: float) -> tuple[float, float]:
-    """KV tokens that count as load, and those of them that wait."""
+def _tokens(pool: PoolReading, held: int, flow: float) -> tuple[float, float, float]:
+    """KV tokens that count as load, those of them that wait, and those of a mean request."""
     last = [item for _, item in pool.loads]
     running = float(sum(item.running for item in last))
     promised = float(sum(item.promised for item in last))
@@ -173,7 +198,11 @@ def _tokens(pool: PoolReading, held: int, flow: float) -> tuple[float, float]:
     # who waits at a gateway will hold what others hold
     each = (running + promised) / inflight if inflight else 0.0
     queued = sum(item.queued_tokens for item in last) + held * each
-    return running + flow * (promised + queued), flow * queued
+    return running + flow * (promised + queued), flow * queued, each
+
+
+def _spread(each: float, tokens: float) -> float:
+    return math.sqrt(SPREAD * each * max(tokens, 0.0))
 
 
 def _weight(elapsed: float, seconds: float) -> float:

@@ -4,8 +4,8 @@ start-up   p90 of (pod created → ready) over the last 20 of a role and variant
            node class expects, before that the default
 phases     of the same starts: created → on a node, and on a node → ready (image, weights, warm-up)
 plan       a_plan = max(a + warm, a + slope⁺ · start-up, season(now + start-up))
-slope⁺     Theil-Sen over the last minute, where three quarters of all pairs rise; at most
-           growth_cap · a within one start-up
+slope⁺     Theil-Sen over the last minute, where three quarters of all pairs rise; what chance may
+           have made of it apart, and at most growth_cap · a within one start-up
 warm       warm_share · p95 of what load grew by within a start-up, over two hours; of pools whose
            start-up outlasts what the target forgives: a twentieth of the window
 season     multiplicative Holt-Winters without a trend, one value for each hour of the day, known
@@ -182,9 +182,14 @@ def planned(
     startup: float,
     now: float,
     warm: float = 0.0,
+    chance: float = 0.0,
 ) -> float:
-    """The load to plan for: of the slope, of a usual rise, or of the same hour on other days."""
-    rise = min(rising_slope(trend) * startup, policy.tuning.growth_cap * load)
+    """The load to plan for: of the slope, of a usual rise, or of the same hour on other days.
+
+    `chance` is by how much load may seem to rise within `startup` though it does not.
+    """
+    rise = max(0.0, rising_slope(trend) * startup - chance)
+    rise = min(rise, policy.tuning.growth_cap * load)
     return max(load + warm, load + rise, forecast(policy, season, now + startup))
 
 

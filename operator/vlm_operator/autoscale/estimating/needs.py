@@ -6,6 +6,7 @@ decode ─▶ prefill ─▶ encoder      the encoder last: it depends on who en
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from vlm_operator.autoscale.estimating.attribute import guilt
@@ -16,7 +17,13 @@ from vlm_operator.autoscale.estimating.calibrate import (
     fit_of,
     service_seconds,
 )
-from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory, demand_of, with_trend
+from vlm_operator.autoscale.estimating.demand import (
+    NOISE,
+    Demand,
+    DemandMemory,
+    demand_of,
+    with_trend,
+)
 from vlm_operator.autoscale.estimating.horizon import (
     GrowthMemory,
     SeasonMemory,
@@ -136,7 +143,8 @@ class Turn:
         """Everything that the pool's size follows from."""
         role, policy = pool.role, self.policy
         horizon = max((self.startup[key] for key in self.startup if key[0] is role), default=0.0)
-        load = demand.tokens if role is Role.DECODE else demand.erlangs
+        # what waits is no growth: it is what growth has left behind
+        load = demand.running_tokens if role is Role.DECODE else demand.erlangs
         if role is Role.ENCODER and not pool.pods:
             load = demand.encode_erlangs
         season = self.seasons.get(role, SeasonMemory())
@@ -148,14 +156,26 @@ class Turn:
             self.growths_after[role] = with_minute(growth, load, now=self.now)
         else:
             self.seasons_after[role], self.growths_after[role] = season, growth
+        lag = policy.tuning.smoothing_seconds  # by which a smoothed load is behind a slope
         warm = warm_load(policy, growth, startup=horizon)
+        chance = self._chance(role, demand, load)
         ahead = planned(
-            policy, load, memory.trend, season, startup=horizon, now=self.now, warm=warm
+            policy,
+            load,
+            memory.trend,
+            season,
+            startup=horizon + lag,
+            now=self.now,
+            warm=warm,
+            chance=chance,
         )
+        if role is Role.DECODE:
+            ahead += demand.tokens - load
         return Signals(
             demand=demand,
             planned=ahead,
             warm=warm,
+            chance=chance,
             credible=credible(policy.tuning, self.fits, role, ITEMS[role]),
             planned_work=demand.erlangs,
             service_seconds=self._each(role),
@@ -164,6 +184,13 @@ class Turn:
             guilt=guilt(self.attributions, self.alone, self.present, role),
             itl_tokens=self._itl_tokens(pool) if role is Role.DECODE else None,
         )
+
+    def _chance(self, role: Role, demand: Demand, load: float) -> float:
+        """By how much smoothed load may seem to rise within a start-up though it does not."""
+        if role is Role.DECODE:
+            return NOISE * demand.spread(load) / 2  # requests of seconds, smoothed over more
+        seconds, each = self.policy.tuning.smoothing_seconds, self._each(role) or 0.0
+        return NOISE * math.sqrt(demand.variability * each * load / seconds)
 
     def _itl_tokens(self, pool: PoolReading) -> float | None:
         """KV tokens of a unit at which the time between tokens meets its target."""

@@ -2,9 +2,10 @@
 
 encoder, prefill   utilization  a_plan / target       between the bands nothing moves
                    backlog      a + Q / T_drain       T_drain = min(drain_seconds, 10 · target)
-                   waiting      least N: W95(N, a_plan) ≤ B           if guilty
-                   overrun      one replica more than is ready        if guilty, and work waits
+                   waiting      least N: W95(N, a) ≤ B                if guilty
+                   overrun      one replica more than is ready        if guilty, and work piles up
 decode             kvTokens     D / (target · capacity)               the same bands
+                   kvReserve    (D + NOISE · s) / (FULL · capacity)   small pools need more room
                    itl          D / k2                k2: KV tokens at which ITL(k) = target
                    overrun      as above
 
@@ -23,7 +24,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.estimating.demand import Demand
+from vlm_operator.autoscale.estimating.demand import NOISE, Demand
 from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.estimating.waiting import least_servers
 from vlm_operator.autoscale.outcome import Candidate, Need
@@ -32,6 +33,8 @@ from vlm_operator.names import Role
 
 NEUTRAL_UTILIZATION = 0.75  # the target that the bands are drawn around
 NEUTRAL_OCCUPANCY = 0.80
+FULL = 0.95  # of KV, beyond which requests wait for room
+SAFE_NOISE = 3.0  # standard deviations for which there must be room before a pool shrinks
 DRAIN_TARGETS = 10.0  # times the target of TTFT, within which a backlog is worked off
 MOST_UNITS = 100_000.0
 TIMED = frozenset({"utilization", "backlog", "waiting"})  # rest on how long work takes
@@ -44,6 +47,8 @@ class Signals:
     Attributes:
         planned: load to plan for: Erlang, or KV tokens for decode.
         warm: of it, what is held for growth within a start-up.
+        chance: by how much load may seem to rise within a start-up though it does not: there must
+            be room for that before a pool shrinks.
         planned_work: Erlang of a decode pool that prefills too, 0 elsewhere.
         credible: service times are known well enough to size by them.
         service_seconds: mean seconds of one item on a unit, None where unknown.
@@ -57,6 +62,7 @@ class Signals:
     planned: float
     planned_work: float = 0.0
     warm: float = 0.0
+    chance: float = 0.0
     credible: bool = True
     service_seconds: float | None = None
     budget_seconds: float | None = None
@@ -158,7 +164,9 @@ def _work_wishes(
     there = max(0.0, pool.units - pool.silent_units)
     upper, lower = bands(policy, rules.utilization, NEUTRAL_UTILIZATION)
     use = planned / rules.utilization
-    wishes = [Wish("utilization", use, planned / lower, fires=planned > upper * there)]
+    wishes = [
+        Wish("utilization", use, (planned + signals.chance) / lower, fires=planned > upper * there)
+    ]
     seconds = tuning.drain_seconds
     if signals.target_seconds is not None:
         seconds = min(seconds, DRAIN_TARGETS * signals.target_seconds)
@@ -168,14 +176,15 @@ def _work_wishes(
     if budget is None:
         return wishes
     if each is not None:
+        work = demand.erlangs if pool.pods else planned  # a queue is of what comes, not of growth
         needed, safe = (
-            float(least_servers(planned, seconds=each, within=most, variability=demand.variability))
+            float(least_servers(work, seconds=each, within=most, variability=demand.variability))
             for most in (budget, tuning.consolidation * budget)
         )
         # a time that is not credible adds nothing, and takes nothing away either
         grow = needed if signals.credible else 0.0
         wishes.append(Wish("waiting", grow, safe, guilty_only=True))
-    if demand.queued_seconds > budget * pool.ready_units:
+    if demand.piling and demand.queued_seconds > budget * pool.ready_units:
         wishes.append(_overrun(pool))
     return wishes
 
@@ -197,17 +206,22 @@ def _token_wishes(
         Wish(
             "kvTokensWithQueue",
             planned / (share * capacity),
-            planned / (lower * capacity),
+            (planned + signals.chance) / (lower * capacity),
             fires=planned > upper * capacity * there,
         ),
     ]
+    room, safe = (
+        demand.tokens + sigmas * demand.spread(demand.tokens) for sigmas in (NOISE, SAFE_NOISE)
+    )
+    full = FULL * capacity
+    wishes.append(Wish("kvReserve", room / full, safe / full, fires=room > full * there))
     if signals.itl_tokens is not None:
         room = max(signals.itl_tokens, 1.0)
         margin = policy.tuning.consolidation
         wishes.append(
             Wish("itl", planned / room, planned / (room * margin), fires=planned > room * there)
         )
-    if demand.queued_tokens > 0:
+    if demand.piling and demand.queued_tokens > 0:
         wishes.append(_overrun(pool))
     return wishes
 

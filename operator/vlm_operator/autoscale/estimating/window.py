@@ -24,6 +24,7 @@ QUANTILE = 0.95
 SLOTS = 12  # of one window
 WIDEST = 3  # windows that are kept
 ITL = "itl"  # the times between tokens, kept beside the modalities
+LATELY_SECONDS = 60.0  # that a moment is judged by: an overrun that is over is no reason to grow
 MAX_GATEWAYS = 256  # whose last counters are kept
 
 
@@ -112,6 +113,17 @@ class Window:
         if windows == 1 and self.closed is not None and self.closed.number == number:
             return _total((self.closed, self.slots[-1]), number - SLOTS)
         return _total(self.slots, number - SLOTS * windows)
+
+    def lately(self, *, now: float, window: float) -> dict[str, Mapping[float, int]]:
+        """The buckets of the slots of the last minute, at least of the newest one."""
+        newest = _number(now, window)
+        first = min(newest, _number(now - LATELY_SECONDS, window) + 1)
+        found: dict[str, Mapping[float, int]] = {}
+        for slot in self.slots:
+            if slot.number >= first:
+                for name, tally in slot.tallies.items():
+                    found[name] = _sum(found.get(name, {}), tally.buckets)
+        return found
 
     def names(self) -> set[str]:
         """The modalities that were counted within three windows."""

@@ -55,7 +55,8 @@ def _watched(case: Case, need: Need | None) -> PoolPace:
         return dataclasses.replace(pace, over_since=None, idle_since=None)
     width = max(case.window, 1.0) / _SLOTS
     oldest = now - max(case.window, case.service.tuning.max_down_seconds)
-    wants = [(at, units) for at, units in pace.wants if at > oldest]
+    gone = next((i for i, want in enumerate(pace.wants) if want[0] > oldest), len(pace.wants))
+    wants = list(pace.wants[gone:])
     most = max(need.units, need.least_units)
     if wants and math.floor(wants[-1][0] / width) == math.floor(now / width):
         most = max(most, wants.pop()[1])

@@ -71,10 +71,7 @@ def _strained(
     """When a target was last closer than shrinking allows."""
     tuning = policy.tuning
     close = any(
-        item.target_seconds is not None
-        and item.count > 0
-        and item.attainable
-        and item.p95_seconds > tuning.ttft_margin * item.target_seconds
+        item.count > 0 and item.attainable and item.exceeds(tuning.ttft_margin)
         for item in estimate.attributions
     )
     itl = estimate.itl_p95_seconds
