@@ -208,4 +208,3 @@ def _is_plain(x: torch.Tensor) -> bool:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(f"packed_linear: {message}")
-

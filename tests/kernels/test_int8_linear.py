@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.guards import among_nan, assert_guards_stand, poisoned_results
 from kernels.variants import each_variant
 from torch.nn import functional
 
@@ -108,25 +109,13 @@ def test_extreme_codes_in_every_place_neither_saturate_nor_overflow() -> None:
 def test_every_output_is_written_and_nothing_beside_it(
     rows: int, num_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard, fields = 64, []
-
-    def poisoned(_like: torch.Tensor, *shape: int) -> torch.Tensor:
-        size = shape[0] * shape[1]
-        fields.append(torch.full((size + 2 * guard,), float("nan")).to(torch.bfloat16))
-        return fields[-1][guard : guard + size].view(shape)
-
     torch.manual_seed(0)
-    field = torch.full((rows + 2, 53), float("nan")).to(torch.bfloat16)
-    x = field[1:-1, 5:-5]
-    x.copy_(bf16(rows, 43))
-    weights = pack(bf16(num_out, 43), int8=True)
-    want = packed_linear_reference(x.contiguous(), weights)
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    assert torch.equal(packed_linear(x, weights), want)
+    x, weights = bf16(rows, 43), pack(bf16(num_out, 43), int8=True)
+    want = packed_linear_reference(x, weights)
+    fields = poisoned_results(monkeypatch)
+    assert torch.equal(packed_linear(among_nan(x), weights), want)
     assert fields or module._kernel() is None, "the result lies in the poisoned field"
-    for one in fields:
-        assert one[:guard].isnan().all()
-        assert one[-guard:].isnan().all()
+    assert_guards_stand(fields)
 
 
 def test_threads_change_nothing() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.guards import among_nan, assert_guards_stand, poisoned_results
 from torch.nn import functional
 
 from vlm_kernels import packed_linear
@@ -121,29 +122,13 @@ def test_every_output_is_written_and_nothing_beside_it(
     rows: int, num_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result is cut out of a poisoned field; x and the residual are cut out of NaN."""
-    guard, fields = 64, []
-
-    def poisoned(_like: torch.Tensor, *shape: int) -> torch.Tensor:
-        size = shape[0] * shape[1]
-        fields.append(torch.full((size + 2 * guard,), float("nan")).to(torch.bfloat16))
-        return fields[-1][guard : guard + size].view(shape)
-
-    def among_nan(part: torch.Tensor) -> torch.Tensor:
-        field = torch.full((len(part) + 2, part.shape[1] + 10), float("nan")).to(torch.bfloat16)
-        field[1:-1, 5:-5] = part
-        return field[1:-1, 5:-5]
-
     torch.manual_seed(0)
     x, weights, residual = bf16(rows, 34), pack(bf16(num_out, 34)), bf16(rows, num_out)
     want = packed_linear(x, weights, None, residual)
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    got = packed_linear(among_nan(x), weights, None, among_nan(residual))
-    assert torch.equal(got, want)
-    if has_kernel():
-        assert fields, "the result lies in the poisoned field"
-    for field in fields:
-        assert field[:guard].isnan().all()
-        assert field[-guard:].isnan().all()
+    fields = poisoned_results(monkeypatch)
+    assert torch.equal(packed_linear(among_nan(x), weights, None, among_nan(residual)), want)
+    assert fields or not has_kernel(), "the result lies in the poisoned field"
+    assert_guards_stand(fields)
 
 
 def _call(**changed: Any) -> torch.Tensor:

@@ -32,19 +32,12 @@ TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const
                                           const void* bias, const void* residual,
                                           int64_t residual_stride, void* y, int64_t y_stride, int m,
                                           int n, int k, int epilogue, int num_threads) {
-  triptych::Job job{};
+  triptych::Job job =
+      triptych::job_of(bias, residual, residual_stride, y, y_stride, m, n, epilogue);
   job.x = static_cast<const uint8_t*>(x);
   job.x_stride = x_stride * 2;
   job.w = static_cast<const uint8_t*>(w);
-  job.bias = static_cast<const uint16_t*>(bias);
-  job.residual = static_cast<const uint16_t*>(residual);
-  job.residual_stride = residual_stride;
-  job.y = static_cast<uint16_t*>(y);
-  job.y_stride = y_stride;
-  job.m = m;
-  job.n = n;
   job.steps = k / 2;
-  job.epilogue = static_cast<triptych::Epilogue>(epilogue);
   triptych::multiply<Bfloat16Dot>(job, num_threads);
 }
 

@@ -49,4 +49,19 @@ struct Job {
   Epilogue epilogue;
 };
 
+// A job as Python's call gives it; the caller adds x, W and their scales.
+inline Job job_of(const void* bias, const void* residual, int64_t residual_stride, void* y,
+                  int64_t y_stride, int m, int n, int epilogue) {
+  Job job{};
+  job.bias = static_cast<const uint16_t*>(bias);
+  job.residual = static_cast<const uint16_t*>(residual);
+  job.residual_stride = residual_stride;
+  job.y = static_cast<uint16_t*>(y);
+  job.y_stride = y_stride;
+  job.m = m;
+  job.n = n;
+  job.epilogue = static_cast<Epilogue>(epilogue);
+  return job;
+}
+
 }  // namespace triptych

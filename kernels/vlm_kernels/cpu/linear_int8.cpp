@@ -198,21 +198,13 @@ TRIPTYCH_EXPORT void triptych_linear_int8(const void* x, int64_t x_stride, const
                    all_codes + row * stride, all_scales + row);
     }
   });
-  Job job{};
+  Job job = job_of(bias, residual, residual_stride, y, y_stride, m, n, epilogue);
   job.x = all_codes;
   job.x_stride = stride;
   job.x_scale = all_scales;
   job.w = static_cast<const uint8_t*>(w);
   job.w_scale = static_cast<const float*>(w_scale);
   job.w_offset = static_cast<const int32_t*>(w_offset);
-  job.bias = static_cast<const uint16_t*>(bias);
-  job.residual = static_cast<const uint16_t*>(residual);
-  job.residual_stride = residual_stride;
-  job.y = static_cast<uint16_t*>(y);
-  job.y_stride = y_stride;
-  job.m = m;
-  job.n = n;
   job.steps = steps;
-  job.epilogue = static_cast<Epilogue>(epilogue);
   product(job, num_threads);
 }
