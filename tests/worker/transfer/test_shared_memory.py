@@ -74,6 +74,24 @@ def test_a_file_that_is_read_no_more_is_the_next_transfers(directory: Path) -> N
     transport.close()
 
 
+def test_a_small_transfer_leaves_a_large_file_its_pages(directory: Path) -> None:
+    transport = shared(directory)
+    large = transport.expose(transport.invitation(), 50_000)
+    assert large is not None
+    large.close()
+    [kept] = segments(directory)
+    small = transport.expose(transport.invitation(), 5000)
+    assert small is not None
+    assert (directory / kept).stat().st_size == 50_000
+    small.close()
+    for size in (50_000, 5000):
+        again = transport.expose(transport.invitation(), size)
+        assert again is not None
+        assert len(segments(directory)) == 2
+        again.close()
+    transport.close()
+
+
 def test_files_that_are_kept_count_within_the_capacity(directory: Path) -> None:
     transport = shared(directory)
     both = [transport.expose(transport.invitation(), 40_000) for _ in range(2)]

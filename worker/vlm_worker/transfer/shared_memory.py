@@ -71,7 +71,7 @@ class SharedMemory:
             return None
         file = None
         try:
-            file = self._spares.pop() if self._spares else _File(self._directory)
+            file = self._spare(num_bytes) or _File(self._directory)
             file.resize(num_bytes)
         except OSError:  # no more files, or no more memory
             if file is not None:
@@ -96,6 +96,15 @@ class SharedMemory:
             while self._spares:
                 self._spares.pop().remove()
             os.close(self._directory)
+
+    def _spare(self, num_bytes: int) -> _File | None:
+        """The one nearest in size; none that would lose more pages than it keeps."""
+        fitting = [file for file in self._spares if file.num_bytes <= 2 * num_bytes]
+        if not fitting:
+            return None
+        nearest = min(fitting, key=lambda file: abs(file.num_bytes - num_bytes))
+        self._spares.remove(nearest)
+        return nearest
 
     def _keep(self, file: _File) -> None:
         """For the next transfer; spare files are within the capacity as well."""
