@@ -11,16 +11,19 @@ from vlm_operator.simulate.scenario import mixed, standard
 from vlm_operator.simulate.score import Score, score
 from vlm_operator.simulate.trace import Trace
 
+PRICES = (0.7, 0.5, 0.33, 0.2)  # of the cheaper node type, relative to the other
 
-def saving(*, seed: int, seconds: float = 3600.0) -> dict[str, Any]:
-    """Run one day with one node type, and with a cheaper one for encoders and decode beside it."""
+
+def savings(*, seed: int, seconds: float = 3600.0) -> dict[str, Any]:
+    """Run one day on one node type, and beside a cheaper one for encoder and decode, by price."""
     trace = generate("diurnal", seed=seed, seconds=seconds)
-    alike, various = (_score(setup, trace, seed) for setup in (standard(), mixed()))
-    return {
-        "homogeneous": _row(alike),
-        "mixed": _row(various),
-        "saving": round(1 - various.cost_per_1000 / alike.cost_per_1000, 3),
-    }
+    alike = _score(standard(), trace, seed)
+    found = []
+    for price in PRICES:
+        various = _score(mixed(price), trace, seed)
+        saved = round(1 - various.cost_per_1000 / alike.cost_per_1000, 3)
+        found.append({"price": price, **_row(various), "saving": saved})
+    return {"homogeneous": _row(alike), "mixed": found}
 
 
 def _score(setup: Setup, trace: Trace, seed: int) -> Score:

@@ -16,23 +16,16 @@ Watch = Callable[[View, Memory, Outcome], None]
 
 # what is tuned of ours, as the baselines are: fields of a VLMService, the same for each pool
 GRID: Mapping[str, tuple[Any, ...]] = {
-    "utilization": (0.65, 0.7),
-    "kv_occupancy": (0.7, 0.75),
-    "down_seconds": (180.0,),
-    "down_pods": (4,),
-    "window_seconds": (120.0,),
-    "growth_cap": (0.5, 1.0),
+    "utilization": (0.7, 0.75),
+    "kv_occupancy": (0.6,),
+    "down_seconds": (180.0, 240.0, 300.0),
 }
 
 
 def adjusted(policy: ServicePolicy, settings: Mapping[str, Any]) -> ServicePolicy:
-    """The same policy with other targets and paces (`GRID`)."""
-    rest = dict(settings)
-    window = rest.pop("window_seconds", policy.window_seconds)
-    cap = rest.pop("growth_cap", policy.tuning.growth_cap)
-    tuning = dataclasses.replace(policy.tuning, growth_cap=cap)
-    pools = {role: dataclasses.replace(pool, **rest) for role, pool in policy.pools.items()}
-    return dataclasses.replace(policy, pools=pools, window_seconds=window, tuning=tuning)
+    """The same policy with other fields of every pool (`GRID`)."""
+    pools = {role: dataclasses.replace(pool, **settings) for role, pool in policy.pools.items()}
+    return dataclasses.replace(policy, pools=pools)
 
 
 class Ours:

@@ -41,18 +41,18 @@ def standard(trace: str = "") -> Setup:
     return _setup(plant, dict.fromkeys(_START, variants), zero=trace == "text-only-lull")
 
 
-def mixed() -> Setup:
-    """Encoders may run on a node type with a third of the price and 0.6 of the speed.
+def mixed(price: float = 0.5) -> Setup:
+    """Encoders may run on a node type of 0.6 of the speed, decode on one of 0.8.
 
-    Decode has one, too, for half the price: 0.8 of the bandwidth and of the memory. A pool begins
-    on its first variant, the cheaper one.
+    The latter has 0.8 of the bandwidth and of the memory; prefill has none. A pool begins on its
+    first variant, the cheaper one.
+
+    Args:
+        price: of both, as a share of the other node type's.
     """
-    encoder = VariantPolicy(
-        SMALL, cost_per_hour=1.3, accelerators=1, speed=0.6, startup_seconds=60.0
-    )
-    decode = VariantPolicy(
-        SMALL, cost_per_hour=2.0, accelerators=1, speed=0.8, startup_seconds=60.0
-    )
+    cheap = dataclasses.replace(_BIG, name=SMALL, cost_per_hour=price * (_BIG.cost_per_hour or 0))
+    encoder = dataclasses.replace(cheap, speed=0.6)
+    decode = dataclasses.replace(cheap, speed=0.8)
     plant = Plant(node_types={Role.DECODE: {SMALL: NodeType(kv_share=0.8)}})
     return _setup(
         plant,

@@ -7,6 +7,7 @@ from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
 from vlm_operator.simulate.baselines import BASELINES, baseline
 from vlm_operator.simulate.baselines.horizontal import Horizontal, by_pods, by_total
+from vlm_operator.simulate.compare import OURS, grid
 from vlm_operator.simulate.generate import generate
 from vlm_operator.simulate.scenario import standard
 
@@ -17,6 +18,10 @@ def pool(ready: int, starting: int = 0) -> PoolView:
     pods = [PodView(f"r{index}", "big", "ready", 0.0, 0.0) for index in range(ready)]
     pods += [PodView(f"s{index}", "big", "starting", 0.0) for index in range(starting)]
     return PoolView(ready + starting, None, {}, tuple(pods))
+
+
+def test_everybody_is_tuned_over_as_many_points():
+    assert len({len(grid(name)) for name in (OURS, *BASELINES)}) == 1
 
 
 def test_an_external_metric_is_divided_by_its_target_beyond_a_tolerance():
