@@ -1,0 +1,199 @@
+"""Time between tokens while pictures arrive: roles split over the cores, or one worker on all.
+
+    python bench/run.py interference     python bench/interference.py [--seconds 10]
+
+Workers with Qwen2-VL of random weights (`random_vlm`). One long answer of text is decoded, first at
+rest, then while a new 448 x 448 picture a second is encoded and its prompt prefilled.
+
+    split        encoder and prefill on core 0, decode on core 1, one thread each
+    colocated    one worker, a thread on each of both cores
+
+The goal is that p99 under load is lower where split; the aim, 1.5 of the median at rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import random_vlm
+from PIL import Image
+from startup import free_port, message_of
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "worker"))
+
+from vlm_worker.client import WorkerClient  # noqa: E402
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source  # noqa: E402
+from vlm_worker.wire import calls  # noqa: E402
+
+TIMEOUT = 120.0
+SIDE = random_vlm.PICTURE_SIDE
+TEXT_TOKENS, ANSWER_TOKENS = 128, 4000
+PICTURES_PER_SECOND = 1.0
+AIM = 1.5
+DEPLOYMENTS = {
+    "split": (("prefill", "encoder,prefill", "0"), ("decode", "decode", "1")),
+    "colocated": (("decode", "encoder,prefill,decode", "0,1"),),
+}
+_numbers = itertools.count(1)
+
+
+async def main() -> None:
+    """Print both deployments."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
+    args = parser.parse_args()
+    lines = {}
+    with random_vlm.model_directory(args.model) as model_dir:
+        for name, workers in DEPLOYMENTS.items():
+            with contextlib.ExitStack() as stack:
+                addresses = [stack.enter_context(running(model_dir, *one)) for one in workers]
+                lines[name] = await measure(addresses[0], addresses[-1], seconds=args.seconds)
+    better = lines["split"]["loaded p99"] < lines["colocated"]["loaded p99"]
+    for name, figures in lines.items():
+        print(json.dumps({"bench": "interference", "what": name, **figures, "met": better}))
+
+
+async def measure(here: str, there: str, *, seconds: float) -> dict[str, Any]:
+    """Milliseconds between tokens of an answer that `there` decodes."""
+    async with WorkerClient(here) as prefill, WorkerClient(there) as decode:
+        await see_picture(prefill)
+        rest = await gaps(prefill, decode, seconds=seconds)
+        async with pictures(prefill) as seen:
+            loaded = await gaps(prefill, decode, seconds=seconds)
+    median = statistics.median(rest)
+    p99 = quantile(loaded, 0.99)
+    return {
+        "tokens": [len(rest), len(loaded)],
+        "pictures": len(seen),
+        "rest p50": round(median, 1),
+        "rest p99": round(quantile(rest, 0.99), 1),
+        "loaded p50": round(statistics.median(loaded), 1),
+        "loaded p99": round(p99, 1),
+        "loaded p99 / rest p50": round(p99 / median, 2),
+        "aim": AIM,
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value that so many are below."""
+    return sorted(values)[round(share * (len(values) - 1))]
+
+
+async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -> list[float]:
+    """Between tokens of one answer, for so many seconds."""
+    number = next(_numbers)
+    words = np.random.default_rng(number).integers(300, 31_000, TEXT_TOKENS)
+    sampling = SamplingParams(ANSWER_TOKENS, ignore_eos=True)
+    key = RequestKey(f"text-{number}", 1)
+    request = Request(key, tuple(map(int, words)), TEXT_TOKENS, sampling)
+    room = await decode.reserve(calls.ReserveCall(key, TEXT_TOKENS + 1))
+    call = calls.PrefillCall(request, f"{key.request_id}.kv", ())
+    replies = [reply.event async for reply in prefill.prefill(call, timeout=TIMEOUT)]
+    (taken,) = [event for event in replies if isinstance(event, calls.Accepted)]
+    kv = Source(prefill.address, taken.boot_id, taken.transfer_id, taken.layout_fingerprint)
+    decoding = calls.DecodeCall(request, room.reservation_id, kv, room.boot_id)
+    times: list[float] = []
+    async with aclosing(decode.decode(decoding, timeout=TIMEOUT)) as answer:
+        async for _ in answer:
+            times.append(time.perf_counter())
+            if times[-1] - times[0] > seconds:
+                break
+    return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+
+
+@contextlib.asynccontextmanager
+async def pictures(worker: WorkerClient) -> AsyncIterator[list[None]]:
+    """One more begins every second, however long the last one takes; yields those that are done."""
+    done: list[None] = []
+
+    async def one() -> None:
+        await see_picture(worker)
+        done.append(None)
+
+    async def arrive() -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(one())
+                await asyncio.sleep(1 / PICTURES_PER_SECOND)
+
+    arriving = asyncio.create_task(arrive())
+    try:
+        yield done
+    finally:
+        arriving.cancel()
+        await asyncio.gather(arriving, return_exceptions=True)
+
+
+async def see_picture(worker: WorkerClient) -> None:
+    """A new picture, encoded and prefilled by one worker, to the first token."""
+    number = next(_numbers)
+    key, transfer_id = RequestKey(f"picture-{number}", 1), f"e-{number}"
+    hello, data = await worker.hello(), jpeg(number)
+    num_tokens = random_vlm.PICTURE_TOKENS
+    item = calls.EncodeItem(transfer_id, len(data), SIDE, SIDE, num_tokens, 0, "JPEG")
+    encoding = worker.encode(calls.EncodeCall(key, (item,), bytes(32)), [data], timeout=TIMEOUT)
+    async with aclosing(encoding) as replies:
+        async for reply in replies:
+            if isinstance(reply.event, calls.Decoded):
+                (decoded,) = reply.event.items
+    tokens = (random_vlm.VISION_START, *[random_vlm.IMAGE_TOKEN] * num_tokens)
+    place = ImageItem(decoded.image_key, 1, num_tokens, decoded.grid_thw)
+    request = Request(
+        key, (*tokens, random_vlm.VISION_END, 500), num_tokens + 3, SamplingParams(1), (place,)
+    )
+    source = Source(worker.address, hello.boot_id, transfer_id, hello.embed_fingerprint)
+    call = calls.PrefillCall(request, f"p-{number}", (source,), hand_over=False)
+    _ = [reply async for reply in worker.prefill(call, timeout=TIMEOUT)]
+    await worker.release(hello.boot_id, transfer_id)
+
+
+def jpeg(seed: int) -> bytes:
+    """A picture that was never seen."""
+    pixels = np.frombuffer(random.Random(seed).randbytes(56 * 56 * 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels.reshape(56, 56, 3)).resize((SIDE, SIDE)).save(file, "JPEG")
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, role: str, stages: str, cores: str) -> Iterator[str]:
+    """A worker on some cores that is ready; its address."""
+    port = free_port()
+    command = [
+        "taskset", "--cpu-list", cores, sys.executable, "-m", "vlm_worker", role,
+        f"--model={model_dir}", "--served-name=m", f"--stages={stages}", "--bind=127.0.0.1",
+        f"--grpc-port={port}", f"--http-port={free_port()}", "--block-size=64",
+        "--kv-memory-bytes=1073741824", f"--threads={len(cores.split(','))}",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=ROOT / "worker", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    try:
+        if not any(message_of(line) == "ready" for line in process.stdout):
+            raise SystemExit(f"the {role} worker ended with {process.wait()}")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
