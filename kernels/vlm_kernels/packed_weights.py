@@ -65,9 +65,8 @@ class PackedWeights:
 def pack(weight_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
     """Bring bfloat16 weights into panels, rounded to int8 if asked; a copy."""
     _check_type(weight_NK)
-    num_outputs = len(weight_NK)
-    padded = functional.pad(weight_NK, (0, 0, 0, -num_outputs % PANEL))
-    return _in_panels(padded, num_outputs, is_gated=False, int8=int8)
+    rows_RK = _padded(weight_NK, num_rows=-len(weight_NK) % PANEL)
+    return _in_panels(rows_RK, len(weight_NK), is_gated=False, int8=int8)
 
 
 def pack_gated(gate_NK: torch.Tensor, up_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
@@ -100,8 +99,8 @@ def quantise(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _mixed(gate_NK: torch.Tensor, up_NK: torch.Tensor) -> torch.Tensor:
     """16 rows of the one, the same 16 of the other, and so on; whole panels."""
     half, num_inputs = PANEL // 2, gate_NK.shape[1]
-    padding = (0, 0, 0, -len(gate_NK) % half)
-    parts = [functional.pad(w, padding).view(-1, half, num_inputs) for w in (gate_NK, up_NK)]
+    padded = (_padded(w, num_rows=-len(w) % half) for w in (gate_NK, up_NK))
+    parts = [w.reshape(-1, half, num_inputs) for w in padded]
     return torch.cat(parts, dim=1).view(-1, num_inputs)
 
 
@@ -128,10 +127,15 @@ def _in_panels(
 def _grouped(rows_RK: torch.Tensor) -> torch.Tensor:
     """`[R / 32, K / group, 32, group]`, a group being 4 bytes, which are moved as one."""
     group = 4 // rows_RK.element_size()
-    rows_RK = functional.pad(rows_RK, (0, -rows_RK.shape[1] % group))
+    rows_RK = _padded(rows_RK, num_columns=-rows_RK.shape[1] % group)
     words = rows_RK.contiguous().view(torch.int32)
     panels = words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
     return panels.view(rows_RK.dtype).view(*panels.shape, group)
+
+
+def _padded(x: torch.Tensor, *, num_rows: int = 0, num_columns: int = 0) -> torch.Tensor:
+    """With so many zeros behind it; itself where there are none, not a copy as torch makes."""
+    return functional.pad(x, (0, num_columns, 0, num_rows)) if num_rows or num_columns else x
 
 
 def _check_type(weight: torch.Tensor) -> None:
