@@ -48,7 +48,7 @@ async def test_three_processes_pass_pictures_and_kv_through_memory(
         for worker in workers.values():
             await worker.until_idle(seconds=15)
             assert await exposed(worker) == 0
-        assert segments(directory) == []
         for worker in workers.values():
             worker.signal(signal.SIGTERM)
             assert await worker.process.wait() == 0
+        assert segments(directory) == [], "those that were kept go with their owner"
