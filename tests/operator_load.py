@@ -17,7 +17,12 @@ from vlm_operator.testing import FakeScraper, settle
 SLO = {"ttftP95Milliseconds": 1000}
 FAST: dict[str, Any] = {
     "tickSeconds": 5,
-    "tuning": {"startupSeconds": 5, "afterGrowthSeconds": 0, "exhaustedSeconds": 60},
+    "tuning": {
+        "startupSeconds": 5,
+        "smoothingSeconds": 1,
+        "afterGrowthSeconds": 0,
+        "exhaustedSeconds": 60,
+    },
 }
 
 
@@ -54,7 +59,8 @@ def auto(minimum: int = 1, maximum: int = 6, *, down: int = 60, **more: Any) -> 
     """A pool that the autoscaler sizes."""
     behavior = {"scaleDown": {"stabilizationSeconds": down, "maxPodsPerMinute": 4}}
     scaling = {"mode": "Auto", "minReplicas": minimum, "maxReplicas": maximum}
-    return {"scaling": {**scaling, "behavior": behavior}, **more}
+    targets = {"kvOccupancyPercent": 80}
+    return {"scaling": {**scaling, "behavior": behavior, "targets": targets}, **more}
 
 
 def loaded_world(spec: dict[str, Any] | None = None, **pools: Any) -> World:

@@ -201,7 +201,7 @@ def test_the_cheapest_node_type_is_taken_first_and_the_service_costs_what_its_po
 
     world = World(
         body(
-            {"slo": SLO, "budget": {"currency": "EUR"}},
+            {"slo": SLO, "autoscaling": FAST, "budget": {"currency": "EUR"}},
             decode=auto(variants=[variant("dear"), variant("cheap")]),
         )
     )
