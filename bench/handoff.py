@@ -137,6 +137,7 @@ async def answer(
     """One prompt; decode is called when prefill has taken it, or when it is done."""
     began = time.perf_counter()
     decoding: asyncio.Task[tuple[float, list[float]]] | None = None
+    renewing: asyncio.Task[None] | None = None
     first = 0.0
     call = PrefillCall(request, f"{request.key.request_id}.kv", ())
     async with aclosing(prefill.prefill(call, timeout=TIMEOUT)) as replies:
@@ -151,13 +152,24 @@ async def answer(
                 )
                 if overlap:
                     decoding = asyncio.create_task(continue_from(decode, request, kv))
+                else:  # as a consumer does that waits
+                    renewing = asyncio.create_task(renew(prefill, kv))
             if isinstance(reply.event, FirstToken):
                 first = time.perf_counter()
     decoding = decoding or asyncio.create_task(continue_from(decode, request, kv))
     called, (second, *later) = await decoding
+    if renewing is not None:
+        renewing.cancel()
     gaps = [b - a for a, b in zip([second, *later], later, strict=False)]
     exposed = second - max(first, called) - statistics.median(gaps)
     return Times(first - began, exposed)
+
+
+async def renew(prefill: WorkerClient, kv: Source) -> None:
+    """Keep the lease of KV that nobody pulls yet."""
+    while True:
+        await asyncio.sleep(prefill.timers.renew)
+        await prefill.renew(kv.boot_id, [kv.transfer_id])
 
 
 async def continue_from(
