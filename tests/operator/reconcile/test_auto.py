@@ -217,6 +217,7 @@ def test_the_cheapest_node_type_is_taken_first_and_the_service_costs_what_its_po
     world.scraper = Loaded()
     world.loop = world.new_loop()
     world.converge()
+    run(world, turns=8)  # a quiet minute, after which a step is no slope
     world.scraper.tokens = 2100
     run(world, turns=6)
     counts = {item["name"]: item["replicas"] for item in said(world)["variants"]}
