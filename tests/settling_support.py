@@ -30,6 +30,7 @@ def pool(role=Role.DECODE, *variants: VariantPolicy, **changes) -> PoolPolicy:
         replicas=0,
         minimum=1,
         maximum=8,
+        down_seconds=300.0,
         down_pods=1,
         variants=variants or (variant(),),
     )

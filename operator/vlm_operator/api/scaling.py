@@ -45,7 +45,7 @@ class ScaleDown(Model):
     """How fast a pool may shrink."""
 
     stabilization_seconds: int = field(
-        300, "Seconds the need must stay lower.", example=600, ge=0, le=3600
+        180, "Seconds the need must stay lower.", example=600, ge=0, le=3600
     )
     max_pods_per_minute: int = field(4, "Pods drained per minute.", example=2, ge=1, le=1000)
 
@@ -61,7 +61,7 @@ class Targets(Model):
     """How busy one replica should be."""
 
     utilization_percent: int = field(
-        70, "Busy time of an encoder or prefill pod, in percent.", example=60, ge=10, le=95
+        75, "Busy time of an encoder or prefill pod, in percent.", example=60, ge=10, le=95
     )
     kv_occupancy_percent: int = field(60, "KV blocks in use, in percent.", example=70, ge=10, le=95)
 
