@@ -8,5 +8,5 @@ pool.py      Deployments, nodes, drains              gateway.py    routing; mete
 cluster.py   all of these, and what is seen of them  run.py        a trace under an autoscaler
 ours.py      our autoscaler                          baselines/    what others do
 scenario.py  the services that are compared          score.py      what a run was worth
-tune.py      grid search over the baselines
+compare.py   who runs against whom           mixed.py     node types, by price
 """
