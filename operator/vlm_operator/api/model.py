@@ -100,8 +100,8 @@ class ModelSource(Model):
     )
     kv_dtype: KvDType = field(
         KvDType.AUTO,
-        "Number type of the KV cache; Auto is that of the activations, Int8 keeps a scale per token "
-        "and head.",
+        "Number type of the KV cache; Auto is that of the activations, Int8 keeps a scale per "
+        "token and head.",
         example="BFloat16",
         restarts=Restarts.PODS,
     )
