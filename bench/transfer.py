@@ -90,7 +90,7 @@ async def produce() -> None:
     thread = concurrent.futures.ThreadPoolExecutor(1)
     shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
     released: list[Outgoing] = []
-    transports: dict[str, Transport] = {"shared-memory": shared, "stream": ByteStream()}
+    transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
     async def fetch(request: Any, context: Any) -> None:
         call = identity.fetch_call_of(request)

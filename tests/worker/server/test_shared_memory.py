@@ -21,6 +21,7 @@ from worker.server.serving import serving
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.server.state import Phase
 from vlm_worker.testing import answer_alone, assert_idle
+from vlm_worker.transfer.transport import Ledger
 from vlm_worker.wire.calls import FetchCall
 
 
@@ -32,18 +33,38 @@ def shared(directory: Path) -> Iterator[tuple[Path, list[str]]]:
     assert left == [], "segments outlived their workers"
 
 
+def exposures(ledger: Ledger) -> list[int]:
+    """Bytes of each exposure from now on."""
+    exposed: list[int] = []
+    take = ledger.take
+    ledger.take = lambda n: (exposed.append(n), take(n))[1]  # type: ignore[method-assign]
+    return exposed
+
+
 async def test_kv_through_shared_memory_gives_the_same_answer(
     shared: tuple[Path, list[str]],
 ) -> None:
     _, flags = shared
     async with pair(*flags) as two:
-        exposed: list[int] = []
-        ledger = two.prefill.parts.host.transport.ledger
-        take = ledger.take
-        ledger.take = lambda n: (exposed.append(n), take(n))[1]  # type: ignore[method-assign]
+        exposed = exposures(two.prefill.parts.host.transport.ledger)
         request = request_of(101)
         assert await two.answer(request) == answer_alone(request)
         assert exposed == [26 * two.prefill.runner.kv_layout.block_bytes]  # type: ignore[union-attr]
+        await two.idle()
+
+
+async def test_a_producer_of_another_version_sends_the_bytes_in_frames(
+    shared: tuple[Path, list[str]],
+) -> None:
+    """What one frame may speak for differs between versions only where its bytes are placed."""
+    _, flags = shared
+    async with pair(*flags) as two:
+        transport = two.prefill.parts.host.transport
+        transport.name = "shared-memory"  # as the first version has it
+        exposed = exposures(transport.ledger)
+        request = request_of(101)
+        assert await two.answer(request) == answer_alone(request)
+        assert exposed == []
         await two.idle()
 
 
@@ -73,7 +94,7 @@ async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
         accepted = await accept(p, request_of(101))
         call = FetchCall(
             "t-1", accepted.boot_id, accepted.layout_fingerprint, KEY,
-            transport="shared-memory", invitation=host.transport.invitation(),
+            transport=host.transport.name, invitation=host.transport.invitation(),
         )  # fmt: skip
         frames = [frame async for frame in p.client.fetch_kv(call, timeout=TIMEOUT)]
         assert len(frames) > 2

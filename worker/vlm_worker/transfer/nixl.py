@@ -21,7 +21,7 @@ import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PLACED_BYTES
+from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PLACED_BYTES, PLACED_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Nixl:
         ImportError: NIXL is not installed.
     """
 
-    name = NAME
+    name = f"{NAME}/{PLACED_VERSION}"
 
     def __init__(self, *, capacity_bytes: int) -> None:
         api = nixl_api()
@@ -75,7 +75,7 @@ class Nixl:
             self.ledger.give_back(num_bytes)
             logger.warning("memory not registered: bytes travel in the frames", exc_info=True)
             return None
-        if len(exposure.opening) + 1 + len(NAME) > MAX_OPENING_BYTES:
+        if len(exposure.opening) + 1 + len(self.name) > MAX_OPENING_BYTES:
             exposure.close()
             return None
         return exposure

@@ -29,6 +29,7 @@ import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
+from vlm_worker.wire.frames import PLACED_VERSION
 
 NAME: Final = "shared-memory"
 _NAME_BYTES: Final = 16
@@ -43,7 +44,7 @@ class SharedMemory:
         OSError: the directory cannot be written to.
     """
 
-    name = NAME
+    name = f"{NAME}/{PLACED_VERSION}"
 
     def __init__(self, directory: Path, *, capacity_bytes: int, leftover_seconds: float) -> None:
         self.ledger = Ledger(capacity_bytes)

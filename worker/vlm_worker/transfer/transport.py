@@ -59,7 +59,10 @@ class View(Protocol):
 
 
 class Transport(Protocol):
-    """One way for bytes. Lives on one event loop."""
+    """One way for bytes. Lives on one event loop.
+
+    `name` stands in fetches and OPEN frames; only those who say the same one use it.
+    """
 
     name: str
     ledger: Ledger

@@ -37,6 +37,9 @@ HEADER_BYTES = HEADER.size + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - HEADER_BYTES
 MAX_PLACED_BYTES = 4 << 20
 """Of a payload that does not travel: few frames, and what is checked is still in the cache."""
+PLACED_VERSION = 2
+"""Of frames whose payload does not travel. Transports have it in their names: where consumer and
+producer are of two versions, payloads travel, and those frames are the same in both."""
 MAX_OPENING_BYTES = 4096
 # units, tokens, first token, frames before this one, how the answer ended
 COMMIT = struct.Struct("<IIIII")
