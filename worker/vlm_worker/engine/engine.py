@@ -1,9 +1,10 @@
 """The engine, as the roles see it: submit and cancel here, work on one thread of its own.
 
-      asyncio loop                         engine thread, alone with scheduler and runner
+      asyncio loop                         engine thread, alone with scheduler and steps
       ------------                         ----------------------------------------------
       submit, cancel, import --commands--> drain commands -> encode a batch -> run a step
       EventStream, futures   <--events---- one delivery a turn
+      export_blocks ------- a thread that only copies, while a step may run
 
 Three ways through it, by role:
 
@@ -157,15 +158,13 @@ class Engine:
         await self._ask(lambda state: state.put_embedding(key, item, rows))
 
     async def export_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> memoryview:
-        """A copy of announced blocks, `[num_blocks, block_bytes]`; prefill may still be running.
+        """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
 
         Raises:
             GoneError: the request is no longer here.
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        return await self._ask(
-            lambda state: state.handover.export_blocks(key, first_block, num_blocks)
-        )
+        return await asyncio.to_thread(self._thread.exports.copy, key, first_block, num_blocks)
 
     # ---- decode ----------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """KV that passes from one engine to another, or from prefill to decode within one.
 
-prefill side   export_blocks (while prefill runs, and while held)
+prefill side   `exports` (while prefill runs, and while held)
 decode side    reserve -> receive -> import_blocks ... -> start_decode
 both in one    adopt: what is held goes on here, without a copy
 """
@@ -22,7 +22,6 @@ from vlm_worker.errors import (
     CorruptTransferError,
     DuplicateError,
     GoneError,
-    InvalidRequestError,
     OverloadedError,
 )
 from vlm_worker.types import FinishReason, Request, RequestKey
@@ -36,18 +35,6 @@ class Handover:
         self._sequences = sequences
         self._outbox = outbox
         self._pool = sequences.pool
-
-    def export_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> memoryview:
-        """See `Engine.export_blocks`."""
-        sequence = self._sequences.get(key)
-        end, num_ready = first_block + num_blocks, sequence.sink.num_announced
-        if not 0 <= first_block <= end <= num_ready:
-            raise InvalidRequestError(
-                f"blocks {first_block} to {end} were asked for; {num_ready} are ready"
-            )
-        sequence.sink.exported = True
-        blocks = sequence.blocks[first_block:end]
-        return guarded("copying KV blocks out", lambda: self._runner.export_blocks(blocks))
 
     def reserve(self, key: RequestKey, num_tokens: int) -> None:
         """See `Engine.reserve`."""

@@ -47,7 +47,10 @@ class Runner(Protocol):
         """Rows received from an encoder. Raises CorruptTransferError on a wrong size."""
 
     def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
-        """A gather copy of whole blocks, `[len(block_ids), block_bytes]`."""
+        """A gather copy of whole blocks, `[len(block_ids), block_bytes]`.
+
+        Called by other threads than the engine's, while a step may run.
+        """
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer."""

@@ -22,6 +22,7 @@ from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.engine.events import CancelOutcome, EventStream, PrefillEvent
+from vlm_worker.engine.exports import Exports
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.room import Room
@@ -79,6 +80,7 @@ class Sequences:
         self.settings = settings
         self.live: dict[RequestKey, Sequence] = {}
         self.reservations: dict[RequestKey, int] = {}
+        self.exports = Exports(runner)
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
         self.room = Room(self.scheduler, settings=settings)
@@ -222,7 +224,7 @@ class Sequences:
                 return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
             known = key in self._ended
             return CancelOutcome.ALREADY_COMPLETE if known else CancelOutcome.NOT_FOUND
-        being_read = sequence.hold and sequence.sink.exported
+        being_read = sequence.hold and self.exports.was_read(key)
         self.fail(sequence, CancelledError("the request was cancelled"))
         if being_read:
             return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
@@ -257,6 +259,7 @@ class Sequences:
     def _end(self, sequence: Sequence) -> None:
         """Free everything; the caller says the last word."""
         self._images.drop_all(sequence)
+        self.exports.forget(sequence.request.key)
         if sequence.status is not Status.FINISHED:  # the scheduler ends those that it finishes
             self.scheduler.remove(sequence)
         del self.live[sequence.request.key]

@@ -19,8 +19,6 @@ class Sink:
             is handed over (DRAINED).
         adopter: takes the stream's place after the first token.
         scheduled: ScheduledEvent was said.
-        num_announced: blocks that BlocksReady has named.
-        exported: a peer has read blocks.
         asked: items that NeedItems named and nobody put yet.
         pins: per item, the cache entry that is pinned for it.
         missing: blocks that a peer has still to deliver.
@@ -31,8 +29,6 @@ class Sink:
     supplied: bool = False
     adopter: EventStream[PrefillEvent] | None = None
     scheduled: bool = False
-    num_announced: int = 0
-    exported: bool = False
     asked: set[int] = dataclasses.field(default_factory=set)
     pins: dict[int, Entry] = dataclasses.field(default_factory=dict)
     missing: set[int] = dataclasses.field(default_factory=set)

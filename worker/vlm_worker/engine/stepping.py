@@ -65,7 +65,7 @@ class Stepping:
         for sequence in schedule.admitted:
             self._admitted(sequence, started)
         for sequence in schedule.preempted:
-            sequence.sink.num_announced = 0
+            self._sequences.exports.withdraw(sequence.request.key)
             self._sequences.let_go(sequence)
         for sequence, start in schedule.stalled:
             self._sequences.gather(sequence, start)
@@ -152,8 +152,9 @@ class Stepping:
     def _advanced(self, sequence: Sequence, num_computed: int, num_blocks: int) -> None:
         """A chunk is done: images behind it are free, blocks before it may be read."""
         self._images.drop_passed(sequence, num_computed)
-        if sequence.hold and num_blocks > sequence.sink.num_announced:
-            sequence.sink.num_announced = num_blocks
+        exports, key = self._sequences.exports, sequence.request.key
+        if sequence.hold and num_blocks > exports.num_shown(key):
+            exports.show(key, sequence.blocks[:num_blocks])
             self._outbox.emit(sequence.sink.stream, BlocksReady(num_blocks))
 
     def _pass_on(self, sequence: Sequence) -> None:

@@ -54,6 +54,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Future[None] | None = None
         self._stopping = False
+        self.exports = self._state.sequences.exports
         self._death: BaseException | None = None
         self._turn_started: float | None = None
         self._snapshot_at = 0.0

@@ -95,7 +95,7 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
 
 
 class ModelRunner:
-    """Owns weights, the KV buffer and the device. Called by one thread."""
+    """Owns weights, the KV buffer and the device. Called by one thread, but for `export_blocks`."""
 
     def __init__(
         self, loaded: LoadedModel, revision: str, *, kv_layout: KVLayout | None, num_blocks: int

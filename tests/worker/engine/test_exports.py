@@ -1,0 +1,95 @@
+"""Blocks are copied out beside the steps; a copy counts if its request was there to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from worker.engine.talk import events, text, tokens
+
+from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.exports import Exports
+from vlm_worker.errors import GoneError, InvalidRequestError
+from vlm_worker.testing import ChecksumRunner, answer_alone
+from vlm_worker.types import BlocksReady, RequestKey
+
+KEY = RequestKey("r", 0)
+
+
+class SlowCopies(ChecksumRunner):
+    """A copy that has begun ends when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copying, self.may_end = threading.Event(), threading.Event()
+
+    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
+        self.copying.set()
+        assert self.may_end.wait(20)
+        return super().export_blocks(block_ids)
+
+
+async def test_blocks_are_copied_while_a_step_runs(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    stream = engine.submit_prefill(text(length=40), hold=True)  # steps of 16, 16 and 8 tokens
+    async for event in stream:
+        if isinstance(event, BlocksReady):
+            break
+    runner.gate.clear()
+    before = runner.num_steps
+    other = engine.submit_prefill(text("other"), hold=False)
+    await until(lambda: runner.num_steps > before)
+    assert (await engine.export_blocks(KEY, 0, 4)).nbytes == 4 * 4 * 8
+    runner.gate.set()
+    assert tokens(await events(other)) == answer_alone(text("other"))
+    await events(stream)
+    await engine.release(KEY)
+
+
+@pytest.mark.parametrize("end", ["cancel", "release"])
+async def test_a_copy_whose_request_ended_meanwhile_counts_for_nothing(
+    start: Any, until: Any, end: str
+) -> None:
+    runner = SlowCopies()
+    engine: Engine = start(runner)
+    await events(engine.submit_prefill(text(), hold=True))
+    copying = asyncio.create_task(engine.export_blocks(KEY, 0, 3))
+    await until(runner.copying.is_set)
+    await getattr(engine, end)(KEY)
+    # its blocks are another's now
+    await events(engine.submit_prefill(text("other", length=40), hold=False))
+    runner.may_end.set()
+    with pytest.raises(GoneError):
+        await copying
+
+
+def test_what_was_withdrawn_is_not_ready_until_it_is_shown_again() -> None:
+    exports = Exports(ChecksumRunner())
+    exports.show(KEY, [3, 4])
+    assert exports.copy(KEY, 0, 2).nbytes == 2 * 4 * 8
+    exports.withdraw(KEY)
+    with pytest.raises(InvalidRequestError, match="0 are ready"):
+        exports.copy(KEY, 0, 1)
+    assert exports.was_read(KEY), "a peer may hold what it read"
+    exports.show(KEY, [5])
+    assert exports.copy(KEY, 0, 1).nbytes == 4 * 8
+    exports.forget(KEY)
+    assert not exports.was_read(KEY)
+
+
+def test_a_copy_during_which_its_blocks_changed_hands_and_came_back_counts_for_nothing() -> None:
+    class Preempting(ChecksumRunner):
+        def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
+            data = super().export_blocks(block_ids)
+            exports.withdraw(KEY)
+            exports.show(KEY, [3, 4])
+            return data
+
+    exports = Exports(Preempting())
+    exports.show(KEY, [3, 4])
+    with pytest.raises(GoneError):
+        exports.copy(KEY, 0, 2)

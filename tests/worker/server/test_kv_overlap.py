@@ -1,0 +1,65 @@
+"""KV leaves prefill while the rest of its prompt is computed: the last chunk alone is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import aclosing
+
+import pytest
+from worker.server.serving import KEY, TIMEOUT, request_of, serving
+
+from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.transfer.incoming import Pull
+from vlm_worker.wire.calls import Accepted, FetchCall, PrefillCall
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import TransferId
+
+NUM_TOKENS, STEP_TOKENS, BLOCK = 40, 16, 4
+
+
+async def test_all_but_the_last_chunk_has_come_before_the_last_chunk_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    last_may_run = threading.Event()
+    flags = ("--max-requests=1", f"--max-batched-tokens={STEP_TOKENS}")
+    async with serving("prefill", *flags) as prefill:
+        execute, layout = prefill.runner.execute, prefill.runner.kv_layout
+        assert layout is not None
+        in_last = False
+
+        def execute_in_turn(inputs: StepInputs) -> StepOutput:
+            nonlocal in_last
+            if prefill.runner.num_steps == NUM_TOKENS // STEP_TOKENS:
+                in_last = True
+                assert last_may_run.wait(TIMEOUT)
+            return execute(inputs)
+
+        monkeypatch.setattr(prefill.runner, "execute", execute_in_turn)
+        call = PrefillCall(request_of(NUM_TOKENS), "t-1", ())
+        replies = prefill.client.prefill(call, timeout=TIMEOUT)
+        async with asyncio.timeout(TIMEOUT), aclosing(replies):
+            accepted = (await anext(replies)).event
+            assert isinstance(accepted, Accepted)
+            life, end = prefill.server.state.boot_id, NUM_TOKENS // BLOCK
+            frames = prefill.client.fetch_kv(
+                FetchCall("t-1", life, layout.fingerprint, KEY, 0), timeout=TIMEOUT
+            )
+            reader = FrameReader(
+                TransferId(KEY, "t-1", life, layout.fingerprint),
+                unit_bytes=layout.block_bytes,
+                first_unit=0,
+                end_unit=end,
+            )
+            pull = Pull(frames, reader, peer="prefill", no_progress_seconds=TIMEOUT)
+            num_come = 0
+            async with aclosing(pull.units()) as received:
+                async for units in received:
+                    num_come += units.num_units
+                    if num_come == end - (NUM_TOKENS % STEP_TOKENS) // BLOCK:
+                        assert not last_may_run.is_set(), "nothing is left to be computed"
+                        last_may_run.set()
+            assert in_last
+            assert num_come == pull.commit.num_units == end
+            _ = [reply async for reply in replies]
+        await prefill.client.cancel(KEY)

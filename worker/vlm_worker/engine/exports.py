@@ -1,0 +1,81 @@
+"""Blocks that peers may read, copied out beside the steps: a transfer waits for no step's end.
+
+engine thread   show(key, blocks) ... withdraw(key), forget(key)    before others write there
+other threads   copy: look, copy, look again                        what was withdrawn meanwhile
+                                                                    counts for nothing
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vlm_worker.engine.guard import guarded
+from vlm_worker.engine.runner import Runner
+from vlm_worker.errors import GoneError, InvalidRequestError
+from vlm_worker.types import RequestKey
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Shown:
+    """Of one sequence, until it loses its blocks; another object comes after that.
+
+    Attributes:
+        blocks: their ids, in order; the engine thread writes.
+        read: a peer has asked for some; readers write.
+    """
+
+    blocks: tuple[int, ...] = ()
+    read: bool = False
+
+
+class Exports:
+    """What of each sequence may be read. `copy` alone is for other threads than the engine's."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._shown: dict[RequestKey, _Shown] = {}
+
+    def num_shown(self, key: RequestKey) -> int:
+        """Blocks of a sequence that may be read."""
+        shown = self._shown.get(key)
+        return len(shown.blocks) if shown is not None else 0
+
+    def was_read(self, key: RequestKey) -> bool:
+        """Whether a peer has read blocks of it."""
+        shown = self._shown.get(key)
+        return shown is not None and shown.read
+
+    def show(self, key: RequestKey, blocks: Sequence[int]) -> None:
+        """All blocks of a sequence that are written, and will not be again while it has them."""
+        self._shown.setdefault(key, _Shown()).blocks = tuple(blocks)
+
+    def withdraw(self, key: RequestKey) -> None:
+        """It was preempted: others may write to its blocks from now on."""
+        if key in self._shown:
+            self._shown[key] = _Shown(read=self._shown[key].read)
+
+    def forget(self, key: RequestKey) -> None:
+        """It has ended: as `withdraw`, for good."""
+        self._shown.pop(key, None)
+
+    def copy(self, key: RequestKey, first_block: int, num_blocks: int) -> memoryview:
+        """See `Engine.export_blocks`."""
+        shown = self._shown.get(key)
+        if shown is None:
+            raise _gone(key)
+        blocks, end = shown.blocks, first_block + num_blocks
+        if not 0 <= first_block <= end <= len(blocks):
+            raise InvalidRequestError(
+                f"blocks {first_block} to {end} were asked for; {len(blocks)} are ready"
+            )
+        shown.read = True
+        wanted = blocks[first_block:end]
+        data = guarded("copying KV blocks out", lambda: self._runner.export_blocks(wanted))
+        if self._shown.get(key) is not shown:
+            raise _gone(key)
+        return data
+
+
+def _gone(key: RequestKey) -> GoneError:
+    return GoneError(f"{key.request_id} attempt {key.attempt} holds no blocks here")
