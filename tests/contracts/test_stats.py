@@ -45,7 +45,7 @@ def snapshot(*, kv: bool) -> Snapshot:
 def test_every_document_fits_the_schema(role: str, phase: Phase, loaded: bool) -> None:
     state = state_of(role, ENVIRONMENT)
     state.enter(phase, "loading weights 62 %")
-    state.model = ModelFacts(512, 256, 1276, 1 << 20) if loaded else None
+    state.model = ModelFacts(512, 256, 1276, 1 << 20, "int8") if loaded else None
     document = stats_document(state, snapshot(kv=role != "encoder") if loaded else None)
     jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
 

@@ -20,6 +20,8 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.linear import GatedLinear, JointLinear, PackedLinear, pack_linears
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.serve.loading import load
+from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.types import Stage
 
 ANSWER = list(range(10, 18))
@@ -102,6 +104,17 @@ def test_what_int8_is_not_for_is_refused(changed: dict[str, object]) -> None:
     options: dict[str, object] = {"dtype": "bfloat16", "weights": "int8"}
     with pytest.raises(ModelConfigError, match="--weights=int8"):
         load_model(SHAPES, (Stage.DECODE,), **(options | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(("--dtype=float32",), "float32"), (("--dtype=bfloat16", "--weights=int8"), "int8")],
+)
+def test_a_worker_tells_what_its_weights_are(flags: tuple[str, ...], told: str) -> None:
+    command = ["encoder", f"--model={SHAPES}", "--served-name=m", "--bind=127.0.0.1", *flags]
+    told_to = parse(command, {})
+    assert isinstance(told_to, WorkerSettings)
+    assert load(told_to, lambda _: None).facts.weights == told
 
 
 def test_a_batch_in_int8_answers_as_its_questions_do_alone() -> None:

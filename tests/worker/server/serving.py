@@ -53,7 +53,7 @@ async def serving(role: str, *flags: str) -> AsyncIterator[Serving]:
     settings = settings_of(role, "--max-model-len=512", *flags)
     has_kv = settings.stages != {Stage.ENCODER}
     runner = ChecksumRunner(129, block_size=4, has_kv=has_kv)
-    facts = ModelFacts(8, 8, 1276, 0)
+    facts = ModelFacts(8, 8, 1276, 0, "int64")
     loaded = Loaded(runner, FAMILY, plain_positions, (), "checksum", 512, facts)
     server = WorkerServer(settings)
     await server.open()

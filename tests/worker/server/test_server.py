@@ -45,7 +45,7 @@ async def test_hello_names_the_stages_and_both_fingerprints() -> None:
         assert hello.stages == {Stage.PREFILL, Stage.DECODE}
         assert hello.layout_fingerprint == worker.runner.kv_layout.fingerprint  # type: ignore[union-attr]
         assert hello.embed_fingerprint == worker.runner.embed_layout.fingerprint
-        assert (hello.compat, hello.model) == ("c1", "shapes")
+        assert (hello.compat, hello.model, hello.weights) == ("c1", "shapes", "int64")
         assert hello.limits.kv_capacity_tokens == 128 * 4
         assert hello.boot_id == worker.server.state.boot_id
 

@@ -97,7 +97,7 @@ def client_doors() -> dict[str, Door]:
     limits = calls.Limits(64, 10_000, 4096, 256)
     hello = calls.Hello(
         Role.DECODE, frozenset({Stage.DECODE}), "m", "r", "p", "u", b"b" * 16, b"f" * 16,
-        b"g" * 16, "c", limits,
+        b"g" * 16, "c", "int8", limits,
     )  # fmt: skip
     load = calls.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
     broken = calls.DecodedItem(0, (0, 0, 0), b"", InvalidImageError("no", item=1))

@@ -145,6 +145,7 @@ def test_hello_and_load_survive() -> None:
         layout_fingerprint=b"l" * 16,
         embed_fingerprint=b"e" * 16,
         compat="c",
+        weights="int8",
         limits=calls.Limits(64, 4096, 2048, 8),
     )
     assert identity.hello_of(identity.hello_to(hello)) == hello

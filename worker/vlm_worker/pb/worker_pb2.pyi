@@ -33,7 +33,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits")
+    __slots__ = ("protocol_version", "role", "stages", "model", "model_revision", "pod_name", "pod_uid", "boot_id", "layout_fingerprint", "embed_fingerprint", "compat", "limits", "weights")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class HelloReply(_message.Message):
     EMBED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     COMPAT_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: str
     stages: _containers.RepeatedScalarFieldContainer[str]
@@ -58,7 +59,8 @@ class HelloReply(_message.Message):
     embed_fingerprint: bytes
     compat: str
     limits: Limits
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+    weights: str
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., layout_fingerprint: _Optional[bytes] = ..., embed_fingerprint: _Optional[bytes] = ..., compat: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("block_size_tokens", "kv_capacity_tokens", "max_model_len_tokens", "max_requests")

@@ -73,6 +73,7 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         embedding_bytes_per_token=embed.row_bytes,
         image_tokens_per_megapixel=family.processor.tokens_per_megapixel,
         weights_bytes=weights_bytes,
+        weights=embed.dtype if settings.weights == "auto" else settings.weights,
     )
     return Loaded(
         runner,

@@ -82,6 +82,7 @@ class Parts:
             layout_fingerprint=layout.fingerprint if layout else b"",
             embed_fingerprint=host.embed_layout.fingerprint,
             compat=settings.compat,
+            weights=state.model.weights if state.model else "",
             limits=Limits(
                 block_size=layout.block_size if layout else 0,
                 kv_capacity_tokens=kv.capacity_tokens if kv else 0,

@@ -44,12 +44,16 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What `/stats` says of the model, known once it is loaded; zeros where it does not apply."""
+    """What `/stats` says of the model, known once it is loaded; zeros where it does not apply.
+
+    `weights` is the type of most linear layers: `int8`, or what the model computes in.
+    """
 
     kv_bytes_per_token: int
     embedding_bytes_per_token: int
     image_tokens_per_megapixel: int
     weights_bytes: int
+    weights: str
 
 
 class WorkerState:

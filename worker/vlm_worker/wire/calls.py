@@ -48,7 +48,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a worker is. `layout_fingerprint` is empty without KV."""
+    """Who a worker is.
+
+    `layout_fingerprint` is empty without KV. `weights` is their type: where those of two workers
+    differ, each takes the other's KV, and answers are neither's own (`docs/decisions/0016`).
+    """
 
     role: Role
     stages: frozenset[Stage]
@@ -60,6 +64,7 @@ class Hello:
     layout_fingerprint: bytes
     embed_fingerprint: bytes
     compat: str
+    weights: str
     limits: Limits
 
 

@@ -25,6 +25,7 @@ def hello_to(hello: calls.Hello) -> pb.HelloReply:
         layout_fingerprint=hello.layout_fingerprint,
         embed_fingerprint=hello.embed_fingerprint,
         compat=hello.compat,
+        weights=hello.weights,
         limits=pb.Limits(
             block_size_tokens=hello.limits.block_size,
             kv_capacity_tokens=hello.limits.kv_capacity_tokens,
@@ -57,6 +58,7 @@ def hello_of(message: pb.HelloReply) -> calls.Hello:
         layout_fingerprint=checks.octets(message.layout_fingerprint, "fingerprint", (0, 16)),
         embed_fingerprint=checks.octets(message.embed_fingerprint, "fingerprint", (0, 16)),
         compat=checks.text(message.compat, "compat", checks.MAX_TEXT),
+        weights=checks.text(message.weights, "weights", checks.MAX_LABEL),
         limits=calls.Limits(
             block_size=_limit(message.limits, "block_size_tokens", checks.MAX_TOKENS),
             kv_capacity_tokens=_limit(message.limits, "kv_capacity_tokens", checks.MAX_COUNT),
