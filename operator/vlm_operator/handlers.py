@@ -62,8 +62,10 @@ class App:
     _wakes: dict[tuple[str, str], asyncio.Event] = dataclasses.field(default_factory=dict)
 
     def wake(self, namespace: str, name: str) -> None:
-        """Make a service's loop take a turn soon."""
-        self.bell(namespace, name).set()
+        """Make a service's loop take a turn soon; one that begins later reads everything anyway."""
+        bell = self._wakes.get((namespace, name))
+        if bell is not None:
+            bell.set()
 
     def wake_all(self) -> None:
         """Make every loop take a turn soon: something changed that they all may read."""

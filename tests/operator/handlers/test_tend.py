@@ -97,6 +97,15 @@ async def test_an_event_of_a_child_wakes_the_loop_of_its_service():
     await task
 
 
+async def test_news_of_a_service_that_nobody_looks_after_is_not_kept():
+    """Children go after their service, and each tells of its end."""
+    memo, stopped, task = await start(FakeLoop(60.0))
+    stopped.set(REASONS.RESOURCE_DELETED)
+    await task
+    memo.app.wake("ns", "demo")
+    assert memo.app._wakes == {}
+
+
 async def test_without_an_event_the_next_turn_comes_when_it_is_due():
     loop = FakeLoop(0.01, 60.0)
     _, stopped, task = await start(loop)
@@ -206,10 +215,12 @@ async def test_an_operator_that_ends_cuts_such_a_drain_off():
 async def test_a_service_with_a_daemon_is_drained_by_that_alone():
     loop = FakeLoop(60.0)
     memo = Memo(loop)
+    bell = memo.app.bell("ns", "demo")  # the daemon's
     await changed(memo=memo, meta=META, namespace="ns", name="demo")
+    bell.clear()
     await changed(memo=memo, meta=DELETED, namespace="ns", name="demo")
     assert loop.drained == 0
-    assert memo.app.bell("ns", "demo").is_set()
+    assert bell.is_set()
 
 
 async def test_kopf_is_set_up_as_the_design_asks():
