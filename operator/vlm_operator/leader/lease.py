@@ -72,16 +72,16 @@ class Lease:
     @property
     def time_left(self) -> float:
         """Seconds for which nobody else can hold the lease; 0 when it is not ours."""
-        if self._renewed_at is None:
+        renewed_at = self._renewed_at  # once: another thread may be giving it up
+        if renewed_at is None:
             return 0.0
-        return max(0.0, self._renewed_at + self._timing.duration - self._clock())
+        return max(0.0, renewed_at + self._timing.duration - self._clock())
 
     def check(self) -> None:
         """Raise `LeaseLostError` unless a write that starts now ends while we lead."""
-        if self.time_left <= WRITE_SECONDS:
-            raise LeaseLostError(
-                f"{self.time_left:.1f} s of the lease are left, a write may take 5"
-            )
+        left = self.time_left
+        if left <= WRITE_SECONDS:
+            raise LeaseLostError(f"{left:.1f} s of the lease are left, a write may take 5")
 
     async def acquire(self) -> None:
         """Wait until the lease is ours."""
