@@ -21,13 +21,10 @@ import numpy as np
 import torch
 
 from vlm_kernels.cpu import native
-from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
 
 TYPES = (torch.float32, torch.bfloat16)
 """Of q."""
-
-KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""The numbers are `KVType`'s in cpu/kv_types.h."""
 
 SYMBOL = "triptych_paged_attention"
 ARGUMENTS = (
@@ -81,7 +78,7 @@ def can_attend_decode(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel computes this, on this machine."""
     return (
         kv_cache.device.type == "cpu"
-        and kv_cache.dtype in KV_TYPES
+        and kv_cache.dtype in NATIVE_TYPES
         and dtype in TYPES
         and _kernel() is not None
     )
@@ -145,7 +142,7 @@ def plan_decode(
         head_dim=head_dim,
         block_size=block_size,
         q_is_bf16=dtype == torch.bfloat16,
-        kv_type=KV_TYPES[kv_cache.dtype],
+        kv_type=NATIVE_TYPES[kv_cache.dtype],
         num_threads=torch.get_num_threads(),
     )
     return DecodeRows(step, arrays, kv_cache, int(tokens.max()) + 1, head_dim, dtype)
@@ -210,7 +207,7 @@ def check_cache(kv_cache: torch.Tensor) -> None:
     """Raise ValueError where the kernels cannot read this cache."""
     if kv_cache.ndim != 5 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache {tuple(kv_cache.shape)}: must be contiguous [N, L, 2, H, P*D]")
-    if kv_cache.dtype not in KV_TYPES or kv_cache.device.type != "cpu":
+    if kv_cache.dtype not in NATIVE_TYPES or kv_cache.device.type != "cpu":
         raise ValueError(f"kv_cache {kv_cache.dtype} on {kv_cache.device}: not built")
 
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from vlm_kernels.cpu import native
-from vlm_kernels.decode_attention import KV_TYPES, check_cache
-from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.decode_attention import check_cache
+from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
 from vlm_kernels.segments import Segments
 
 SYMBOL = "triptych_flash_attention"
@@ -77,7 +77,7 @@ def can_attend_segments(dtype: torch.dtype, device: torch.device) -> bool:
 
 def can_attend_blocks(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
     """The same of keys in KV blocks."""
-    return can_attend_segments(dtype, kv_cache.device) and kv_cache.dtype in KV_TYPES
+    return can_attend_segments(dtype, kv_cache.device) and kv_cache.dtype in NATIVE_TYPES
 
 
 def flash_attention(
@@ -168,7 +168,7 @@ def flash_paged_attention(
         segments,
         _Segments(
             num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            block_size=block_size, kv_type=KV_TYPES[kv_cache.dtype],
+            block_size=block_size, kv_type=NATIVE_TYPES[kv_cache.dtype],
             block_table=table.ctypes.data, table_width=table.shape[1],
         ),
         q_THD,

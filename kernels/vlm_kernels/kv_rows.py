@@ -24,6 +24,9 @@ SCALE_BYTES = 4
 LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
 """Types of quantised rows, and their greatest elements."""
 
+NATIVE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""Types of the caches of our C++; the numbers are `KVType`'s in cpu/kv_types.h."""
+
 
 def slot_elements(dtype: torch.dtype, head_dim: int) -> int:
     """Elements of the cache's last axis that one slot takes."""

@@ -18,13 +18,17 @@ import torch
 
 from vlm_kernels import gpu
 from vlm_kernels.cpu import native
-from vlm_kernels.kv_rows import LIMITS, block_size_of, layer_views, quantise, split_pieces
+from vlm_kernels.kv_rows import (
+    LIMITS,
+    NATIVE_TYPES,
+    block_size_of,
+    layer_views,
+    quantise,
+    split_pieces,
+)
 
 TYPES = (torch.float32, torch.bfloat16)
 """That the C++ kernel reads."""
-
-CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""That it writes; the numbers are `KVType`'s in cpu/kv_types.h."""
 
 SYMBOL = "triptych_store_kv"
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -148,7 +152,7 @@ def _native(
     (k_token, k_head, k_inner), (v_token, v_head, v_inner) = k_THD.stride(), v_THD.stride()
     if (
         kernel is None
-        or kv_cache.dtype not in CACHE_TYPES
+        or kv_cache.dtype not in NATIVE_TYPES
         or k_THD.dtype not in TYPES
         or v_THD.dtype != k_THD.dtype
         or (k_inner, v_inner) != (1, 1)
@@ -158,7 +162,7 @@ def _native(
     kernel(
         k_THD.data_ptr(), k_token, k_head, v_THD.data_ptr(), v_token, v_head,
         k_THD.dtype == torch.bfloat16,
-        kv_cache.data_ptr(), CACHE_TYPES[kv_cache.dtype], slots_T.data_ptr(), len(slots_T),
+        kv_cache.data_ptr(), NATIVE_TYPES[kv_cache.dtype], slots_T.data_ptr(), len(slots_T),
         kv_cache.shape[1], num_heads, head_dim, block_size, layer, torch.get_num_threads(),
     )  # fmt: skip
     return True
