@@ -11,7 +11,7 @@ these ways:
     stalled    rows and blocks are free, and every one waits for a picture
     churn      each step one leaves, one enters and prefills, one comes, one that waits is cancelled
 
-The target of 150 us is for the first three; the last one counts two arrivals and two cancels too.
+The target of 100 us is for the first three; the last one counts two arrivals and two cancels too.
 All are measured in interleaved rounds, so that a slow moment falls on all of them; medians.
 """
 
@@ -40,7 +40,7 @@ MAX_MODEL_LEN = 1024
 PROMPT = 100
 ROUNDS = 16
 STEPS = 25
-TARGET_US = 150
+TARGET_US = 100
 TARGET_RATIO = 1.2
 
 
