@@ -15,7 +15,6 @@ from vlm_operator import names
 from vlm_operator.cluster import (
     CHILD_KINDS,
     CONFIG_MAP,
-    DEPLOYMENT,
     POD,
     SERVICE,
     VLM_NODE_CLASS,
@@ -222,16 +221,12 @@ def _children(cluster: FakeCluster) -> dict[Any, Any]:
     }
 
 
-def _plain(found: dict[Any, Any]) -> str:
-    return "\n".join(f"{key}" for key in sorted(found))
-
-
 async def test_a_service_ends_the_same_whether_turns_read_from_memory_or_not():
     direct = FakeCluster()
     await _live(direct, direct, seed=None)
     async with followed() as found:
         wrote = await _live(found.cluster, found.reads, seed=None)
-        assert _plain(_children(found.cluster)) == _plain(_children(direct))
+        assert _children(found.cluster) == _children(direct)
         assert wrote == [write[:3] for write in direct.writes]
 
 
@@ -241,9 +236,4 @@ async def test_turns_that_come_before_the_news_end_in_the_same_place(seed: int):
     await _live(direct, direct, seed=None)
     async with followed() as found:
         await _live(found.cluster, found.reads, seed=seed)
-        assert _plain(_children(found.cluster)) == _plain(_children(direct))
-        replicas = {item["metadata"]["name"]: item["spec"]["replicas"]
-                    for item in found.cluster.all(DEPLOYMENT)}  # fmt: skip
-        assert replicas == {
-            item["metadata"]["name"]: item["spec"]["replicas"] for item in direct.all(DEPLOYMENT)
-        }
+        assert _children(found.cluster) == _children(direct)
