@@ -2,8 +2,7 @@
 
 `kube.KubeCluster` speaks to a real one, `testing.FakeCluster` is one in memory, `leader.Fenced`
 refuses writes of a process that no longer leads, `informer.Informed` lists from memory. Every
-method raises `ClusterError` or one
-of its subclasses, and nothing else.
+method raises `ClusterError` or one of its subclasses, and nothing else.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from vlm_operator import names
 from vlm_operator.cluster import Cluster, Kind, Manifest, kind_of
 from vlm_operator.informer.follow import Informer
 
@@ -40,7 +41,9 @@ class Informed:
         found = next(self._followers(kind, namespace), None)
         if found is None:
             return await self._cluster.list(kind, namespace, labels)
-        return await found.list(namespace, labels or {})
+        labels = labels or {}
+        assert names.LABEL_SERVICE in labels or not kind.namespaced
+        return await found.list(namespace, labels)
 
     async def apply(
         self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
