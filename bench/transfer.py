@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import concurrent.futures
 import dataclasses
 import json
 import socket
@@ -87,7 +86,6 @@ def filled(load: Load) -> np.ndarray:
 async def produce() -> None:
     """Serve gRPC and raw TCP until standard input ends; the first line says where."""
     pools = {name: filled(load) for name, load in LOADS.items()}
-    thread = concurrent.futures.ThreadPoolExecutor(1)
     shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
     released: list[Outgoing] = []
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
@@ -98,11 +96,11 @@ async def produce() -> None:
         while released:
             released.pop().close()
 
-        async def export(first: int, count: int) -> memoryview:
+        async def export(first: int, count: int, room: memoryview) -> memoryview:
             ids = np.arange(first, first + count)
-            loop = asyncio.get_running_loop()
-            copy = await loop.run_in_executor(thread, lambda: np.take(pool, ids, axis=0))
-            return copy.reshape(-1).data
+            out = np.frombuffer(room, np.uint8).reshape(count, -1)
+            await asyncio.to_thread(np.take, pool, ids, axis=0, out=out, mode="clip")
+            return room
 
         outgoing = Outgoing(
             TransferId(KEY, call.transfer_id, BOOT, FINGERPRINT, pod_uid="pod"),

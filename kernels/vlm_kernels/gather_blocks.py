@@ -19,27 +19,36 @@ def gather_blocks_reference(kv_cache: torch.Tensor, ids_I: np.ndarray) -> np.nda
     return torch.stack(blocks).numpy()
 
 
-def gather_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray) -> np.ndarray:
+def gather_blocks(
+    kv_cache: torch.Tensor, ids_I: np.ndarray, out_IC: np.ndarray | None = None
+) -> np.ndarray:
     """Copy whole blocks into one buffer in host memory.
 
     Args:
         kv_cache: `[N, ...]`, contiguous.
         ids_I: int64 block ids, each below N.
+        out_IC: uint8 `[I, C]`, contiguous, to be filled; new memory where it is None. Memory that
+            was written before is filled several times as fast.
 
     Returns:
-        uint8 `[I, C]`, its own memory.
+        uint8 `[I, C]`.
 
     Raises:
-        ValueError: an id is not of the cache, or not int64.
+        ValueError: an id is not of the cache or not int64, or `out_IC` has another shape.
     """
     _check_ids(kv_cache, ids_I)
-    ids = torch.from_numpy(ids_I).to(kv_cache.device)
+    if out_IC is None:
+        out_IC = np.empty((len(ids_I), _block_bytes(kv_cache)), np.uint8)
+    _check_bytes(kv_cache, ids_I, out_IC)
+    ids, out = torch.from_numpy(ids_I).to(kv_cache.device), torch.from_numpy(out_IC)
     if gpu.serves(kv_cache.device):
-        return np.asarray(_move(kv_cache, None, ids).cpu().numpy())
-    if kv_cache.device.type == "cpu":
-        return np.take(_host_bytes(kv_cache), ids_I, axis=0)
-    moved = kv_cache.index_select(0, ids).flatten(1).view(torch.uint8).cpu().numpy()
-    return np.asarray(moved)
+        out.copy_(_move(kv_cache, None, ids))
+    elif kv_cache.device.type == "cpu":
+        # the ids are checked: numpy's own check would gather into memory of its own first
+        np.take(_host_bytes(kv_cache), ids_I, axis=0, out=out_IC, mode="clip")
+    else:
+        out.copy_(kv_cache.index_select(0, ids).flatten(1).view(torch.uint8))
+    return out_IC
 
 
 def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarray) -> None:
@@ -54,8 +63,7 @@ def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarra
         ValueError: an id is not of the cache or not int64, or the bytes are not as many.
     """
     _check_ids(kv_cache, ids_I)
-    if data_IC.shape != (len(ids_I), kv_cache[0].numel() * kv_cache.element_size()):
-        raise ValueError(f"scatter_blocks: {data_IC.shape} bytes for {len(ids_I)} blocks")
+    _check_bytes(kv_cache, ids_I, data_IC)
     ids = torch.from_numpy(ids_I).to(kv_cache.device)
     if gpu.serves(kv_cache.device):
         _move(kv_cache, torch.from_numpy(data_IC.copy()).to(kv_cache.device), ids)
@@ -80,6 +88,15 @@ def _move(kv_cache: torch.Tensor, data_IC: torch.Tensor | None, ids: torch.Tenso
 def _host_bytes(kv_cache: torch.Tensor) -> np.ndarray:
     """The cache's own memory as uint8 `[N, C]`."""
     return np.asarray(kv_cache.flatten(1).view(torch.uint8).numpy())
+
+
+def _block_bytes(kv_cache: torch.Tensor) -> int:
+    return kv_cache[0].numel() * kv_cache.element_size()
+
+
+def _check_bytes(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarray) -> None:
+    if data_IC.shape != (len(ids_I), _block_bytes(kv_cache)):
+        raise ValueError(f"{data_IC.shape} bytes for {len(ids_I)} blocks")
 
 
 def _check_ids(kv_cache: torch.Tensor, ids_I: np.ndarray) -> None:

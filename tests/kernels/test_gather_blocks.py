@@ -26,6 +26,16 @@ def test_gathered_bytes_are_the_blocks_bytes(cache: torch.Tensor, ids: list[int]
         assert np.array_equal(got, gather_blocks_reference(cache, at))
 
 
+def test_blocks_are_gathered_into_memory_that_is_given(cache: torch.Tensor) -> None:
+    at = np.array([8, 1], np.int64)
+    around = np.full((4, cache[0].numel() * cache.element_size()), 7, np.uint8)
+    gather_blocks(cache, at, around[1:3])
+    assert np.array_equal(around[1:3], gather_blocks_reference(cache, at))
+    assert (around[[0, 3]] == 7).all(), "what lies beside it is not touched"
+    with pytest.raises(ValueError, match="for 2 blocks"):
+        gather_blocks(cache, at, around[:3])
+
+
 def test_scatter_undoes_gather_and_touches_nothing_else(cache: torch.Tensor) -> None:
     moved = gather_blocks(cache, np.array([1, 2, 3], np.int64))
     moved.flags.writeable = False

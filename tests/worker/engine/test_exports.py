@@ -26,10 +26,10 @@ class SlowCopies(ChecksumRunner):
         super().__init__()
         self.copying, self.may_end = threading.Event(), threading.Event()
 
-    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
+    def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         self.copying.set()
         assert self.may_end.wait(20)
-        return super().export_blocks(block_ids)
+        return super().export_blocks(block_ids, out)
 
 
 async def test_blocks_are_copied_while_a_step_runs(start: Any, until: Any) -> None:
@@ -83,8 +83,10 @@ def test_what_was_withdrawn_is_not_ready_until_it_is_shown_again() -> None:
 
 def test_a_copy_during_which_its_blocks_changed_hands_and_came_back_counts_for_nothing() -> None:
     class Preempting(ChecksumRunner):
-        def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
-            data = super().export_blocks(block_ids)
+        def export_blocks(
+            self, block_ids: Sequence[int], out: memoryview | None = None
+        ) -> memoryview:
+            data = super().export_blocks(block_ids, out)
             exports.withdraw(KEY)
             exports.show(KEY, [3, 4])
             return data

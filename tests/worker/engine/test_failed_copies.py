@@ -31,9 +31,9 @@ class FullDevice(ChecksumRunner):
         self._copy()
         return super().import_embedding(rows, num_tokens)
 
-    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
+    def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         self._copy()
-        return super().export_blocks(block_ids)
+        return super().export_blocks(block_ids, out)
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         self._copy()

@@ -35,7 +35,7 @@ class Table:
         self.freed.append(lease.id)
 
     def offer(self, name: str = "t", key: RequestKey = KEY) -> Outgoing:
-        async def export(first: int, count: int) -> memoryview:
+        async def export(first: int, count: int, _: memoryview) -> memoryview:
             return memoryview(bytes(8 * count))
 
         outgoing = Outgoing(

@@ -32,10 +32,9 @@ class Producer:
             IDENTITY, unit_bytes=UNIT, max_units=num_units, export=self._export, timers=timers
         )
 
-    async def _export(self, first: int, count: int) -> memoryview:
-        return memoryview(
-            b"".join(bytes([unit % 256]) * UNIT for unit in range(first, first + count))
-        )
+    async def _export(self, first: int, count: int, room: memoryview) -> memoryview:
+        room[:] = b"".join(bytes([unit % 256]) * UNIT for unit in range(first, first + count))
+        return room
 
     def finish(self, reason: FinishReason | None = None) -> None:
         self.outgoing.finish(Commit(self.num_units, 4 * self.num_units, 5, reason))

@@ -66,7 +66,7 @@ class Producer:
             IDENTITY, unit_bytes=UNIT, max_units=NUM_UNITS, export=self._export
         )
 
-    async def _export(self, first: int, count: int) -> memoryview:
+    async def _export(self, first: int, count: int, _: memoryview) -> memoryview:
         return memoryview(DATA)[first * UNIT : (first + count) * UNIT]
 
     def pull(self, consumer: Transport, *, first_unit: int = 0) -> Pull:

@@ -116,8 +116,8 @@ class Pools:
         layout = ChecksumRunner(2).kv_layout
         assert layout is not None
 
-        async def export(first: int, count: int) -> memoryview:
-            return await prefill.export_blocks(request.key, first, count)
+        async def export(first: int, count: int, room: memoryview) -> memoryview:
+            return await prefill.export_blocks(request.key, first, count, out=room)
 
         return Outgoing(
             TransferId(request.key, "t", b"b" * 16, layout.fingerprint, "pod"),

@@ -157,14 +157,24 @@ class Engine:
         """
         await self._ask(lambda state: state.put_embedding(key, item, rows))
 
-    async def export_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> memoryview:
+    async def export_blocks(
+        self,
+        key: RequestKey,
+        first_block: int,
+        num_blocks: int,
+        *,
+        out: memoryview | None = None,
+    ) -> memoryview:
         """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
+
+        It is made in `out`, of just so many bytes, where that is given.
 
         Raises:
             GoneError: the request is no longer here.
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        return await asyncio.to_thread(self._thread.exports.copy, key, first_block, num_blocks)
+        copy = self._thread.exports.copy
+        return await asyncio.to_thread(copy, key, first_block, num_blocks, out)
 
     # ---- decode ----------------------------------------------------------------------------------
 

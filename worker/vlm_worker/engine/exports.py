@@ -59,7 +59,13 @@ class Exports:
         """It has ended: as `withdraw`, for good."""
         self._shown.pop(key, None)
 
-    def copy(self, key: RequestKey, first_block: int, num_blocks: int) -> memoryview:
+    def copy(
+        self,
+        key: RequestKey,
+        first_block: int,
+        num_blocks: int,
+        out: memoryview | None = None,
+    ) -> memoryview:
         """See `Engine.export_blocks`."""
         shown = self._shown.get(key)
         if shown is None:
@@ -71,7 +77,7 @@ class Exports:
             )
         shown.read = True
         wanted = blocks[first_block:end]
-        data = guarded("copying KV blocks out", lambda: self._runner.export_blocks(wanted))
+        data = guarded("copying KV blocks out", lambda: self._runner.export_blocks(wanted, out))
         if self._shown.get(key) is not shown:
             raise _gone(key)
         return data

@@ -46,8 +46,8 @@ class Runner(Protocol):
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
         """Rows received from an encoder. Raises CorruptTransferError on a wrong size."""
 
-    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
-        """A gather copy of whole blocks, `[len(block_ids), block_bytes]`.
+    def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
+        """A gather copy of whole blocks, `[len(block_ids), block_bytes]`, in `out` if it is given.
 
         Called by other threads than the engine's, while a step may run.
         """

@@ -185,10 +185,11 @@ class ModelRunner:
             raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
         return Embedding(values.to(self._device))
 
-    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
-        """A gather copy of whole blocks, flat, `[len(block_ids), block_bytes]`."""
+    def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
+        """A gather copy of whole blocks, flat, `[len(block_ids), block_bytes]`, in `out`."""
         ids = np.asarray(block_ids, np.int64)
-        return gather_blocks(self._kv_cache, ids).reshape(-1).data
+        room = None if out is None else np.frombuffer(out, np.uint8).reshape(len(ids), -1)
+        return gather_blocks(self._kv_cache, ids, room).reshape(-1).data
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""

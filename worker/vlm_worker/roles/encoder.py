@@ -133,7 +133,7 @@ class EncoderRole:
         """An item to be fetched: from `rows`, where the engine gave them, else from the engine."""
         layout = self._host.embed_layout
 
-        async def export(first: int, count: int) -> memoryview:
+        async def export(first: int, count: int, _: memoryview) -> memoryview:
             whole = rows.get(index)
             if whole is None:
                 whole = await self._host.engine.export_embedding(key, index)

@@ -112,8 +112,8 @@ class PrefillRole:
     def _offer(self, call: PrefillCall) -> Outgoing:
         key = call.request.key
 
-        async def export(first: int, count: int) -> memoryview:
-            return await self._host.engine.export_blocks(key, first, count)
+        async def export(first: int, count: int, room: memoryview) -> memoryview:
+            return await self._host.engine.export_blocks(key, first, count, out=room)
 
         identity = self._host.life.transfer_id(key, call.transfer_id, self._layout.fingerprint)
         outgoing = Outgoing(

@@ -152,9 +152,13 @@ class ChecksumRunner:
             raise CorruptTransferError(f"an embedding of {wanted} bytes came as {rows.nbytes}")
         return np.frombuffer(bytes(rows), np.int64)
 
-    def export_blocks(self, block_ids: Sequence[int]) -> memoryview:
+    def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """A copy of whole blocks."""
-        return memoryview(self._kv[list(block_ids)].tobytes())
+        data = memoryview(self._kv[list(block_ids)].tobytes())
+        if out is None:
+            return data
+        out[:] = data
+        return out
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks."""

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final
 
+import numpy as np
+
 from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.transport import Exposure, Transport
@@ -23,8 +25,9 @@ from vlm_worker.wire.frames import Commit, FrameWriter, TransferId
 
 EXPORT_BYTES: Final = 4 << 20
 
-Export = Callable[[int, int], Awaitable[memoryview]]
-"""`await export(first_unit, num_units)` is a copy, `[num_units, unit_bytes]`."""
+Export = Callable[[int, int, memoryview], Awaitable[memoryview]]
+"""`await export(first_unit, num_units, room)` gives `[num_units, unit_bytes]` that nobody writes
+to meanwhile: as they lie, or a copy in `room`, which has just so many bytes."""
 
 
 class Outgoing:
@@ -123,7 +126,7 @@ class Outgoing:
         await self.settled()
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
-        return await self._export(0, num_units)
+        return await self._export(0, num_units, _room(num_units * self._unit_bytes))
 
     async def frames(
         self,
@@ -186,13 +189,16 @@ class Outgoing:
             )
             yield writer.open(transport.name, exposure.opening)
         batch = max(1, EXPORT_BYTES // self._unit_bytes)
+        # one for all exports: each is in its frames before the next, and new memory costs more to
+        # get from the system than to fill
+        room = _room(batch * self._unit_bytes)
         sent = first_unit
         while True:
             changed = self._changed  # taken before we look: what changes meanwhile is not missed
             if self._error is not None:
                 raise self._error
             while sent < self._num_units:
-                data = await self._exported(sent, min(batch, self._num_units - sent))
+                data = await self._exported(sent, min(batch, self._num_units - sent), room)
                 if data is None:
                     break
                 for frame in writer.write(data):
@@ -204,21 +210,30 @@ class Outgoing:
             if not await _is_set(changed, seconds=self._timers.wait_frame):
                 yield writer.wait()
 
-    async def _exported(self, first_unit: int, num_units: int) -> memoryview | None:
-        """A copy of units; None where the answer ended with its first token and nothing is kept."""
+    async def _exported(
+        self, first_unit: int, num_units: int, room: memoryview
+    ) -> memoryview | None:
+        """Units; None where the answer ended with its first token and nothing is kept."""
+        num_bytes = num_units * self._unit_bytes
         try:
-            data = await self._export(first_unit, num_units)
+            data = await self._export(first_unit, num_units, room[:num_bytes])
         except GoneError:
             if (await self.settled()).finish_reason is None:
                 raise
             return None
-        if data.nbytes != num_units * self._unit_bytes:
+        if data.nbytes != num_bytes:
             raise CorruptTransferError("the export has another size than the layout")
         return data
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _room(num_bytes: int) -> memoryview:
+    """Memory that costs nothing until it is written."""
+    room: memoryview = np.empty(num_bytes, np.uint8).data
+    return room
 
 
 async def _is_set(changed: asyncio.Event, *, seconds: float) -> bool:
