@@ -13,19 +13,17 @@ import argparse
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from probes import peak_probe, seconds_per_call
 from torch.nn import functional
 
 from vlm_kernels.flash_attention import can_attend_segments, flash_attention
 from vlm_kernels.segments import plan_segments, seen_by
 
 SECONDS = 0.12
-PEAK_SIZE = 2048
 
 
 @dataclass(frozen=True)
@@ -101,24 +99,15 @@ class Case:
         return o.transpose(1, 2).flatten(0, 1)
 
 
-def seconds_per_call(call: Callable[[], object]) -> float:
-    """Of as many calls as fit into the time of a round."""
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < SECONDS:
-        call()
-        count += 1
-    return (time.perf_counter() - began) / count
-
-
 def measure(shape: Shape, rounds: int, threads: int) -> dict[str, object]:
     """The figures of one shape."""
     case = Case(shape)
-    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16() for _ in range(2))
+    peak = peak_probe(seconds=SECONDS)
     error = (case.ours().float() - case.sdpa().float()).abs().max().item()
     times, speedups, peaks, shares = [], [], [], []
     for _ in range(rounds):
-        own, other = seconds_per_call(case.ours), seconds_per_call(case.sdpa)
-        peaks.append(2 * PEAK_SIZE**3 / seconds_per_call(lambda: functional.linear(a, b)))
+        own, other = (seconds_per_call(run, seconds=SECONDS) for run in (case.ours, case.sdpa))
+        peaks.append(peak())
         times.append(own)
         speedups.append(other / own)
         shares.append(case.flops / own / peaks[-1])

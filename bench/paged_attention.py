@@ -16,12 +16,12 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from probes import seconds_per_call
 from sides import read_bandwidth
 
 from vlm_kernels import paged_attention, plan_attention, store_kv
@@ -94,15 +94,6 @@ class Case:
         return lambda: paged_attention(self.q, self.cache, next(layers), plan, scale=HEAD_DIM**-0.5)
 
 
-def seconds_per_call(call: Callable[[], object]) -> float:
-    """Of as many calls as fit into the time of a round."""
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < SECONDS:
-        call()
-        count += 1
-    return (time.perf_counter() - began) / count
-
-
 def measure(shape: Shape, rounds: int, threads: int) -> dict[str, object]:
     """The figures of one shape."""
     case, eight = Case(shape, "bfloat16"), Case(shape, "int8")
@@ -111,8 +102,10 @@ def measure(shape: Shape, rounds: int, threads: int) -> dict[str, object]:
     error = (native().float() - torch_ops().float()).abs().max().item()
     shares, times, speedups, probes, gains = [], [], [], [], []
     for _ in range(rounds):
-        own, other = seconds_per_call(native), seconds_per_call(torch_ops)
-        gains.append(own / seconds_per_call(over_int8))
+        own, other, eight_bits = (
+            seconds_per_call(run, seconds=SECONDS) for run in (native, torch_ops, over_int8)
+        )
+        gains.append(own / eight_bits)
         probes.append(read_bandwidth(threads))
         shares.append(case.bytes_read / own / probes[-1])
         times.append(own)

@@ -6,6 +6,7 @@ whatever else the machine does slows all of them alike.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -28,11 +29,8 @@ class Rounds:
     """
 
     def __init__(self, cases: dict[Hashable, Callable[[], Any]], *, threads: int) -> None:
-        import torch
-
         self._cases, self._threads = cases, threads
-        a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).to(torch.bfloat16) for _ in range(2))
-        self._square = lambda: torch.nn.functional.linear(a, b)
+        self._peak = peak_probe(seconds=SECONDS)
         self.seconds: dict[Hashable, list[float]] = {case: [] for case in cases}
         self.bandwidths: list[float] = []
         self.peaks: list[float] = []
@@ -43,9 +41,9 @@ class Rounds:
             run()
         for _ in range(count):
             self.bandwidths.append(read_bandwidth(self._threads))
-            self.peaks.append(2 * PEAK_SIZE**3 / _seconds_each(self._square))
+            self.peaks.append(self._peak())
             for case, run in self._cases.items():
-                self.seconds[case].append(_seconds_each(run))
+                self.seconds[case].append(seconds_per_call(run, seconds=SECONDS))
 
     def figures(
         self, case: Hashable, *, num_bytes: int, operations: float, goal: float | None
@@ -77,9 +75,19 @@ class Rounds:
         return round(statistics.median(a / b for a, b in pairs), 3)
 
 
-def _seconds_each(run: Callable[[], Any]) -> float:
+def peak_probe(*, seconds: float) -> Callable[[], float]:
+    """Gives operations per second of a product of squares in bfloat16."""
+    import torch
+
+    a, b = (torch.randn(PEAK_SIZE, PEAK_SIZE).to(torch.bfloat16) for _ in range(2))
+    product = functools.partial(torch.nn.functional.linear, a, b)
+    return lambda: 2 * PEAK_SIZE**3 / seconds_per_call(product, seconds=seconds)
+
+
+def seconds_per_call(run: Callable[[], Any], *, seconds: float) -> float:
+    """Of as many calls as fit into so many seconds."""
     began, count = time.perf_counter(), 0
-    while (passed := time.perf_counter() - began) < SECONDS:
+    while (passed := time.perf_counter() - began) < seconds:
         run()
         count += 1
     return passed / count
