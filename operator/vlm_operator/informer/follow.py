@@ -66,9 +66,9 @@ class Informer:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        failures = 0
+        clock, failures = asyncio.get_running_loop().time, 0
         while True:
-            pause = asyncio.create_task(asyncio.sleep(LEAST_SECONDS))
+            due = clock() + LEAST_SECONDS
             try:
                 version = await self._list()
                 failures = 0
@@ -78,7 +78,7 @@ class Informer:
                 self._lost(error)
                 if failures > 1:  # a watch that broke is no reason to wait with the list
                     await asyncio.sleep(pauses.growing(failures - 1, longest=LONGEST_PAUSE_SECONDS))
-            await pause
+            await asyncio.sleep(max(0.0, due - clock()))
 
     async def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
         """Return what the store knows, once it does.
