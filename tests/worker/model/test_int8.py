@@ -99,10 +99,16 @@ def test_what_a_family_keeps_out_stays_in_bfloat16(monkeypatch: pytest.MonkeyPat
     assert kinds == {"encoder": False, "layers": True, "head": False}
 
 
-@pytest.mark.parametrize("changed", [{"dtype": "float32"}, {"packed_weights": False}])
-def test_what_int8_is_not_for_is_refused(changed: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"dtype": "float32"}, "cpu, float32 and auto"),
+        ({"packed_weights": False}, "cpu, bfloat16 and off"),
+    ],
+)
+def test_what_int8_is_not_for_is_refused(changed: dict[str, object], found: str) -> None:
     options: dict[str, object] = {"dtype": "bfloat16", "weights": "int8"}
-    with pytest.raises(ModelConfigError, match="--weights=int8"):
+    with pytest.raises(ModelConfigError, match=f"--weights=int8 needs .* this is {found}"):
         load_model(SHAPES, (Stage.DECODE,), **(options | changed))  # type: ignore[arg-type]
 
 

@@ -194,8 +194,9 @@ def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -
     if weights == "int8":
         if dtype != torch.bfloat16 or device.type != "cpu" or not packed_weights:
             raise ModelConfigError(
-                f"--weights=int8 is for CPUs, --dtype=bfloat16 and --packed-weights=auto, not for "
-                f"{device.type} and {str(dtype).removeprefix('torch.')}"
+                f"--weights=int8 needs --device=cpu, --dtype=bfloat16 and --packed-weights=auto; "
+                f"this is {device.type}, {str(dtype).removeprefix('torch.')} and "
+                f"{'auto' if packed_weights else 'off'}"
             )
         return pack_linears(model, int8=_int8_parts(model, spec))
     return pack_linears(model) if packed_weights and can_pack(dtype, device) else Packing()
