@@ -1,0 +1,121 @@
+"""What the engine itself takes of a decode step: between one call of the model and the next.
+
+    python bench/run.py engine_step      python bench/engine_step.py [--rounds 7]
+
+The engine on its thread, over a model of arithmetic that holds no lock for 5 ms a step, as a real
+one in C++ does; meanwhile the event loop hands out the tokens. What is counted is the time on the
+engine's thread from the end of one decode step to the start of the next: books, events, schedule,
+inputs. Medians of rounds, by running sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
+
+from vlm_worker.core.inputs import StepInputs, StepOutput  # noqa: E402
+from vlm_worker.engine.engine import Engine  # noqa: E402
+from vlm_worker.engine.settings import EngineSettings  # noqa: E402
+from vlm_worker.testing.runner import ChecksumRunner  # noqa: E402
+from vlm_worker.types import FailedEvent, Request, RequestKey, SamplingParams  # noqa: E402
+
+RUNNING = (16, 64, 256)
+STEP_SECONDS = 0.005
+PROMPT_TOKENS, ANSWER_TOKENS = 16, 64
+FIRST_WORD, FEW = 8, 900
+BLOCK_SIZE, MAX_MODEL_LEN = 16, 1024
+GOAL_AT_256 = 2.0
+
+
+class TimedRunner(ChecksumRunner):
+    """Keeps what lies between two steps in which everybody decodes, in seconds."""
+
+    def __init__(self, num_running: int) -> None:
+        num_blocks = num_running * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
+        super().__init__(num_blocks, block_size=BLOCK_SIZE)
+        self.faults.step_seconds = STEP_SECONDS
+        self.between: list[float] = []
+        self._num_running = num_running
+        self._ended: float | None = None
+
+    def execute(self, inputs: StepInputs) -> StepOutput:
+        """One step."""
+        began = time.perf_counter()
+        all_decode = len(inputs.token_ids) == len(inputs.sample_rows) == self._num_running
+        if all_decode and self._ended is not None:
+            self.between.append(began - self._ended)
+        output = super().execute(inputs)
+        self._ended = time.perf_counter() if all_decode else None
+        return output
+
+
+def main() -> None:
+    """One JSON line per number of running sequences."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    medians: dict[int, list[float]] = {number: [] for number in RUNNING}
+    for round_number in range(args.rounds):
+        for num_running in RUNNING:
+            between = asyncio.run(measure(num_running, round_number))
+            medians[num_running].append(statistics.median(between) * 1e6)
+    for num_running, microseconds in medians.items():
+        each = statistics.median(microseconds) / num_running
+        line = {
+            "bench": "engine_step",
+            "running": num_running,
+            "us_per_step": round(statistics.median(microseconds), 1),
+            "us_per_step_by_round": [round(one, 1) for one in microseconds],
+            "us_per_sequence": round(each, 2),
+        }
+        if num_running == max(RUNNING):
+            line |= {"goal": GOAL_AT_256, "met": each <= GOAL_AT_256}
+        print(json.dumps(line), flush=True)
+
+
+async def measure(num_running: int, round_number: int) -> list[float]:
+    """Seconds between steps, of one run in which all decode together."""
+    runner = TimedRunner(num_running)
+    settings = EngineSettings(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=num_running * (PROMPT_TOKENS + 1),
+        max_waiting=num_running,
+    )
+    engine = Engine(
+        runner, settings=settings, positions=lambda ids, _: (np.arange(len(ids))[None], 0)
+    )
+    engine.start(asyncio.get_running_loop())
+    requests = [request(round_number * num_running + i) for i in range(num_running)]
+    await asyncio.gather(*(answer(engine, one) for one in requests))
+    await engine.stop()
+    return runner.between
+
+
+async def answer(engine: Engine, request: Request) -> None:
+    """To its end."""
+    async for event in engine.submit_prefill(request, hold=False):
+        if isinstance(event, FailedEvent):
+            raise event.error
+
+
+def request(number: int) -> Request:
+    """Tokens that no other request has: the model's vocabulary is small."""
+    first = divmod(number, FEW)
+    tokens = tuple(FIRST_WORD + digit for digit in (*first, *range(PROMPT_TOKENS - len(first))))
+    sampling = SamplingParams(ANSWER_TOKENS, ignore_eos=True)
+    return Request(RequestKey(str(number), 1), tokens, PROMPT_TOKENS, sampling)
+
+
+if __name__ == "__main__":
+    main()
