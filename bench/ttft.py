@@ -1,0 +1,154 @@
+"""Time to the first token of a picture, by stage and lever by lever, against what must be computed.
+
+    python bench/run.py ttft             python bench/ttft.py [--rounds 5] [--model DIR]
+
+`vlm-worker serve` over HTTP with Qwen2-VL of random weights (`random_vlm`), one request at a time,
+answers of one token. The prompt is 16 words, a picture, 16 words; a lever changes one thing:
+
+    text alone             as many tokens, all of them words
+    new picture            448 x 448, never seen: 256 tokens                      the base
+    fewer tokens           the same in 224 x 224: 64 tokens
+    picture seen before    new words around it: its embedding is in the cache
+    same beginning         all but the last 4 words were asked before: KV is in the cache too
+
+`against_limit` is the time over the multiplications of picture and prompt at the bfloat16 peak that
+is probed in the same rounds; `stages` are the gateway's own account, medians in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import functools
+import io
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cache import Server, serving
+from PIL import Image
+from prefill import encode_operations, text_operations
+from probes import Rounds
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+
+from calls import WORDS
+from peer_model import make
+
+SIDE, FEW_SIDE = 448, 224
+WORDS_AROUND, NUM_CHANGED = 16, 4
+GOAL, GOAL_SEEN = 1.25, 1.05
+NEW, SEEN, TEXT = "new picture", "picture seen before", "text alone"
+
+
+def main() -> None:
+    """Measure, and print one JSON line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as made:
+        model = make((args.model or Path(made) / "model").resolve())
+        with serving(model, device="cpu") as server:
+            asking = Asking(server)
+            rounds = Rounds(asking.cases(), threads=args.threads)
+            rounds.run(args.rounds)
+    for name, kept in asking.kept.items():
+        print(json.dumps({"bench": "ttft", "what": name, **figures(name, kept, rounds)}))
+
+
+class Asking:
+    """Makes new requests of every case, sends them, and keeps what the server says of them."""
+
+    def __init__(self, server: Server) -> None:
+        self.kept: dict[str, list[dict[str, Any]]] = {}
+        self._client = server.client
+        self._words = WORDS.read_text().split()
+        self._random = random.Random(0)
+        self._known = self._picture(SIDE)
+        self._begun = self._prompt(self._known)
+        self._num_tokens = 0
+
+    def cases(self) -> dict[Any, Callable[[], Any]]:
+        """By name; the first call of each shows the server what it is to know."""
+        self._num_tokens = self._ask(self._begun)["usage"]["prompt_tokens"]
+        prompts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            TEXT: self._text,
+            NEW: lambda: self._prompt(self._picture(SIDE)),
+            "fewer tokens": lambda: self._prompt(self._picture(FEW_SIDE)),
+            SEEN: lambda: self._prompt(self._known),
+            "same beginning": lambda: [*self._begun[:-1], self._some(NUM_CHANGED)],
+        }
+        return {name: functools.partial(self._run, name, make) for name, make in prompts.items()}
+
+    def _run(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> None:
+        self.kept.setdefault(name, []).append(self._ask(make()))
+
+    def _ask(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+        response = self._client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def _prompt(self, url: str) -> list[dict[str, Any]]:
+        picture = {"type": "image_url", "image_url": {"url": url}}
+        after = self._some(WORDS_AROUND - NUM_CHANGED)
+        return [self._some(WORDS_AROUND), picture, after, self._some(NUM_CHANGED)]
+
+    def _text(self) -> list[dict[str, Any]]:
+        """As many tokens as a prompt with a picture has."""
+        around = self._num_tokens - 2 * WORDS_AROUND
+        return [self._some(2 * WORDS_AROUND), self._some(around - self._template)]
+
+    @functools.cached_property
+    def _template(self) -> int:
+        """Tokens of a message around its words."""
+        return int(self._ask([self._some(1)])["usage"]["prompt_tokens"]) - 1
+
+    def _some(self, count: int) -> dict[str, Any]:
+        words = self._random.choices(self._words, k=count)
+        return {"type": "text", "text": "".join(f" {word}" for word in words)}
+
+    def _picture(self, side: int) -> str:
+        """Noise in squares of 8 pixels, as a JPEG."""
+        small = np.frombuffer(self._random.randbytes(3 * (side // 8) ** 2), np.uint8)
+        image = Image.fromarray(small.reshape(side // 8, side // 8, 3)).resize((side, side))
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=90)
+        return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def figures(name: str, kept: list[dict[str, Any]], rounds: Rounds) -> dict[str, Any]:
+    """One line of the report."""
+    num_tokens = kept[-1]["usage"]["prompt_tokens"]
+    operations = text_operations(num_tokens=num_tokens) + (name == NEW) * encode_operations()
+    found = rounds.figures(name, num_bytes=0, operations=operations, goal=1 / GOAL)
+    timings = [answer["timing"]["stages"] for answer in kept[1:]]
+    names = [stage for stage in timings[0] if any(one[stage] > 0 for one in timings)]
+    stages = {stage: round(statistics.median(one[stage] for one in timings), 2) for stage in names}
+    line = {
+        "prompt_tokens": num_tokens,
+        "ms": found["ms"],
+        "stages": stages,
+        "against_text": rounds.against(name, TEXT),
+        "peak_gflop_per_second": found["peak_gflop_per_second"],
+        "probes_moved": found["probes_moved"],
+    }
+    if name == NEW:
+        line |= {"against_limit": round(1 / found["of_limit"], 3)}
+        line |= {"gflop": round(operations / 1e9), "goal": GOAL, "met": found["met"]}
+    if name == SEEN:
+        line |= {"goal": GOAL_SEEN, "met": line["against_text"] <= GOAL_SEEN}
+    return line
+
+
+if __name__ == "__main__":
+    main()
