@@ -8,8 +8,7 @@
     curves.kv    KV bytes that a request with one square picture holds after its first token, and
                  what the formula says: tokens, rounded up to blocks, times the bytes of one
 
-On the small random Qwen2-VL (`random_vlm`), bfloat16. One JSON line a point, about a minute; the
-same points as a plot in bench/results/curves.svg.
+On the small random Qwen2-VL (`random_vlm`), bfloat16. One JSON line a point, about a minute.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from typing import Any
 import numpy as np
 import random_vlm
 from own_engine import OwnEngine, Picture, Prompt
-from plot import Line, Plot, write_svg
 
-ROOT = Path(__file__).parents[1]
 CONCURRENCY = (1, 2, 4, 8, 16)
 VISUAL_TOKENS = (0, 64, 256)
 SIDES = (112, 224, 448, 672, 896)
@@ -40,10 +37,10 @@ PATCH_DIM = 3 * 2 * 14 * 14
 _seeds = itertools.count(1)
 
 
-def prompt_of(side: int, num_output: int) -> Prompt:
+def prompt_of(side: int, num_output: int, *, num_words: int = NUM_WORDS) -> Prompt:
     """A new prompt with a new square picture of `side` pixels; 0 is none."""
     rng = np.random.default_rng(next(_seeds))
-    words = rng.integers(random_vlm.FIRST_WORD, random_vlm.LAST_WORD, NUM_WORDS).tolist()
+    words = rng.integers(random_vlm.FIRST_WORD, random_vlm.LAST_WORD, num_words).tolist()
     if not side:
         return Prompt(words, num_output)
     rows, num_tokens = side // 14, (side // PIXELS_OF_TOKEN) ** 2
@@ -90,7 +87,7 @@ def kv_points(engine: OwnEngine) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print every point, and plot them."""
+    """Print every point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -99,35 +96,9 @@ def main() -> None:
         model_dir = random_vlm.make_model(Path(directory), random_vlm.SMALL, max_side=max(SIDES))
         engine = OwnEngine(model_dir, threads=args.threads)
         engine.answer([prompt_of(224, 2)])  # what only the first request pays
-        itl, kv = [], []
-        for points, collected in ((itl_points(engine, args.tokens), itl), (kv_points(engine), kv)):
-            for point in points:
-                collected.append(point)
-                print(json.dumps(point), flush=True)
+        for point in (*itl_points(engine, args.tokens), *kv_points(engine)):
+            print(json.dumps(point), flush=True)
         engine.close()
-    write_svg(ROOT / "bench/results/curves.svg", [itl_plot(itl), kv_plot(kv)])
-
-
-def itl_plot(points: list[dict[str, Any]]) -> Plot:
-    """One line for each number of visual tokens."""
-    lines = [
-        Line(
-            f"{visual_tokens} visual tokens",
-            [
-                (p["concurrency"], p["p50_ms"])
-                for p in points
-                if p["visual_tokens"] == visual_tokens
-            ],
-        )
-        for visual_tokens in VISUAL_TOKENS
-    ]
-    return Plot("time between tokens, median, ms", "requests at once", lines)
-
-
-def kv_plot(points: list[dict[str, Any]]) -> Plot:
-    """KV by the side of a square picture."""
-    line = Line("one request", [(p["side_pixels"], p["kv_bytes"] / 2**20) for p in points])
-    return Plot("KV of a request, MiB", "side of its picture, pixels", [line])
 
 
 if __name__ == "__main__":

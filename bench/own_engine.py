@@ -88,9 +88,12 @@ class OwnEngine:
         self._engine.start(self._loop)
         self._number = 0
 
-    def answer(self, prompts: Sequence[Prompt]) -> list[list[float]]:
-        """Put all prompts at once; per prompt, the time of each token of its answer."""
-        return self._loop.run_until_complete(self._gather(prompts))
+    def answer(
+        self, prompts: Sequence[Prompt], *, after: Sequence[float] | None = None
+    ) -> list[list[float]]:
+        """Put all prompts at once, or each after its seconds; the time of each token of each."""
+        delays = [0.0] * len(prompts) if after is None else after
+        return self._loop.run_until_complete(self._gather(prompts, delays))
 
     def held_kv_bytes(self, prompt: Prompt) -> int:
         """KV bytes that a prompt holds after its first token, alone in the engine."""
@@ -112,10 +115,14 @@ class OwnEngine:
         self._loop.run_until_complete(self._engine.stop())
         self._loop.close()
 
-    async def _gather(self, prompts: Sequence[Prompt]) -> list[list[float]]:
-        return await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
+    async def _gather(
+        self, prompts: Sequence[Prompt], delays: Sequence[float]
+    ) -> list[list[float]]:
+        answers = map(self._answer, prompts, delays)
+        return await asyncio.gather(*answers)
 
-    async def _answer(self, prompt: Prompt) -> list[float]:
+    async def _answer(self, prompt: Prompt, delay: float) -> list[float]:
+        await asyncio.sleep(delay)
         request = self._submit(prompt)
         times = await self._token_times(request, hold=False)
         await self._engine.cancel(request.key)

@@ -1,0 +1,182 @@
+"""What continuous batching and chunked prefill are worth, with one engine on one trace.
+
+    python bench/run.py batching         python bench/batching.py [--rounds 3]
+
+    batching.trace   40 requests, a third with a picture, answers of 8 to 128 tokens, that come at
+                     random. `continuous`: each enters the next step. `static`: those that came
+                     while a batch ran are the next one, up to 16, which ends with its longest
+    batching.chunks  one answer is decoded when a prompt of 2,000 words comes, of which a step
+                     computes at most so many tokens: the longest gap in the answer, and the
+                     prompt's time to its first token
+
+On the small random Qwen2-VL (`random_vlm`), bfloat16; ways alternate in rounds, the first is not
+counted. Latency is from arrival to the last token, of all requests of all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import random_vlm
+from curves import prompt_of
+from own_engine import OwnEngine, Prompt
+
+NUM_REQUESTS, MOST_TOGETHER = 40, 16
+REQUESTS_PER_SECOND = 16.0
+SIDE = 224
+CHUNKS = (2048, 512, 128)
+LONG_WORDS, SHORT_TOKENS, LONG_AFTER = 2000, 96, 0.2
+
+
+def main() -> None:
+    """Print one JSON line for each way and each size of chunks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as directory:
+        model_dir = random_vlm.make_model(Path(directory), random_vlm.SMALL)
+        engines = {
+            size: OwnEngine(model_dir, threads=args.threads, max_batched_tokens=size)
+            for size in CHUNKS
+        }
+        lines = [*traces(engines[CHUNKS[0]], args.rounds), *chunks(engines, args.rounds)]
+        for engine in engines.values():
+            engine.close()
+    for line in lines:
+        print(json.dumps(line), flush=True)
+
+
+# ---- static against continuous -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """Prompts and when each comes, in seconds."""
+
+    prompts: Sequence[Prompt]
+    arrivals: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answers:
+    """To one trace: its beginning, and the time of each token of each."""
+
+    began: float
+    times: Sequence[Sequence[float]]
+
+
+def traces(engine: OwnEngine, num_rounds: int) -> list[dict[str, Any]]:
+    """Both ways in turn."""
+    ways = {"continuous": continuous, "static": static}
+    kept: dict[str, list[tuple[Trace, Answers]]] = {name: [] for name in ways}
+    for number in range(num_rounds + 1):
+        for name, answer in ways.items():
+            trace = new_trace()
+            answers = answer(engine, trace)
+            if number:
+                kept[name].append((trace, answers))
+    return [
+        {"bench": "batching.trace", "what": name, "requests": NUM_REQUESTS, **figures(runs)}
+        for name, runs in kept.items()
+    ]
+
+
+def new_trace() -> Trace:
+    """The same lengths and arrivals each time, other words and pictures."""
+    rng = random.Random(3)
+    arrivals = itertools.accumulate(
+        rng.expovariate(REQUESTS_PER_SECOND) for _ in range(NUM_REQUESTS)
+    )
+    prompts = [
+        prompt_of(0 if number % 3 else SIDE, rng.choice([8, 16, 32, 128]))
+        for number in range(NUM_REQUESTS)
+    ]
+    return Trace(prompts, list(arrivals))
+
+
+def continuous(engine: OwnEngine, trace: Trace) -> Answers:
+    """Each enters when it comes."""
+    began = time.perf_counter()
+    return Answers(began, engine.answer(trace.prompts, after=trace.arrivals))
+
+
+def static(engine: OwnEngine, trace: Trace) -> Answers:
+    """A batch at a time; nobody has all of an answer before the batch has its last token."""
+    began = time.perf_counter()
+    times: list[Sequence[float]] = []
+    while len(times) < NUM_REQUESTS:
+        now = time.perf_counter() - began
+        came = max(sum(arrival <= now for arrival in trace.arrivals), len(times) + 1)
+        batch = slice(len(times), min(came, len(times) + MOST_TOGETHER))
+        wait = max(0.0, trace.arrivals[batch.start] - now)
+        prompts = trace.prompts[batch]
+        told = engine.answer(prompts, after=[wait] * len(prompts))
+        ended = max(one[-1] for one in told)
+        times += [[*one[:-1], ended] for one in told]
+    return Answers(began, times)
+
+
+def figures(runs: Sequence[tuple[Trace, Answers]]) -> dict[str, Any]:
+    """Of all requests of all rounds."""
+    first, whole, speeds = [], [], []
+    for trace, answers in runs:
+        came = [answers.began + arrival for arrival in trace.arrivals]
+        first += [times[0] - at for at, times in zip(came, answers.times, strict=True)]
+        whole += [times[-1] - at for at, times in zip(came, answers.times, strict=True)]
+        ended = max(times[-1] for times in answers.times)
+        speeds.append(sum(map(len, answers.times)) / (ended - answers.began))
+    return {
+        "tokens_per_second": round(statistics.median(speeds), 1),
+        "ttft_ms": middle_and_tail(first),
+        "latency_ms": middle_and_tail(whole),
+    }
+
+
+def middle_and_tail(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile, in milliseconds."""
+    p50, p95 = np.quantile(seconds, [0.5, 0.95]) * 1e3
+    return {"p50": round(float(p50), 1), "p95": round(float(p95), 1)}
+
+
+# ---- chunked prefill -----------------------------------------------------------------------------
+
+
+def chunks(engines: Mapping[int, OwnEngine], num_rounds: int) -> list[dict[str, Any]]:
+    """Every size in turn."""
+    gaps: dict[int, list[float]] = {size: [] for size in engines}
+    waits: dict[int, list[float]] = {size: [] for size in engines}
+    for number in range(num_rounds + 1):
+        for size, engine in engines.items():
+            short, long = prompt_of(0, SHORT_TOKENS), prompt_of(0, 1, num_words=LONG_WORDS)
+            began = time.perf_counter()
+            told, (first,) = engine.answer([short, long], after=[0.0, LONG_AFTER])
+            if number:
+                gaps[size].append(max(b - a for a, b in itertools.pairwise(told)))
+                waits[size].append(first - began - LONG_AFTER)
+    return [
+        {
+            "bench": "batching.chunks",
+            "tokens_of_a_step": size,
+            "prompt": LONG_WORDS,
+            "longest_gap_ms": round(statistics.median(gaps[size]) * 1e3, 1),
+            "ttft_of_prompt_ms": round(statistics.median(waits[size]) * 1e3, 1),
+        }
+        for size in engines
+    ]
+
+
+if __name__ == "__main__":
+    main()

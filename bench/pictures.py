@@ -1,0 +1,84 @@
+"""The plots of docs/performance.md, from recorded lines: latency.svg and first-token.svg."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plot import Bars, Line, Plot, write_svg
+
+LITTLE = 0.005
+"""Of the longest bar: stages that nowhere take more are drawn as one."""
+
+
+def write_all(lines: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Draw what the lines have."""
+    files = {
+        "latency.svg": [between_tokens(lines), decode_steps(lines)],
+        "first-token.svg": [first_token(lines), kv_of_pictures(lines)],
+    }
+    for name, plots in files.items():
+        found = [plot for plot in plots if plot is not None]
+        if found:
+            write_svg(folder / name, found)
+
+
+def between_tokens(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """Median gap by requests at once, a line for each number of visual tokens."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    for line in _of(lines, "curves.itl"):
+        points.setdefault(line["visual_tokens"], []).append((line["concurrency"], line["p50_ms"]))
+    curves = [Line(f"{number} visual tokens", kept) for number, kept in points.items()]
+    title = "small model: time between tokens, median, ms"
+    return Plot(title, "requests at once", curves) if curves else None
+
+
+def decode_steps(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """A step of decode, in bfloat16 and int8, and the limit."""
+    found = _of(lines, "decode")
+    kinds = {
+        "bfloat16": lambda line: line["ms"],
+        "int8 weights": lambda line: line["ms"] * line["int8_ratio"],
+        "limit in bfloat16": lambda line: line["ms"] * line["of_limit"],
+    }
+    curves = [
+        Line(name, [(line["batch"], round(value(line), 2)) for line in found])
+        for name, value in kinds.items()
+    ]
+    return Plot("400M model: a decode step, ms", "sequences", curves) if found else None
+
+
+def first_token(lines: Sequence[dict[str, Any]]) -> Bars | None:
+    """Stages of TTFT, a bar a case."""
+    rows: dict[str, Mapping[str, float]] = {
+        line["what"]: line["stages"] for line in _of(lines, "ttft")
+    }
+    if not rows:
+        return None
+    longest = max(sum(stages.values()) for stages in rows.values())
+    names = list(dict.fromkeys(name for stages in rows.values() for name in stages))
+    large = [
+        name
+        for name in names
+        if any(stages.get(name, 0.0) > LITTLE * longest for stages in rows.values())
+    ]
+    bars = {
+        what: {
+            **{name: stages.get(name, 0.0) for name in large},
+            "the rest": sum(ms for name, ms in stages.items() if name not in large),
+        }
+        for what, stages in rows.items()
+    }
+    return Bars("400M model: time to the first token, ms", bars)
+
+
+def kv_of_pictures(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """KV by the side of a square picture."""
+    points = [(line["side_pixels"], line["kv_bytes"] / 2**20) for line in _of(lines, "curves.kv")]
+    title = "small model: KV of a request, MiB"
+    return Plot(title, "side of its picture, pixels", [Line("", points)]) if points else None
+
+
+def _of(lines: Sequence[dict[str, Any]], bench: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["bench"] == bench]
