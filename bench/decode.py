@@ -6,15 +6,21 @@ The limit of a step in bfloat16 is the longer of two: reading weights and KV onc
 bandwidth, and multiplying at the peak, both probed in every round (`probes`). Qwen2-VL with random
 weights (`random_vlm`), the model runner alone: no engine, greedy sampling included. One JSON line
 per batch size; `int8_ratio` is the time of a step with `--weights=int8`, in the same rounds.
+Two more lines a batch size say where a step's time goes: `decode.products`, the products with all
+weights alone, on weights of these shapes; `decode.calls`, a step of as many layers that are an
+eighth as wide, where there is next to nothing to read or to multiply.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
+import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 GOALS = {1: 0.75, 4: 0.60, 16: 0.65}
 BATCHES = (1, 4, 7, 16)
 CONTEXT = 300
+NARROW = random_vlm.Size(hidden=128, heads=1, kv_heads=1, mlp=352, vision_layers=1, vision_width=64)
 
 
 def main() -> None:
@@ -40,12 +47,17 @@ def main() -> None:
     os.putenv("OMP_WAIT_POLICY", "PASSIVE")  # as a worker has it; torch is not imported yet
     with random_vlm.model_directory(args.model) as model_dir:
         runners = {name: build(model_dir, args.threads, name) for name in ("auto", "int8")}
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as made:
+        narrow = random_vlm.make_model(Path(made), NARROW)
+        runners["calls"] = build(narrow, args.threads, "auto")
     layout, weights_bytes = runners["auto"].kv_layout, runners["auto"].weights_bytes
     cases = {
         (name, batch): functools.partial(runner.execute, decode_step(runner, batch))
         for name, runner in runners.items()
         for batch in BATCHES
     }
+    weights = text_weights(random_vlm.FULL)
+    cases |= {("products", batch): functools.partial(multiply, weights, batch) for batch in BATCHES}
     rounds = Rounds(cases, threads=args.threads)
     rounds.run(args.rounds)
     for batch in BATCHES:
@@ -59,6 +71,10 @@ def main() -> None:
         line["tokens_per_second"] = round(batch / figures["ms"] * 1e3, 1)
         line["int8_ratio"] = rounds.against(("int8", batch), ("auto", batch))
         print(json.dumps(line | figures), flush=True)
+    for part, batch in itertools.product(("products", "calls"), BATCHES):
+        milliseconds = statistics.median(rounds.seconds[part, batch]) * 1e3
+        line = {"bench": f"decode.{part}", "batch": batch, "threads": args.threads}
+        print(json.dumps(line | {"ms": round(milliseconds, 2)}), flush=True)
 
 
 def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
@@ -73,6 +89,35 @@ def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
             weights=weights,
         )
     )  # fmt: skip
+
+
+def text_weights(size: random_vlm.Size) -> list[Any]:
+    """Packed weights of the shapes of all layers and the head, in the order of a step; all ones."""
+    import torch
+
+    from vlm_kernels.packed_weights import pack, pack_gated
+
+    def ones(num_outputs: int, num_inputs: int) -> torch.Tensor:
+        return torch.ones(num_outputs, num_inputs, dtype=torch.bfloat16)
+
+    width, kv_width = size.heads * 128, size.kv_heads * 128
+    weights = []
+    for _ in range(size.layers):
+        weights.append(pack(ones(width + 2 * kv_width, size.hidden)))
+        weights.append(pack(ones(size.hidden, width)))
+        weights.append(pack_gated(ones(size.mlp, size.hidden), ones(size.mlp, size.hidden)))
+        weights.append(pack(ones(size.hidden, size.mlp)))
+    return [*weights, pack(ones(size.vocabulary, size.hidden))]
+
+
+def multiply(weights: list[Any], batch: int) -> None:
+    """All products of a step."""
+    import torch
+
+    from vlm_kernels import packed_linear
+
+    for one in weights:
+        packed_linear(torch.ones(batch, one.num_inputs, dtype=torch.bfloat16), one)
 
 
 def decode_step(runner: Any, batch: int) -> Any:
