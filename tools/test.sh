@@ -23,7 +23,7 @@ printf '\n\033[1m== control plane\033[0m (built once, about 5 minutes, then cach
 suite kernels   tests/kernels
 suite worker    tests/worker tests/examples
 suite operator  tests/operator tests/helm
-suite contracts tests/contracts
+suite contracts tests/contracts tests/bench
 suite e2e       e2e
 
 printf '\n'

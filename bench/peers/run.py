@@ -25,6 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import calls  # noqa: E402
 import environments  # noqa: E402
+import table  # noqa: E402
 from sides import read_bandwidth  # noqa: E402
 
 OURS = "triptych"
@@ -114,6 +115,7 @@ def main() -> int:
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     _print_table({str(line["engine"]): _figures(seconds[str(line["engine"])]) for line in lines})
+    print(table.markdown(table.rows(table.recorded())))
     return 0
 
 

@@ -1,0 +1,110 @@
+"""The table of goals says no more than what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+import run
+from table import FILES, GOALS, Goal, Verdict, markdown, most, of, ratio, recorded, rows
+
+BENCH = Path(__file__).parents[2] / "bench"
+RANK = [Verdict.MISSED, Verdict.MET, Verdict.AIM]
+FIGURE = of("speed", "share")
+figures = st.floats(0.01, 100)
+bounds = st.tuples(figures, figures).map(sorted)
+
+
+def line(value: float, **fields: object) -> dict[str, object]:
+    return {"bench": "speed", "share": value, **fields}
+
+
+def verdict(goal: Goal, *lines: dict[str, object]) -> Verdict:
+    (row,) = rows(lines, [goal])
+    return row.verdict
+
+
+@given(bounds, figures)
+def test_a_verdict_compares_the_figure_with_both_bounds(
+    low_high: list[float], value: float
+) -> None:
+    low, high = low_high
+    more = verdict(Goal("g", "speed", FIGURE, low, high), line(value))
+    assert RANK.index(more) == (value >= low) + (value >= high)
+    less = verdict(most("g", "speed", FIGURE, high, low), line(value))
+    assert RANK.index(less) == (value <= high) + (value <= low)
+
+
+@given(bounds, st.lists(figures, min_size=1, max_size=4))
+def test_the_worst_line_answers(low_high: list[float], values: list[float]) -> None:
+    goal = Goal("g", "speed", FIGURE, *low_high)
+    alone = [RANK.index(verdict(goal, line(value))) for value in values]
+    assert RANK.index(verdict(goal, *map(line, values))) == min(alone)
+
+
+@given(figures, st.floats(1.31, 10))
+def test_a_busy_machine_meets_nothing_and_misses_nothing(value: float, moved: float) -> None:
+    goal = Goal("g", "speed", FIGURE, 1.0)
+    busy = line(value, probes_moved=moved)
+    assert verdict(goal, busy) is Verdict.BUSY
+    assert verdict(goal, line(value, probes_moved=1.3), busy) is Verdict.BUSY
+    assert verdict(goal, line(value, read_gb_per_second=[10 * moved, 10])) is Verdict.BUSY
+    quiet = line(value, probes_moved=1.3, read_gb_per_second=[10, 13])
+    assert verdict(goal, quiet) is verdict(goal, line(value))
+
+
+def test_what_nobody_measured_is_neither() -> None:
+    goal = Goal("g", "speed", FIGURE, 1.0)
+    for lines in ([], [{"bench": "speed.other", "share": 2.0}], [{"bench": "speed"}]):
+        (row,) = rows(lines, [goal])
+        assert (row.value, row.verdict) == (None, Verdict.ABSENT)
+
+
+def test_a_ratio_is_of_two_lines() -> None:
+    ours, theirs = (of("speed", "share", engine=name) for name in ("ours", "theirs"))
+    both = [line(3.0, engine="ours"), line(2.0, engine="theirs")]
+    goal = Goal("g", "speed", ratio(ours, theirs), 1.5)
+    assert verdict(goal, *both) is Verdict.MET
+    assert verdict(goal, both[0]) is Verdict.ABSENT
+
+
+def test_a_figure_by_cases_is_all_of_them() -> None:
+    goal = most("g", "speed", of("speed", "us", "256"), 5.0)
+    assert verdict(goal, {"bench": "speed", "us": {"256": {"10": 4, "100": 5}}}) is Verdict.MET
+    assert verdict(goal, {"bench": "speed", "us": {"256": {"10": 4, "100": 6}}}) is Verdict.MISSED
+
+
+def test_every_goal_is_asked_by_default_and_every_benchmark_is_there() -> None:
+    assert {goal.bench for goal in GOALS} == {*run.GOALS, "peers"}
+    assert len(set(run.ALL)) == len(run.ALL)
+    assert all((BENCH / f"{name}.py").exists() for name in run.ALL)
+    assert run.chosen([]) == list(run.GOALS)
+    assert run.chosen(["decode", "goals"])[0] == "decode"
+    assert set(run.chosen(["all"])) == set(run.ALL)
+
+
+def test_each_recorded_benchmark_answers_its_goals() -> None:
+    lines = recorded()
+    names = {str(line["bench"]).partition(".")[0] for line in lines}
+    silent = [
+        row.goal.what
+        for row in rows(lines)
+        if row.goal.bench in names and row.verdict is Verdict.ABSENT
+    ]
+    assert silent == []
+    assert names & set(run.GOALS)
+
+
+def test_the_table_has_a_row_a_goal(tmp_path: Path) -> None:
+    (tmp_path / FILES[0]).write_text(json.dumps(line(0.5)) + "\n")
+    goal = Goal("decode, batch 1", "speed", FIGURE, 0.75, 0.85)
+    head, rule, row = markdown(rows(recorded(tmp_path), [goal])).splitlines()
+    assert len(head) == len(rule) == len(row)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["decode, batch 1", "0.5", "0.75", "0.85", "not met", "`speed`"]
