@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -97,26 +97,34 @@ def main() -> int:
         processes = _start(names, Path(folder))
         if OURS not in processes:
             return 1
-        seconds, bandwidths = _compare(processes, args.rounds, Path(folder))
+        found: dict[str, dict[str, float]] = {}
+        for seconds, bandwidths in _rounds(processes, args.rounds, Path(folder)):
+            found = _kept(seconds, bandwidths)
         for process in processes.values():
             process.close()
+    _print_table(found)
+    print(table.markdown(table.rows(table.recorded())))
+    return 0
+
+
+def _kept(seconds: Seconds, bandwidths: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Each engine's figures of the rounds so far, which are written too."""
+    found = {name: _figures(of_cases) for name, of_cases in seconds.items()}
     lines = [
         {
             "bench": "peers",
             "engine": name,
             "settings": environments.ENGINES[name].settings,
-            "rounds": args.rounds,
+            "rounds": len(bandwidths),
             "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
-            **_figures(of_cases),
+            **found[name],
             "seconds": {key: [round(each, 3) for each in kept] for key, kept in of_cases.items()},
         }
         for name, of_cases in seconds.items()
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _print_table({str(line["engine"]): _figures(seconds[str(line["engine"])]) for line in lines})
-    print(table.markdown(table.rows(table.recorded())))
-    return 0
+    return found
 
 
 def _start(names: Sequence[str], folder: Path) -> dict[str, Process]:
@@ -129,14 +137,18 @@ def _start(names: Sequence[str], folder: Path) -> dict[str, Process]:
     return found
 
 
-def _compare(
+def _rounds(
     processes: dict[str, Process], rounds: int, folder: Path
-) -> tuple[Seconds, list[float]]:
-    """Interleaved rounds, the first uncounted; an engine that fails is left out from there on."""
+) -> Iterator[tuple[Seconds, list[float]]]:
+    """Interleaved rounds, the first uncounted; an engine that fails is left out from there on.
+
+    Yields, after each counted one, the seconds and the bandwidths of all so far.
+    """
     seconds: Seconds = {name: {} for name in processes}
     bandwidths = []
     for number in range(rounds + 1):
-        bandwidths.append(read_bandwidth(os.cpu_count() or 1))
+        if number:
+            bandwidths.append(read_bandwidth(os.cpu_count() or 1))
         for case in calls.cases(number, folder):
             order = list(seconds) if number % 2 == 0 else list(reversed(seconds))
             for name in order:
@@ -151,7 +163,8 @@ def _compare(
                 )
                 if number:
                     seconds[name].setdefault(case.name, []).append(took)
-    return seconds, bandwidths
+        if number:
+            yield seconds, bandwidths
 
 
 def _figures(of_cases: Mapping[str, Sequence[float]]) -> dict[str, float]:
