@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from vlm_worker.media.pool import MediaPool, MediaSettings
 from vlm_worker.media.resize import Resizer
 
 SIDES = st.integers(1, 160)
+WORKER = Path(__file__).parents[3] / "worker"
 
 
 @pytest.fixture(scope="session", params=[variant.name for variant in libraries.VARIANTS])
@@ -70,6 +74,32 @@ def test_other_filters_are_pillows_own(resizer: Resizer, resample: int) -> None:
     rgb = np.random.default_rng(3).integers(0, 256, (50, 60, 3), dtype=np.uint8)
     found = resizer.resize(rgb, 20, 30, resample=resample)
     np.testing.assert_array_equal(found, pillow(rgb, 20, 30, resample))
+
+
+BOUND = """
+import resource, sys
+import numpy as np
+from vlm_worker.media.resize import Resizer
+
+resizer, rgb = Resizer(sys.argv[1]), np.zeros((8000, 1000, 3), np.uint8)
+resizer.resize(rgb[:9, :9], 5, 5, resample=2)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)  # for the answer alone
+try:
+    resizer.resize(rgb, 7000, 999, resample=2)
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_a_picture_that_memory_is_bounded_for_is_an_error_and_ends_no_process() -> None:
+    places = libraries.Places.of(os.environ)  # noqa: TID251  as above
+    library = str(libraries.build(libraries.supported()[0], places))
+    done = subprocess.run(
+        [sys.executable, "-c", BOUND, library], capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(WORKER)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "resizing 1000x8000 to 999x7000\n"), done.stderr
 
 
 async def test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that_is_not() -> None:

@@ -23,7 +23,7 @@ _TAPS = 4
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _PICTURE = (_POINTER, _SIZE, _SIZE)
 _COLUMNS, _ROWS = (_POINTER, _POINTER, _SIZE), (_POINTER, _POINTER, _POINTER, _SIZE)
-_TYPES = (*_PICTURE, *_PICTURE, *_COLUMNS, *_ROWS, ctypes.c_int)
+_TYPES = (*_PICTURE, *_PICTURE, *_COLUMNS, *_ROWS, ctypes.c_bool)
 
 
 class _Filter(NamedTuple):
@@ -65,10 +65,14 @@ class Resizer:
     def __init__(self, library: str | None = None) -> None:
         self._run: Callable[..., Any] | None = None
         if library is not None:
-            self._run = ctypes.CFUNCTYPE(None, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
+            self._run = ctypes.CFUNCTYPE(ctypes.c_bool, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
 
     def resize(self, rgb: np.ndarray, height: int, width: int, *, resample: int) -> np.ndarray:
-        """uint8 `[height, width, 3]` of a picture, C-contiguous, of any other size."""
+        """uint8 `[height, width, 3]` of a picture, C-contiguous, of any other size.
+
+        Raises:
+            MemoryError: there is not enough for it.
+        """
         if self._run is None or resample not in _FILTERS or rgb.shape[:2] == (height, width):
             resized = Image.fromarray(rgb).resize((width, height), Image.Resampling(resample))
             return np.asarray(resized)
@@ -77,7 +81,7 @@ class Resizer:
         columns = _in_groups(taps(old_width, width, resample))
         rows = taps(old_height, height, resample)
         out = np.empty((height, width, 3), np.uint8)
-        self._run(
+        is_done = self._run(
             source.ctypes.data,
             old_height,
             old_width,
@@ -93,6 +97,8 @@ class Resizer:
             rows.weights.shape[1],
             old_height - height > max(0, 2 * (old_width - width)),  # Pillow's own order of passes
         )
+        if not is_done:
+            raise MemoryError(f"resizing {old_width}x{old_height} to {width}x{height}")
         return out
 
 
