@@ -118,6 +118,13 @@ def test_every_variant_computes_the_definition(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-36])
+def test_queries_of_next_to_nothing_weigh_all_positions_alike(size: float, variant: str) -> None:
+    batch = decoding([70, 5], dtype=torch.float32, kv_dtype=torch.int8)
+    batch.q.clamp_(-1, 1).mul_(size)
+    check(batch)
+
+
 def test_a_sequence_of_several_parts_is_added_up(variant: str) -> None:
     check(decoding([1024, 1025, 2050], num_kv_heads=1, num_groups=1, block_size=64))
 

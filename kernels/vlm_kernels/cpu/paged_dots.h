@@ -136,10 +136,10 @@ struct Int8Dots {
       most = std::max(most, std::fabs(to_float(from[d])));
       sum += to_float(from[d]);
     }
-    const float unit = most / UNITS + 0 * sum;  // NaN where q is not finite
-    if (!(unit > 0)) return unit;
+    const float factor = UNITS / most, unit = most / UNITS + 0 * sum;  // NaN where q is not finite
+    if (!(factor < INFINITY && unit > 0)) return unit;                 // too small: q stays zero
     for (int64_t d = 0; d < head_dim; d++) {
-      q[d] = static_cast<int16_t>(std::nearbyint(to_float(from[d]) * (UNITS / most)));
+      q[d] = static_cast<int16_t>(std::nearbyint(to_float(from[d]) * factor));
     }
     return unit;
   }
