@@ -8,7 +8,8 @@
 
 Each script interleaves what it compares in rounds and prints JSON lines; they are gathered, with
 what the machine is and how long each took, in bench/results/latest.jsonl; what was not run again
-stays there. One whose probes moved is run once more, after all others, if time is left.
+stays there. One beside which the machine had other work is run once more, after all others, if time
+is left.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import dataclasses
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import goals
 import pictures
 import table
 
@@ -69,9 +72,8 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(ALL)}")
     worst = 0 if args.table else _run(chosen(args.names))
-    lines = table.recorded()
-    pictures.write_all(lines, table.RESULTS)
-    print(table.markdown(table.rows(lines)))
+    pictures.write_all(table.recorded(), table.RESULTS)
+    print(goals.latest())
     return worst
 
 
@@ -84,18 +86,15 @@ def chosen(names: Sequence[str]) -> list[str]:
 def _run(names: Sequence[str]) -> int:
     """Run, print and keep; the worst exit status."""
     began = time.perf_counter()
-    runs = {name: _measure(name) for name in names}
+    earlier, runs = [json.dumps(_machine()), *_kept(names)], dict[str, Run]()
+    for name in names:
+        runs[name] = _measure(name)
+        _write(earlier, runs)
     for name in names:
         if not runs[name].is_quiet and time.perf_counter() - began < AGAIN_SECONDS:
             print("the machine had other work: once more", flush=True)
             runs[name] = _measure(name)
-    lines = [
-        json.dumps(_machine()),
-        *_kept(names),
-        *(x for run in runs.values() for x in run.lines),
-    ]
-    LATEST.parent.mkdir(exist_ok=True)
-    LATEST.write_text("\n".join(lines) + "\n")
+            _write(earlier, runs)
     return max(run.status for run in runs.values())
 
 
@@ -109,19 +108,44 @@ class Run:
     @property
     def is_quiet(self) -> bool:
         """Whether the machine had no other work."""
-        return all(table.is_quiet(json.loads(line)) for line in self.lines)
+        lines = [json.loads(line) for line in self.lines]
+        return all(table.is_quiet(line, lines) for line in lines)
+
+
+def _write(earlier: Sequence[str], runs: Mapping[str, Run]) -> None:
+    lines = [*earlier, *(line for run in runs.values() for line in run.lines)]
+    LATEST.parent.mkdir(exist_ok=True)
+    LATEST.write_text("\n".join(lines) + "\n")
 
 
 def _measure(name: str) -> Run:
     print(f"== {name}", flush=True)
-    began = time.perf_counter()
+    began, others = time.perf_counter(), _seconds_of_others()
     done = subprocess.run(
         [sys.executable, HERE / f"{name}.py"], stdout=subprocess.PIPE, text=True, check=False
     )
-    took = {"bench": f"{name}.took", "seconds": round(time.perf_counter() - began)}
+    seconds = time.perf_counter() - began
+    others = (_seconds_of_others() - others) / (seconds * (os.cpu_count() or 1))
+    took = {"bench": f"{name}.took", "seconds": round(seconds), "by_others": round(others, 2)}
     lines = [*done.stdout.splitlines(), json.dumps(took)]
     print("\n".join(lines), flush=True)
     return Run(done.returncode, lines)
+
+
+def _seconds_of_others() -> float:
+    """Processor time that went elsewhere since the start: other processes, the host's other guests.
+
+    A benchmark's own is that of children that have ended.
+    """
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, *more = map(
+        int, stat.read_text().split("\n")[0].split()[1:9]
+    )
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+    return busy - own.ru_utime - own.ru_stime
 
 
 def _kept(names: Sequence[str]) -> list[str]:

@@ -1,9 +1,7 @@
-"""The goals of speed against what was measured: lines of results in, one row a goal out. Pure.
+"""Goals against what was measured: lines of results in, one row a goal out. Pure.
 
-    make bench ARGS=--table      of bench/results/latest.jsonl and peers.jsonl, nothing measured
-
-Where a benchmark has several lines for one goal, the worst of them answers it. A line tells by its
-probes whether the machine had other work; where it had, its figure neither meets nor misses.
+Where a benchmark has several lines for one goal, the worst of them answers it. Where the machine
+had other work meanwhile, a figure neither meets nor misses.
 """
 
 from __future__ import annotations
@@ -21,6 +19,9 @@ Line = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("latest.jsonl", "peers.jsonl")
+MOST_BY_OTHERS = 0.1
+"""Of the processors' time."""
+
 HEAD = ("goal", "figure", "at least", "aim", "", "bench")
 
 
@@ -50,7 +51,7 @@ def of(bench: str, *path: str, **fields: object) -> Figure:
 
     def read(lines: Sequence[Line]) -> list[Reading]:
         return [
-            Reading(value, is_quiet(line))
+            Reading(value, is_quiet(line, lines))
             for line in lines
             if line["bench"] == bench and all(line.get(k) == v for k, v in fields.items())
             for value in _numbers(line, path)
@@ -59,11 +60,20 @@ def of(bench: str, *path: str, **fields: object) -> Figure:
     return read
 
 
-def is_quiet(line: Line) -> bool:
-    """Whether its probes, where it has any, found the same machine all the time."""
+def is_quiet(line: Line, lines: Sequence[Line]) -> bool:
+    """Whether the machine was the benchmark's own all the time.
+
+    Its probes, where it has any, found the same machine, and among the lines the one that says how
+    long it took says that no other work had much of the processors.
+    """
     probes = line.get("read_gb_per_second")
     moved = max(probes) / min(probes) if isinstance(probes, list) else 1.0
-    return max(moved, line.get("probes_moved", 1.0)) <= MOST_MOVED
+    took = f"{line['bench'].partition('.')[0]}.took"
+    by_others = [other.get("by_others", 0.0) for other in lines if other["bench"] == took]
+    return (
+        max(moved, line.get("probes_moved", 1.0)) <= MOST_MOVED
+        and max(by_others, default=0.0) <= MOST_BY_OTHERS
+    )
 
 
 def ratio(above: Figure, below: Figure) -> Figure:
@@ -79,11 +89,6 @@ def ratio(above: Figure, below: Figure) -> Figure:
 def together(*figures: Figure) -> Figure:
     """All of them."""
     return lambda lines: [reading for figure in figures for reading in figure(lines)]
-
-
-def ahead_of(engine: str, what: str) -> Figure:
-    """Ours over a peer's, of `make bench-peers`."""
-    return ratio(of("peers", what, engine="triptych"), of("peers", what, engine=engine))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,120 +111,6 @@ def most(
     return Goal(what, bench, figure, at_most, aim, is_most=True)
 
 
-PEERS = "peers"
-SHARED = "shared-memory / memcpy"
-GOALS = (
-    most("mixed trace / `generate()`", "mixed_trace", of("mixed_trace", "ratio"), 0.45),
-    most("mixed trace / OpenVINO bf16", PEERS, ahead_of("openvino", "trace_s"), None, 0.95),
-    Goal("decode, of the limit, batch 1", "decode", of("decode", "of_limit", batch=1), 0.75, 0.85),
-    Goal("decode, of the limit, batch 4", "decode", of("decode", "of_limit", batch=4), 0.60, 0.75),
-    Goal(
-        "decode, of the limit, batch 16", "decode", of("decode", "of_limit", batch=16), 0.65, 0.75
-    ),
-    Goal("decode / llama.cpp, batch 1", PEERS, ahead_of("llama.cpp", "decode1_tok_s"), 1.0, 1.15),
-    Goal("decode / OpenVINO, batch 4", PEERS, ahead_of("openvino", "decode4_tok_s"), 1.0, 1.15),
-    Goal("decode / OpenVINO, batch 16", PEERS, ahead_of("openvino", "decode16_tok_s"), 1.0, 1.15),
-    *(
-        Goal(
-            f"paged attention, of bandwidth, {shape}",
-            "paged_attention",
-            of("paged_attention", "share", shape=shape),
-            least,
-            aim,
-        )
-        for shape, least, aim in (
-            ("MHA 32/32", 0.70, 0.85),
-            ("GQA-4 8/2", 0.55, 0.70),
-            ("GQA-8 64/8", 0.40, 0.50),
-        )
-    ),
-    Goal("prefill of 575 tokens, of peak", "prefill", of("prefill.text", "of_limit"), 0.75, 0.88),
-    Goal("vision encode, of peak", "prefill", of("prefill.encode", "of_limit"), 0.80, 0.90),
-    Goal(
-        "attention of a picture / SDPA",
-        "attention",
-        of("attention", "against_sdpa", shape="ViT 1024 x 12 x 64"),
-        None,
-        2.0,
-    ),
-    most(
-        "TTFT, new picture / (operations at peak)",
-        "ttft",
-        of("ttft", "against_limit", what="new picture"),
-        1.25,
-        1.15,
-    ),
-    most(
-        "TTFT, picture seen before / text alone",
-        "ttft",
-        of("ttft", "against_text", what="picture seen before"),
-        1.05,
-    ),
-    most(
-        "JPEG 4000x3000 to patches / Pillow",
-        "image",
-        of("image", "ratio", what="JPEG 4000x3000 to 504x364"),
-        0.35,
-        0.30,
-    ),
-    most("its mean difference", "image", of("image", "mean_difference"), 1e-3),
-    Goal(
-        "hand-over between pods / raw TCP",
-        "transfer",
-        of("transfer", "stream / tcp", "ratio"),
-        0.70,
-        0.85,
-    ),
-    Goal(
-        "hand-over inside a pod / memcpy",
-        "transfer",
-        of("transfer", SHARED, "ratio", what="kv"),
-        0.40,
-        0.60,
-    ),
-    most(
-        "352 MB of KV, exposed / un-overlapped",
-        "handoff",
-        of("handoff", "of un-overlapped", what="large"),
-        0.25,
-        0.10,
-    ),
-    most(
-        "scheduler step, 256 running, us",
-        "scheduler",
-        together(
-            *(of("scheduler", "step_us", state, "256") for state in ("full", "lacking", "stalled"))
-        ),
-        100.0,
-        60.0,
-    ),
-    most(
-        "engine, us per sequence-step",
-        "engine_step",
-        of("engine_step", "us_per_sequence"),
-        2.0,
-        1.0,
-    ),
-    most("start to ready less torch, s", "startup", of("startup", "over_torch"), 3.0, 1.0),
-    most(
-        "p99 between tokens, split / colocated",
-        "interference",
-        ratio(
-            of("interference", "loaded p99", what="split", same_work=True),
-            of("interference", "loaded p99", what="colocated", same_work=True),
-        ),
-        1.0,
-    ),
-    most(
-        "p99 between tokens, split / p50 at rest",
-        "interference",
-        of("interference", "loaded p99 / rest p50", what="split", same_work=True),
-        None,
-        1.5,
-    ),
-)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """A goal and its answer; `value` is None where nothing was measured."""
@@ -229,7 +120,7 @@ class Row:
     verdict: Verdict
 
 
-def rows(lines: Sequence[Line], goals: Sequence[Goal] = GOALS) -> list[Row]:
+def rows(lines: Sequence[Line], goals: Sequence[Goal]) -> list[Row]:
     """One a goal, in their order."""
     return [_row(goal, goal.figure(lines)) for goal in goals]
 

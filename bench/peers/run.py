@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import calls  # noqa: E402
 import environments  # noqa: E402
-import table  # noqa: E402
+import goals  # noqa: E402
 from sides import read_bandwidth  # noqa: E402
 
 OURS = "triptych"
@@ -103,7 +103,7 @@ def main() -> int:
         for process in processes.values():
             process.close()
     _print_table(found)
-    print(table.markdown(table.rows(table.recorded())))
+    print(goals.latest())
     return 0
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import run
-from table import FILES, GOALS, Goal, Verdict, markdown, most, of, ratio, recorded, rows
+from goals import GOALS
+from table import FILES, Goal, Verdict, markdown, most, of, ratio, recorded, rows
 
 BENCH = Path(__file__).parents[2] / "bench"
 RANK = [Verdict.MISSED, Verdict.MET, Verdict.AIM]
@@ -55,8 +56,11 @@ def test_a_busy_machine_meets_nothing_and_misses_nothing(value: float, moved: fl
     assert verdict(goal, busy) is Verdict.BUSY
     assert verdict(goal, line(value, probes_moved=1.3), busy) is Verdict.BUSY
     assert verdict(goal, line(value, read_gb_per_second=[10 * moved, 10])) is Verdict.BUSY
+    took = {"bench": "speed.took", "by_others": moved / 10}
+    assert verdict(goal, line(value), took) is Verdict.BUSY
     quiet = line(value, probes_moved=1.3, read_gb_per_second=[10, 13])
-    assert verdict(goal, quiet) is verdict(goal, line(value))
+    took["by_others"] = 0.1
+    assert verdict(goal, quiet, took) is verdict(goal, line(value))
 
 
 def test_what_nobody_measured_is_neither() -> None:
@@ -94,7 +98,7 @@ def test_each_recorded_benchmark_answers_its_goals() -> None:
     names = {str(line["bench"]).partition(".")[0] for line in lines}
     silent = [
         row.goal.what
-        for row in rows(lines)
+        for row in rows(lines, GOALS)
         if row.goal.bench in names and row.verdict is Verdict.ABSENT
     ]
     assert silent == []
