@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 
 import pytest
-from worker.server.pairs import TENTH, until
+from worker.server.pairs import IMAGES, TENTH, about, encoding, until
 from worker.server.serving import KEY, serving
-from worker.server.test_life_and_death import IMAGES, about, encoding
 
 from vlm_worker.roles.embeddings import Embeddings
 from vlm_worker.testing import assert_idle

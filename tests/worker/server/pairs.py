@@ -13,8 +13,8 @@ from worker.server.serving import Serving, serving
 
 from vlm_worker.roles.encoder import EncoderRole
 from vlm_worker.roles.times import CallClock
-from vlm_worker.testing import assert_idle
-from vlm_worker.types import Request, RequestKey, SamplingParams, Source
+from vlm_worker.testing import IMAGE_TOKEN, assert_idle, make_image
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.calls import (
     Accepted,
     DecodeCall,
@@ -30,6 +30,7 @@ from vlm_worker.wire.calls import (
 TENTH = "--timer-scale=0.1"
 TIMEOUT = 20.0
 KEY = RequestKey("r-1", 1)
+IMAGES = [make_image(number, num_tokens=6) for number in (1, 2)]
 
 
 def request_of(
@@ -114,6 +115,19 @@ async def accept(worker: Serving, request: Request, *sources: Source) -> Accepte
 
 async def collect(worker: Serving, call: PrefillCall) -> list[Any]:
     return [reply.event async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+
+
+def about(images: list[Any], key: RequestKey = KEY) -> Request:
+    """A prompt of 12 tokens before each picture and 12 after the last."""
+    tokens: list[int] = []
+    items = []
+    for number, image in enumerate(images):
+        tokens += range(200 + 20 * number, 212 + 20 * number)
+        items.append(ImageItem(image.image_key, len(tokens), image.num_tokens, image.grid_thw))
+        tokens += [IMAGE_TOKEN] * image.num_tokens
+    tokens += range(300, 312)
+    sampling = SamplingParams(8, ignore_eos=True)
+    return Request(key, tuple(tokens), len(tokens), sampling, tuple(items))
 
 
 def encoding(

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
-from worker.server.pairs import KEY, TENTH, collect, encoding, kill, until
+from worker.server.pairs import IMAGES, KEY, TENTH, about, collect, encoding, kill, until
 from worker.server.serving import serving
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.errors import CancelledError, PeerLostError, Refusal, WorkerError
-from vlm_worker.testing import IMAGE_TOKEN, assert_idle, make_image
-from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
+from vlm_worker.testing import assert_idle, make_image
 from vlm_worker.wire.calls import PrefillCall
-
-IMAGES = [make_image(number, num_tokens=6) for number in (1, 2)]
-
-
-def about(images: list[Any], key: RequestKey = KEY) -> Request:
-    """A prompt of 12 tokens before each picture and 12 after the last."""
-    tokens: list[int] = []
-    items = []
-    for number, image in enumerate(images):
-        tokens += range(200 + 20 * number, 212 + 20 * number)
-        items.append(ImageItem(image.image_key, len(tokens), image.num_tokens, image.grid_thw))
-        tokens += [IMAGE_TOKEN] * image.num_tokens
-    tokens += range(300, 312)
-    sampling = SamplingParams(8, ignore_eos=True)
-    return Request(key, tuple(tokens), len(tokens), sampling, tuple(items))
 
 
 async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it() -> None:
