@@ -57,7 +57,8 @@ def first_token(lines: Sequence[dict[str, Any]]) -> Bars | None:
     if not rows:
         return None
     longest = max(sum(stages.values()) for stages in rows.values())
-    names = list(dict.fromkeys(name for stages in rows.values() for name in stages))
+    most_stages_first = sorted(rows.values(), key=len, reverse=True)
+    names = list(dict.fromkeys(name for stages in most_stages_first for name in stages))
     large = [
         name
         for name in names
