@@ -40,7 +40,7 @@ NARROW = random_vlm.Size(hidden=128, heads=1, kv_heads=1, mlp=352, vision_layers
 def main() -> None:
     """Measure, and print one JSON line per batch size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
     args = parser.parse_args()

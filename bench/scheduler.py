@@ -1,6 +1,6 @@
 """What one scheduler step costs beside the model: microseconds, by how many run and how many wait.
 
-    python bench/scheduler.py        one JSON object on stdout, in about a minute
+    python bench/scheduler.py        one JSON object on stdout, in half a minute
 
 A step here is all that the engine does besides the model: schedule, build the arrays, update; in
 CPU time of its thread. While `running` sequences decode, `waiting` ones are in the queue, in one of
@@ -38,7 +38,7 @@ STATES = ("full", "lacking", "stalled", "churn")
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 1024
 PROMPT = 100
-ROUNDS = 16
+ROUNDS = 10
 STEPS = 25
 TARGET_US = 100
 TARGET_RATIO = 1.2

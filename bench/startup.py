@@ -1,6 +1,6 @@
 """From the start of a worker to ready, over what importing torch takes.
 
-    python bench/run.py startup          python bench/startup.py [--model DIR] [--rounds 3]
+    python bench/run.py startup          python bench/startup.py [--model DIR] [--rounds 2]
 
 Each role is `vlm-worker` itself as a pod starts it, with Qwen2-VL of random weights (`random_vlm`)
 in the page cache and the kernels compiled. Rounds interleave the roles with a process that imports
@@ -39,7 +39,7 @@ def main() -> None:
     """Print every role."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--roles", nargs="*", choices=ROLES, default=list(ROLES))
     args = parser.parse_args()
     with random_vlm.model_directory(args.model) as model_dir:
