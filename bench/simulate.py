@@ -1,7 +1,9 @@
 """Our autoscaler against five others on the same requests: missed minutes, devices, money, turns.
 
     python bench/simulate.py --tune   grid search for all six, on a seed of its own; 4 min of a core
+                             --tune triptych   for ours alone; the others' points stay as they stand
     python bench/simulate.py          the comparison on held-out seeds; 2 min of a core
+                             --floor  who knows the load once it rises, on others; 1 min
 
 Each has a grid of as many points. Tuned are those settings of the others that have the fewest
 missed minutes within `HOURS`; ours may take no more hours than the best of the others took so. All
@@ -27,6 +29,7 @@ sys.path[:0] = [str(ROOT / "operator"), str(ROOT / "bench")]
 from vlm_operator.simulate.baselines import BASELINES  # noqa: E402
 from vlm_operator.simulate.chart import Point, draw  # noqa: E402
 from vlm_operator.simulate.compare import OURS, Task, Total, best, grid, read_tuned  # noqa: E402
+from vlm_operator.simulate.foresight import Outlook, Sight  # noqa: E402
 from vlm_operator.simulate.generate import SHAPES  # noqa: E402
 from vlm_operator.simulate.mixed import savings  # noqa: E402
 from vlm_operator.simulate.score import Score, front  # noqa: E402
@@ -36,30 +39,40 @@ RESULT = ROOT / "bench" / "results" / "simulate.json"
 CHART = ROOT / "docs" / "img" / "simulate.svg"
 TUNING_SEEDS, HELD_OUT_SEEDS = (111,), (301, 302)
 SECONDS = 2400.0
+FLOOR_SEEDS = (101, 102, 103, 104, 105)
+ROOMY = {"utilization": 0.6, "kv_occupancy": 0.48}  # with which foresight takes our hours
 HOURS = 45.0  # accelerator-hours of all tuning traces together that the others may take
 
 
 def main() -> int:
     """Tune, or compare; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tune", action="store_true", help="write tuned.json")
+    parser.add_argument("--tune", nargs="*", metavar="NAME", help="write tuned.json, all or these")
+    parser.add_argument("--floor", action="store_true", help="what start-up times alone cost")
     options = parser.parse_args()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return tune(pool) if options.tune else compare(pool)
+        if options.floor:
+            return floor(pool)
+        return compare(pool) if options.tune is None else tune(pool, options.tune)
 
 
-def tune(pool: ProcessPoolExecutor) -> int:
-    """Try every point of every grid, ours the last: it is held to the hours of the best of them."""
+def tune(pool: ProcessPoolExecutor, names: Sequence[str] = ()) -> int:
+    """Try every point of every grid, ours the last: it is held to the hours of the best of them.
+
+    Where `names` are given, the points of all others are those that stand in tuned.json.
+    """
+    stand = json.loads(TUNED.read_text())["contenders"] if names else {}
     known: dict[str, dict[str, Any]] = {}
     hours, fewest = HOURS, math.inf
     for name in (*BASELINES, OURS):
         settings = grid(name)
-        tasks = [_tasks(name, item, TUNING_SEEDS) for item in settings]
-        scores = _play(pool, [task for each in tasks for task in each])
-        points = {
-            index: Total.of(scores[index * len(each) : (index + 1) * len(each)])
-            for index, each in enumerate(tasks)
-        }
+        if names and name not in names:
+            totals = [
+                Total(item["missed"], item["accelerator_hours"]) for item in stand[name]["points"]
+            ]
+            points = dict(enumerate(totals))
+        else:
+            points = _points(pool, name, settings)
         chosen = best(points, hours=hours if name == OURS else HOURS)
         if points[chosen].missed < fewest:
             hours, fewest = points[chosen].accelerator_hours, points[chosen].missed
@@ -79,6 +92,34 @@ def tune(pool: ProcessPoolExecutor) -> int:
     }
     TUNED.write_text(json.dumps(text, indent=1) + "\n")
     return 0
+
+
+def floor(pool: ProcessPoolExecutor) -> int:
+    """Play one who knows each rise when it begins: what it misses is lost to start-up times."""
+    for settings in ({}, ROOMY):
+        runs = [
+            Outlook(Sight.BEGUN, shape, seed, SECONDS, settings)
+            for shape in SHAPES
+            for seed in FLOOR_SEEDS
+        ]
+        scores = list(pool.map(Outlook.play, runs, chunksize=2))
+        by_trace = dict.fromkeys(SHAPES, 0)
+        for run, item in zip(runs, scores, strict=True):
+            by_trace[run.trace] += item.missed
+        line = {"bench": "simulate.floor", "seeds": FLOOR_SEEDS, "settings": settings}
+        print(json.dumps(line | _total(Total.of(scores)) | {"by_trace": by_trace}), flush=True)
+    return 0
+
+
+def _points(
+    pool: ProcessPoolExecutor, name: str, settings: Sequence[dict[str, object]]
+) -> dict[int, Total]:
+    tasks = [_tasks(name, item, TUNING_SEEDS) for item in settings]
+    scores = _play(pool, [task for each in tasks for task in each])
+    return {
+        index: Total.of(scores[index * len(each) : (index + 1) * len(each)])
+        for index, each in enumerate(tasks)
+    }
 
 
 def compare(pool: ProcessPoolExecutor) -> int:

@@ -9,4 +9,5 @@ cluster.py   all of these, and what is seen of them  run.py        a trace under
 ours.py      our autoscaler                          baselines/    what others do
 scenario.py  the services that are compared          score.py      what a run was worth
 compare.py   who runs against whom           mixed.py     node types, by price
+foresight.py who knows the load beforehand
 """

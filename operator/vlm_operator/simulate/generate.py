@@ -14,6 +14,7 @@ from vlm_operator.simulate.trace import Request, Trace
 
 _STEP_SECONDS = 1.0  # over which a rate is taken as constant
 _RAMP_SECONDS = 120.0  # users do not all change their minds at once
+TEXT_SIGMA, OUTPUT_SIGMA, PATCHES_SIGMA = 0.6, 0.5, 0.4  # of the logarithm of sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +64,14 @@ def generate(name: str, *, seed: int, seconds: float = 3600.0, scale: float = 1.
 
 
 def _request(at: float, mix: Mix, rng: random.Random) -> Request:
-    text = _sized(mix.text_tokens, 0.6, 16, 6000, rng)
+    text = _sized(mix.text_tokens, TEXT_SIGMA, 16, 6000, rng)
     cached = int(text * mix.cached_share) if rng.random() < 0.5 else 0
     picture = rng.random() < mix.image_share
     return Request(
         at=at,
         text_tokens=text,
-        output_tokens=_sized(mix.output_tokens, 0.5, 4, 4000, rng),
-        patches=(_sized(mix.patches, 0.4, 256, 9216, rng),) if picture else (),
+        output_tokens=_sized(mix.output_tokens, OUTPUT_SIGMA, 4, 4000, rng),
+        patches=(_sized(mix.patches, PATCHES_SIGMA, 256, 9216, rng),) if picture else (),
         cached_tokens=cached,
     )
 
