@@ -1,6 +1,6 @@
 """When a pool of mode Auto may shrink: all rules must hold, and the first that does not is named.
 
-Pods that got no node in time go first. Everything else waits until a whole window has said that
+Pods without a node go first, and soon. Everything else waits until a whole window has said that
 fewer are enough, no target was close, nothing has just grown or rolls, and nearly all pods answer.
 """
 
@@ -54,20 +54,24 @@ def least_units(need: Need) -> float:
 
 
 def _cancel(case: Case, need: Need) -> Goal | None:
-    """Give up pods that got no node in time and are not needed: they wait for no window.
+    """Give up pods on no node that are not needed; they serve nobody, so they wait for no window.
 
-    Younger ones cost nothing yet, and given up they could not show that their node type is used up.
     What the last moments needed counts, too, so that noise does not cancel and ask again.
     """
-    stuck = case.stock.stuck
-    count = min(case.before - max(case.policy.minimum, 1), sum(stuck.values()))
+    pending = case.stock.pending
+    count = min(case.before - max(case.policy.minimum, 1), sum(pending.values()))
     if count <= 0:
         return None
     units = _most_wanted(case, need, case.service.tuning.after_growth_seconds)
-    if case.supply < units - EPSILON:
+    if not any(case.supply - _counted(case, name) >= units - EPSILON for name in pending):
         return None
     text = f"{need.units:.2f} units needed: pods that wait for a node are not"
-    return case.goal(Reason.CANCEL_PENDING, text, shrink=count, need=units, shrinkable=stuck)
+    return case.goal(Reason.CANCEL_PENDING, text, shrink=count, need=units, shrinkable=pending)
+
+
+def _counted(case: Case, name: str) -> float:
+    """What one pending replica of a variant counts in the supply."""
+    return 0.0 if case.stock.stuck.get(name, 0) else case.speeds[name]
 
 
 def _removable(case: Case, units: float) -> bool:

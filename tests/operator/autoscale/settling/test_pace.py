@@ -169,15 +169,24 @@ def test_little_known_holds_and_the_fallback_comes_after_long_if_it_is_more():
         assert (late.to, late.reason) == (to, "Fallback")
 
 
-def test_a_pod_that_got_no_node_in_time_and_that_nothing_needs_is_cancelled_without_a_window():
-    found = world(2)
+@pytest.mark.parametrize("startup", [30.0, 600.0])
+def test_a_pod_without_a_node_that_nothing_needs_is_cancelled_without_a_window(startup):
+    slow = variant(startup_seconds=startup)
+    found = World(service(pool(DECODE, slow)), {DECODE: {"a": 2}})
     found.nodes = {"a": 3}
     assert ask(found, 5).to == 5
-    assert wait(found, 2.0, 50).to == 5, "it costs nothing, and may yet show that nodes lack"
-    last = wait(found, 2.0, 20)
+    last = wait(found, 2.0, 110)
     assert (last.to, found.replicas(DECODE)) == (3, 3)
     reasons = [item.reason for item in found.memory.pools[DECODE].decisions]
     assert reasons == ["Panic", "CancelPending"]
+
+
+def test_a_pod_without_a_node_goes_before_all_that_serve_even_dearer_ones():
+    types = variant("cheap", startup_seconds=600.0), variant("dear", cost_per_hour=3.0)
+    found = World(service(pool(DECODE, *types)), {DECODE: {"dear": 3}})
+    found.nodes = {"cheap": 0}
+    assert ask(found, 3.5).variants == {"cheap": 1, "dear": 3}
+    assert wait(found, 1.0, 110).variants == {"cheap": 0, "dear": 3}
 
 
 def test_bounds_that_move_past_the_pool_move_it_at_once():
