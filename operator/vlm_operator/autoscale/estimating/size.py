@@ -200,7 +200,7 @@ def _token_wishes(
     share = rules.kv_occupancy
     upper, lower = bands(policy, share, NEUTRAL_OCCUPANCY)
     planned = max(signals.planned, demand.tokens)
-    running = demand.tokens - demand.queued_tokens
+    running = demand.running_tokens
     wishes = [
         Wish("kvTokens", running / (share * capacity), running / (lower * capacity)),
         Wish(
@@ -216,10 +216,10 @@ def _token_wishes(
     full = FULL * capacity
     wishes.append(Wish("kvReserve", room / full, safe / full, fires=room > full * there))
     if signals.itl_tokens is not None:
-        room = max(signals.itl_tokens, 1.0)
+        fast = max(signals.itl_tokens, 1.0)
         margin = policy.tuning.consolidation
         wishes.append(
-            Wish("itl", planned / room, planned / (room * margin), fires=planned > room * there)
+            Wish("itl", planned / fast, planned / (fast * margin), fires=planned > fast * there)
         )
     if demand.piling and demand.queued_tokens > 0:
         wishes.append(_overrun(pool))
