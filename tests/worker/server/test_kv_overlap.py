@@ -1,4 +1,4 @@
-"""KV leaves prefill while the rest of its prompt is computed: the last chunk alone is left."""
+"""KV leaves prefill while the rest of its prompt is computed, and comes in while others decode."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import threading
 from contextlib import aclosing
 
 import pytest
+from worker.server.pairs import pair, until
 from worker.server.serving import KEY, TIMEOUT, request_of, serving
 
 from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.testing import answer_alone
 from vlm_worker.transfer.incoming import Pull
+from vlm_worker.types import RequestKey
 from vlm_worker.wire.calls import Accepted, FetchCall, PrefillCall
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
@@ -63,3 +66,36 @@ async def test_all_but_the_last_chunk_has_come_before_the_last_chunk_is_computed
             assert num_come == pull.commit.num_units == end
             _ = [reply async for reply in replies]
         await prefill.client.cancel(KEY)
+
+
+async def test_all_chunks_come_in_during_one_step_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair("--max-requests=1", f"--max-batched-tokens={STEP_TOKENS}") as two:
+        prefill, decode = two.prefill, two.decode
+        engine, request = decode.parts.host.engine, request_of(NUM_TOKENS)
+        import_blocks, begun = engine.import_blocks, list[int]()
+        execute, may_run = prefill.runner.execute, threading.Semaphore(0)
+
+        async def import_and_tell(key: RequestKey, first_block: int, data: memoryview) -> None:
+            begun.append(first_block)
+            await import_blocks(key, first_block, data)
+
+        def execute_in_turn(inputs: StepInputs) -> StepOutput:
+            assert may_run.acquire(timeout=TIMEOUT)
+            return execute(inputs)
+
+        monkeypatch.setattr(engine, "import_blocks", import_and_tell)
+        monkeypatch.setattr(prefill.runner, "execute", execute_in_turn)
+        answering = asyncio.create_task(two.answer(request))
+        await until(lambda: prefill.parts.host.offers.left["readers"])
+        decode.runner.gate.clear()
+        other = engine.submit_prefill(request_of(9, RequestKey("other", 1)), hold=False)
+        await until(lambda: decode.runner.num_steps)
+        for first_blocks in ([0], [0, 4], [0, 4, 8]):
+            may_run.release()
+            await until(lambda due=first_blocks: begun == due)
+        decode.runner.gate.set()
+        assert await answering == answer_alone(request)
+        _ = [event async for event in other]
+        await two.idle()

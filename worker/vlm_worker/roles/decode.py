@@ -19,6 +19,7 @@ from vlm_worker.roles.host import Host, Transfer
 from vlm_worker.roles.offers import check_fingerprint
 from vlm_worker.roles.pulling import pull
 from vlm_worker.roles.times import CallClock
+from vlm_worker.transfer.landing import Landing
 from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, StageSpan, TokenEvent
 from vlm_worker.wire.calls import (
     DecodeCall,
@@ -29,7 +30,7 @@ from vlm_worker.wire.calls import (
     ReserveCall,
     Tokens,
 )
-from vlm_worker.wire.frames import Commit
+from vlm_worker.wire.frames import Commit, Units
 
 
 class DecodeRole:
@@ -134,6 +135,10 @@ class DecodeRole:
         """All blocks that are not in our own prefix cache, written as they come."""
         host, request, source = self._host, call.request, call.kv
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
+
+        async def write(units: Units) -> None:
+            await host.engine.import_blocks(request.key, units.first_unit, units.data)
+
         async with host.peers.hold(source) as client:
             first = await host.engine.receive(request)
             transfer = pull(
@@ -147,10 +152,11 @@ class DecodeRole:
                 end_unit=-(-len(request.token_ids) // self._layout.block_size),
             )
             begun: float | None = None
-            async with aclosing(transfer.units()) as received:
+            async with Landing(write) as landing, aclosing(transfer.units()) as received:
                 async for units in received:
                     begun = begun or time.monotonic()
-                    await host.engine.import_blocks(request.key, units.first_unit, units.data)
+                    await landing.put(units)
+                await landing.settle()
             begun = begun or time.monotonic()
             await host.delay("kv_transfer")
         num_tokens, due = transfer.commit.num_tokens, len(request.token_ids)

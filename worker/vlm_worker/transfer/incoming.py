@@ -41,7 +41,7 @@ class Pull:
         return self._reader.commit
 
     async def units(self) -> AsyncGenerator[Units]:
-        """Whole units as they come; their bytes last until the next are asked for.
+        """Whole units as they come.
 
         Raises:
             PeerLostError: no frame for `no_progress_seconds`, or the producer is gone.

@@ -29,7 +29,7 @@ import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.frames import MAX_PLACED_BYTES, PLACED_VERSION
+from vlm_worker.wire.frames import PLACED_VERSION
 
 NAME: Final = "shared-memory"
 _NAME_BYTES: Final = 16
@@ -215,14 +215,12 @@ class _SegmentView:
         if not stat.S_ISREG(found.st_mode) or found.st_size != num_bytes:
             self.close()
             raise _missing(f"it has {found.st_size} bytes where {num_bytes} are due")
-        self._landing: memoryview = np.empty(min(num_bytes, MAX_PLACED_BYTES), np.uint8).data
 
     def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
-        """Read into memory of our own, the same each time: what is checked is what is used."""
+        """Read into memory of our own: what is checked is what is used."""
         if travelled.nbytes or self._file is None:
             raise _missing("its bytes travelled as well")
-        assert num_bytes <= self._landing.nbytes, "a frame speaks for no more"
-        data = self._landing[:num_bytes]
+        data: memoryview = np.empty(num_bytes, np.uint8).data  # filled below, or refused
         try:
             num_read = os.preadv(self._file, [data], position)
         except OSError as error:

@@ -48,7 +48,7 @@ class View(Protocol):
     """The consumer's side of an exposure."""
 
     def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
-        """Bytes at a position; they last until the next are taken.
+        """Bytes at a position.
 
         Raises:
             CorruptTransferError: they are not there.

@@ -36,7 +36,7 @@ class Memory(Protocol):
     """Where a producer put the bytes of units; `transfer.transport.View`."""
 
     def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
-        """Bytes at a position, until the next are taken; `travelled` is what came in the frame."""
+        """Bytes at a position; `travelled` is what came in the frame."""
 
     def close(self) -> None:
         """Read no more."""
