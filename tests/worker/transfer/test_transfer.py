@@ -28,11 +28,13 @@ class Producer:
 
     def __init__(self, num_units: int, *, timers: Timers = PRODUCTION) -> None:
         self.num_units = num_units
+        self.exported: list[int] = []
         self.outgoing = Outgoing(
             IDENTITY, unit_bytes=UNIT, max_units=num_units, export=self._export, timers=timers
         )
 
     async def _export(self, first: int, count: int, room: memoryview) -> memoryview:
+        self.exported.append(first)
         room[:] = b"".join(bytes([unit % 256]) * UNIT for unit in range(first, first + count))
         return room
 
@@ -157,3 +159,18 @@ async def test_a_consumer_in_the_same_process_takes_the_whole_without_frames() -
     assert bytes(await task) == b"".join(bytes([unit]) * UNIT for unit in range(3))
     with pytest.raises(CorruptTransferError):
         await producer.outgoing.whole(4)
+
+
+async def test_the_next_piece_is_exported_while_one_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vlm_worker.transfer.outgoing.EXPORT_BYTES", 2 * UNIT)
+    producer = Producer(6)
+    producer.finish()
+    async with aclosing(producer.outgoing.frames(KEY, first_unit=0)) as frames:
+        await anext(frames)
+        assert producer.exported == [0]
+        await asyncio.sleep(0)
+        assert producer.exported == [0, 2], "one ahead, and no more: there are two rooms"
+    assert producer.outgoing.num_readers == 0
+    assert await received(producer.pull()) == list(range(6))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -188,46 +189,88 @@ class Outgoing:
                 place=exposure.place,
             )
             yield writer.open(transport.name, exposure.opening)
-        batch = max(1, EXPORT_BYTES // self._unit_bytes)
-        # one for all exports: each is in its frames before the next, and new memory costs more to
-        # get from the system than to fill
-        room = _room(batch * self._unit_bytes)
         sent = first_unit
-        while True:
-            changed = self._changed  # taken before we look: what changes meanwhile is not missed
-            if self._error is not None:
-                raise self._error
-            while sent < self._num_units:
-                data = await self._exported(sent, min(batch, self._num_units - sent), room)
-                if data is None:
-                    break
-                for frame in writer.write(data):
-                    yield frame
-                sent += data.nbytes // self._unit_bytes
-            if self._commit is not None:
-                yield writer.commit(self._commit)
-                return
-            if not await _is_set(changed, seconds=self._timers.wait_frame):
-                yield writer.wait()
+        async with aclosing(_Ahead(self._exported, self._unit_bytes)) as exports:
+            while True:
+                changed = (
+                    self._changed
+                )  # taken before we look: what changes meanwhile is not missed
+                if self._error is not None:
+                    raise self._error
+                while sent < self._num_units:
+                    exports.begin(sent, self._num_units)
+                    data = await exports.take()
+                    if data is None:
+                        break
+                    sent += data.nbytes // self._unit_bytes
+                    exports.begin(sent, self._num_units)
+                    for frame in writer.write(data):
+                        yield frame
+                if self._commit is not None:
+                    yield writer.commit(self._commit)
+                    return
+                if not await _is_set(changed, seconds=self._timers.wait_frame):
+                    yield writer.wait()
 
     async def _exported(
         self, first_unit: int, num_units: int, room: memoryview
     ) -> memoryview | None:
         """Units; None where the answer ended with its first token and nothing is kept."""
-        num_bytes = num_units * self._unit_bytes
         try:
-            data = await self._export(first_unit, num_units, room[:num_bytes])
+            data = await self._export(first_unit, num_units, room)
         except GoneError:
             if (await self.settled()).finish_reason is None:
                 raise
             return None
-        if data.nbytes != num_bytes:
+        if data.nbytes != room.nbytes:
             raise CorruptTransferError("the export has another size than the layout")
         return data
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+class _Ahead:
+    """The exports of one stream, one piece ahead of what is being sent.
+
+    Two rooms take turns: a piece is in its frames before the next but one is exported, and new
+    memory costs more to get from the system than to fill.
+    """
+
+    def __init__(
+        self,
+        export: Callable[[int, int, memoryview], Awaitable[memoryview | None]],
+        unit_bytes: int,
+    ) -> None:
+        self._export = export
+        self._unit_bytes = unit_bytes
+        self._batch = max(1, EXPORT_BYTES // unit_bytes)
+        self._rooms = itertools.cycle([_room(self._batch * unit_bytes) for _ in range(2)])
+        self._next: asyncio.Task[memoryview | None] | None = None
+
+    def begin(self, first_unit: int, end_unit: int) -> None:
+        """Export from a unit on, unless that has begun or there is none."""
+        if self._next is None and first_unit < end_unit:
+            self._next = asyncio.create_task(self._piece(first_unit, end_unit))
+
+    async def take(self) -> memoryview | None:
+        """What was begun last."""
+        assert self._next is not None
+        data = await self._next
+        self._next = None
+        return data
+
+    async def aclose(self) -> None:
+        """Give up what was begun and nobody took."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+
+    async def _piece(self, first_unit: int, end_unit: int) -> memoryview | None:
+        num_units = min(self._batch, end_unit - first_unit)
+        room = next(self._rooms)
+        return await self._export(first_unit, num_units, room[: num_units * self._unit_bytes])
 
 
 def _room(num_bytes: int) -> memoryview:
