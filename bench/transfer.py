@@ -2,10 +2,11 @@
 
     python bench/run.py transfer         python bench/transfer.py [--rounds 7]
 
-One process offers units out of a pool (`Outgoing` behind gRPC, each unit gathered by a thread like
-the engine's), another pulls them through `WorkerClient`, checks every digest and writes them into a
-pool of its own. In the same rounds a raw TCP connection of the same two processes does `recv_into`
-into that pool, and one thread copies so many bytes by memcpy. A ratio is of speeds within a round.
+One process offers units out of a pool (`Outgoing` behind gRPC), another pulls them through
+`WorkerClient`, checks every digest and writes them into a pool of its own. Blocks are gathered and
+scattered by a thread each, as engines do it; rows lie side by side. In the same rounds a raw TCP
+connection of the same two processes does `recv_into` into that pool, and one thread copies so many
+bytes by memcpy. A ratio is of speeds within a round.
 
     embedding   576 rows of 8 KiB                       stream          / TCP       goal 0.7
     KV          175 blocks of 2 MiB, 350 MB             shared memory   / memcpy    goal 0.4
@@ -37,6 +38,7 @@ sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
 from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
 from vlm_worker.transfer.incoming import Pull  # noqa: E402
+from vlm_worker.transfer.landing import Landing  # noqa: E402
 from vlm_worker.transfer.outgoing import Outgoing  # noqa: E402
 from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
@@ -44,7 +46,7 @@ from vlm_worker.types import RequestKey  # noqa: E402
 from vlm_worker.wire import identity  # noqa: E402
 from vlm_worker.wire.calls import FetchCall  # noqa: E402
 from vlm_worker.wire.frame_reader import FrameReader  # noqa: E402
-from vlm_worker.wire.frames import Commit, TransferId  # noqa: E402
+from vlm_worker.wire.frames import Commit, TransferId, Units  # noqa: E402
 from vlm_worker.wire.methods import METHODS  # noqa: E402
 from vlm_worker.wire.options import server_options  # noqa: E402
 
@@ -63,6 +65,7 @@ class Load:
     num_units: int
     unit_bytes: int
     repeats: int
+    is_scattered: bool
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +73,10 @@ class Load:
         return self.num_units * self.unit_bytes
 
 
-LOADS = {"embedding": Load(576, 8192, 10), "kv": Load(175, 2 << 20, 1)}
+LOADS = {
+    "embedding": Load(576, 8192, 10, is_scattered=False),
+    "kv": Load(175, 2 << 20, 1, is_scattered=True),
+}
 
 
 def filled(load: Load) -> np.ndarray:
@@ -97,6 +103,9 @@ async def produce() -> None:
             released.pop().close()
 
         async def export(first: int, count: int, room: memoryview) -> memoryview:
+            if not load.is_scattered:
+                rows: memoryview = pool[first : first + count].reshape(-1).data
+                return rows
             ids = np.arange(first, first + count)
             out = np.frombuffer(room, np.uint8).reshape(count, -1)
             await asyncio.to_thread(np.take, pool, ids, axis=0, out=out, mode="clip")
@@ -208,11 +217,24 @@ class Consumer:
         )
         frames = self._client.fetch_kv(call, timeout=60)
         pull = Pull(frames, reader, peer="bench", no_progress_seconds=10)
-        async with aclosing(pull.units()) as received:
+
+        def put(units: Units) -> None:
+            end = units.first_unit + units.num_units
+            where: Any = np.s_[units.first_unit : end]
+            if load.is_scattered:
+                where = np.arange(units.first_unit, end)
+            pool[where] = np.frombuffer(units.data, np.uint8).reshape(-1, load.unit_bytes)
+
+        async def write(units: Units) -> None:
+            await asyncio.to_thread(put, units)
+
+        async with Landing(write) as landing, aclosing(pull.units()) as received:
             async for units in received:
-                end = units.first_unit + units.num_units
-                data = np.frombuffer(units.data, np.uint8).reshape(-1, load.unit_bytes)
-                pool[np.arange(units.first_unit, end)] = data
+                if load.is_scattered:
+                    await landing.put(units)
+                else:
+                    put(units)
+            await landing.settle()
 
 
 async def consume(num_rounds: int) -> None:
