@@ -76,13 +76,13 @@ def plan_attention(
         num_heads: H * G of the queries; a GPU's tiles hold whole groups.
 
     Raises:
-        ValueError: on a GPU, a block is not in the cache, a span ends behind its sequence, or
-            `num_heads` is missing.
+        ValueError: on a GPU, a block is not in the cache, a sequence is longer than its row of
+            the block table, a span ends behind its sequence, or `num_heads` is missing.
     """
     if use_native and gpu.serves(kv_cache.device):
         tiles = plan_tiled(
             query_start, context_lens, block_table, kv_cache,
-            spans=spans, window=window, num_heads=num_heads,
+            spans=spans, window=window, head_dim=head_dim, num_heads=num_heads,
         )  # fmt: skip
         return AttentionPlan(None, None, (), tiles)
     num_queries = np.diff(query_start).astype(np.int64)

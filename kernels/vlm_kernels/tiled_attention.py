@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vlm_kernels.kv_rows import layer_views
+from vlm_kernels.kv_rows import block_size_of, layer_views
 
 if TYPE_CHECKING:
     from vlm_kernels.gpu.paged_attention import TiledStep
@@ -31,13 +31,14 @@ def plan_tiled(
     *,
     spans: Sequence[Sequence[tuple[int, int]]],
     window: int | None,
+    head_dim: int,
     num_heads: int | None,
 ) -> TiledStep:
     """Lay out one step; arguments as of `plan_attention`.
 
     Raises:
-        ValueError: a block is not in the cache, a span ends behind its sequence, or heads do not
-            come in whole groups.
+        ValueError: a block is not in the cache, a sequence is longer than its row of the block
+            table, a span ends behind its sequence, or heads do not come in whole groups.
     """
     from vlm_kernels.gpu.paged_attention import plan_tiles
 
@@ -46,6 +47,13 @@ def plan_tiled(
         raise ValueError(f"plan_attention: {num_heads} query heads, {num_kv_heads} KV heads")
     if block_table.size and not 0 <= block_table.min() <= block_table.max() < num_blocks:
         raise ValueError(f"plan_attention: a block is not in 0 to {num_blocks - 1}")
+    num_slots = block_table.shape[1] * block_size_of(kv_cache, head_dim)
+    num_kv = context_lens + np.diff(query_start)
+    if len(block_table) != len(num_kv) or (num_kv > num_slots).any():
+        raise ValueError(
+            f"plan_attention: {len(num_kv)} sequences of up to {num_kv.max()} positions, a block "
+            f"table {block_table.shape} of {num_slots} slots a row"
+        )
     return plan_tiles(
         query_start, context_lens, block_table, num_groups=num_heads // num_kv_heads,
         num_kv_heads=num_kv_heads, device=kv_cache.device, spans=spans, window=window,
