@@ -88,6 +88,8 @@ def _check(
     if not rises or edges_N1[0] != 0 or edges_N1[-1] != len(sources_I):
         raise ValueError(f"merge_tokens: edges must rise from 0 to {len(sources_I)}, each by some")
     if weights_I is not None and (
-        weights_I.shape != sources_I.shape or not bool((weights_I > 0).all())
+        weights_I.shape != sources_I.shape
+        or weights_I.dtype != torch.float32
+        or not bool((weights_I > 0).all())
     ):
-        raise ValueError("merge_tokens: weights must be positive, one per source")
+        raise ValueError("merge_tokens: weights must be positive float32, one per source")

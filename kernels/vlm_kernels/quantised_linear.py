@@ -30,8 +30,8 @@ class QuantisedWeights:
     """Codes and scales of `[N, K]` weights.
 
     Attributes:
-        codes: int8 `[N, K]`, or uint8 `[N, K / 2]` of int4 in pairs.
-        scales: float32 `[N, K / group]`.
+        codes: int8 `[N, K]`, or uint8 `[N, K / 2]` of int4 in pairs; contiguous.
+        scales: float32 `[N, K / group]`, contiguous.
         group: inputs that share a scale.
     """
 
@@ -63,7 +63,7 @@ def quantise_weights(weight_NK: torch.Tensor, *, group: int | None = None) -> Qu
     num_inputs = weight_NK.shape[1]
     if group is None:
         scales = weight_NK.float().abs().amax(dim=1, keepdim=True) / 127
-        return QuantisedWeights(_codes(weight_NK, scales, 127).to(torch.int8), scales, num_inputs)
+        return QuantisedWeights(_codes(weight_NK, scales, 127).contiguous(), scales, num_inputs)
     if group not in GROUPS or num_inputs % group:
         raise ValueError(
             f"quantise_weights: group {group} of {num_inputs}: must be one of {GROUPS}"
@@ -71,7 +71,8 @@ def quantise_weights(weight_NK: torch.Tensor, *, group: int | None = None) -> Qu
     grouped = weight_NK.reshape(len(weight_NK), -1, group)  # [N, K / group, group]
     scales = grouped.float().abs().amax(dim=2) / 7
     low, high = (_codes(grouped, scales, 7).to(torch.uint8) & 15).chunk(2, dim=2)
-    return QuantisedWeights((low | high << 4).flatten(1), scales, group)
+    codes = (low | high << 4).flatten(1).contiguous()
+    return QuantisedWeights(codes, scales.contiguous(), group)
 
 
 def dequantised(weights: QuantisedWeights) -> torch.Tensor:

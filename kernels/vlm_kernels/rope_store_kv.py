@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D head size; heads of q and of the cache. Each half is defined by its own kernel,
 `rope` and `store_kv`; here keys are rotated on their way into the cache, and stay as they were.
-Triton on GPUs; elsewhere those two, one after the other.
+Triton on GPUs; elsewhere, and with tables of another type, those two, one after the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rope_store_kv(
         q_THD: queries before rotation.
         k_THD: keys before rotation; whether they are rotated in place is not defined.
         v_THD: values.
-        cos_TD: of the type of q and k, as of `rope`.
+        cos_TD: of the type of q and k, or float32, as of `rope`.
         sin_TD: likewise.
         kv_cache: as of `store_kv`.
         layer: which layer.
@@ -43,7 +43,8 @@ def rope_store_kv(
     check_rope(q_THD, cos_TD, sin_TD)
     check_rope(k_THD, cos_TD, sin_TD)
     check_store(k_THD, v_THD, kv_cache, layer, slots_T)
-    if not gpu.serves(kv_cache.device):
+    is_of_one_type = q_THD.dtype == k_THD.dtype == cos_TD.dtype
+    if not gpu.serves(kv_cache.device) or not is_of_one_type:
         rope(q_THD, cos_TD, sin_TD)
         rope(k_THD, cos_TD, sin_TD)
         store_kv(k_THD, v_THD, kv_cache, layer, slots_T)

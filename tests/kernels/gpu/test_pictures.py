@@ -103,8 +103,9 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         merge_tokens(x, torch.tensor([0, 4]), edges)
     with pytest.raises(ValueError, match="edges must rise from 0 to 2"):
         merge_tokens(x, torch.tensor([0, 1]), torch.tensor([0, 2, 2]))
-    with pytest.raises(ValueError, match="weights must be positive"):
-        merge_tokens(x, torch.tensor([0, 1]), edges, torch.tensor([1.0, 0]))
+    for weights in (torch.tensor([1.0, 0]), torch.ones(2).double()):
+        with pytest.raises(ValueError, match="weights must be positive float32"):
+            merge_tokens(x, torch.tensor([0, 1]), edges, weights)
     rgb, cut, values = picture(9, 9).to(device), Cut(28, 28, 14, 2, 1), table().to(device)
     with pytest.raises(ValueError, match=r"rgb is torch\.float32"):
         resize_patches(rgb.float(), cut, values)

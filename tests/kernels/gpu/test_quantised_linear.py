@@ -41,6 +41,19 @@ def test_it_is_its_definition(
         torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("group", [None, 32])
+def test_weights_may_be_a_view(group: int | None, device: torch.device) -> None:
+    x, weight = torch.randn(3, 64), torch.randn(64, 40).T
+    got, want = (
+        quantised_linear(
+            x.to(device),
+            dataclasses.replace(w, codes=w.codes.to(device), scales=w.scales.to(device)),
+        )
+        for w in (quantise_weights(w, group=group) for w in (weight, weight.contiguous()))
+    )
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(("group", "steps"), [(None, 127), (32, 7), (128, 7)])
 def test_no_weight_is_further_off_than_half_a_step(group: int | None, steps: int) -> None:
     torch.manual_seed(0)

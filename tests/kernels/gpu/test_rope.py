@@ -59,6 +59,22 @@ def test_keys_are_rotated_on_their_way(
     assert torch.equal(got, expected)
 
 
+def test_tables_in_float32_round_the_sum_alone_on_the_way_into_the_cache(
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (heads(4, n, 24, torch.bfloat16).to(device, copy=True) for n in (3, 2, 2))
+    cos, sin = (table.to(device) for table in torch.randn(2, 4, 24))
+    rotated = [rope_reference(x, cos, sin) for x in (q, k)]
+    got = torch.zeros(2, 1, 2, 2, 4 * 24, dtype=torch.bfloat16, device=device)
+    want = got.clone().cpu()
+    slots = torch.arange(4)
+    rope_store_kv(q, k, v, cos, sin, got, 0, slots.to(device))
+    store_kv_reference(rotated[1].cpu(), v.cpu(), want, 0, slots)
+    torch.testing.assert_close(q, rotated[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=1e-6)
+
+
 def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> None:
     x, table = torch.ones(2, 3, 8, device=device), torch.ones(2, 8, device=device)
     with pytest.raises(ValueError, match=r"cos \(2, 7\)"):
