@@ -46,7 +46,7 @@ def _attend(
     SPLITS: tl.constexpr, IS_QUANTISED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: [tiles, KV heads, SPLITS]."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     num_heads = tl.num_programs(1)
     seq = tl.load(tile_ptr + 3 * tile).to(tl.int64)
     row = tl.arange(0, TILE_M)

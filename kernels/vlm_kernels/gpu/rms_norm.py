@@ -19,8 +19,6 @@ from vlm_kernels.gpu.configs import config
 ELEMENTS = 4096
 """Of a tile: rows of a head's size share a program."""
 
-MAX_FEATURES = 65536
-
 
 @triton.jit
 def _norm(

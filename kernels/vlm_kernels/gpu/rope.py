@@ -48,7 +48,7 @@ def _rotate_heads(
     HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """In place."""
-    head = tile * TILE_H + tl.arange(0, TILE_H)
+    head = tile.to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
     column = tl.arange(0, TILE_D)
     inside = column < HALF
     stored = (head < num_heads)[:, None] & inside[None]
@@ -104,7 +104,7 @@ def _rotate_store(
             q_ptr, cos_ptr, sin_ptr, token, tile, q_token, q_head, num_heads, HALF, TILE_H, TILE_D
         )
     else:
-        head = (tile - query_tiles) * TILE_H + tl.arange(0, TILE_H)
+        head = (tile - query_tiles).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
         column = tl.arange(0, TILE_D)
         inside = column < HALF
         slot = tl.load(slot_ptr + token)

@@ -30,7 +30,7 @@ def _store(
     """Grid: [tokens, tiles of heads]. LIMIT is 0 where rows are not quantised."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
-    head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
+    head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
     column = tl.arange(0, TILE_D)
     live = (head < num_heads) & (slot >= 0) & (slot < num_slots)
     stored = live[:, None] & (column < D)[None]

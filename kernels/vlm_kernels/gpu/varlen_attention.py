@@ -28,7 +28,7 @@ def _attend(
     D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: [tiles, heads]."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     segment, behind = tile * 0, tile * 0 + num_segments
     while behind - segment > 1:
