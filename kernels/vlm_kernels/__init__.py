@@ -18,6 +18,9 @@
     resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
+On a GPU the worker's model path does not call add_rms_norm, rope_store_kv, silu_mul,
+quantised_linear, resize_patches and merge_tokens yet (`docs/decisions/0017`).
+
 The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`, of int8 with scales
 behind (`kv_rows`): one block is one contiguous piece.
 """
