@@ -3,7 +3,7 @@
     python bench/simulate.py --tune   grid search for all six, on a seed of its own; 4 min of a core
                              --tune triptych   for ours alone; the others' points stay as they stand
     python bench/simulate.py          the comparison on held-out seeds; 2 min of a core
-                             --floor  who knows the load once it rises, on others; 1 min
+                             --floor  who knows the load once it rises, on others; 3 min
 
 Each has a grid of as many points. Tuned are those settings of the others that have the fewest
 missed minutes within `HOURS`; ours may take no more hours than the best of the others took so. All
@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,25 @@ def tune(pool: ProcessPoolExecutor, names: Sequence[str] = ()) -> int:
 
 
 def floor(pool: ProcessPoolExecutor) -> int:
-    """Play one who knows each rise when it begins: what it misses is lost to start-up times."""
-    for settings in ({}, ROOMY):
-        runs = [
+    """Play one who knows each rise when it begins: what it misses is lost to start-up times.
+
+    Beside it, on the same seeds, ours and the rival, as tuned.
+    """
+    tuned = read_tuned(TUNED.read_text())
+    played: dict[str, Sequence[Outlook | Task]] = {
+        f"{Sight.BEGUN.value} {settings}": [
             Outlook(Sight.BEGUN, shape, seed, SECONDS, settings)
             for shape in SHAPES
             for seed in FLOOR_SEEDS
         ]
-        scores = list(pool.map(Outlook.play, runs, chunksize=2))
+        for settings in ({}, ROOMY)
+    } | {name: _tasks(name, tuned[name], FLOOR_SEEDS) for name in (OURS, "pod-p95")}
+    for name, runs in played.items():
+        scores = list(pool.map(methodcaller("play"), runs, chunksize=2))
         by_trace = dict.fromkeys(SHAPES, 0)
         for run, item in zip(runs, scores, strict=True):
             by_trace[run.trace] += item.missed
-        line = {"bench": "simulate.floor", "seeds": FLOOR_SEEDS, "settings": settings}
+        line = {"bench": "simulate.floor", "seeds": FLOOR_SEEDS, "name": name}
         print(json.dumps(line | _total(Total.of(scores)) | {"by_trace": by_trace}), flush=True)
     return 0
 
