@@ -9,4 +9,8 @@ export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g
 export ASAN_OPTIONS=detect_leaks=0
 # the sanitizers come first into the process, before Python's own libraries
 export LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)"
-exec .venv/bin/python -m pytest -q --no-header -m "not full" tests/kernels --ignore=tests/kernels/test_native.py "$@"
+# left out: what has no C++ in it, and processes whose memory is bounded, in which no sanitizer starts
+exec .venv/bin/python -m pytest -q --no-header -m "not full" tests/kernels tests/worker/media/test_resize.py \
+  --ignore=tests/kernels/test_native.py --ignore=tests/kernels/gpu \
+  --deselect=tests/worker/media/test_resize.py::test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that_is_not \
+  --deselect=tests/worker/media/test_resize.py::test_a_picture_that_memory_is_bounded_for_is_an_error_and_ends_no_process "$@"
