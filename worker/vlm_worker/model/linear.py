@@ -196,8 +196,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packing:
     """Replace the linear layers of a model by packed ones; nothing stays mapped from its files.
 
-    One layer after the other: what it replaces is given back before the next is read, so that the
-    weights are never in memory twice.
+    One layer after the other, and tables of embeddings, often the largest, before all: what is
+    replaced is given back before the next is read, so that the weights are never in memory twice.
 
     Args:
         model: in bfloat16, on a CPU.
@@ -207,6 +207,8 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
     rounded = {id(module) for part in int8 for module in part.modules()}
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
     packing = Packing(backend="native" if _uses_kernel() else "onednn")
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    _own(tables)
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
         is_int8 = id(joint) in rounded
         if is_int8 or _uses_kernel():
@@ -227,7 +229,10 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
             if not is_shared:
                 _give_back(child.weight)
             packing = packing.with_layer(child.weight, int8=is_int8, is_copy=is_shared)
-    _own(model)
+    _own(set(model.parameters()) - tables)
+    for buffer in model.buffers():
+        buffer.data = buffer.detach().clone()
+    _libc.malloc_trim(0)
     return packing
 
 
@@ -253,15 +258,12 @@ def _users(model: nn.Module) -> dict[int, int]:
     return users
 
 
-def _own(model: nn.Module) -> None:
-    """Copy what was not packed out of the mapped files, so that the files can be unmapped."""
-    for parameter in set(model.parameters()):
+def _own(parameters: Collection[torch.Tensor]) -> None:
+    """Copy what is not packed out of the mapped files, so that the files can be unmapped."""
+    for parameter in parameters:
         mapped = parameter.data
         parameter.data = mapped.clone()
         _give_back(mapped)
-    for buffer in model.buffers():
-        buffer.data = buffer.detach().clone()
-    _libc.malloc_trim(0)
 
 
 def _give_back(weight: torch.Tensor) -> None:
