@@ -164,7 +164,7 @@ async def test_a_consumer_in_the_same_process_takes_the_whole_without_frames() -
 async def test_the_next_piece_is_exported_while_one_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vlm_worker.transfer.outgoing.EXPORT_BYTES", 2 * UNIT)
+    monkeypatch.setattr("vlm_worker.transfer.ahead.EXPORT_BYTES", 2 * UNIT)
     producer = Producer(6)
     producer.finish()
     async with aclosing(producer.outgoing.frames(KEY, first_unit=0)) as frames:

@@ -10,25 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Final
-
-import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError
 from vlm_worker.settings.timers import PRODUCTION, Timers
+from vlm_worker.transfer.ahead import Ahead, Export, room_of
 from vlm_worker.transfer.transport import Exposure, Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Commit, FrameWriter, TransferId
-
-EXPORT_BYTES: Final = 4 << 20
-
-Export = Callable[[int, int, memoryview], Awaitable[memoryview]]
-"""`await export(first_unit, num_units, room)` gives `[num_units, unit_bytes]` that nobody writes
-to meanwhile: as they lie, or a copy in `room`, which has just so many bytes."""
 
 
 class Outgoing:
@@ -127,7 +118,7 @@ class Outgoing:
         await self.settled()
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
-        return await self._export(0, num_units, _room(num_units * self._unit_bytes))
+        return await self._export(0, num_units, room_of(num_units * self._unit_bytes))
 
     async def frames(
         self,
@@ -190,11 +181,10 @@ class Outgoing:
             )
             yield writer.open(transport.name, exposure.opening)
         sent = first_unit
-        async with aclosing(_Ahead(self._exported, self._unit_bytes)) as exports:
+        async with aclosing(Ahead(self._exported, self._unit_bytes)) as exports:
             while True:
-                changed = (
-                    self._changed
-                )  # taken before we look: what changes meanwhile is not missed
+                # taken before we look: what changes meanwhile is not missed
+                changed = self._changed
                 if self._error is not None:
                     raise self._error
                 while sent < self._num_units:
@@ -229,54 +219,6 @@ class Outgoing:
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-class _Ahead:
-    """The exports of one stream, one piece ahead of what is being sent.
-
-    Two rooms take turns: a piece is in its frames before the next but one is exported, and new
-    memory costs more to get from the system than to fill.
-    """
-
-    def __init__(
-        self,
-        export: Callable[[int, int, memoryview], Awaitable[memoryview | None]],
-        unit_bytes: int,
-    ) -> None:
-        self._export = export
-        self._unit_bytes = unit_bytes
-        self._batch = max(1, EXPORT_BYTES // unit_bytes)
-        self._rooms = itertools.cycle([_room(self._batch * unit_bytes) for _ in range(2)])
-        self._next: asyncio.Task[memoryview | None] | None = None
-
-    def begin(self, first_unit: int, end_unit: int) -> None:
-        """Export from a unit on, unless that has begun or there is none."""
-        if self._next is None and first_unit < end_unit:
-            self._next = asyncio.create_task(self._piece(first_unit, end_unit))
-
-    async def take(self) -> memoryview | None:
-        """What was begun last."""
-        assert self._next is not None
-        data = await self._next
-        self._next = None
-        return data
-
-    async def aclose(self) -> None:
-        """Give up what was begun and nobody took."""
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.gather(self._next, return_exceptions=True)
-
-    async def _piece(self, first_unit: int, end_unit: int) -> memoryview | None:
-        num_units = min(self._batch, end_unit - first_unit)
-        room = next(self._rooms)
-        return await self._export(first_unit, num_units, room[: num_units * self._unit_bytes])
-
-
-def _room(num_bytes: int) -> memoryview:
-    """Memory that costs nothing until it is written."""
-    room: memoryview = np.empty(num_bytes, np.uint8).data
-    return room
 
 
 async def _is_set(changed: asyncio.Event, *, seconds: float) -> bool:
