@@ -78,14 +78,20 @@ def test_a_manual_pool_is_put_back_with_an_event(live: Live):
     live.until(lambda: len(live.items("vlmpools", "manual")) == 1, seconds=2)
     live.kubectl("-n", "live", "scale", "vlmp/manual-decode", "--replicas=5")
     live.until(lambda: live.get("vlmp", "manual-decode")["spec"]["replicas"] == 2, seconds=5)
-    events = live.kubectl(
-        "-n", "live", "get", "events", "--field-selector", "reason=ScalePutBack", "-o", "json"
-    )
-    found = [
-        item for item in json.loads(events)["items"] if item["involvedObject"]["name"] == "manual"
-    ]
-    assert len(found) == 1
-    assert "use mode External" in found[0]["message"]
+
+    def told() -> list[dict[str, Any]]:
+        events = live.kubectl(
+            "-n", "live", "get", "events", "--field-selector", "reason=ScalePutBack", "-o", "json"
+        )
+        return [
+            item
+            for item in json.loads(events)["items"]
+            if item["involvedObject"]["name"] == "manual"
+        ]
+
+    live.until(told, seconds=2)
+    (event,) = told()
+    assert "use mode External" in event["message"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,10 @@ class Pods:
             one = await self.get(name)
             return one if holds(one) else None
 
-        found = await until(seen, seconds=SECONDS, awaited=f"{name} to {what}")
+        try:
+            found = await until(seen, seconds=SECONDS, awaited=f"{name} to {what}")
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {(await self.get(name))['status']}") from None
         assert found is not None
         return found
 
