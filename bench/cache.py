@@ -29,7 +29,6 @@ import io
 import json
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from typing import Any
 import httpx
 import numpy as np
 from PIL import Image
+from workers import free_port
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "examples" / "shapes" / "model"
@@ -107,8 +107,7 @@ class Server:
 @contextlib.contextmanager
 def serving(model: Path, *, device: str) -> Iterator[Server]:
     """A server that is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = int(sock.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "vlm_worker", "serve", str(model), f"--port={port}"]
     command += ["--served-name=m", f"--device={device}"]
     running = subprocess.Popen(command, cwd=ROOT / "worker", stderr=subprocess.DEVNULL)

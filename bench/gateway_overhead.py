@@ -16,7 +16,6 @@ import base64
 import contextlib
 import io
 import json
-import socket
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import httpx
 from PIL import Image
+from workers import free_port
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "worker"))
@@ -50,12 +50,6 @@ from vlm_worker.wire import calls  # noqa: E402
 MODEL = ROOT / "examples" / "shapes" / "model"
 QUESTION = "What shape is in the picture?"
 START_SECONDS = 60.0
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import random_vlm
-from startup import free_port, message_of
+from workers import running
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "worker"))
@@ -62,6 +59,15 @@ class Case:
     kv_bytes: int
     max_batched_tokens: int
     goal: tuple[str, float]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of both workers."""
+        return (
+            f"--kv-memory-bytes={self.kv_bytes}",
+            f"--max-batched-tokens={self.max_batched_tokens}",
+            f"--max-model-len={self.max_model_len}",
+        )
 
 
 CASES = {
@@ -98,7 +104,10 @@ async def measure(model_dir: Path, case: Case, *, num_rounds: int) -> dict[str, 
     """Medians; the first round is not counted."""
     overlapped: list[Times] = []
     after: list[Times] = []
-    with running("prefill", model_dir, case) as here, running("decode", model_dir, case) as there:
+    with (
+        running(model_dir, "prefill", *case.flags) as here,
+        running(model_dir, "decode", *case.flags) as there,
+    ):
         async with WorkerClient(here) as prefill, WorkerClient(there) as decode:
             for number in range(num_rounds + 1):
                 for kept, overlap in ((overlapped, True), (after, False)):
@@ -188,29 +197,6 @@ async def continue_from(
             if isinstance(reply.event, Tokens):
                 times += [time.perf_counter()] * len(reply.event.token_ids)
     return called, times
-
-
-@contextlib.contextmanager
-def running(role: str, model_dir: Path, case: Case) -> Iterator[str]:
-    """A worker that is ready; its address."""
-    port = free_port()
-    command = [
-        sys.executable, "-m", "vlm_worker", role, f"--model={model_dir}", "--served-name=m",
-        "--bind=127.0.0.1", f"--grpc-port={port}", f"--http-port={free_port()}", "--block-size=64",
-        f"--kv-memory-bytes={case.kv_bytes}", f"--max-batched-tokens={case.max_batched_tokens}",
-        f"--max-model-len={case.max_model_len}", f"--stages={role}",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, cwd=ROOT / "worker", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    try:
-        if not any(message_of(line) == "ready" for line in process.stdout):
-            raise SystemExit(f"the {role} worker ended with {process.wait()}")
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 if __name__ == "__main__":

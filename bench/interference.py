@@ -23,19 +23,18 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import random_vlm
 from PIL import Image
-from startup import free_port, message_of
+from workers import running
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "worker"))
@@ -51,8 +50,8 @@ PICTURES_PER_SECOND = 0.4
 LEAST_SECONDS = 10.0
 AIM = 1.5
 DEPLOYMENTS = {
-    "split": (("prefill", "encoder,prefill", "0"), ("decode", "decode", "1")),
-    "colocated": (("decode", "encoder,prefill,decode", "0,1"),),
+    "split": (("encoder,prefill", "0"), ("decode", "1")),
+    "colocated": (("encoder,prefill,decode", "0,1"),),
 }
 _numbers = itertools.count(1)
 
@@ -67,7 +66,10 @@ async def main() -> None:
     with random_vlm.model_directory(args.model) as model_dir:
         for name, workers in DEPLOYMENTS.items():
             with contextlib.ExitStack() as stack:
-                addresses = [stack.enter_context(running(model_dir, *one)) for one in workers]
+                addresses = [
+                    stack.enter_context(on_cores(model_dir, stages, cores))
+                    for stages, cores in workers
+                ]
                 lines[name] = await measure(addresses[0], addresses[-1], seconds=args.seconds)
     split, colocated = lines["split"], lines["colocated"]
     better = split["loaded p99"] < colocated["loaded p99"]
@@ -75,6 +77,12 @@ async def main() -> None:
     judged = {"same_work": same_work, "met": better and same_work}
     for name, figures in lines.items():
         print(json.dumps({"bench": "interference", "what": name, **figures, **judged}))
+
+
+def on_cores(model_dir: Path, stages: str, cores: str) -> AbstractContextManager[str]:
+    """A worker that is ready, with a thread for each of its cores."""
+    flags = "--kv-memory-bytes=1073741824", f"--threads={len(cores.split(','))}"
+    return running(model_dir, stages, *flags, under=("taskset", "--cpu-list", cores))
 
 
 def long_enough(text: str) -> float:
@@ -186,29 +194,6 @@ def jpeg(seed: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels.reshape(56, 56, 3)).resize((SIDE, SIDE)).save(file, "JPEG")
     return file.getvalue()
-
-
-@contextlib.contextmanager
-def running(model_dir: Path, role: str, stages: str, cores: str) -> Iterator[str]:
-    """A worker on some cores that is ready; its address."""
-    port = free_port()
-    command = [
-        "taskset", "--cpu-list", cores, sys.executable, "-m", "vlm_worker", role,
-        f"--model={model_dir}", "--served-name=m", f"--stages={stages}", "--bind=127.0.0.1",
-        f"--grpc-port={port}", f"--http-port={free_port()}", "--block-size=64",
-        "--kv-memory-bytes=1073741824", f"--threads={len(cores.split(','))}",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, cwd=ROOT / "worker", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    try:
-        if not any(message_of(line) == "ready" for line in process.stdout):
-            raise SystemExit(f"the {role} worker ended with {process.wait()}")
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import sys
 from collections.abc import AsyncIterator
 
 import httpx
-from gateway_overhead import MODEL, ROOT, ask_gateway, body_of, free_port, quantiles, until_ready
+from gateway_overhead import MODEL, ROOT, ask_gateway, body_of, quantiles, until_ready
 from PIL import Image, ImageDraw
+from workers import free_port
 
 WARM_UP = 10
 SIDE = 224

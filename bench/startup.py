@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import random_vlm
+from workers import message_of, worker
 
-ROOT = Path(__file__).parents[1]
 ROLES = {
     "encoder": "encoder",
     "prefill": "prefill",
@@ -86,19 +85,10 @@ def import_torch() -> dict[str, float]:
 
 def start_worker(model_dir: Path, role: str) -> dict[str, Any]:
     """Seconds until its log says that it is ready, in parts, and CPU seconds so far."""
-    stages = ROLES[role]
-    command = [
-        sys.executable, "-m", "vlm_worker", stages.rpartition(",")[2], f"--model={model_dir}",
-        "--served-name=m", f"--stages={stages}", "--bind=127.0.0.1", f"--grpc-port={free_port()}",
-        f"--http-port={free_port()}", "--block-size=64", "--kv-memory-bytes=268435456",
-    ]  # fmt: skip
     began = last = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=ROOT / "worker", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
     parts: dict[str, float] = {}
-    try:
+    with worker(model_dir, ROLES[role], "--kv-memory-bytes=268435456") as (process, _):
+        assert process.stdout is not None
         for line in process.stdout:
             message = message_of(line)
             if message in MARKS:
@@ -106,27 +96,13 @@ def start_worker(model_dir: Path, role: str) -> dict[str, Any]:
                 parts[message], last = now - last, now
             if message == "ready":
                 return {"wall": last - began, "cpu": cpu_seconds(process.pid), "parts": parts}
-    finally:
-        process.terminate()
-        process.communicate()
-    raise SystemExit(f"the {role} ended with {process.returncode} before it was ready")
-
-
-def message_of(line: str) -> str | None:
-    """Of a line of the log."""
-    return json.loads(line).get("message") if line.startswith("{") else None
+        raise SystemExit(f"the {role} ended with {process.wait()} before it was ready")
 
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process, its children apart."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def free_port() -> int:
-    """One that nobody has."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 if __name__ == "__main__":
