@@ -12,17 +12,14 @@ One JSON line each; `int8_ratio` is the time with `--weights=int8`, in the same 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import random_vlm
 from decode import build, step_inputs
-from probes import Rounds
+from probes import Rounds, arguments
 from sides import GRID, PATCH_DIM
 
 PROMPT = 575
@@ -31,12 +28,7 @@ GOALS = {"text": 0.75, "encode": 0.80}
 
 def main() -> None:
     """Measure, and print one JSON line per case."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    args = parser.parse_args()
-    os.putenv("OMP_WAIT_POLICY", "PASSIVE")  # as a worker has it; torch is not imported yet
+    args = arguments(__doc__)
     cases: dict[tuple[str, str], Any] = {}
     with random_vlm.model_directory(args.model) as model_dir:
         for weights in ("auto", "int8"):

@@ -6,12 +6,15 @@ whatever else the machine does slows all of them alike.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import random_vlm
 from sides import read_bandwidth
 
 PEAK_SIZE = 2048
@@ -73,6 +76,12 @@ class Rounds:
         """Seconds of one case over those of another, median of the rounds."""
         pairs = zip(self.seconds[case], self.seconds[other], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """What the command line says; threads that torch starts from here on wait as a worker's do."""
+    os.putenv("OMP_WAIT_POLICY", "PASSIVE")
+    return random_vlm.arguments(description, rounds=5).parse_args()
 
 
 def peak_probe(*, seconds: float) -> Callable[[], float]:

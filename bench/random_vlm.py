@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,15 @@ def make_model(
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return directory
+
+
+def arguments(description: str, *, rounds: int) -> argparse.ArgumentParser:
+    """The flags of whatever measures this model; `rounds` is what is usual."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="counted rounds")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
+    return parser
 
 
 @contextlib.contextmanager

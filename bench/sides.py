@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import resource
 import statistics
@@ -199,10 +198,7 @@ def read_bandwidth(threads: int) -> float:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """The flags that every comparison has."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
+    parser = random_vlm.arguments(description, rounds=3)
     parser.add_argument("--options", type=json.loads, default={}, help="of our side, as JSON")
     parser.add_argument("--wait-policy", default="PASSIVE", help="OMP_WAIT_POLICY of our side")
     return parser

@@ -17,12 +17,10 @@ is probed in the same rounds; `stages` are the gateway's own account, medians in
 
 from __future__ import annotations
 
-import argparse
 import base64
 import functools
 import io
 import json
-import os
 import random
 import statistics
 import sys
@@ -35,7 +33,7 @@ import numpy as np
 from cache import Server, serving
 from PIL import Image
 from prefill import encode_operations, text_operations
-from probes import Rounds
+from probes import Rounds, arguments
 
 sys.path.append(str(Path(__file__).parent / "peers"))
 
@@ -50,11 +48,7 @@ NEW, SEEN, TEXT = "new picture", "picture seen before", "text alone"
 
 def main() -> None:
     """Measure, and print one JSON line a case."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as made:
         model = make((args.model or Path(made) / "model").resolve())
         with serving(model, device="cpu") as server:

@@ -1,4 +1,4 @@
-"""Fields of NaN around what a kernel reads and writes, so that a step beside it shows."""
+"""What kernels multiply, and fields of NaN around it, so that a step beside it shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import pytest
 import torch
 
 GUARD = 64
+
+
+def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers, normal with this deviation."""
+    return (torch.randn(*shape) * scale).to(torch.bfloat16)
 
 
 def poisoned_results(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

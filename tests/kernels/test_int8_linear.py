@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.guards import among_nan, assert_guards_stand, poisoned_results
+from kernels.guards import among_nan, assert_guards_stand, bf16, poisoned_results
 from kernels.variants import each_variant
 from torch.nn import functional
 
@@ -19,10 +19,6 @@ module = importlib.import_module("vlm_kernels.packed_linear")  # the package has
 variant = each_variant(module)
 
 ROWS = st.sampled_from([1, 2, 5, 6, 7, 13, 14, 15, 16, 17, 29, 43, 56, 57, 61])
-
-
-def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape) * scale).to(torch.bfloat16)
 
 
 @given(ROWS, st.integers(1, 140), st.integers(1, 140), st.booleans(), st.booleans())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.guards import among_nan, assert_guards_stand, poisoned_results
+from kernels.guards import among_nan, assert_guards_stand, bf16, poisoned_results
 from torch.nn import functional
 
 from vlm_kernels import packed_linear
@@ -19,10 +19,6 @@ from vlm_kernels.packed_weights import PackedWeights, mix_biases, pack, pack_gat
 needs_kernel = pytest.mark.skipif(not has_kernel(), reason="this CPU multiplies by torch")
 
 ROWS = st.sampled_from([1, 2, 5, 6, 7, 12, 13, 14, 15, 16, 17, 24, 29, 43, 56, 57, 61])
-
-
-def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape) * scale).to(torch.bfloat16)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
