@@ -18,7 +18,7 @@
 // Scores and sums are float32; weights are rounded to bfloat16 for their product with V, which is
 // where transformers' `sdpa` rounds, while its `eager` rounds scores as well. A row's answer depends
 // on its own keys alone: not on the rows beside it, the chunk that it is in, or the threads.
-#include "threads.h"
+#include "flash_attention.h"
 
 #ifdef TRIPTYCH_AVX512BF16
 
@@ -125,39 +125,42 @@ void attend(const Segments& step, const Tensors& at, int64_t head, int64_t begin
   }
 }
 
-// The segments [begin, end): packs all of their keys, then attends.
-void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end) {
-  struct Piece {
-    int64_t segment, head, from, to, packed;  // a tile, or queries
-  };
-  static thread_local std::vector<Half> packed;
+// What is to be packed and attended of the segments [begin, end).
+void lay_out(const Segments& step, int64_t begin, int64_t end, FlashWork& work) {
   const Sizes size(step.head_dim);
   const int64_t queries = std::max<int64_t>(1, ROWS / step.num_groups);
-  std::vector<Piece> tiles, items;
+  work.tiles.clear();
+  work.items.clear();
   int64_t used = 0;
   for (int64_t s = begin; s < end; s++) {
     for (int64_t h = 0; h < step.num_kv_heads; h++) {
       const int64_t count = count_tiles(step, s);
-      for (int64_t t = 0; t < count; t++) tiles.push_back({s, h, t, t + 1, used + t * size.tile});
+      for (int64_t t = 0; t < count; t++) work.tiles.push_back({s, h, t, t + 1, used + t * size.tile});
       for (int64_t from = 0; from < step.num_queries[s]; from += queries) {
-        items.push_back({s, h, from, std::min(from + queries, step.num_queries[s]), used});
+        work.items.push_back({s, h, from, std::min(from + queries, step.num_queries[s]), used});
       }
       used += count * size.tile;
     }
   }
   // the last queries see most keys: they are begun first, so that no thread ends late
-  std::stable_sort(items.begin(), items.end(),
-                   [](const Piece& a, const Piece& b) { return a.from > b.from; });
-  packed.resize(2 * used);
-  Half *const keys = packed.data(), *const values = keys + used;
-  const int threads = static_cast<int>(step.num_threads);
-  parallel_for(threads, tiles.size(), [&](std::ptrdiff_t i) {
-    const Piece& p = tiles[i];
+  std::stable_sort(work.items.begin(), work.items.end(),
+                   [](const auto& a, const auto& b) { return a.from > b.from; });
+  work.packed.resize(2 * used);
+}
+
+// The segments [begin, end): packs all of their keys, then attends.
+void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end, FlashWork& work,
+         Threads& threads) {
+  const Sizes size(step.head_dim);
+  threads.for_each(1, [&](std::ptrdiff_t) { lay_out(step, begin, end, work); });
+  Half *const keys = work.packed.data(), *const values = keys + work.packed.size() / 2;
+  threads.for_each(work.tiles.size(), [&](std::ptrdiff_t i) {
+    const FlashWork::Piece& p = work.tiles[i];
     const TileRows rows(step, at, p.segment, p.head, p.from);
     pack(rows, size.dim, size.width, keys + p.packed, values + p.packed);
   });
-  parallel_for(threads, items.size(), [&](std::ptrdiff_t i) {
-    const Piece& p = items[i];
+  threads.for_each(work.items.size(), [&](std::ptrdiff_t i) {
+    const FlashWork::Piece& p = work.items[i];
     const int64_t first = step.tokens[p.segment];
     attend(step, at, p.head, first + p.from, first + p.to, keys + p.packed, values + p.packed);
   });
@@ -165,16 +168,23 @@ void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end) {
 
 }  // namespace
 
-TRIPTYCH_EXPORT void triptych_flash_attention(const Segments* step, const Tensors* tensors) {
-  const int64_t of_tile = step->num_kv_heads * Sizes(step->head_dim).tile;
-  for (int64_t begin = 0, end = 0; begin < step->num_segments; begin = end) {
+void triptych::attend_segments(const Segments& step, const Tensors& tensors, FlashWork& work,
+                               Threads& threads) {
+  const int64_t of_tile = step.num_kv_heads * Sizes(step.head_dim).tile;
+  for (int64_t begin = 0, end = 0; begin < step.num_segments; begin = end) {
     int64_t elements = 0;
     do {
-      elements += 2 * count_tiles(*step, end++) * of_tile;
-    } while (end < step->num_segments &&
-             elements + 2 * count_tiles(*step, end) * of_tile <= MOST_PACKED);
-    run(*step, *tensors, begin, end);
+      elements += 2 * count_tiles(step, end++) * of_tile;
+    } while (end < step.num_segments &&
+             elements + 2 * count_tiles(step, end) * of_tile <= MOST_PACKED);
+    run(step, tensors, begin, end, work, threads);
   }
+}
+
+TRIPTYCH_EXPORT void triptych_flash_attention(const Segments* step, const Tensors* tensors) {
+  static thread_local FlashWork work;
+  Threads threads(static_cast<int>(step->num_threads));
+  attend_segments(*step, *tensors, work, threads);
 }
 
 #endif

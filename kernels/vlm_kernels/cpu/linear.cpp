@@ -7,7 +7,6 @@
 // number of threads. The tiles are those of linear_tiles.h.
 
 #include "linear.h"
-#include "threads.h"
 
 #ifdef TRIPTYCH_AVX512BF16
 
@@ -26,6 +25,13 @@ struct Bfloat16Dot {
 
 }  // namespace
 
+void triptych::linear_bf16(Job job, const void* x, int64_t x_stride, int k, Threads& threads) {
+  job.x = static_cast<const uint8_t*>(x);
+  job.x_stride = x_stride * 2;
+  job.steps = k / 2;
+  multiply<Bfloat16Dot>(job, threads);
+}
+
 TRIPTYCH_EXPORT int triptych_has_linear_bf16() { return 1; }
 
 TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const void* w,
@@ -34,11 +40,9 @@ TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const
                                           int n, int k, int epilogue, int num_threads) {
   triptych::Job job =
       triptych::job_of(bias, residual, residual_stride, y, y_stride, m, n, epilogue);
-  job.x = static_cast<const uint8_t*>(x);
-  job.x_stride = x_stride * 2;
   job.w = static_cast<const uint8_t*>(w);
-  job.steps = k / 2;
-  triptych::multiply<Bfloat16Dot>(job, num_threads);
+  triptych::Threads threads(num_threads);
+  triptych::linear_bf16(job, x, x_stride, k, threads);
 }
 
 #else

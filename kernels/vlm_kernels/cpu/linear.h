@@ -14,6 +14,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "threads.h"
 
 namespace triptych {
 
@@ -49,7 +52,7 @@ struct Job {
   Epilogue epilogue;
 };
 
-// A job as Python's call gives it; the caller adds x, W and their scales.
+// A job as Python's call gives it; the caller adds W and its scales.
 inline Job job_of(const void* bias, const void* residual, int64_t residual_stride, void* y,
                   int64_t y_stride, int m, int n, int epilogue) {
   Job job{};
@@ -63,5 +66,22 @@ inline Job job_of(const void* bias, const void* residual, int64_t residual_strid
   job.epilogue = static_cast<Epilogue>(epilogue);
   return job;
 }
+
+// Room for the codes of activations; kept from product to product.
+struct Codes {
+  std::vector<uint8_t> codes;
+  std::vector<float> scales;
+
+  // For m rows of k; before threads begin.
+  void make_room(int64_t m, int64_t k) {
+    const size_t size = m * ((k + 3) / 4 * 4);
+    if (codes.size() < size) codes.resize(size);
+    if (scales.size() < size_t(m)) scales.resize(m);
+  }
+};
+
+// Of a job without x: rows of bfloat16, k of them each, x_stride apart. The first needs AVX512-BF16.
+void linear_bf16(Job job, const void* x, int64_t x_stride, int k, Threads& threads);
+void linear_int8(Job job, const void* x, int64_t x_stride, int k, Codes& codes, Threads& threads);
 
 }  // namespace triptych

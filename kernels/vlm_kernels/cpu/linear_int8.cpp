@@ -20,7 +20,6 @@
 
 #include "linear.h"
 #include "rounding.h"
-#include "threads.h"
 
 using namespace triptych;
 
@@ -46,7 +45,7 @@ struct Int8Dot {
   }
 };
 
-void product(const Job& job, int num_threads) { multiply<Int8Dot>(job, num_threads); }
+void product(const Job& job, Threads& threads) { multiply<Int8Dot>(job, threads); }
 
 }  // namespace
 
@@ -127,9 +126,9 @@ void finish_panel(const Job& job, int row, int panel, const float sums[PANEL]) {
   }
 }
 
-void product(const Job& job, int num_threads) {
+void product(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
-  parallel_for(num_threads, num_panels, [&](std::ptrdiff_t panel) {
+  threads.for_each(num_panels, [&](std::ptrdiff_t panel) {
     const auto* w = reinterpret_cast<const int8_t*>(job.w) + panel * job.steps * PANEL * 4;
     for (int row = 0; row < job.m; ++row) {
       int32_t sums[PANEL];
@@ -150,7 +149,6 @@ void product(const Job& job, int num_threads) {
 
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
 constexpr float LEAST = 1e-30f;     // a row of nothing but less than this is zero
 constexpr uint16_t INFINITE = 0x7f80;
 
@@ -177,34 +175,32 @@ void quantise_row(const uint16_t* x, int64_t size, int64_t padded, uint8_t* code
 
 }  // namespace
 
+void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, Codes& codes,
+                           Threads& threads) {
+  job.steps = (k + 3) / 4;
+  job.x_stride = int64_t(job.steps) * 4;
+  threads.for_each_run(job.m, k, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      quantise_row(static_cast<const uint16_t*>(x) + row * x_stride, k, job.x_stride,
+                   codes.codes.data() + row * job.x_stride, codes.scales.data() + row);
+    }
+  });
+  job.x = codes.codes.data();
+  job.x_scale = codes.scales.data();
+  product(job, threads);
+}
+
 TRIPTYCH_EXPORT void triptych_linear_int8(const void* x, int64_t x_stride, const void* w,
                                           const void* w_scale, const void* w_offset,
                                           const void* bias, const void* residual,
                                           int64_t residual_stride, void* y, int64_t y_stride, int m,
                                           int n, int k, int epilogue, int num_threads) {
-  static thread_local std::vector<uint8_t> codes;  // of the thread that calls, kept
-  static thread_local std::vector<float> scales;
-  const int steps = (k + 3) / 4;
-  const int64_t stride = int64_t(steps) * 4;
-  if (codes.size() < size_t(m * stride)) codes.resize(m * stride);
-  if (scales.size() < size_t(m)) scales.resize(m);
-  uint8_t* const all_codes = codes.data();
-  float* const all_scales = scales.data();
-  const int64_t per_item = std::max<int64_t>(1, GRAIN / std::max(k, 1));
-  parallel_for(num_threads, (m + per_item - 1) / per_item, [&](std::ptrdiff_t item) {
-    const int64_t end = std::min<int64_t>(m, (item + 1) * per_item);
-    for (int64_t row = item * per_item; row < end; ++row) {
-      quantise_row(static_cast<const uint16_t*>(x) + row * x_stride, k, stride,
-                   all_codes + row * stride, all_scales + row);
-    }
-  });
+  static thread_local Codes codes;
+  codes.make_room(m, k);
   Job job = job_of(bias, residual, residual_stride, y, y_stride, m, n, epilogue);
-  job.x = all_codes;
-  job.x_stride = stride;
-  job.x_scale = all_scales;
   job.w = static_cast<const uint8_t*>(w);
   job.w_scale = static_cast<const float*>(w_scale);
   job.w_offset = static_cast<const int32_t*>(w_offset);
-  job.steps = steps;
-  product(job, num_threads);
+  Threads threads(num_threads);
+  linear_int8(job, x, x_stride, k, codes, threads);
 }

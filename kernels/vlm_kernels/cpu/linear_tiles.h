@@ -207,11 +207,11 @@ void many_rows(const Job& job, int begin, int end) {
 }
 
 template <class Dot>
-void multiply(const Job& job, int num_threads) {
+void multiply(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
-  const int share = num_panels / (4 * num_threads) / 2 * 2;
+  const int share = num_panels / (4 * threads.count()) / 2 * 2;
   const int per_item = std::max(2, std::min(MOST_PANELS, share));
-  parallel_for(num_threads, (num_panels + per_item - 1) / per_item, [&](std::ptrdiff_t i) {
+  threads.for_each((num_panels + per_item - 1) / per_item, [&](std::ptrdiff_t i) {
     const int begin = int(i) * per_item, end = std::min(begin + per_item, num_panels);
     job.m <= FEW_ROWS ? few_rows<Dot>(job, begin, end) : many_rows<Dot>(job, begin, end);
   });

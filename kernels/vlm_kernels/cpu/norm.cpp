@@ -6,17 +6,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 
+#include "norm.h"
 #include "rounding.h"
-#include "threads.h"
 
 using namespace triptych;
 
 namespace {
 
 constexpr int LANES = 16;
-constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
 
 template <class T>
 void norm_row(const T* x, const T* w, T* y, int64_t size, float eps, bool adds_one) {
@@ -48,27 +46,24 @@ void norm_row(const T* x, const T* w, T* y, int64_t size, float eps, bool adds_o
 }
 
 template <class T>
-void norm(const T* x, int64_t x_stride, const T* w, T* y, int64_t rows, int64_t size, float eps,
-          bool adds_one, int num_threads) {
-  const int64_t per_item = std::max<int64_t>(1, GRAIN / size);
-  parallel_for(num_threads, (rows + per_item - 1) / per_item, [&](std::ptrdiff_t item) {
-    const int64_t end = std::min(rows, (item + 1) * per_item);
-    for (int64_t row = item * per_item; row < end; ++row) {
-      norm_row(x + row * x_stride, w, y + row * size, size, eps, adds_one);
-    }
-  });
+void rows_of(const NormJob& job, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    norm_row(static_cast<const T*>(job.x) + row * job.x_stride, static_cast<const T*>(job.w),
+             static_cast<T*>(job.y) + row * job.size, job.size, job.eps, job.adds_one);
+  }
 }
 
 }  // namespace
 
+void triptych::norm_rows(const NormJob& job, int64_t begin, int64_t end) {
+  job.is_bf16 ? rows_of<Bfloat16>(job, begin, end) : rows_of<float>(job, begin, end);
+}
+
 TRIPTYCH_EXPORT void triptych_rms_norm(const void* x, int64_t x_stride, const void* w, void* y,
                                        int64_t rows, int64_t size, float eps, int is_bf16,
                                        int adds_one, int num_threads) {
-  if (is_bf16) {
-    norm(static_cast<const Bfloat16*>(x), x_stride, static_cast<const Bfloat16*>(w),
-         static_cast<Bfloat16*>(y), rows, size, eps, adds_one != 0, num_threads);
-  } else {
-    norm(static_cast<const float*>(x), x_stride, static_cast<const float*>(w),
-         static_cast<float*>(y), rows, size, eps, adds_one != 0, num_threads);
-  }
+  const NormJob job{x, x_stride, w, y, size, eps, is_bf16 != 0, adds_one != 0};
+  Threads(num_threads).for_each_run(rows, size, [&](int64_t begin, int64_t end) {
+    norm_rows(job, begin, end);
+  });
 }

@@ -19,13 +19,10 @@
 // What limits it is memory: each element of K and V is read once and used HEADS times. The machine
 // itself fetches ahead inside 4 KiB; `__builtin_prefetch` carries it over from block to block, which
 // doubles the speed. A part has no tile before its first: that one is asked for at once.
-#include <atomic>
-#include <memory>
-#include <vector>
+#include "paged_attention.h"
 
 #include "paged_dots.h"
 #include "paged_tile.h"
-#include "threads.h"
 
 using namespace triptych;
 
@@ -126,41 +123,14 @@ void finish(const Step& step, const Layer& layer, int64_t row, int64_t head, flo
   }
 }
 
-// What one thread takes, and how much is left of each (row, head).
-struct Work {
-  struct Part {
-    int64_t row, part, num_parts;
-  };
-  std::vector<Part> parts;
-  std::vector<std::atomic<int>> left;
-
-  void lay_out(const Step& step) {
-    parts.clear();
-    left = std::vector<std::atomic<int>>(step.num_rows * step.num_kv_heads);
-    for (int64_t row = 0; row < step.num_rows; row++) {
-      const int64_t num_parts = count_parts(step, row);
-      for (int64_t p = 0; p < num_parts; p++) parts.push_back({row, p, num_parts});
-      for (int64_t h = 0; h < step.num_kv_heads; h++) {
-        left[row * step.num_kv_heads + h] = static_cast<int>(num_parts);
-      }
-    }
-  }
-};
-
 template <class Q, class Products>
-void run(const Step& step, const Layer& layer) {
-  static thread_local Work own;
-  static thread_local std::vector<float> memory;
-  Work& work = own;
-  work.lay_out(step);
+void run(const Step& step, const Layer& layer, DecodeWork& work, Threads& threads) {
   const int64_t num_parts = static_cast<int64_t>(work.parts.size());
-  memory.resize(num_parts * step.num_kv_heads * sums_size(step));
-  float* const sums = memory.data();
-  parallel_for(static_cast<int>(step.num_threads), num_parts * step.num_kv_heads,
-               [&](std::ptrdiff_t i) {
+  float* const sums = work.sums.data();
+  threads.for_each(num_parts * step.num_kv_heads, [&](std::ptrdiff_t i) {
     // of one head after the other, so that parts of a row lie side by side in `sums`
     const int64_t head = i / num_parts;
-    const Work::Part of = work.parts[i % num_parts];
+    const DecodeWork::Part of = work.parts[i % num_parts];
     static thread_local Queries<Products, Q> queries;
     queries.prepare(step, layer, of.row, head);
     const int64_t begin = first_seen(step, of.row) + of.part * PART;
@@ -171,12 +141,13 @@ void run(const Step& step, const Layer& layer) {
     if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       float* first = sums + (i - of.part) * sums_size(step);
       finish<Products, Q>(step, layer, of.row, head, first, of.num_parts);
+      left.store(static_cast<int>(of.num_parts), std::memory_order_relaxed);  // of the next layer
     }
   });
 }
 
 template <class Q>
-void run_for(const Step& step, const Layer& layer) {
+void run_for(const Step& step, const Layer& layer, DecodeWork& work, Threads& threads) {
 #ifdef TRIPTYCH_AVX512BF16
   constexpr bool is_bf16 = std::is_same<Q, Bfloat16>::value;
   using OfBfloat16 =
@@ -187,17 +158,38 @@ void run_for(const Step& step, const Layer& layer) {
   using OfInt8 = FloatProducts<int8_t>;
 #endif
   switch (step.kv_type) {
-    case KV_FLOAT: return run<Q, FloatProducts<float>>(step, layer);
-    case KV_BFLOAT16: return run<Q, OfBfloat16>(step, layer);
-    default: return run<Q, OfInt8>(step, layer);
+    case KV_FLOAT: return run<Q, FloatProducts<float>>(step, layer, work, threads);
+    case KV_BFLOAT16: return run<Q, OfBfloat16>(step, layer, work, threads);
+    default: return run<Q, OfInt8>(step, layer, work, threads);
   }
 }
 
 }  // namespace
 
+void DecodeWork::lay_out(const Step& step) {
+  parts.clear();
+  left = std::vector<std::atomic<int>>(step.num_rows * step.num_kv_heads);
+  for (int64_t row = 0; row < step.num_rows; row++) {
+    const int64_t num_parts = count_parts(step, row);
+    for (int64_t p = 0; p < num_parts; p++) parts.push_back({row, p, num_parts});
+    for (int64_t h = 0; h < step.num_kv_heads; h++) {
+      left[row * step.num_kv_heads + h] = static_cast<int>(num_parts);
+    }
+  }
+  sums.resize(parts.size() * step.num_kv_heads * sums_size(step));
+}
+
+void triptych::attend_decode(const Step& step, const Layer& layer, DecodeWork& work,
+                             Threads& threads) {
+  step.q_is_bf16 ? run_for<Bfloat16>(step, layer, work, threads)
+                 : run_for<float>(step, layer, work, threads);
+}
+
 TRIPTYCH_EXPORT void triptych_paged_attention(const Step* step, const void* q, int64_t token_stride,
                                               int64_t head_stride, void* out, int64_t layer,
                                               float scale, float softcap) {
-  const Layer of{q, token_stride, head_stride, out, layer, scale, softcap};
-  step->q_is_bf16 ? run_for<Bfloat16>(*step, of) : run_for<float>(*step, of);
+  static thread_local DecodeWork work;
+  work.lay_out(*step);
+  Threads threads(static_cast<int>(step->num_threads));
+  attend_decode(*step, {q, token_stride, head_stride, out, layer, scale, softcap}, work, threads);
 }

@@ -5,17 +5,12 @@
 // cos and sin are those of each token, so plain and multi-axis positions are the same here. Rounding
 // is transformers': both products to the type of the tables, their sum to the type of x.
 
-#include <algorithm>
-#include <cstdint>
-
+#include "rope.h"
 #include "rounding.h"
-#include "threads.h"
 
 using namespace triptych;
 
 namespace {
-
-constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
 
 template <class T, class Table>
 void rotate_head(T* x, const Table* cos, const Table* sin, int64_t half) {
@@ -32,33 +27,30 @@ void rotate_head(T* x, const Table* cos, const Table* sin, int64_t half) {
 }
 
 template <class T, class Table>
-void rotate(T* x, int64_t token_stride, int64_t head_stride, const Table* cos, const Table* sin,
-            int64_t tokens, int64_t heads, int64_t head_dim, int num_threads) {
-  const int64_t per_item = std::max<int64_t>(1, GRAIN / (heads * head_dim));
-  parallel_for(num_threads, (tokens + per_item - 1) / per_item, [&](std::ptrdiff_t item) {
-    const int64_t end = std::min(tokens, (item + 1) * per_item);
-    for (int64_t t = item * per_item; t < end; ++t) {
-      for (int64_t h = 0; h < heads; ++h) {
-        rotate_head(x + t * token_stride + h * head_stride, cos + t * head_dim, sin + t * head_dim,
-                    head_dim / 2);
-      }
+void tokens_of(const RopeJob& job, int64_t begin, int64_t end) {
+  const Table *cos = static_cast<const Table*>(job.cos), *sin = static_cast<const Table*>(job.sin);
+  for (int64_t t = begin; t < end; ++t) {
+    for (int64_t h = 0; h < job.heads; ++h) {
+      T* x = static_cast<T*>(job.x) + t * job.token_stride + h * job.head_stride;
+      rotate_head(x, cos + t * job.head_dim, sin + t * job.head_dim, job.head_dim / 2);
     }
-  });
+  }
 }
 
 }  // namespace
 
+void triptych::rope_tokens(const RopeJob& job, int64_t begin, int64_t end) {
+  if (job.has_bf16_tables) return tokens_of<Bfloat16, Bfloat16>(job, begin, end);
+  job.is_bf16 ? tokens_of<Bfloat16, float>(job, begin, end) : tokens_of<float, float>(job, begin, end);
+}
+
 TRIPTYCH_EXPORT void triptych_rope(void* x, int64_t token_stride, int64_t head_stride,
                                    const void* cos, const void* sin, int64_t tokens, int64_t heads,
                                    int64_t head_dim, int is_bf16, int has_bf16_tables, int num_threads) {
-  if (has_bf16_tables) {
-    rotate(static_cast<Bfloat16*>(x), token_stride, head_stride, static_cast<const Bfloat16*>(cos),
-           static_cast<const Bfloat16*>(sin), tokens, heads, head_dim, num_threads);
-  } else if (is_bf16) {
-    rotate(static_cast<Bfloat16*>(x), token_stride, head_stride, static_cast<const float*>(cos),
-           static_cast<const float*>(sin), tokens, heads, head_dim, num_threads);
-  } else {
-    rotate(static_cast<float*>(x), token_stride, head_stride, static_cast<const float*>(cos),
-           static_cast<const float*>(sin), tokens, heads, head_dim, num_threads);
-  }
+  const RopeJob job{x,     token_stride, head_stride,  cos,
+                    sin,   heads,        head_dim,     is_bf16 != 0,
+                    has_bf16_tables != 0};
+  Threads(num_threads).for_each_run(tokens, heads * head_dim, [&](int64_t begin, int64_t end) {
+    rope_tokens(job, begin, end);
+  });
 }

@@ -6,28 +6,18 @@
 //
 //   scale = max |x| / 127      integer = round(x * (127 / max |x|)), ties to even
 //
-// Few tokens are written by the calling thread: waking the others takes longer.
 #include <algorithm>
 #include <cmath>
 
-#include "kv_types.h"
 #include "rounding.h"
-#include "threads.h"
+#include "store_kv.h"
 
 using namespace triptych;
 
 namespace {
 
-constexpr int64_t ROWS_PER_THREAD = 512;
-
-struct Target {
-  void* cache;
-  const int64_t* slots;
-  int64_t num_tokens, num_layers, num_kv_heads, head_dim, block_size, layer;
-};
-
 template <class From, class To>
-inline void write_row(const From* from, To* piece, int64_t slot, const Target& t) {
+inline void write_row(const From* from, To* piece, int64_t slot, const StoreJob& t) {
   To* to = piece + slot * t.head_dim;
   if constexpr (sizeof(From) == sizeof(To)) {
     std::memcpy(to, from, t.head_dim * sizeof(To));
@@ -37,7 +27,7 @@ inline void write_row(const From* from, To* piece, int64_t slot, const Target& t
 }
 
 template <class From>
-inline void write_row(const From* from, int8_t* piece, int64_t slot, const Target& t) {
+inline void write_row(const From* from, int8_t* piece, int64_t slot, const StoreJob& t) {
   float most = 0;
   bool is_number = true;
   for (int64_t d = 0; d < t.head_dim; d++) {
@@ -55,30 +45,38 @@ inline void write_row(const From* from, int8_t* piece, int64_t slot, const Targe
   std::memcpy(piece + t.block_size * t.head_dim + slot * sizeof(float), &scale, sizeof(scale));
 }
 
-// keys and values: [T, H, D] by strides {token, head}; the inner one is 1.
 template <class From, class To>
-void run(const Target& t, const void* const rows[2], const int64_t strides[2][2], int num_threads) {
+void tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
   const int64_t size = piece_size<To>(t.block_size, t.head_dim);
-  const int64_t per_thread = ROWS_PER_THREAD / t.num_kv_heads + 1;
-  const int64_t pieces = (t.num_tokens + per_thread - 1) / per_thread;
-  parallel_for(num_threads, pieces, [&](std::ptrdiff_t piece) {
-    const int64_t end = std::min(t.num_tokens, (piece + 1) * per_thread);
-    for (int64_t token = piece * per_thread; token < end; token++) {
-      const int64_t block = t.slots[token] / t.block_size, offset = t.slots[token] % t.block_size;
-      To* of_layer = static_cast<To*>(t.cache) +
-                     (block * t.num_layers + t.layer) * 2 * t.num_kv_heads * size;
-      for (int kv = 0; kv < 2; kv++) {
-        const From* from = static_cast<const From*>(rows[kv]) + token * strides[kv][0];
-        for (int64_t h = 0; h < t.num_kv_heads; h++) {
-          To* piece = of_layer + (kv * t.num_kv_heads + h) * size;
-          write_row(from + h * strides[kv][1], piece, offset, t);
-        }
+  for (int64_t token = begin; token < end; token++) {
+    const int64_t block = t.slots[token] / t.block_size, offset = t.slots[token] % t.block_size;
+    To* of_layer = static_cast<To*>(t.cache) +
+                   (block * t.num_layers + t.layer) * 2 * t.num_kv_heads * size;
+    for (int kv = 0; kv < 2; kv++) {
+      const Strided& rows = kv == 0 ? t.keys : t.values;
+      const From* from = static_cast<const From*>(rows.at) + token * rows.token_stride;
+      for (int64_t h = 0; h < t.num_kv_heads; h++) {
+        To* piece = of_layer + (kv * t.num_kv_heads + h) * size;
+        write_row(from + h * rows.head_stride, piece, offset, t);
       }
     }
-  });
+  }
+}
+
+template <class From>
+void tokens_of(const StoreJob& t, int64_t begin, int64_t end) {
+  switch (t.cache_type) {
+    case KV_FLOAT: return tokens_of<From, float>(t, begin, end);
+    case KV_BFLOAT16: return tokens_of<From, Bfloat16>(t, begin, end);
+    default: return tokens_of<From, int8_t>(t, begin, end);
+  }
 }
 
 }  // namespace
+
+void triptych::store_tokens(const StoreJob& job, int64_t begin, int64_t end) {
+  job.is_bf16 ? tokens_of<Bfloat16>(job, begin, end) : tokens_of<float>(job, begin, end);
+}
 
 TRIPTYCH_EXPORT void triptych_store_kv(const void* k, int64_t k_token, int64_t k_head,
                                        const void* v, int64_t v_token, int64_t v_head,
@@ -86,18 +84,9 @@ TRIPTYCH_EXPORT void triptych_store_kv(const void* k, int64_t k_token, int64_t k
                                        const int64_t* slots, int64_t num_tokens,
                                        int64_t num_layers, int64_t num_kv_heads, int64_t head_dim,
                                        int64_t block_size, int64_t layer, int64_t num_threads) {
-  const Target target{cache,    slots,      num_tokens, num_layers, num_kv_heads,
-                      head_dim, block_size, layer};
-  const void* const rows[2] = {k, v};
-  const int64_t strides[2][2] = {{k_token, k_head}, {v_token, v_head}};
-  const int threads = static_cast<int>(num_threads);
-  const auto of = [&](auto from) {
-    using From = decltype(from);
-    switch (cache_type) {
-      case KV_FLOAT: return run<From, float>(target, rows, strides, threads);
-      case KV_BFLOAT16: return run<From, Bfloat16>(target, rows, strides, threads);
-      default: return run<From, int8_t>(target, rows, strides, threads);
-    }
-  };
-  is_bf16 ? of(Bfloat16()) : of(float());
+  const StoreJob job{{k, k_token, k_head}, {v, v_token, v_head}, is_bf16 != 0, cache, cache_type,
+                     slots, num_layers, num_kv_heads, head_dim, block_size, layer};
+  Threads(static_cast<int>(num_threads))
+      .for_each_run(num_tokens, 2 * num_kv_heads * head_dim,
+                    [&](int64_t begin, int64_t end) { store_tokens(job, begin, end); });
 }

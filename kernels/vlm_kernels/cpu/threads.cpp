@@ -2,13 +2,17 @@
 // Intel's have too.
 #include "threads.h"
 
+#include <sched.h>
+
 namespace {
+
+constexpr int SPINS = 4000;  // some 50 us: the others are about to arrive, unless somebody has their core
 
 void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
 int (*thread_number)() = nullptr;
 int (*team_size)() = nullptr;
 
-struct Team {
+struct Region {
   void (*body)(void*, int, int);
   void* data;
 };
@@ -17,13 +21,25 @@ struct Team {
 
 void triptych::run_team(int num_threads, void (*body)(void*, int, int), void* data) {
   if (num_threads <= 1 || parallel == nullptr) return body(data, 0, 1);
-  Team team{body, data};
+  Region region{body, data};
   parallel(
       [](void* given) {
-        const Team* team = static_cast<const Team*>(given);
-        team->body(team->data, thread_number(), team_size());
+        const Region* region = static_cast<const Region*>(given);
+        region->body(region->data, thread_number(), team_size());
       },
-      &team, static_cast<unsigned>(num_threads), 0);
+      &region, static_cast<unsigned>(num_threads), 0);
+}
+
+void triptych::Team::await_end(uint32_t ended) {
+  for (int spins = 0; turn.load(std::memory_order_acquire) == ended; ++spins) {
+    if (spins < SPINS) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    } else {
+      sched_yield();
+    }
+  }
 }
 
 TRIPTYCH_EXPORT void triptych_use_openmp(void* gomp_parallel, void* get_thread_num,

@@ -3,10 +3,17 @@
 // A second runtime would bring a second set of threads, and the two would take the cores from each
 // other. So nothing here is compiled with -fopenmp: native.py hands over the entry points of the
 // runtime that is in the process already. Without one, the calling thread does all the work.
+//
+//   parallel_for(n, count, body)   one loop: n threads are woken for it
+//   Threads(n).for_each(...)       likewise, for a kernel that is also part of a longer work
+//   in_team(n, body)               many loops: n threads are woken once, each runs body(threads), and
+//                                  they meet at the end of each loop
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 
 namespace triptych {
 
@@ -28,6 +35,69 @@ void parallel_for(int num_threads, std::ptrdiff_t count, Body&& body) {
   std::atomic<std::ptrdiff_t> next{0};
   on_threads(num_threads, [&](int, int) {
     for (std::ptrdiff_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+  });
+}
+
+// What the members of a team share; each on a line of its own.
+struct Team {
+  alignas(64) std::atomic<std::ptrdiff_t> next{0};  // item of this loop
+  alignas(64) std::atomic<int> arrived{0};          // at its end
+  alignas(64) std::atomic<uint32_t> turn{0};        // loops that have ended
+
+  // Returns when `turn` is no longer this one.
+  void await_end(uint32_t turn);
+};
+
+// Who does the items of a loop.
+class Threads {
+ public:
+  // Up to `count`, woken for each loop.
+  explicit Threads(int count) : count_(count) {}
+
+  // A member of a team: all of them come to the same loops in the same order.
+  Threads(Team* team, int count) : count_(count), team_(team) {}
+
+  int count() const { return count_; }
+
+
+  // body(i) for each i below count, all of them done on return.
+  template <class Body>
+  void for_each(std::ptrdiff_t count, Body&& body) {
+    if (team_ == nullptr) return parallel_for(count_, count, body);
+    const uint32_t turn = team_->turn.load(std::memory_order_acquire);
+    for (std::ptrdiff_t i; (i = team_->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      body(i);
+    }
+    if (team_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count_) {
+      return team_->await_end(turn);
+    }
+    team_->next.store(0, std::memory_order_relaxed);
+    team_->arrived.store(0, std::memory_order_relaxed);
+    team_->turn.store(turn + 1, std::memory_order_release);
+  }
+
+  // body(begin, end) for runs of `count` rows; a row is `elements` of simple work.
+  template <class Body>
+  void for_each_run(int64_t count, int64_t elements, Body&& body) {
+    const int64_t worth = team_ ? 1 << 10 : 1 << 15;  // elements that pay for another thread
+    const int64_t rows = std::max<int64_t>(1, worth / std::max<int64_t>(elements, 1));
+    for_each((count + rows - 1) / rows, [&](std::ptrdiff_t i) {
+      body(i * rows, std::min(count, (i + 1) * rows));
+    });
+  }
+
+ private:
+  int count_;
+  Team* team_ = nullptr;
+};
+
+// body(threads) on each of up to num_threads threads, which stay together until all have returned.
+template <class Body>
+void in_team(int num_threads, Body&& body) {
+  Team team;
+  on_threads(num_threads, [&](int, int count) {
+    Threads threads(&team, count);
+    body(threads);
   });
 }
 

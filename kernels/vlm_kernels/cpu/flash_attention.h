@@ -1,0 +1,27 @@
+// Attention of packed segments (flash_attention.cpp).
+#pragma once
+
+#ifdef TRIPTYCH_AVX512BF16
+
+#include <vector>
+
+#include "flash_keys.h"
+#include "threads.h"
+
+namespace triptych {
+
+// What is packed and attended at once; the memory is kept from layer to layer.
+struct FlashWork {
+  struct Piece {
+    int64_t segment, head, from, to, packed;  // a tile, or queries
+  };
+  std::vector<Piece> tiles, items;
+  std::vector<Half> packed;
+};
+
+void attend_segments(const Segments& step, const Tensors& tensors, FlashWork& work,
+                     Threads& threads);
+
+}  // namespace triptych
+
+#endif
