@@ -25,7 +25,7 @@ from vlm_kernels.segments import Segments, plan_segments, seen_by
 from vlm_kernels.tiled_attention import plan_tiled
 
 if TYPE_CHECKING:
-    from vlm_kernels.gpu.paged_attention import TiledStep
+    from vlm_kernels.gpu.attention_step import TiledStep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
     plan_tiled(...)     once per step: blocks, spans and heads
     attend_tiled(...)   once per layer: queries and cache
 
+A step of decode that is captured has its plan made once, of arrays that are filled before each
+replay: plan_captured(...), then check_blocks(...) of what they are filled with.
+
 A wrong index on a GPU reads what another request wrote, or ends the process; so nothing is launched
 with one.
 """
@@ -18,7 +21,8 @@ import torch
 from vlm_kernels.kv_rows import block_size_of, layer_views
 
 if TYPE_CHECKING:
-    from vlm_kernels.gpu.paged_attention import TiledStep
+    from vlm_kernels.attention_plan import AttentionPlan
+    from vlm_kernels.gpu.attention_step import TiledStep
 
 QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,24 +44,78 @@ def plan_tiled(
         ValueError: a block is not in the cache, a sequence is longer than its row of the block
             table, a span ends behind its sequence, or heads do not come in whole groups.
     """
-    from vlm_kernels.gpu.paged_attention import plan_tiles
+    from vlm_kernels.gpu.attention_step import plan_tiles
 
-    num_blocks, num_kv_heads = kv_cache.shape[0], kv_cache.shape[3]
-    if num_heads is None or num_heads % num_kv_heads:
-        raise ValueError(f"plan_attention: {num_heads} query heads, {num_kv_heads} KV heads")
+    num_groups = _num_groups(num_heads, kv_cache)
+    num_kv = context_lens + np.diff(query_start)
+    check_blocks(num_kv, block_table, kv_cache, head_dim=head_dim)
+    return plan_tiles(
+        query_start, context_lens, block_table, num_groups=num_groups,
+        num_kv_heads=kv_cache.shape[3], device=kv_cache.device, spans=spans, window=window,
+    )  # fmt: skip
+
+
+def plan_captured(
+    first_S: torch.Tensor,
+    limit_S: torch.Tensor,
+    table_SB: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    head_dim: int,
+    num_heads: int,
+) -> AttentionPlan:
+    """Lay out a step of decode whose arrays are filled later, and refilled: of a captured graph.
+
+    Args:
+        first_S: int32 on the cache's device, the least position that each sequence's query sees.
+        limit_S: likewise, one behind the greatest. Padding is a query that sees one position of
+            the null block, which is zero: limit 1, table row 0.
+        table_SB: int32, likewise, as of `plan_attention`; B bounds what a sequence may be later.
+        kv_cache: as of `plan_attention`.
+        head_dim: D.
+        num_heads: H * G.
+
+    Raises:
+        ValueError: heads do not come in whole groups, or a type, shape or device does not fit.
+    """
+    from vlm_kernels.attention_plan import AttentionPlan
+    from vlm_kernels.gpu.attention_step import decode_tiles
+
+    num_groups = _num_groups(num_heads, kv_cache)
+    for name, array in (("first", first_S), ("limit", limit_S), ("table", table_SB)):
+        fits = array.dtype == torch.int32 and array.is_contiguous() and len(array) == len(first_S)
+        if not fits or array.device != kv_cache.device:
+            raise ValueError(
+                f"plan_captured: {name} is {array.dtype} {tuple(array.shape)} on {array.device}"
+            )
+    tiles = decode_tiles(
+        first_S, limit_S, table_SB, num_groups=num_groups, num_kv_heads=kv_cache.shape[3],
+        longest=table_SB.shape[1] * block_size_of(kv_cache, head_dim),
+    )  # fmt: skip
+    return AttentionPlan(None, None, (), tiles)
+
+
+def check_blocks(
+    num_kv: np.ndarray, block_table: np.ndarray, kv_cache: torch.Tensor, *, head_dim: int
+) -> None:
+    """Raise ValueError where a block is not in the cache, or a sequence longer than its row."""
+    num_blocks = len(kv_cache)
     if block_table.size and not 0 <= block_table.min() <= block_table.max() < num_blocks:
         raise ValueError(f"plan_attention: a block is not in 0 to {num_blocks - 1}")
     num_slots = block_table.shape[1] * block_size_of(kv_cache, head_dim)
-    num_kv = context_lens + np.diff(query_start)
     if len(block_table) != len(num_kv) or (num_kv > num_slots).any():
         raise ValueError(
             f"plan_attention: {len(num_kv)} sequences of up to {num_kv.max()} positions, a block "
             f"table {block_table.shape} of {num_slots} slots a row"
         )
-    return plan_tiles(
-        query_start, context_lens, block_table, num_groups=num_heads // num_kv_heads,
-        num_kv_heads=num_kv_heads, device=kv_cache.device, spans=spans, window=window,
-    )  # fmt: skip
+
+
+def _num_groups(num_heads: int | None, kv_cache: torch.Tensor) -> int:
+    """Query heads per KV head; raises ValueError where they do not come in whole groups."""
+    num_kv_heads = kv_cache.shape[3]
+    if num_heads is None or num_heads % num_kv_heads:
+        raise ValueError(f"plan_attention: {num_heads} query heads, {num_kv_heads} KV heads")
+    return num_heads // num_kv_heads
 
 
 def attend_tiled(

@@ -75,7 +75,7 @@ def launches(
 ) -> tuple[Launch, ...]:
     """Cut the packed queries into tiles: at most one launch for decode and one for prefill."""
     num_queries = np.diff(query_start)
-    small = max(DECODE_ROWS, _power_of_two(num_groups))
+    small = decode_rows(num_groups)
     found = []
     for seqs, num_rows in (
         (np.flatnonzero(num_queries * num_groups <= small), small),
@@ -85,6 +85,11 @@ def launches(
             tiles = np.array(list(_cut(query_start, seqs, num_rows // num_groups)), np.int32)
             found.append(Launch(tiles, num_rows, _longest(tiles, first, limit)))
     return tuple(found)
+
+
+def decode_rows(num_groups: int) -> int:
+    """Rows of a tile that holds one query, or as many as are no more."""
+    return max(DECODE_ROWS, _power_of_two(num_groups))
 
 
 def num_splits(num_programs: int, longest: int, *, num_processors: int) -> int:

@@ -19,16 +19,11 @@ values, as flash attention does. Products of float32 are IEEE, never TF32.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from vlm_kernels import gpu
-from vlm_kernels.gpu.attention_tiles import intervals, launches, num_splits
+from vlm_kernels.gpu.attention_step import TiledStep
 from vlm_kernels.gpu.configs import config
 from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
 
@@ -149,73 +144,6 @@ def _combine(
     tl.store(out_ptr + out_row[:, None] * D + column[None], acc, mask=stored)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Launch:
-    """Tiles on the device; `num_splits` programs share each."""
-
-    tiles: torch.Tensor
-    num_rows: int
-    num_splits: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TiledStep:
-    """What one step reads, on the device, the same for all layers of one window.
-
-    Attributes:
-        launches: decoding sequences, chunks of prefill, or both.
-        block_table: int32 `[S, B]`.
-        first: int32 `[T]`, the least position that each query sees.
-        limit: int32 `[T]`, one behind the greatest.
-        num_groups: G, whole groups in each tile.
-    """
-
-    launches: tuple[Launch, ...]
-    block_table: torch.Tensor
-    first: torch.Tensor
-    limit: torch.Tensor
-    num_groups: int
-
-
-def plan_tiles(
-    query_start: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    *,
-    num_groups: int,
-    num_kv_heads: int,
-    device: torch.device,
-    spans: Sequence[Sequence[tuple[int, int]]] = (),
-    window: int | None = None,
-) -> TiledStep:
-    """Cut one step into tiles and bring them to the device, in one copy.
-
-    Raises:
-        ValueError: a span ends behind its sequence.
-    """
-    first, limit = intervals(query_start, context_lens, spans=spans, window=window)
-    cut = launches(query_start, first, limit, num_groups=num_groups)
-    arrays = [first, limit, block_table, *(launch.tiles for launch in cut)]
-    first_T, limit_T, table, *tiles = _to_device(arrays, device)
-    processors = gpu.num_processors(device)
-    return TiledStep(
-        launches=tuple(
-            Launch(
-                tiles=on_device,
-                num_rows=launch.num_rows,
-                num_splits=num_splits(
-                    len(launch.tiles) * num_kv_heads, launch.longest, num_processors=processors
-                ),
-            )
-            for launch, on_device in zip(cut, tiles, strict=True)
-        ),
-        block_table=table,
-        first=first_T,
-        limit=limit_T,
-        num_groups=num_groups,
-    )
-
-
 def paged_attention(
     q_THD: torch.Tensor,
     kv: torch.Tensor,
@@ -268,13 +196,3 @@ def paged_attention(
                 TILE_M=launch.num_rows, TILE_D=tile_d, SPLITS=splits,
             )  # fmt: skip
     return out
-
-
-def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """As int32 in one buffer, so that a step is one copy."""
-    flat = np.concatenate([array.astype(np.int32, copy=False).ravel() for array in arrays])
-    buffer = torch.from_numpy(flat)
-    if device.type == "cuda":
-        buffer = buffer.pin_memory().to(device, non_blocking=True)
-    parts = torch.split(buffer, [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from vlm_kernels import gpu
 from vlm_kernels.gpu import (
+    attention_step,
     gather_blocks,
     merge_tokens,
     paged_attention,
@@ -66,7 +67,7 @@ def views(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
 def attend(dtype: torch.dtype, num_processors: int) -> None:
     """Decode and prefill of Qwen2.5-VL-7B's heads."""
     gpu.num_processors = lambda device: num_processors
-    step = paged_attention.plan_tiles(
+    step = attention_step.plan_tiles(
         np.array([0, 1, 65], np.int32), np.array([1000, 0], np.int32), np.ones((2, 64), np.int32),
         num_groups=7, num_kv_heads=4, device=torch.device("cpu"),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from vlm_kernels import gpu
 
 COMPILE_ALL = Path(__file__).with_name("compile_all.py")
 SHARED_BYTES = 227 << 10  # of one program, on Hopper
-HELPERS = {"attention_tiles", "configs", "online_softmax", "quantise"}
+HELPERS = {"attention_step", "attention_tiles", "configs", "online_softmax", "quantise"}
 
 
 def compiled(*names: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from kernels.batches import Batch, make_batch
 
 from vlm_kernels import gpu, paged_attention, plan_attention
 from vlm_kernels.gpu import attention_tiles
+from vlm_kernels.tiled_attention import check_blocks, plan_captured
 
 MIXED = [(40, 1), (3, 1), (0, 13), (17, 20), (20, 9)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -184,3 +185,44 @@ class TestTiles:
         assert splits & (splits - 1) == 0
         assert splits == 1 or splits * programs <= 2 * processors
         assert splits == 1 or longest // splits >= attention_tiles.MIN_SPLIT
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
+def test_a_plan_that_is_refilled_answers_as_one_of_that_step_and_padding_is_zero(
+    window: int | None, splits: int, device: torch.device
+) -> None:
+    size, longest = 4, 64
+    first = torch.zeros(size, dtype=torch.int32, device=device)
+    limit, table = torch.ones_like(first), torch.zeros(size, longest, dtype=torch.int32)
+    table = table.to(device)
+    for steps in ([(40, 1), (3, 1), (17, 1)], [(8, 1), (0, 1)]):
+        batch = make_batch(steps, window=window)
+        kv_cache, count = batch.kv_cache.to(device), len(steps)
+        plan = plan_captured(
+            first, limit, table, kv_cache, head_dim=batch.q.shape[-1], num_heads=batch.q.shape[1]
+        )
+        positions = torch.from_numpy(batch.context_lens)
+        limit[:count], limit[count:] = (positions + 1).to(device), 1
+        first.zero_()
+        first[:count] = (positions + 1 - (window or longest)).clamp(min=0).to(device)
+        table.zero_()
+        width = batch.block_table.shape[1]
+        table[:count, :width] = torch.from_numpy(batch.block_table).to(device)
+        q = torch.cat([batch.q, batch.q[:1].expand(size - count, -1, -1)]).to(device)
+        got = paged_attention(q, kv_cache, 1, plan, scale=0.3).cpu()
+        assert_close(got[:count], batch.definition(1))
+        assert (got[count:] == 0).all()
+
+
+def test_a_plan_to_be_refilled_is_checked(device: torch.device) -> None:
+    kv_cache = make_batch([(3, 1)]).kv_cache.to(device)
+    ints = torch.zeros(2, dtype=torch.int32, device=device)
+    table = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="5 query heads"):
+        plan_captured(ints, ints, table, kv_cache, head_dim=16, num_heads=5)
+    with pytest.raises(ValueError, match=r"limit is torch\.int64"):
+        plan_captured(ints, ints.long(), table, kv_cache, head_dim=16, num_heads=4)
+    with pytest.raises(ValueError, match="a block is not in 0 to"):
+        check_blocks(np.array([1]), np.array([[len(kv_cache)]]), kv_cache, head_dim=16)
+    with pytest.raises(ValueError, match="1 sequences of up to 9000 positions"):
+        check_blocks(np.array([9000]), np.array([[0]]), kv_cache, head_dim=16)
