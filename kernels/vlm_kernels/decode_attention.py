@@ -34,7 +34,7 @@ ARGUMENTS = (
 """step, q, token stride, head stride, out, layer, scale, soft cap"""
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     """`Step` in cpu/paged_rows.h."""
 
     _fields_ = (
@@ -66,7 +66,7 @@ class DecodeRows:
         dtype: of q.
     """
 
-    step: _Step
+    step: Step
     arrays: tuple[np.ndarray, ...]
     kv_cache: torch.Tensor
     num_tokens: int
@@ -131,7 +131,7 @@ def plan_decode(
         np.ascontiguousarray(num_kv, np.int32),
         np.ascontiguousarray(tokens, np.int64),
     )
-    step = _Step(
+    step = Step(
         *(array.ctypes.data for array in arrays),
         kv_cache.data_ptr(),
         num_rows=num_rows,

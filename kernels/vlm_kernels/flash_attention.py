@@ -33,7 +33,7 @@ ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p)
 """segments, tensors"""
 
 
-class _Segments(ctypes.Structure):
+class SegmentsStep(ctypes.Structure):
     """`Segments` in cpu/flash_keys.h."""
 
     _fields_ = (
@@ -116,7 +116,9 @@ def flash_attention(
         _check(name, tensor)
     _run(
         segments,
-        _Segments(num_layers=1, num_kv_heads=k_KHD.shape[1], head_dim=head_dim, block_size=1),
+        _step(
+            segments, num_layers=1, num_kv_heads=k_KHD.shape[1], head_dim=head_dim, block_size=1
+        ),
         q_THD,
         out_THD,
         _Tensors(
@@ -151,8 +153,22 @@ def flash_paged_attention(
     Raises:
         ValueError: a shape, type, stride or block number is wrong; says which.
     """
+    num_layers = kv_cache.shape[1]
+    step = segments_of_blocks(segments, kv_cache, head_dim=q_THD.shape[2])
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer {layer}: the cache has {num_layers}")
+    tensors = _Tensors(k=kv_cache.data_ptr(), layer=layer, scale=scale, softcap=softcap or 0.0)
+    _run(segments, step, q_THD, out_THD, tensors)
+
+
+def segments_of_blocks(
+    segments: Segments, kv_cache: torch.Tensor, *, head_dim: int
+) -> SegmentsStep:
+    """What the kernel reads of segments whose keys are in KV blocks, but for the groups of queries.
+
+    Raises ValueError as above; `segments` and the cache must outlive the answer.
+    """
     check_cache(kv_cache)
-    head_dim = q_THD.shape[2]
     num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
     block_size, table = block_size_of(kv_cache, head_dim), segments.block_table
     if table is None or table.ndim != 2 or len(table) != len(segments.tokens):
@@ -162,24 +178,31 @@ def flash_paged_attention(
     read = table[np.arange(table.shape[1]) * block_size < segments.num_keys[:, None]]
     if (read < 0).any() or (read >= num_blocks).any():
         raise ValueError(f"block_table: a block that is read is not in 0 to {num_blocks - 1}")
-    if not 0 <= layer < num_layers:
-        raise ValueError(f"layer {layer}: the cache has {num_layers}")
-    _run(
+    return _step(
         segments,
-        _Segments(
-            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            block_size=block_size, kv_type=NATIVE_TYPES[kv_cache.dtype],
-            block_table=table.ctypes.data, table_width=table.shape[1],
-        ),
-        q_THD,
-        out_THD,
-        _Tensors(k=kv_cache.data_ptr(), layer=layer, scale=scale, softcap=softcap or 0.0),
-    )  # fmt: skip
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        kv_type=NATIVE_TYPES[kv_cache.dtype],
+        block_table=table.ctypes.data,
+        table_width=table.shape[1],
+    )
+
+
+def _step(segments: Segments, **fields: Any) -> SegmentsStep:
+    arrays = {
+        name: getattr(segments, name).ctypes.data
+        for name in ("tokens", "num_queries", "num_keys", "key_start", "first", "end")
+    }
+    return SegmentsStep(
+        **arrays, **fields, num_segments=len(segments.tokens), num_threads=torch.get_num_threads()
+    )
 
 
 def _run(
     segments: Segments,
-    step: _Segments,
+    step: SegmentsStep,
     q_THD: torch.Tensor,
     out_THD: torch.Tensor,
     tensors: _Tensors,
@@ -195,10 +218,7 @@ def _run(
         )
     if out_THD.shape != q_THD.shape or not out_THD.is_contiguous():
         raise ValueError(f"out {tuple(out_THD.shape)}: must be contiguous and like q")
-    for name in ("tokens", "num_queries", "num_keys", "key_start", "first", "end"):
-        setattr(step, name, getattr(segments, name).ctypes.data)
-    step.num_segments, step.num_groups = len(segments.tokens), num_heads // step.num_kv_heads
-    step.num_threads = torch.get_num_threads()
+    step.num_groups = num_heads // step.num_kv_heads
     tensors.q, tensors.q_token, tensors.q_head = q_THD.data_ptr(), *q_THD.stride()[:2]
     tensors.out = out_THD.data_ptr()
     kernel = _kernel()

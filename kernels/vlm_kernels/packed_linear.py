@@ -50,7 +50,8 @@ class Activation(enum.Enum):
 
 _PLAIN, _RESIDUAL = 0, 1
 _ACTIVATED = {Activation.QUICK_GELU: 2, Activation.GELU: 3}
-_GATED = {Activation.SILU: 4, Activation.GELU: 5}
+GATED = {Activation.SILU: 4, Activation.GELU: 5}
+"""What may follow gated weights; the numbers are those of `Epilogue` in cpu/linear.h, as above."""
 
 
 def packed_linear_reference(
@@ -168,7 +169,7 @@ def _follows(
     """The kernel's number for what comes after the product."""
     if weights.is_gated:
         _check(residual is None, "gated weights have no residual")
-        number = _GATED.get(activation or Activation.SILU)
+        number = GATED.get(activation or Activation.SILU)
     elif activation is not None:
         _check(residual is None, "a residual is not activated")
         number = _ACTIVATED.get(activation)

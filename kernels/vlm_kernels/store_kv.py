@@ -86,12 +86,7 @@ def store_kv(
         launch(k_THD, v_THD, *layer_views(kv_cache, layer, head_dim), slots_T)
         return
     if kv_cache.device.type == "cpu":
-        slots = slots_T.numpy()
-        if slots.dtype != np.int64 or not slots.flags.c_contiguous:
-            raise ValueError(f"slots are {slots.dtype}: must be contiguous int64")
-        num_slots = len(kv_cache) * block_size
-        if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
-            raise ValueError(f"a slot is not in 0 to {num_slots - 1}")
+        slots = checked_slots(slots_T, num_slots=len(kv_cache) * block_size)
         if _native(k_THD, v_THD, kv_cache, layer, slots_T, block_size):
             return
         if kv_cache.dtype not in LIMITS:
@@ -108,6 +103,16 @@ def store_kv(
             elements, scales = quantise(new_THD, kv_cache.dtype)
             rows[block_T, layer, kv, :, offset_T] = elements
             scale_bytes[block_T, layer, kv, :, offset_T] = scales[..., None].view(torch.int8)
+
+
+def checked_slots(slots_T: torch.Tensor, *, num_slots: int) -> np.ndarray:
+    """The same memory for numpy. Raises ValueError where the kernel would write elsewhere."""
+    slots = slots_T.numpy()
+    if slots.dtype != np.int64 or not slots.flags.c_contiguous:
+        raise ValueError(f"slots are {slots.dtype}: must be contiguous int64")
+    if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
+        raise ValueError(f"a slot is not in 0 to {num_slots - 1}")
+    return slots
 
 
 def check_store(

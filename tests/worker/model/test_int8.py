@@ -142,7 +142,7 @@ def test_the_logits_stay_near_those_of_bfloat16() -> None:
 
 
 def _is_int8(part: Any) -> bool:
-    return part._weights is not None and part._weights.is_int8
+    return part.packed is not None and part.packed.is_int8
 
 
 def _runner(weights: str) -> ModelRunner:

@@ -18,10 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlm_kernels import rms_norm, rope
+from vlm_kernels import decoder_weights, rms_norm, rope
 from vlm_kernels.packed_linear import Activation
 from vlm_worker.model.attention import StepContext, paged_forward, varlen_forward
-from vlm_worker.model.linear import GatedLinear, JointLinear, activated_product, add_product
+from vlm_worker.model.linear import (
+    GatedLinear,
+    JointLinear,
+    activated_product,
+    add_product,
+    linear_weights,
+)
 
 DECODER_LAYERS = frozenset(
     {"Gemma3DecoderLayer", "LlamaDecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"}
@@ -118,6 +124,10 @@ class Norm(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         return rms_norm(rows, self.weight, eps=self.eps, adds_one=self._adds_one).view(x.shape)
 
+    def weights(self) -> decoder_weights.Norm:
+        """As `vlm_kernels.decoder_layers` takes it."""
+        return decoder_weights.Norm(self.weight.detach(), self.eps, self._adds_one)
+
 
 class DecoderLayer(nn.Module):
     """One layer over packed tokens; takes over the weights of the layer that it replaces."""
@@ -127,9 +137,9 @@ class DecoderLayer(nn.Module):
         attention, mlp = layer.self_attn, _gated_mlp(layer.mlp)
         assert mlp is not None
         self.layer_idx: int = attention.layer_idx
-        self._head_dim: int = attention.head_dim
+        self.head_dim: int = attention.head_dim
         self._scaling: float = attention.scaling
-        self._window: int | None = getattr(attention, "sliding_window", None)
+        self.window: int | None = getattr(attention, "sliding_window", None)
         self.attention_norm = Norm(layer.input_layernorm)
         self.qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o = attention.o_proj
@@ -160,6 +170,30 @@ class DecoderLayer(nn.Module):
         x_TD = x_TD + self.o_norm(self.o(attended))
         return (x_TD + self.down_norm(self.mlp(self.mlp_norm(x_TD))))[None]
 
+    def weights(self, kind: int) -> decoder_weights.LayerWeights | None:
+        """As `vlm_kernels.decoder_layers` takes it, of a kind; None where it is not packed."""
+        up = self.mlp.up
+        assert isinstance(up, GatedLinear)
+        qkv, o, gate_up, down = map(linear_weights, (self.qkv, self.o, up, self.mlp.down))
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
+        return decoder_weights.LayerWeights(
+            attention_norm=self.attention_norm.weights(),
+            qkv=qkv,
+            o=o,
+            mlp_norm=self.mlp_norm.weights(),
+            gate_up=gate_up,
+            down=down,
+            scale=self._scaling,
+            kind=kind,
+            activation=up.activation,
+            **{
+                name: norm.weights()
+                for name in ("q_norm", "k_norm", "o_norm", "down_norm")
+                if (norm := getattr(self, name)) is not None
+            },
+        )
+
     def _attend(
         self,
         x_TD: torch.Tensor,
@@ -168,7 +202,7 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """Attention's answer for each token, heads side by side."""
         parts = self.qkv(self.attention_norm(x_TD))
-        q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self._head_dim)) for x in parts)
+        q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_THD = self.q_norm(q_THD), self.k_norm(k_THD)
         cos_TD, sin_TD = (x[0] for x in position_embeddings)
@@ -176,7 +210,7 @@ class DecoderLayer(nn.Module):
         rope(k_THD, cos_TD, sin_TD)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         o, _ = paged_forward(
-            self, q, k, v, None, scaling=self._scaling, step=step, sliding_window=self._window
+            self, q, k, v, None, scaling=self._scaling, step=step, sliding_window=self.window
         )
         return o[0].flatten(1)
 

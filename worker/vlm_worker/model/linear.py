@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from vlm_kernels import PackedWeights, packed_linear
+from vlm_kernels.decoder_weights import Linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 
@@ -79,10 +80,10 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = _own_bias(linear.bias)
         weight = linear.weight.detach()
-        self._weights = pack(weight, int8=int8) if int8 or _uses_kernel() else None
+        self.packed = pack(weight, int8=int8) if int8 or _uses_kernel() else None
         self._reordered = (
             None
-            if self._weights is not None
+            if self.packed is not None
             else torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
         )
 
@@ -93,7 +94,7 @@ class PackedLinear(nn.Module):
         activation: Activation | None = None,
     ) -> torch.Tensor:
         """`[..., K]` to `[..., N]`, then either added to the residual or activated, if asked."""
-        if self._weights is None:
+        if self.packed is None:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._reordered, self.bias, "none", [], ""
             )
@@ -101,14 +102,12 @@ class PackedLinear(nn.Module):
                 return activate(y, activation)
             return y if residual is None else residual + y
         rows = None if residual is None else residual.reshape(-1, self.out_features)
-        y = packed_linear(
-            x.reshape(-1, self.in_features), self._weights, self.bias, rows, activation
-        )
+        y = packed_linear(x.reshape(-1, self.in_features), self.packed, self.bias, rows, activation)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """As `nn.Linear` shows itself."""
-        kind = "int8" if self._weights is not None and self._weights.is_int8 else "packed"
+        kind = "int8" if self.packed is not None and self.packed.is_int8 else "packed"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
@@ -119,14 +118,14 @@ class JointLinear(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(linears)
         self._sizes = [linear.out_features for linear in linears]
-        self._weights: PackedWeights | None = None
+        self.packed: PackedWeights | None = None
         self.bias: nn.Parameter | None = None
 
     def pack(self, *, int8: bool) -> None:
         """Take the weights of the parts into one packed matrix, and let go of the parts."""
         linears: list[Any] = list(self.parts)
         joined = torch.cat([linear.weight.detach() for linear in linears])
-        self._weights = pack(joined, int8=int8)
+        self.packed = pack(joined, int8=int8)
         if any(linear.bias is not None for linear in linears):
             biases = [
                 linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
@@ -137,9 +136,9 @@ class JointLinear(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`[T, K]` to `[T, N]` per layer; of packed ones, the rows lie side by side."""
-        if self._weights is None:
+        if self.packed is None:
             return tuple(part(x_TD) for part in self.parts)
-        return torch.split(packed_linear(x_TD, self._weights, self.bias), self._sizes, dim=1)
+        return torch.split(packed_linear(x_TD, self.packed, self.bias), self._sizes, dim=1)
 
 
 class GatedLinear(nn.Module):
@@ -150,24 +149,32 @@ class GatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList([gate, up])
-        self._activation = activation
-        self._weights: PackedWeights | None = None
+        self.activation = activation
+        self.packed: PackedWeights | None = None
         self.bias: nn.Parameter | None = None
 
     def pack(self, *, int8: bool) -> None:
         """Take the weights of both into one packed matrix, and let go of the parts."""
         linears: list[Any] = list(self.parts)
-        self._weights = pack_gated(*(linear.weight.detach() for linear in linears), int8=int8)
+        self.packed = pack_gated(*(linear.weight.detach() for linear in linears), int8=int8)
         if all(linear.bias is not None for linear in linears):
             self.bias = _own_bias(mix_biases(*(linear.bias.detach() for linear in linears)))
         self.parts = nn.ModuleList()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]`."""
-        if self._weights is None:
+        if self.packed is None:
             gate, up = (part(x_TD) for part in self.parts)
-            return activate(gate, self._activation) * up
-        return packed_linear(x_TD, self._weights, self.bias, activation=self._activation)
+            return activate(gate, self.activation) * up
+        return packed_linear(x_TD, self.packed, self.bias, activation=self.activation)
+
+
+def linear_weights(linear: nn.Module) -> Linear | None:
+    """As `vlm_kernels.decoder_layers` takes them; None where they are not in our panels."""
+    if not isinstance(linear, PackedLinear | JointLinear | GatedLinear) or linear.packed is None:
+        return None
+    bias = linear.bias
+    return Linear(linear.packed, None if bias is None else bias.detach())
 
 
 def activated_product(linear: nn.Module, x: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -1,0 +1,224 @@
+// All decoder layers of a step in one call, on threads that stay together:
+//
+//   x ─▶ norm ─▶ q, k, v ─▶ (norms) rope, store ─▶ attention over KV blocks ─▶ o ─▶ (norm) + x
+//   x ─▶ norm ─▶ act(gate) * up ─▶ down ─▶ (norm) + x                      (...) of Gemma 3 alone
+//
+// The kernels are those of their own files, in the same order and with the same rounding: what comes
+// out is, bit for bit, what one call for each gives. What is saved is the waking of threads, some
+// 200 times a step, and what Python does between two kernels: as much, for the few rows of a decode
+// step, as half of its products.
+//
+// In between, two buffers hold everything:
+//
+//   narrow [T, max(D, heads)]          normed x, then answers of attention; normed x, then `down`
+//   wide   [T, max(D, q + k + v, N)]   q, k and v, then `o`; then act(gate) * up
+#include "threads.h"
+
+#ifdef TRIPTYCH_AVX512BF16
+
+#include <algorithm>
+#include <vector>
+
+#include "bfloat16.h"
+#include "flash_attention.h"
+#include "linear.h"
+#include "norm.h"
+#include "paged_attention.h"
+#include "rope.h"
+#include "store_kv.h"
+
+using namespace triptych;
+
+namespace {
+
+// The structures are those of decoder_layers.py.
+
+// Packed weights of N outputs; without scales they are bfloat16. Of gated ones, N counts both.
+struct Linear {
+  const void* panels;
+  const void* scales;
+  const void* offsets;
+  const void* bias;
+  int64_t num_outputs, num_inputs;
+};
+
+struct Norm {
+  const void* weight;  // null: there is none
+  float eps;
+  int32_t adds_one;
+};
+
+struct Weights {
+  Linear qkv, o, gate_up, down;
+  Norm attention_norm, q_norm, k_norm, o_norm, mlp_norm, down_norm;
+  int64_t kind, gate;  // which of the step's kinds; an epilogue
+  float scale;
+};
+
+// What layers of one kind share: positions and what their tokens see. Either part may be null.
+struct Kind {
+  const void *cos, *sin;  // [T, D]
+  const Step* rows;
+  const Segments* chunks;
+};
+
+// One packed step. x [T, D] is replaced by what the last layer gives.
+struct Input {
+  void* x;
+  void* cache;
+  const int64_t* slots;
+  int64_t num_tokens, width, num_heads, num_kv_heads, head_dim;
+  int64_t num_layers, block_size, cache_type, has_bf16_tables, num_threads;
+};
+
+// Memory of the thread that calls, kept from step to step.
+struct Memory {
+  std::vector<uint16_t> narrow, wide;
+  std::vector<DecodeWork> rows;  // of each kind
+  FlashWork chunks;
+  Codes codes;
+};
+
+// One member's view of the step.
+class Layers {
+ public:
+  Layers(const Input& in, const Kind* kinds, Memory& memory, Threads& threads)
+      : in_(in), kinds_(kinds), memory_(memory), threads_(threads),
+        x_(static_cast<uint16_t*>(in.x)), narrow_(memory.narrow.data()), wide_(memory.wide.data()) {}
+
+  void run(const Weights& w, int64_t layer) {
+    norm_all(w.attention_norm);
+    multiply(w.qkv, PLAIN, narrow_, nullptr, wide_);
+    place_heads(w, layer);
+    attend(w, layer);
+    add(w.o, w.o_norm, narrow_, wide_);
+    norm_all(w.mlp_norm);
+    multiply(w.gate_up, static_cast<Epilogue>(w.gate), narrow_, nullptr, wide_);
+    add(w.down, w.down_norm, wide_, narrow_);
+  }
+
+ private:
+  template <class Body>
+  void for_tokens(int64_t elements, Body&& body) {
+    threads_.for_each_run(in_.num_tokens, elements, body);
+  }
+
+  // The norm of rows that lie `stride` apart, of `size` elements each.
+  static void normalise(const Norm& norm, const uint16_t* x, int64_t stride, uint16_t* y,
+                        int64_t size, int64_t begin, int64_t end) {
+    const NormJob job{x, stride, norm.weight, y, size, norm.eps, true, norm.adds_one != 0};
+    norm_rows(job, begin, end);
+  }
+
+  void norm_all(const Norm& norm) {
+    for_tokens(in_.width, [&](int64_t begin, int64_t end) {
+      normalise(norm, x_, in_.width, narrow_, in_.width, begin, end);
+    });
+  }
+
+  void multiply(const Linear& w, Epilogue epilogue, const uint16_t* x, const uint16_t* residual,
+                uint16_t* y) {
+    const int64_t columns = is_gated(epilogue) ? w.num_outputs / 2 : w.num_outputs;
+    Job job = job_of(w.bias, residual, columns, y, columns, int(in_.num_tokens), int(w.num_outputs),
+                     epilogue);
+    job.w = static_cast<const uint8_t*>(w.panels);
+    job.w_scale = static_cast<const float*>(w.scales);
+    job.w_offset = static_cast<const int32_t*>(w.offsets);
+    const int k = static_cast<int>(w.num_inputs);
+    if (w.scales == nullptr) return linear_bf16(job, x, k, k, threads_);
+    linear_int8(job, x, k, k, memory_.codes, threads_);
+  }
+
+  // x += product, which lies in `between` if a norm comes before the sum.
+  void add(const Linear& w, const Norm& norm, const uint16_t* from, uint16_t* between) {
+    if (norm.weight == nullptr) return multiply(w, RESIDUAL, from, x_, x_);
+    multiply(w, PLAIN, from, nullptr, between);
+    for_tokens(in_.width, [&](int64_t begin, int64_t end) {
+      normalise(norm, between, in_.width, between, in_.width, begin, end);
+      for (int64_t i = begin * in_.width; i < end * in_.width; ++i) {
+        Bfloat16 sum;
+        from_float(to_float(Bfloat16{x_[i]}) + to_float(Bfloat16{between[i]}), &sum);
+        x_[i] = sum.bits;
+      }
+    });
+  }
+
+  // Norms and positions of q and k; k and v to their slots.
+  void place_heads(const Weights& w, int64_t layer) {
+    const int64_t dim = in_.head_dim, heads = in_.num_heads, kv_heads = in_.num_kv_heads;
+    const int64_t stride = (heads + 2 * kv_heads) * dim;
+    uint16_t *const q = wide_, *const k = q + heads * dim, *const v = k + kv_heads * dim;
+    const Kind& kind = kinds_[w.kind];
+    const RopeJob rotation{q, stride, dim, kind.cos, kind.sin, heads + kv_heads, dim, true,
+                           in_.has_bf16_tables != 0};
+    const StoreJob store{{k, stride, dim}, {v, stride, dim}, true, in_.cache, in_.cache_type,
+                         in_.slots, in_.num_layers, kv_heads, dim, in_.block_size, layer};
+    for_tokens(stride, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; w.q_norm.weight != nullptr && t < end; ++t) {
+        normalise(w.q_norm, q + t * stride, dim, q + t * stride, dim, 0, heads);
+        normalise(w.k_norm, k + t * stride, dim, k + t * stride, dim, 0, kv_heads);
+      }
+      rope_tokens(rotation, begin, end);
+      store_tokens(store, begin, end);
+    });
+  }
+
+  void attend(const Weights& w, int64_t layer) {
+    const Kind& kind = kinds_[w.kind];
+    const int64_t dim = in_.head_dim, stride = (in_.num_heads + 2 * in_.num_kv_heads) * dim;
+    if (kind.rows != nullptr) {
+      attend_decode(*kind.rows, {wide_, stride, dim, narrow_, layer, w.scale, 0},
+                    memory_.rows[w.kind], threads_);
+    }
+    if (kind.chunks != nullptr) {
+      Tensors tensors{};
+      tensors.q = wide_, tensors.q_token = stride, tensors.q_head = dim;
+      tensors.k = in_.cache, tensors.layer = layer, tensors.scale = w.scale;
+      tensors.out = reinterpret_cast<Bfloat16*>(narrow_);
+      attend_segments(*kind.chunks, tensors, memory_.chunks, threads_);
+    }
+  }
+
+  const Input& in_;
+  const Kind* kinds_;
+  Memory& memory_;
+  Threads& threads_;
+  uint16_t *const x_, *const narrow_, *const wide_;
+};
+
+// What a step needs at most; nothing grows while threads run.
+void make_room(const Input& in, const Weights* layers, int64_t num_layers, const Kind* kinds,
+               int64_t num_kinds, Memory& memory) {
+  const int64_t heads = in.num_heads * in.head_dim;
+  int64_t wide = std::max(in.width, heads + 2 * in.num_kv_heads * in.head_dim), inputs = 0;
+  for (int64_t i = 0; i < num_layers; ++i) {
+    const Weights& w = layers[i];
+    wide = std::max(wide, w.gate_up.num_outputs / 2);
+    for (const Linear* of : {&w.qkv, &w.o, &w.gate_up, &w.down}) {
+      if (of->scales != nullptr) inputs = std::max(inputs, of->num_inputs);
+    }
+  }
+  memory.narrow.resize(std::max<size_t>(memory.narrow.size(), in.num_tokens * std::max(in.width, heads)));
+  memory.wide.resize(std::max<size_t>(memory.wide.size(), in.num_tokens * wide));
+  memory.codes.make_room(in.num_tokens, inputs);
+  memory.rows.resize(std::max<size_t>(memory.rows.size(), num_kinds));
+  for (int64_t i = 0; i < num_kinds; ++i) {
+    if (kinds[i].rows != nullptr) memory.rows[i].lay_out(*kinds[i].rows);
+  }
+}
+
+}  // namespace
+
+TRIPTYCH_EXPORT void triptych_decoder_layers(const Input* in, const Weights* layers,
+                                             int64_t num_layers, const Kind* kinds,
+                                             int64_t num_kinds) {
+  static thread_local Memory memory;
+  make_room(*in, layers, num_layers, kinds, num_kinds, memory);
+  Memory& of_caller = memory;
+  in_team(static_cast<int>(in->num_threads), [&](Threads& threads) {
+    Layers all(*in, kinds, of_caller, threads);
+    for (int64_t i = 0; i < num_layers; ++i) all.run(layers[i], i);
+  });
+}
+
+#endif

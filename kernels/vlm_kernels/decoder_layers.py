@@ -1,0 +1,244 @@
+"""All decoder layers of a step in one call, for CPUs that multiply bfloat16.
+
+    x = x + o(attend(rope(q), rope(k), v)),   q, k, v = qkv(norm(x))
+    x = x + down(act(gate) * up),             gate, up = gate_up(norm(x))
+
+and of Gemma 3 with norms of q and k, and behind o and down. Each kernel is the one of its own file,
+so the answer is that of calling them one by one, to the last bit (`decoder_layers_reference`). The
+threads are woken once a step, not once a kernel, and Python comes once (`cpu/decoder_layers.cpp`).
+
+    layers = DecoderLayers(weights, heads)             once per model
+    layers(x, kv_cache, slots, kinds)                  once per step, in place
+
+Shapes: T packed tokens, D features, H KV heads, G query heads per KV head, E head size. A step has
+kinds of layers where some see a window, or turn by other positions, than others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vlm_kernels.attention_plan import AttentionPlan
+from vlm_kernels.cpu import native
+from vlm_kernels.decode_attention import Step, check_cache
+from vlm_kernels.decoder_weights import (
+    Heads,
+    LayerWeights,
+    Linear,
+    Norm,
+    check,
+    check_layer,
+    lay_out,
+)
+from vlm_kernels.flash_attention import SegmentsStep, segments_of_blocks
+from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
+from vlm_kernels.packed_linear import Activation, packed_linear
+from vlm_kernels.paged_attention import paged_attention
+from vlm_kernels.rms_norm import rms_norm
+from vlm_kernels.rope import rope
+from vlm_kernels.store_kv import checked_slots, store_kv
+
+SYMBOL = "triptych_decoder_layers"
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS = (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE)
+"""input, weights of layers, their number, kinds, their number"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What layers of one kind share in a step: cos and sin `[T, E]`, and what each token sees."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    plan: AttentionPlan
+
+
+class _Kind(ctypes.Structure):
+    """`Kind` in cpu/decoder_layers.cpp."""
+
+    _fields_ = tuple((name, _POINTER) for name in ("cos", "sin", "rows", "chunks"))
+
+
+class _Input(ctypes.Structure):
+    """`Input` in cpu/decoder_layers.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "cache", "slots")),
+        *(
+            (name, _SIZE)
+            for name in (
+                "num_tokens", "width", "num_heads", "num_kv_heads", "head_dim",
+                "num_layers", "block_size", "cache_type", "has_bf16_tables", "num_threads",
+            )
+        ),
+    )  # fmt: skip
+
+
+def decoder_layers_reference(
+    layers: Sequence[LayerWeights],
+    heads: Heads,
+    x_TD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots_T: torch.Tensor,
+    kinds: Sequence[LayerKind],
+) -> torch.Tensor:
+    """The definition: kernel by kernel; a new tensor."""
+    parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    for number, layer in enumerate(layers):
+        kind = kinds[layer.kind]
+        joint = _product(layer.qkv, _normed(layer.attention_norm, x_TD))
+        q, k, v = torch.split(joint.view(len(x_TD), -1, heads.head_dim), parts, dim=1)
+        q, k = _normed(layer.q_norm, q), _normed(layer.k_norm, k)
+        rope(q, kind.cos, kind.sin)
+        rope(k, kind.cos, kind.sin)
+        store_kv(k, v, kv_cache, number, slots_T)
+        attended = paged_attention(q, kv_cache, number, kind.plan, scale=layer.scale).flatten(1)
+        x_TD = x_TD + _normed(layer.o_norm, _product(layer.o, attended))
+        hidden = _product(layer.gate_up, _normed(layer.mlp_norm, x_TD), layer.activation)
+        x_TD = x_TD + _normed(layer.down_norm, _product(layer.down, hidden))
+    return x_TD
+
+
+def _product(
+    linear: Linear, x_TD: torch.Tensor, activation: Activation | None = None
+) -> torch.Tensor:
+    return packed_linear(x_TD, linear.weights, linear.bias, activation=activation)
+
+
+def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis, if there is one."""
+    if norm is None:
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rms_norm(rows, norm.weight, eps=norm.eps, adds_one=norm.adds_one).view(x.shape)
+
+
+class DecoderLayers:
+    """The layers of one model."""
+
+    def __init__(self, layers: Sequence[LayerWeights], heads: Heads) -> None:
+        """Check and lay out weights, whose memory is kept.
+
+        Raises:
+            ValueError: a shape or type does not fit; says which.
+        """
+        self.heads, self._layers = heads, tuple(layers)
+        self._width = layers[0].qkv.weights.num_inputs
+        for layer in layers:
+            check_layer(layer, heads, width=self._width)
+        self._num_kinds = 1 + max(layer.kind for layer in layers)
+        self._weights = lay_out(layers)
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots_T: torch.Tensor,
+        kinds: Sequence[LayerKind],
+    ) -> None:
+        """Compute one step, in place.
+
+        Args:
+            x_TD: bfloat16, contiguous; what the last layer gives takes its place.
+            kv_cache: `[N, L, 2, H, P * E]`, contiguous; new keys and values are stored.
+            slots_T: int64, all different.
+            kinds: of this step; their plans are of this cache, without torch's groups.
+
+        Raises:
+            ValueError: a shape, type, stride, slot or block number is wrong; says which.
+        """
+        self._check(x_TD, kv_cache, slots_T, kinds)
+        rows = [self._rows(kind.plan, x_TD, kv_cache) for kind in kinds]
+        chunks = [self._chunks(kind.plan, x_TD, kv_cache) for kind in kinds]
+        table = (_Kind * len(kinds))(
+            *(
+                _Kind(kind.cos.data_ptr(), kind.sin.data_ptr(), _at(row), _at(chunk))
+                for kind, row, chunk in zip(kinds, rows, chunks, strict=True)
+            )
+        )
+        given = _Input(
+            x=x_TD.data_ptr(),
+            cache=kv_cache.data_ptr(),
+            slots=slots_T.data_ptr(),
+            num_tokens=len(x_TD),
+            width=self._width,
+            num_heads=self.heads.num_heads,
+            num_kv_heads=self.heads.num_kv_heads,
+            head_dim=self.heads.head_dim,
+            num_layers=kv_cache.shape[1],
+            block_size=block_size_of(kv_cache, self.heads.head_dim),
+            cache_type=NATIVE_TYPES[kv_cache.dtype],
+            has_bf16_tables=kinds[0].cos.dtype == torch.bfloat16,
+            num_threads=torch.get_num_threads(),
+        )
+        kernel = _kernel()
+        assert kernel is not None
+        kernel(ctypes.byref(given), self._weights, len(self._layers), table, len(kinds))
+
+    def _rows(self, plan: AttentionPlan, x_TD: torch.Tensor, kv_cache: torch.Tensor) -> Step | None:
+        """Decoding rows as their kernel reads them."""
+        rows = plan.rows
+        if rows is None:
+            return None
+        check(rows.num_tokens <= len(x_TD), f"{len(x_TD)} tokens, the plan has more")
+        fits = rows.dtype == x_TD.dtype and rows.head_dim == self.heads.head_dim
+        check(fits and rows.kv_cache is kv_cache, "the plan is of another cache or model")
+        rows.step.num_groups = self.heads.num_heads // self.heads.num_kv_heads
+        return rows.step
+
+    def _chunks(
+        self, plan: AttentionPlan, x_TD: torch.Tensor, kv_cache: torch.Tensor
+    ) -> SegmentsStep | None:
+        """Chunks of prefill likewise."""
+        if plan.chunks is None:
+            return None
+        check(len(plan.chunks.first) <= len(x_TD), f"{len(x_TD)} tokens, the plan has more")
+        step = segments_of_blocks(plan.chunks, kv_cache, head_dim=self.heads.head_dim)
+        step.num_groups = self.heads.num_heads // self.heads.num_kv_heads
+        return step
+
+    def _check(
+        self,
+        x_TD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots_T: torch.Tensor,
+        kinds: Sequence[LayerKind],
+    ) -> None:
+        num_tokens, head_dim = len(x_TD), self.heads.head_dim
+        is_plain = x_TD.is_contiguous() and x_TD.device.type == "cpu"
+        fits = x_TD.shape == (num_tokens, self._width) and x_TD.dtype == torch.bfloat16
+        check(fits and is_plain, f"x is {x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}")
+        check_cache(kv_cache)
+        num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
+        fits = len(self._layers) <= num_layers and num_kv_heads == self.heads.num_kv_heads
+        check(fits, f"the cache has {num_layers} layers of {num_kv_heads} heads")
+        check(slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots, {num_tokens} tokens")
+        checked_slots(slots_T, num_slots=num_blocks * block_size_of(kv_cache, head_dim))
+        check(len(kinds) >= self._num_kinds, f"{len(kinds)} kinds, layers have {self._num_kinds}")
+        for kind in kinds:
+            check(not kind.plan.groups and kind.plan.tiles is None, "the plan is for torch or GPUs")
+            for table in (kind.cos, kind.sin):
+                fits = table.shape == (num_tokens, head_dim) and table.is_contiguous()
+                known = table.dtype in {torch.bfloat16, torch.float32}
+                alike = table.dtype == kinds[0].cos.dtype and table.device == x_TD.device
+                check(fits and known and alike, f"cos or sin is {table.dtype} {table.shape}")
+
+
+def has_decoder_layers() -> bool:
+    """Whether this machine has the kernel."""
+    return _kernel() is not None
+
+
+def _at(structure: ctypes.Structure | None) -> int | None:
+    return None if structure is None else ctypes.addressof(structure)
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    return native.function(SYMBOL, *ARGUMENTS)

@@ -1,0 +1,170 @@
+"""What a decoder layer is made of, checked, and as C++ reads it (`decoder_layers`).
+
+Shapes: D features, H KV heads, G query heads per KV head, E head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vlm_kernels.packed_linear import GATED, Activation
+from vlm_kernels.packed_weights import PackedWeights
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """y = x W^T + b; the bias of gated weights is from `mix_biases`."""
+
+    weights: PackedWeights
+    bias: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm; `adds_one` is Gemma's."""
+
+    weight: torch.Tensor
+    eps: float
+    adds_one: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer.
+
+    Attributes:
+        qkv: `[(H * G + 2 * H) * E, D]`, queries first.
+        o: `[D, H * G * E]`.
+        gate_up: gated, of D inputs.
+        down: back to D.
+        kind: which of a step's kinds the layer is.
+        scale: factor of the scores.
+        activation: of the gate.
+    """
+
+    attention_norm: Norm
+    qkv: Linear
+    o: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+    scale: float
+    kind: int = 0
+    activation: Activation = Activation.SILU
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    o_norm: Norm | None = None
+    down_norm: Norm | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Numbers of heads: of queries (H * G), of keys (H), and their size E."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class _Linear(ctypes.Structure):
+    """`Linear` in cpu/decoder_layers.cpp, as all here."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "offsets", "bias")),
+        *((name, _SIZE) for name in ("num_outputs", "num_inputs")),
+    )
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _POINTER), ("eps", ctypes.c_float), ("adds_one", ctypes.c_int32))
+
+
+class Weights(ctypes.Structure):
+    """One layer, as C++ reads it."""
+
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *(
+            (name, _Norm)
+            for name in ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm")
+        ),
+        ("kind", _SIZE),
+        ("gate", _SIZE),
+        ("scale", ctypes.c_float),
+    )
+
+
+def lay_out(layers: Sequence[LayerWeights]) -> ctypes.Array[Weights]:
+    """Of checked layers, which must outlive it."""
+    return (Weights * len(layers))(*map(_weights, layers))
+
+
+def _weights(layer: LayerWeights) -> Weights:
+    parts: dict[str, Any] = {
+        name: _linear(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")
+    }
+    for name in ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm"):
+        norm: Norm | None = getattr(layer, name)
+        if norm is not None:
+            parts[name] = _Norm(norm.weight.data_ptr(), norm.eps, norm.adds_one)
+    return Weights(**parts, kind=layer.kind, gate=GATED[layer.activation], scale=layer.scale)
+
+
+def _linear(linear: Linear) -> _Linear:
+    weights = linear.weights
+    return _Linear(
+        *(
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (weights.panels, weights.scales, weights.offsets, linear.bias)
+        ),
+        weights.num_outputs * (2 if weights.is_gated else 1),
+        weights.num_inputs,
+    )
+
+
+def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
+    """Raise ValueError where a part does not take what the one before gives."""
+    of_queries, inner = heads.num_heads * heads.head_dim, layer.gate_up.weights.num_outputs
+    check(heads.num_heads % heads.num_kv_heads == 0, f"{heads} are not whole groups")
+    check(heads.head_dim % 2 == 0, f"{heads} have no halves")
+    check(layer.gate_up.weights.is_gated, "gate_up is not gated")
+    check(layer.activation in GATED, f"gates are not followed by {layer.activation}")
+    check((layer.q_norm is None) == (layer.k_norm is None), "q_norm and k_norm come together")
+    joint = of_queries + 2 * heads.num_kv_heads * heads.head_dim
+    _check_linear("qkv", layer.qkv, joint, width)
+    _check_linear("o", layer.o, width, of_queries)
+    _check_linear("gate_up", layer.gate_up, inner, width)
+    _check_linear("down", layer.down, width, inner)
+    for name in ("attention_norm", "mlp_norm", "o_norm", "down_norm", "q_norm", "k_norm"):
+        norm: Norm | None = getattr(layer, name)
+        if norm is not None:
+            size = heads.head_dim if name in {"q_norm", "k_norm"} else width
+            _check_vector(name, norm.weight, size)
+
+
+def _check_linear(name: str, linear: Linear, num_outputs: int, num_inputs: int) -> None:
+    weights = linear.weights
+    fits = (weights.num_outputs, weights.num_inputs) == (num_outputs, num_inputs)
+    check(fits, f"{name} must be [{num_outputs}, {num_inputs}]")
+    check(weights.is_int8 or num_inputs % 2 == 0, f"{name}: {num_inputs} inputs must be even")
+    if linear.bias is not None:
+        _check_vector(f"the bias of {name}", linear.bias, weights.num_biases)
+
+
+def _check_vector(name: str, vector: torch.Tensor, size: int) -> None:
+    is_plain = vector.is_contiguous() and vector.device.type == "cpu"
+    fits = vector.shape == (size,) and vector.dtype == torch.bfloat16 and is_plain
+    check(fits, f"{name} is {vector.dtype} {tuple(vector.shape)} on {vector.device}")
+
+
+def check(holds: bool, message: str) -> None:
+    """Raise ValueError where something does not hold."""
+    if not holds:
+        raise ValueError(f"decoder_layers: {message}")
