@@ -5,7 +5,7 @@ make bench ARGS=--table      the table of what was measured last, nothing measur
 
 from __future__ import annotations
 
-from table import Figure, Goal, markdown, most, of, ratio, recorded, rows, together
+from table import Figure, Goal, most, of, ratio, together
 
 OURS, PEERS = "triptych", "peers"
 SHARED = "shared-memory / memcpy"
@@ -126,8 +126,3 @@ GOALS = (
         1.5,
     ),
 )
-
-
-def latest() -> str:
-    """The table, of what the latest runs left."""
-    return markdown(rows(recorded(), GOALS))

@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md, from recorded lines: latency.svg and first-token.svg."""
+"""The plots of docs/performance.md, from recorded lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 
 from plot import Bars, Line, Plot, write_svg
 
+CACHED = {
+    "empty": "two words",
+    "text": "text alone",
+    "new": "new picture",
+    "repeated": "picture seen before",
+    "text again": "text's beginning",
+    "picture again": "picture's prompt",
+}
 LITTLE = 0.005
 """Of the longest bar: stages that nowhere take more are drawn as one."""
 
@@ -16,7 +24,9 @@ def write_all(lines: Sequence[dict[str, Any]], folder: Path) -> None:
     """Draw what the lines have."""
     files = {
         "latency.svg": [between_tokens(lines), decode_steps(lines)],
-        "first-token.svg": [first_token(lines), kv_of_pictures(lines)],
+        "first-token.svg": [first_token(lines), cache_hits(lines)],
+        "batching.svg": [ways_of_batching(lines), chunks_of_prompts(lines)],
+        "memory.svg": [read_in_decode(lines), kv_of_pictures(lines)],
     }
     for name, plots in files.items():
         found = [plot for plot in plots if plot is not None]
@@ -79,6 +89,55 @@ def kv_of_pictures(lines: Sequence[dict[str, Any]]) -> Plot | None:
     points = [(line["side_pixels"], line["kv_bytes"] / 2**20) for line in _of(lines, "curves.kv")]
     title = "small model: KV of a request, MiB"
     return Plot(title, "side of its picture, pixels", [Line("", points)]) if points else None
+
+
+def cache_hits(lines: Sequence[dict[str, Any]]) -> Bars | None:
+    """TTFT of what was seen before and what was not, of the larger model."""
+    found = [line["ms"] for line in _of(lines, "cache")]
+    if not found:
+        return None
+    rows = {CACHED[kind]: {"": ms} for kind, ms in found[-1].items()}
+    return Bars("8 layers of 512, prompts of 1,000 tokens: TTFT, ms", rows)
+
+
+def ways_of_batching(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """Waits by their share of the requests, static and continuous."""
+    curves = [
+        Line(
+            f"{line['what']}, {name}",
+            [(float(percent[1:]), ms) for percent, ms in line[kind].items()],
+        )
+        for line in _of(lines, "batching.trace")
+        for name, kind in (("last token", "latency_ms"), ("first token", "ttft_ms"))
+    ]
+    title = "small model: ms to a request's token, at most"
+    return Plot(title, "% of requests", curves) if curves else None
+
+
+def chunks_of_prompts(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """What a long prompt waits, and what an answer beside it does, by the size of its chunks."""
+    found = sorted(_of(lines, "batching.chunks"), key=lambda line: line["tokens_of_a_step"])
+    kinds = {
+        "longest gap in an answer": "longest_gap_ms",
+        "TTFT of a prompt of 2,000 words": "ttft_of_prompt_ms",
+    }
+    curves = [
+        Line(name, [(line["tokens_of_a_step"], line[key]) for line in found])
+        for name, key in kinds.items()
+    ]
+    title = "small model: prefill in chunks, ms"
+    return Plot(title, "tokens of a step", curves) if found else None
+
+
+def read_in_decode(lines: Sequence[dict[str, Any]]) -> Plot | None:
+    """Weights and KV that a step reads a second, and what the machine can."""
+    found = [line for line in _of(lines, "decode") if "gb_per_second" in line]
+    kinds = {"read in a step": "gb_per_second", "probed beside it": "read_gb_per_second"}
+    curves = [
+        Line(name, [(line["batch"], line[key]) for line in found]) for name, key in kinds.items()
+    ]
+    title = "400M model: weights and KV read in decode, GB/s"
+    return Plot(title, "sequences", curves) if found else None
 
 
 def _of(lines: Sequence[dict[str, Any]], bench: str) -> list[dict[str, Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 480, 300, 60, 40, 20, 50
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5fbf", "#b8860b", "#5f6b7a", "#c77dba")
 BAR_LEFT, BAR_RIGHT, BAR_HEIGHT = 140, 70, 22
-NUM_TICKS = 4
+LEGEND, MOST_TICKS = 14, 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +33,10 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
-    """One horizontal bar a row, made of its parts in order; all rows have the same parts."""
+    """One horizontal bar a row, made of its parts in order; all rows have the same parts.
+
+    A part without a name is in no legend.
+    """
 
     title: str
     rows: Mapping[str, Mapping[str, float]]
@@ -60,32 +64,38 @@ def draw(plot: Plot | Bars) -> str:
 
 
 def _lines(plot: Plot) -> str:
+    """The names of lines stand above the axes."""
     points = [point for line in plot.lines for point in line.points]
-    max_x, max_y = max(x for x, _ in points), 1.05 * max(y for _, y in points)
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    max_x, ticks_y = max(x for x, _ in points), round_ticks(max(y for _, y in points))
+    top, bottom, right = TOP + LEGEND * (len(plot.lines) - 1), HEIGHT - BOTTOM, WIDTH - RIGHT
 
     def at(x: float, y: float) -> tuple[float, float]:
         return (
             round(LEFT + (right - LEFT) * x / max_x, 1),
-            round(bottom - (bottom - TOP) * y / max_y, 1),
+            round(bottom - (bottom - top) * y / ticks_y[-1], 1),
         )
 
     out = [
         _text(WIDTH / 2, 18, plot.title, "middle", ' font-weight="bold"'),
         _text(WIDTH / 2, HEIGHT - 12, plot.x_name, "middle"),
-        f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="black"/>',
+        f'<path d="M{LEFT} {top}V{bottom}H{right}" fill="none" stroke="black"/>',
     ]
-    ticks = sorted({x for x, _ in points})
-    out.extend(_text(at(x, 0)[0], bottom + 16, f"{x:g}", "middle") for x in ticks)
-    for i in range(NUM_TICKS + 1):
-        y = max_y * i / NUM_TICKS
-        out.append(_text(LEFT - 6, at(0, y)[1] + 4, f"{y:.3g}", "end"))
+    ticks_x = sorted({x for x, _ in points})
+    out.extend(_text(at(x, 0)[0], bottom + 16, f"{x:g}", "middle") for x in ticks_x)
+    out.extend(_text(LEFT - 6, at(0, y)[1] + 4, f"{y:g}", "end") for y in ticks_y)
     for i, line in enumerate(plot.lines):
         colour = COLOURS[i % len(COLOURS)]
         places = " ".join(f"{x},{y}" for x, y in (at(*point) for point in line.points))
         out.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out.append(_text(LEFT + 10, TOP + 14 * i, line.name, "start", f' fill="{colour}"'))
+        out.append(_text(LEFT + 10, TOP + LEGEND * i, line.name, "start", f' fill="{colour}"'))
     return "\n".join(out)
+
+
+def round_ticks(largest: float) -> list[float]:
+    """From 0 to at least `largest`, in steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(largest / MOST_TICKS))
+    step = next(k * power for k in (1, 2, 5, 10) if k * power * MOST_TICKS >= largest)
+    return [step * i for i in range(math.ceil(largest / step) + 1)]
 
 
 def _bars(plot: Bars) -> str:
@@ -103,7 +113,8 @@ def _bars(plot: Bars) -> str:
             out.append(f'<rect {place} fill="{colours[part]}"/>')
             left += value * scale
         out.append(_text(left + 6, middle, f"{sum(parts.values()):.4g}", "start"))
-    for number, (part, colour) in enumerate(colours.items()):
+    named = {part: colour for part, colour in colours.items() if part}
+    for number, (part, colour) in enumerate(named.items()):
         x, y = BAR_LEFT + 110 * (number % 3), HEIGHT - 44 + 16 * (number // 3)
         out.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
         out.append(_text(x + 14, y, part, "start"))

@@ -68,6 +68,10 @@ class Rounds:
             "peak_gflop_per_second": round(statistics.median(self.peaks) / 1e9),
             "probes_moved": round(moved, 2),
         }
+        if num_bytes:
+            figures["gb_per_second"] = round(
+                num_bytes / statistics.median(self.seconds[case]) / 1e9, 1
+            )
         if goal is not None:
             figures |= {"goal": goal, "met": share >= goal if moved <= MOST_MOVED else None}
         return figures

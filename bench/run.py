@@ -4,12 +4,13 @@
     make bench ARGS="scheduler"     one
     make bench ARGS="tables"        those behind the other tables of docs/performance.md
     make bench ARGS="all"           every one
-    make bench ARGS=--table         measures nothing: the table of what was measured last
+    make bench ARGS=--table         measures nothing: the tables of what was measured last
+    make bench ARGS=--document      writes them into docs/performance.md
 
 Each script interleaves what it compares in rounds and prints JSON lines; they are gathered, with
 what the machine is and how long each took, in bench/results/latest.jsonl; what was not run again
 stays there. One beside which the machine had other work is run once more, after all others, if time
-is left.
+is left. A run that is cut, by its time or by a signal, still prints the table of what there is.
 """
 
 from __future__ import annotations
@@ -20,19 +21,24 @@ import json
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import goals
 import pictures
 import table
+import tables
 
 HERE = Path(__file__).parent
+DOCUMENT = HERE.parent / "docs" / "performance.md"
 LATEST = table.RESULTS / "latest.jsonl"
-AGAIN_SECONDS = 480.0
+GOALS_MINUTES, DAY_MINUTES = 10.0, 24 * 60.0
+MARGIN_SECONDS = 10.0
+"""For a benchmark that is cut to end what it started."""
 GOALS = (
     "mixed_trace",
     "decode",
@@ -58,6 +64,19 @@ OTHERS = (
     "simulate",
     "operator_scale",
 )
+WITH_MODEL = frozenset(
+    {
+        "mixed_trace",
+        "decode",
+        "prefill",
+        "ttft",
+        "startup",
+        "interference",
+        "generate",
+        "memory",
+    }
+)
+"""Those that share one model, which is made once."""
 ALL = (*GOALS, *TABLES, *OTHERS)
 GROUPS = {"goals": GOALS, "tables": TABLES, "all": ALL}
 
@@ -66,15 +85,24 @@ def main() -> int:
     """Run what is named, or what answers the goals; draw, print; the worst exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*GROUPS, *ALL)))
-    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--table", action="store_true", help="measure nothing; every table")
+    parser.add_argument("--document", action="store_true", help=f"the same, into {DOCUMENT.name}")
+    parser.add_argument("--minutes", type=float, help="at most; 10 for the goals alone")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - {*GROUPS, *ALL})
     if unknown:
         parser.error(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(ALL)}")
-    worst = 0 if args.table else _run(chosen(args.names))
-    pictures.write_all(table.recorded(), table.RESULTS)
-    print(goals.latest())
-    return worst
+    minutes = args.minutes or (DAY_MINUTES if args.names else GOALS_MINUTES)
+    only_tables = args.table or args.document
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    runs = {} if only_tables else measured(chosen(args.names), seconds=60 * minutes)
+    lines = table.recorded()
+    pictures.write_all(lines, table.RESULTS)
+    for name in tables.TABLES if only_tables else ("goals",):
+        print(f"{name}\n\n{tables.said(name, lines)}\n")
+    if args.document:
+        DOCUMENT.write_text(tables.filled(DOCUMENT.read_text(), lines))
+    return max((run.status for run in runs.values()), default=0)
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -83,26 +111,12 @@ def chosen(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _run(names: Sequence[str]) -> int:
-    """Run, print and keep; the worst exit status."""
-    began = time.perf_counter()
-    earlier, runs = [json.dumps(_machine()), *_kept(names)], dict[str, Run]()
-    for name in names:
-        runs[name] = _measure(name)
-        _write(earlier, runs)
-    for name in names:
-        if not runs[name].is_quiet and time.perf_counter() - began < AGAIN_SECONDS:
-            print("the machine had other work: once more", flush=True)
-            runs[name] = _measure(name)
-            _write(earlier, runs)
-    return max(run.status for run in runs.values())
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What one script said."""
+    """What one script said, and how long it took."""
 
     status: int
+    seconds: float
     lines: list[str]
 
     @property
@@ -112,24 +126,80 @@ class Run:
         return all(table.is_quiet(line, lines) for line in lines)
 
 
+def measured(names: Sequence[str], *, seconds: float) -> dict[str, Run]:
+    """Run, print and keep what fits into so many seconds; what began but did not end, too."""
+    end, runs = time.monotonic() + seconds - MARGIN_SECONDS, dict[str, Run]()
+    with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
+        model = Path(folder) / "model"
+        try:
+            if WITH_MODEL & set(names):
+                subprocess.run(
+                    [sys.executable, HERE / "peers" / "peer_model.py", model], check=True
+                )
+            _measure_all(names, model, end, runs)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    return runs
+
+
+def _measure_all(names: Sequence[str], model: Path, end: float, runs: dict[str, Run]) -> None:
+    """All in turn, then those again beside which the machine had other work; fills `runs`."""
+    earlier = LATEST.read_text().splitlines() if LATEST.exists() else []
+    for name in names:
+        left = end - time.monotonic()
+        if left > 0:
+            runs[name] = _measure(name, model, left)
+            _write(earlier, runs)
+        else:
+            print(f"== {name} is left out: the time is over", flush=True)
+    for name, run in list(runs.items()):
+        left = end - time.monotonic()
+        if not run.is_quiet and run.seconds < left:
+            print("the machine had other work: once more", flush=True)
+            runs[name] = _measure(name, model, left)
+            _write(earlier, runs)
+
+
 def _write(earlier: Sequence[str], runs: Mapping[str, Run]) -> None:
-    lines = [*earlier, *(line for run in runs.values() for line in run.lines)]
+    """Replace what was said earlier of benchmarks that ran now."""
+    kept = [line for line in earlier if _name_of(line) not in {"machine", *runs}]
+    lines = [json.dumps(_machine()), *kept, *(line for run in runs.values() for line in run.lines)]
     LATEST.parent.mkdir(exist_ok=True)
     LATEST.write_text("\n".join(lines) + "\n")
 
 
-def _measure(name: str) -> Run:
+def _name_of(line: str) -> str:
+    return str(json.loads(line)["bench"]).partition(".")[0]
+
+
+def _measure(name: str, model: Path, most_seconds: float) -> Run:
     print(f"== {name}", flush=True)
     began, others = time.perf_counter(), _seconds_of_others()
-    done = subprocess.run(
-        [sys.executable, HERE / f"{name}.py"], stdout=subprocess.PIPE, text=True, check=False
-    )
+    command = [sys.executable, str(HERE / f"{name}.py")]
+    if name in WITH_MODEL:
+        command.append(f"--model={model}")
+    status, said = _ended(command, most_seconds)
     seconds = time.perf_counter() - began
     others = (_seconds_of_others() - others) / (seconds * (os.cpu_count() or 1))
     took = {"bench": f"{name}.took", "seconds": round(seconds), "by_others": round(others, 2)}
-    lines = [*done.stdout.splitlines(), json.dumps(took)]
+    lines = [*said.splitlines(), json.dumps(took)]
     print("\n".join(lines), flush=True)
-    return Run(done.returncode, lines)
+    return Run(status, seconds, lines)
+
+
+def _ended(command: Sequence[str], most_seconds: float) -> tuple[int, str]:
+    """Exit status and output; what takes longer is interrupted, ends what it started, and is 0."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said, _ = process.communicate(timeout=most_seconds)
+        except subprocess.TimeoutExpired:
+            print("cut: the time is over", flush=True)
+            process.send_signal(signal.SIGINT)
+            return 0, process.communicate()[0]
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            raise
+        return process.returncode, said
 
 
 def _seconds_of_others() -> float:
@@ -146,16 +216,6 @@ def _seconds_of_others() -> float:
     own = resource.getrusage(resource.RUSAGE_CHILDREN)
     busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
     return busy - own.ru_utime - own.ru_stime
-
-
-def _kept(names: Sequence[str]) -> list[str]:
-    """What earlier runs said of benchmarks that do not run now."""
-    kept = []
-    for line in LATEST.read_text().splitlines() if LATEST.exists() else []:
-        name = json.loads(line)["bench"].partition(".")[0]
-        if name != "machine" and name not in names:
-            kept.append(line)
-    return kept
 
 
 def _machine() -> dict[str, object]:

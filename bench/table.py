@@ -152,10 +152,14 @@ def _numbers(line: Line, path: Sequence[str]) -> Iterable[float]:
     yield from map(float, value.values() if isinstance(value, dict) else [value])
 
 
-def markdown(answers: Sequence[Row]) -> str:
-    """The table, in columns of equal width."""
-    cells = [HEAD, *(_cells(row) for row in answers)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD))]
+def cells(answers: Sequence[Row]) -> list[Sequence[str]]:
+    """A line a row, below the names of the columns."""
+    return [HEAD, *(_cells(row) for row in answers)]
+
+
+def markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A table in columns of equal width; the first line names them."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "| "
         + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))

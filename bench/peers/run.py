@@ -25,11 +25,12 @@ sys.path.insert(0, str(HERE.parent))
 
 import calls  # noqa: E402
 import environments  # noqa: E402
-import goals  # noqa: E402
+import table  # noqa: E402
+import tables  # noqa: E402
+from goals import OURS  # noqa: E402
 from sides import read_bandwidth  # noqa: E402
 
-OURS = "triptych"
-RESULTS = HERE.parent / "results" / "peers.jsonl"
+RESULTS = table.RESULTS / "peers.jsonl"
 Seconds = dict[str, dict[str, list[float]]]
 
 
@@ -97,19 +98,17 @@ def main() -> int:
         processes = _start(names, Path(folder))
         if OURS not in processes:
             return 1
-        found: dict[str, dict[str, float]] = {}
         for seconds, bandwidths in _rounds(processes, args.rounds, Path(folder)):
-            found = _kept(seconds, bandwidths)
+            _write(seconds, bandwidths)
         for process in processes.values():
             process.close()
-    _print_table(found)
-    print(goals.latest())
+    lines = table.recorded()
+    print(tables.said("peers", lines), tables.said("goals", lines), sep="\n\n")
     return 0
 
 
-def _kept(seconds: Seconds, bandwidths: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Each engine's figures of the rounds so far, which are written too."""
-    found = {name: _figures(of_cases) for name, of_cases in seconds.items()}
+def _write(seconds: Seconds, bandwidths: Sequence[float]) -> None:
+    """Keep each engine's figures of the rounds so far."""
     lines = [
         {
             "bench": "peers",
@@ -117,14 +116,13 @@ def _kept(seconds: Seconds, bandwidths: Sequence[float]) -> dict[str, dict[str, 
             "settings": environments.ENGINES[name].settings,
             "rounds": len(bandwidths),
             "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
-            **found[name],
+            **_figures(of_cases),
             "seconds": {key: [round(each, 3) for each in kept] for key, kept in of_cases.items()},
         }
         for name, of_cases in seconds.items()
     ]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return found
 
 
 def _start(names: Sequence[str], folder: Path) -> dict[str, Process]:
@@ -181,22 +179,6 @@ def _figures(of_cases: Mapping[str, Sequence[float]]) -> dict[str, float]:
         took = middle[f"decode{batch}.{last}"] - middle[f"decode{batch}.1"]
         figures[f"decode{batch}_tok_s"] = batch * calls.NUM_DECODED / took
     return {name: round(value, 3) for name, value in figures.items()}
-
-
-def _print_table(of_engines: Mapping[str, Mapping[str, float]]) -> None:
-    """A row an engine; in brackets how much better ours is: above 1, ours is ahead."""
-    ours = of_engines[OURS]
-    columns = list(ours)
-    print("".join(f"{title:>18}" for title in ("", *columns)))
-    for name, figures in of_engines.items():
-        cells = []
-        for column in columns:
-            theirs = figures[column]
-            ahead = theirs / ours[column] if column.endswith("_s") else 0.0
-            if column.endswith("tok_s"):
-                ahead = ours[column] / theirs
-            cells.append(f"{theirs:.4g} ({ahead:.2f})")
-        print("".join(f"{cell:>18}" for cell in (name, *cells)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 from pictures import first_token, write_all
-from plot import HEIGHT, WIDTH, Bars, Line, Plot, draw
+from plot import HEIGHT, MOST_TICKS, WIDTH, Bars, Line, Plot, draw, round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 sizes = st.floats(0.1, 1e4)
@@ -43,11 +43,23 @@ def test_lines_rise_with_their_numbers_and_stay_inside(values: list[float]) -> N
     assert heights == sorted(heights, reverse=True)
 
 
+@given(sizes)
+def test_ticks_are_few_and_reach_just_above_the_largest(largest: float) -> None:
+    ticks = round_ticks(largest)
+    assert len(ticks) <= MOST_TICKS + 1
+    assert ticks[-2] < largest <= ticks[-1] * (1 + 1e-9)
+
+
 def test_stages_that_take_little_are_drawn_as_one() -> None:
     stages = {"gateway": 1.0, "media": 2.0, "encode": 500.0, "prefill": 300.0}
     bars = first_token([{"bench": "ttft", "what": "new picture", "stages": stages}])
     assert bars is not None
     assert bars.rows == {"new picture": {"encode": 500.0, "prefill": 300.0, "the rest": 3.0}}
+
+
+def test_a_part_without_a_name_is_in_no_legend() -> None:
+    rows = {"text": {"": 2.0}, "picture": {"": 3.0}}
+    assert len(elements(Bars("ms", rows), "rect")) == len(rows)
 
 
 def test_only_what_was_measured_is_drawn(tmp_path: Path) -> None:

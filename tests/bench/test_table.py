@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import run
 from goals import GOALS
-from table import FILES, Goal, Verdict, markdown, most, of, ratio, recorded, rows
+from table import FILES, Goal, Verdict, cells, markdown, most, of, ratio, recorded, rows
 
 BENCH = Path(__file__).parents[2] / "bench"
 RANK = [Verdict.MISSED, Verdict.MET, Verdict.AIM]
@@ -108,7 +109,24 @@ def test_each_recorded_benchmark_answers_its_goals() -> None:
 def test_the_table_has_a_row_a_goal(tmp_path: Path) -> None:
     (tmp_path / FILES[0]).write_text(json.dumps(line(0.5)) + "\n")
     goal = Goal("decode, batch 1", "speed", FIGURE, 0.75, 0.85)
-    head, rule, row = markdown(rows(recorded(tmp_path), [goal])).splitlines()
+    head, rule, row = markdown(cells(rows(recorded(tmp_path), [goal]))).splitlines()
     assert len(head) == len(rule) == len(row)
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == ["decode, batch 1", "0.5", "0.75", "0.85", "not met", "`speed`"]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "decode, batch 1",
+        "0.5",
+        "0.75",
+        "0.85",
+        "not met",
+        "`speed`",
+    ]
+
+
+def test_what_no_time_is_left_for_keeps_what_was_said_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latest = tmp_path / "latest.jsonl"
+    latest.write_text(json.dumps(line(0.5)) + "\n")
+    monkeypatch.setattr(run, "LATEST", latest)
+    assert run.measured(["speed"], seconds=0.0) == {}
+    assert "speed is left out" in capsys.readouterr().out
+    assert json.loads(latest.read_text())["share"] == 0.5

@@ -1,0 +1,209 @@
+"""The tables of docs/performance.md, made of recorded lines; each has its place there. Pure.
+
+<!-- table decode -->
+...
+<!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import table
+from goals import GOALS, OURS, PEERS
+from table import Line
+
+Cells = list[Sequence[str]]
+
+MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+PARTS = ("products", "calls")
+CASES = {
+    "repeated": "a picture seen before / text alone",
+    "text again": "a text's beginning seen before / text alone",
+    "picture again": "a picture's prompt seen before / new",
+}
+
+
+def filled(text: str, lines: Sequence[Line]) -> str:
+    """The document with every table as the lines have it now.
+
+    Raises:
+        KeyError: the document marks a table that is none of `TABLES`.
+    """
+    return MARKED.sub(lambda found: f"{found[1]}\n{said(found[2], lines)}\n\n", text)
+
+
+def said(name: str, lines: Sequence[Line]) -> str:
+    """One table, and whether to believe it."""
+    bench, make = TABLES[name]
+    used = [line for line in lines if line["bench"].partition(".")[0] == bench]
+    cells = make(lines)
+    if len(cells) < 2:
+        return f"Not measured (`{bench}`)."
+    text = table.markdown(cells)
+    if not all(table.is_quiet(line, lines) for line in used):
+        text += f"\n\nThe machine had other work while this was measured (`{bench}`)."
+    return text
+
+
+def goals(lines: Sequence[Line]) -> Cells:
+    """A goal a row, with its verdict."""
+    return table.cells(table.rows(lines, GOALS))
+
+
+def peers(lines: Sequence[Line]) -> Cells:
+    """A row an engine; in brackets how far ours is ahead of it."""
+    heads = {
+        "ttft_picture_s": "TTFT picture, s",
+        "ttft_text_s": "TTFT text, s",
+        "prefill_s": "prefill, s",
+        "decode1_tok_s": "decode 1, tokens/s",
+        "decode4_tok_s": "decode 4",
+        "decode16_tok_s": "decode 16",
+        "trace_s": "trace, s",
+    }
+    found = {line["engine"]: line for line in _of(lines, PEERS)}
+    ours = found.get(OURS, {})
+
+    def cell(line: Line, key: str) -> str:
+        if line is ours or key not in ours:
+            return f"{line[key]:.3g}"
+        ahead = ours[key] / line[key]
+        return f"{line[key]:.3g} ({ahead if key.endswith('tok_s') else 1 / ahead:.2f})"
+
+    return [
+        ("", *heads.values()),
+        *((name, *(cell(line, key) for key in heads)) for name, line in found.items()),
+    ]
+
+
+def batching(lines: Sequence[Line]) -> Cells:
+    """Static against continuous."""
+    return [
+        ("", "tokens/s", "TTFT p50, ms", "p95", "latency p50, ms", "p95"),
+        *(
+            (
+                line["what"],
+                *_numbers(
+                    line["tokens_per_second"],
+                    *(line[kind][p] for kind in ("ttft_ms", "latency_ms") for p in ("p50", "p95")),
+                ),
+            )
+            for line in _of(lines, "batching.trace")
+        ),
+    ]
+
+
+def chunks(lines: Sequence[Line]) -> Cells:
+    """What one step computes of a long prompt."""
+    keys = "tokens_of_a_step", "longest_gap_ms", "ttft_of_prompt_ms"
+    return [
+        ("tokens a step", "longest gap of an answer, ms", "TTFT of the prompt, ms"),
+        *(_numbers(*(line[key] for key in keys)) for line in _of(lines, "batching.chunks")),
+    ]
+
+
+def first_token(lines: Sequence[Line]) -> Cells:
+    """A lever a row."""
+    found = _of(lines, "ttft")
+    base = next((line["ms"] for line in found if line["what"] == "new picture"), 1.0)
+
+    def cells(line: Line) -> Sequence[str]:
+        stages = dict(line["stages"])
+        large = [stages.pop(name, 0.0) for name in ("media", "encode", "prefill")]
+        share = f"{line['ms'] / base:.2f}"
+        times = _numbers(*large, sum(stages.values()))
+        return line["what"], *_numbers(line["prompt_tokens"], line["ms"]), share, *times
+
+    stages = "media", "encode", "prefill", "the rest"
+    return [("", "prompt tokens", "TTFT, ms", "of the base", *stages), *map(cells, found)]
+
+
+def decode(lines: Sequence[Line]) -> Cells:
+    """A batch size a row: its step, its parts, and what it reads."""
+    parts = {
+        (part, line["batch"]): line["ms"]
+        for part in ("decode.products", "decode.calls")
+        for line in _of(lines, part)
+    }
+
+    def cells(line: Line) -> Sequence[str]:
+        batch = line["batch"]
+        times = line["ms"], *(parts.get((f"decode.{part}", batch)) for part in PARTS)
+        shares = f"{line['of_limit']:.2f}", f"{line['int8_ratio']:.2f}"
+        read = _numbers(line.get("gb_per_second"), line["read_gb_per_second"])
+        return str(batch), *_numbers(*times, line["tokens_per_second"]), shares[0], *read, shares[1]
+
+    heads = "sequences", "step, ms", "products alone", "calls alone", "tokens/s", "of the limit"
+    more = "GB/s read", "GB/s probed", "int8 weights / bfloat16"
+    return [(*heads, *more), *map(cells, _of(lines, "decode"))]
+
+
+def paged_attention(lines: Sequence[Line]) -> Cells:
+    """A shape a row."""
+    return [
+        ("heads", "sequences x tokens", "GB/s", "of bandwidth", "bfloat16 / int8 KV"),
+        *(
+            (
+                line["shape"],
+                f"{line['sequences']} x {line['tokens']}",
+                f"{line['gb_per_second']:g}",
+                f"{line['share']:.2f}",
+                f"{line['int8_against_bfloat16']:.2f}",
+            )
+            for line in _of(lines, "paged_attention")
+        ),
+    ]
+
+
+def cache(lines: Sequence[Line]) -> Cells:
+    """A kind of hit a row, a model a column."""
+    found = _of(lines, "cache")
+    rows = [
+        (name, *(f"{line[kind]['ratio']:.2f} ({line[kind]['floor']:.2f})" for line in found))
+        for kind, name in CASES.items()
+        if found
+    ]
+    return [("ratio (floor)", *(line["model"] for line in found)), *rows]
+
+
+def accuracy(lines: Sequence[Line]) -> Cells:
+    """A kind of weights a row."""
+    return [
+        ("", "questions", "right", "float32's tokens"),
+        *(
+            (
+                line["weights"],
+                str(line["questions"]),
+                f"{line['right']:.3f}",
+                f"{line['same_tokens_as_float32']:.3f}",
+            )
+            for line in _of(lines, "int8_accuracy")
+        ),
+    ]
+
+
+TABLES: Mapping[str, tuple[str, Callable[[Sequence[Line]], Cells]]] = {
+    "goals": ("goals", goals),
+    "peers": (PEERS, peers),
+    "batching": ("batching", batching),
+    "chunks": ("batching", chunks),
+    "first_token": ("ttft", first_token),
+    "decode": ("decode", decode),
+    "paged_attention": ("paged_attention", paged_attention),
+    "cache": ("cache", cache),
+    "accuracy": ("int8_accuracy", accuracy),
+}
+"""By the name of its place: the benchmark that it shows, and its cells."""
+
+
+def _of(lines: Sequence[Line], bench: str) -> list[Line]:
+    return [line for line in lines if line["bench"] == bench]
+
+
+def _numbers(*values: float | None) -> tuple[str, ...]:
+    """Each with three digits, or more before the point."""
+    return tuple(
+        "" if one is None else f"{one:.3g}" if one < 1000 else f"{one:.0f}" for one in values
+    )
