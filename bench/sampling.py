@@ -1,9 +1,12 @@
 """What choosing tokens costs beside the model: a batch of rows, against transformers' processors.
 
-    python bench/sampling.py        one JSON object on stdout, in about a minute
+    python bench/sampling.py        a JSON line for each size, in about two minutes
 
-`peer` is how `generate()` draws: its own processors, softmax, one multinomial for all rows (which
-cannot give each row a seed of its own). Both run in interleaved rounds on one thread; medians.
+`torch` is the definition without the kernel, `peer` how `generate()` draws: its own processors,
+softmax, one multinomial for all rows (which cannot give each row a seed of its own). All run in
+interleaved rounds on one thread, on the logits of a head in bfloat16 (both others make float32 of
+them first, as they must); medians, and ratios of medians. Where a round would take seconds, there
+is no peer.
 """
 
 from __future__ import annotations
@@ -25,11 +28,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from vlm_kernels import sample_tokens
+from vlm_kernels.sampling_reference import sample_reference
 from vlm_worker.core.inputs import EditedRow, LogitEdits, SampleParams
-from vlm_worker.model.sampler import sample
 from vlm_worker.types import SamplingParams
 
-ROWS, VOCABULARY, ANSWER, ROUNDS = 256, 32_000, 200, 5
+BATCHES, VOCABULARIES, ANSWER, ROUNDS = (1, 16, 256), (32_000, 152_000), 200, 5
+MOST_OF_PEER = 256 * 32_000
+"""Logits of a batch; its sort of more takes seconds."""
+
 CASES = {
     "greedy": SamplingParams(1),
     "temperature": SamplingParams(1, temperature=0.7),
@@ -42,17 +49,18 @@ CASES = {
 
 
 def params_of(sampling: SamplingParams, token_ids: np.ndarray) -> SampleParams:
-    """The same sampling for every row, each after tokens of its own."""
-    ones, edits = np.ones(ROWS), LogitEdits.of(sampling)
+    """The same sampling for every row, each after tokens of its own, `[R, ANSWER]`."""
+    num_rows, edits = len(token_ids), LogitEdits.of(sampling)
+    ones = np.ones(num_rows)
     return SampleParams(
         greedy=sampling.temperature == 0,
         temperature=(ones * sampling.temperature).astype(np.float32),
         top_p=(ones * sampling.top_p).astype(np.float32),
         top_k=(ones * sampling.top_k).astype(np.int32),
         min_p=(ones * sampling.min_p).astype(np.float32),
-        seed=np.arange(ROWS, dtype=np.uint64),
-        index=np.arange(ROWS, dtype=np.int64),
-        edited=tuple(EditedRow(r, edits, token_ids[r], 0) for r in range(ROWS) if edits),
+        seed=np.arange(num_rows, dtype=np.uint64),
+        index=np.arange(num_rows, dtype=np.int64),
+        edited=tuple(EditedRow(r, edits, token_ids[r], 0) for r in range(num_rows) if edits),
     )
 
 
@@ -78,29 +86,41 @@ def peer_of(sampling: SamplingParams, token_ids: np.ndarray) -> Callable[[torch.
     return draw
 
 
-def measure(sampling: SamplingParams, logits: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of a batch, ours and the peer's, and their ratio."""
-    token_ids = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, ANSWER), np.int32)
+def measure(sampling: SamplingParams, logits: torch.Tensor) -> dict[str, float | None]:
+    """Milliseconds of a batch, and ours in ratio to both others."""
+    num_rows, vocabulary = logits.shape
+    token_ids = np.random.default_rng(0).integers(0, vocabulary, (num_rows, ANSWER), np.int32)
     params, peer = params_of(sampling, token_ids), peer_of(sampling, token_ids)
-    times: dict[str, list[float]] = {"ours": [], "peer": []}
-    for _, name in itertools.product(range(ROUNDS + 1), times):
+    works: dict[str, Callable[[], object]] = {
+        "ours": lambda: sample_tokens(logits, params),
+        "torch": lambda: sample_reference(logits, params),
+    }
+    if logits.numel() <= MOST_OF_PEER:
+        works["peer"] = lambda: peer(logits.float())
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _, (name, work) in itertools.product(range(ROUNDS + 1), works.items()):
         started = time.perf_counter()
-        if name == "ours":
-            sample(logits, params)
-        else:
-            peer(logits)
+        work()
         times[name].append(time.perf_counter() - started)
-    ours, theirs = (statistics.median(times[name][1:]) * 1000 for name in times)
-    return {"ms": round(ours, 1), "peer_ms": round(theirs, 1), "ratio": round(ours / theirs, 3)}
+    ms = {name: statistics.median(one[1:]) * 1000 for name, one in times.items()}
+    return {
+        "ms": round(ms["ours"], 3),
+        "torch_ms": round(ms["torch"], 3),
+        "torch_ratio": round(ms["ours"] / ms["torch"], 3),
+        "peer_ms": round(ms["peer"], 3) if "peer" in ms else None,
+        "ratio": round(ms["ours"] / ms["peer"], 3) if "peer" in ms else None,
+    }
 
 
 def main() -> None:
     """Print the figures."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    logits = torch.randn(ROWS, VOCABULARY) * 4
-    cases = {name: measure(sampling, logits) for name, sampling in CASES.items()}
-    print(json.dumps({"rows": ROWS, "vocabulary": VOCABULARY, "cases": cases}, indent=1))
+    for vocabulary, num_rows in itertools.product(VOCABULARIES, BATCHES):
+        logits = (torch.randn(num_rows, vocabulary) * 4).bfloat16()
+        cases = {name: measure(sampling, logits) for name, sampling in CASES.items()}
+        line = {"bench": "sampling", "rows": num_rows, "vocabulary": vocabulary, "cases": cases}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@
     silu_mul           between the products of a gated MLP
     merge_tokens       averages of visual tokens, or the best of them
     resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
+    sampling           logits to tokens
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
 On a GPU the worker's model path does not call add_rms_norm, rope_store_kv, silu_mul,
@@ -38,6 +39,7 @@ from vlm_kernels.resize_patches import resize_patches
 from vlm_kernels.rms_norm import rms_norm
 from vlm_kernels.rope import rope
 from vlm_kernels.rope_store_kv import rope_store_kv
+from vlm_kernels.sampling import sample_tokens
 from vlm_kernels.silu_mul import silu_mul
 from vlm_kernels.store_kv import store_kv
 from vlm_kernels.varlen_attention import varlen_attention
@@ -60,6 +62,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_store_kv",
+    "sample_tokens",
     "scatter_blocks",
     "silu_mul",
     "store_kv",

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.model.test_sampler import VOCABULARY, Row, logits, params, rows
 
-from vlm_worker.model.logit_edits import edit
+from vlm_kernels.sampling_edits import edit_logits
 from vlm_worker.model.sampler import sample
 
 
 @given(rows, st.integers(0, 999))
 @settings(max_examples=60)
 def test_edits_are_what_they_are_defined_as(row: Row, seed: int) -> None:
-    (got,) = edit(logits(1, seed=seed), row.edited(0)).tolist()
+    (got,) = edit_logits(logits(1, seed=seed), row.edited(0)).tolist()
     want = logits(1, seed=seed)[0].double().tolist()
     for token, bias in row.logit_bias:
         if token < VOCABULARY:

@@ -19,9 +19,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from vlm_kernels.sampling_edits import edit_logits
+from vlm_kernels.sampling_reference import uniform, weigh
 from vlm_worker.core.inputs import NOT_FINITE, EditedRow, LogitEdits, SampleParams, StepOutput
-from vlm_worker.model.logit_edits import edit
-from vlm_worker.model.sampler import sample, uniform, weigh
+from vlm_worker.model.sampler import sample
 from vlm_worker.types import SamplingParams, TokenLogprobs
 
 VOCABULARY = 50
@@ -120,7 +121,7 @@ def test_together_is_alone(batch: list[Row], seed: int) -> None:
         wanted = row.num_logprobs
         assert said(together, i, wanted) == said(alone, 0, wanted)
         if row.temperature in (0, 1e-30) or row.top_k == 1 or row.min_p == 1:
-            best = edit(scores, params(batch).edited)[i].argmax()
+            best = edit_logits(scores, params(batch).edited)[i].argmax()
             assert together.token_ids[i] == best
 
 
@@ -130,7 +131,7 @@ def test_together_is_alone(batch: list[Row], seed: int) -> None:
 def drawn_from(scores: torch.Tensor, row: Row) -> torch.Tensor:
     """The probabilities that a row is drawn with: its weights over their sum."""
     batch = params([row])
-    edited = edit(scores, batch.edited) if batch.edited else scores
+    edited = edit_logits(scores, batch.edited) if batch.edited else scores
     weights = weigh(edited, batch, np.arange(1))[0].double()
     return weights / weights.sum()
 

@@ -146,14 +146,12 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Run one packed step and sample."""
-        return sample(self.logits(inputs), inputs.sampling)
+        return sample(self._logits(inputs), inputs.sampling)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """Run one packed step: float32 `[R, vocabulary]` of the rows in `sample_rows`."""
-        head = getattr(self._model, self._loaded.family.spec.head)
-        hidden_TD = self._decode(inputs)
-        return head(hidden_TD[torch.tensor(inputs.sample_rows, device=self._device)]).float()
+        return self._logits(inputs).float()
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
@@ -207,6 +205,13 @@ class ModelRunner:
     def embedding_bytes(self, embedding: Embedding) -> int:
         """Memory that it holds, for the encoder cache's budget."""
         return embedding.num_bytes
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        """As the head makes them, in its own type."""
+        head = getattr(self._model, self._loaded.family.spec.head)
+        rows = torch.tensor(inputs.sample_rows, device=self._device)
+        logits: torch.Tensor = head(self._decode(inputs)[rows])
+        return logits
 
     def _decode(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states `[T, D]` of all new tokens."""

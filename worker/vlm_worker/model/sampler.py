@@ -1,158 +1,18 @@
-"""Logits to tokens: edits, temperature, then top-k, top-p and min-p, then one draw per row.
-
-One definition, whatever a row asks for. With z the edited logits, T the temperature, u in [0, 1):
-
-    w_i   = round(2^34 exp((z_i - max z) / T))      whole numbers: sums do not depend on their order
-    keep  i in top-k and top-p and min-p            by value: equal tokens stay or go together
-    token = the first i, in the order of ids, with  w_0 + .. + w_i > u * (sum of all w)
-
-A token 24 nats below the best has no weight left. u is a function of (seed, index of the token in
-its answer), the weights of the row's own logits: so an answer is the same in any batch, on any
-worker, continued at any token.
-"""
+"""Logits to tokens, as the engine asks for them: the mathematics is `vlm_kernels.sampling`."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepOutput
-from vlm_worker.model.logit_edits import edit
-
-_ONE = 2.0**34  # 2^19 tokens of it still add up to an integer that float64 holds
-# Rows are drawn in parts of so many weights: on a CPU they stay in its cache.
-_PART_CPU, _PART_DEVICE = 1 << 19, 1 << 26
-# A nucleus is looked for among so many of the likeliest tokens, then among all.
-_NUCLEUS_WIDTH = 64
+from vlm_kernels import sample_tokens
+from vlm_worker.core.inputs import SampleParams, StepOutput
 
 
 def sample(logits_RV: torch.Tensor, params: SampleParams) -> StepOutput:
     """Choose a token per row, and say how likely it was where a row asks.
 
     Args:
-        logits_RV: float32, R rows over V tokens; unchanged.
+        logits_RV: as a head makes them, R rows over V tokens; unchanged.
         params: of the same R rows; temperature 0 is greedy.
     """
-    # of a row with NaN or infinity, so is the sum
-    finite = torch.isfinite(logits_RV.sum(dim=-1))
-    if params.edited:
-        logits_RV = edit(logits_RV, params.edited)
-    chosen = logits_RV.argmax(dim=-1)
-    if not params.greedy:
-        part = _PART_CPU if logits_RV.device.type == "cpu" else _PART_DEVICE
-        drawn = np.flatnonzero(params.temperature > 0)
-        step = max(1, part // logits_RV.shape[-1])
-        for at in (drawn[i : i + step] for i in range(0, len(drawn), step)):
-            rows = torch.from_numpy(at).to(logits_RV.device)
-            chosen[rows] = _draw(logits_RV[rows], params, at)
-    token_ids = torch.where(finite, chosen, NOT_FINITE).cpu().numpy()
-    if params.num_logprobs is None:
-        return StepOutput(token_ids)
-    return _with_logprobs(token_ids, logits_RV, chosen, params.num_logprobs)
-
-
-def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) from (seed, index), float64: two rounds of SplitMix64 over both words."""
-    mixed = _splitmix(_splitmix(seed.astype(np.uint64)) ^ index.astype(np.uint64))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def weigh(logits_RV: torch.Tensor, params: SampleParams, at: np.ndarray) -> torch.Tensor:
-    """The weights w of the rows `at`, whose edited logits these are, int64; 0 for what is left out.
-
-    Until they are complete they are float32, which holds each of them exactly.
-    """
-    temperature = torch.from_numpy(params.temperature[at]).to(logits_RV.device)[:, None]
-    best = logits_RV.amax(dim=-1, keepdim=True)
-    weights_RV = ((logits_RV - best) / temperature).exp_().mul_(_ONE).round_().nan_to_num_()
-    _keep_top_k(weights_RV, logits_RV, params.top_k[at])
-    _keep_likely(weights_RV, params.top_p[at], params.min_p[at])
-    return weights_RV.to(torch.int64)
-
-
-def _draw(logits_RV: torch.Tensor, params: SampleParams, at: np.ndarray) -> torch.Tensor:
-    """Tokens of the rows `at`, whose edited logits these are."""
-    sums_RV = weigh(logits_RV, params, at).cumsum_(dim=-1)
-    draws = torch.from_numpy(uniform(params.seed[at], params.index[at])).to(sums_RV.device)
-    level = (draws[:, None] * sums_RV[:, -1:].double()).long()
-    place = torch.searchsorted(sums_RV, level, right=True)
-    return place[:, 0].clamp_(max=logits_RV.shape[-1] - 1)  # of a row that is not finite
-
-
-def _keep_top_k(weights_RV: torch.Tensor, logits_RV: torch.Tensor, top_k: np.ndarray) -> None:
-    """Take the weight of tokens below the k-th best logit."""
-    at = np.flatnonzero((top_k > 0) & (top_k < logits_RV.shape[-1]))
-    if not len(at):
-        return
-    rows = torch.from_numpy(at).to(logits_RV.device)
-    rank = torch.from_numpy(top_k[at].astype(np.int64) - 1).to(logits_RV.device)[:, None]
-    asked = logits_RV[rows]
-    least = asked.topk(int(top_k[at].max()), dim=-1).values.gather(-1, rank)
-    weights_RV[rows] = weights_RV[rows].masked_fill_(asked < least, 0)
-
-
-def _keep_likely(weights_RV: torch.Tensor, top_p: np.ndarray, min_p: np.ndarray) -> None:
-    """Take the weight of tokens outside the nucleus, and of those far below the best."""
-    nucleus = np.flatnonzero(top_p < 1)
-    if not len(nucleus) and not min_p.any():
-        return
-    least = torch.from_numpy(min_p.astype(np.float32) * np.float32(_ONE)).to(weights_RV.device)
-    if len(nucleus):
-        rows = torch.from_numpy(nucleus).to(weights_RV.device)
-        share = torch.from_numpy(top_p[nucleus].astype(np.float64)).to(weights_RV.device)
-        least[rows] = torch.maximum(least[rows], _least_in_nucleus(weights_RV[rows], share))
-    weights_RV.masked_fill_(weights_RV < least[:, None], 0)
-
-
-def _least_in_nucleus(weights_RV: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Per row, the smallest weight among the fewest best that together reach `share` of all."""
-    limit = share * weights_RV.sum(dim=-1, dtype=torch.int64).double()
-    width = min(_NUCLEUS_WIDTH, weights_RV.shape[-1])
-    least, reached = _least_within(weights_RV.topk(width, dim=-1).values, limit)
-    if not reached.all():
-        wide = torch.nonzero(~reached)[:, 0]
-        least[wide], _ = _least_within(_descending(weights_RV[wide]), limit[wide])
-    return least
-
-
-def _least_within(ordered: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last weight needed to reach the limit, and whether these, best first, reach it."""
-    sums = ordered.to(torch.int64).cumsum(dim=-1).double()
-    before = sums - ordered.double()
-    size = (before < limit[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return ordered.gather(-1, size - 1)[:, 0], sums[:, -1] >= limit
-
-
-def _descending(values: torch.Tensor) -> torch.Tensor:
-    """Each row sorted, the largest first. On a CPU, numpy does so several times faster."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
-    return values.sort(dim=-1, descending=True).values
-
-
-def _with_logprobs(
-    token_ids: np.ndarray, logits_RV: torch.Tensor, chosen: torch.Tensor, num_logprobs: np.ndarray
-) -> StepOutput:
-    """Of the edited logits, before temperature and truncation; NaN in rows that want none."""
-    at = np.flatnonzero(num_logprobs >= 0)
-    rows = torch.from_numpy(at).to(logits_RV.device)
-    logprobs_RV = torch.log_softmax(logits_RV[rows], dim=-1)
-    most = min(int(num_logprobs.max()), logits_RV.shape[-1])
-    top = logprobs_RV.topk(most, dim=-1)
-    num_rows = len(token_ids)
-    logprobs = np.full(num_rows, np.nan, np.float32)
-    top_ids = np.zeros((num_rows, most), np.int64)
-    top_logprobs = np.full((num_rows, most), np.nan, np.float32)
-    logprobs[at] = logprobs_RV.gather(-1, chosen[rows, None])[:, 0].cpu().numpy()
-    top_ids[at] = top.indices.cpu().numpy()
-    top_logprobs[at] = top.values.cpu().numpy()
-    return StepOutput(token_ids, logprobs, top_ids, top_logprobs)
-
-
-def _splitmix(state: np.ndarray) -> np.ndarray:
-    """One step of SplitMix64 (Steele, Lea, Flood 2014); arithmetic is modulo 2**64."""
-    with np.errstate(over="ignore"):
-        z = state + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return StepOutput(*sample_tokens(logits_RV, params))

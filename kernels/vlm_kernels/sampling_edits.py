@@ -7,25 +7,110 @@
 
 r is the repetition penalty as transformers has it (arXiv 1909.05858), f and p are the frequency and
 the presence penalty of OpenAI's API. Only logits that something is asked of are touched.
+
+Shapes: R rows over V tokens. Torch's definition is here; on CPUs `sampling` has it from
+`cpu/sampling_edits.cpp`, which reads the same arrays, packed one row behind the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from vlm_worker.core.inputs import EditedRow
+
+class Edits(Protocol):
+    """What one request asks for."""
+
+    @property
+    def frequency_penalty(self) -> float:
+        """Subtracted for each time that the answer holds a token; 0 is none."""
+
+    @property
+    def presence_penalty(self) -> float:
+        """Subtracted where the answer holds a token; 0 is none."""
+
+    @property
+    def repetition_penalty(self) -> float:
+        """What a logit is divided by, where it is positive; 1 is none."""
+
+    @property
+    def bias_ids(self) -> np.ndarray:
+        """int64 `[B]`, each once."""
+
+    @property
+    def bias_values(self) -> np.ndarray:
+        """float32 `[B]`."""
 
 
-def edit(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> torch.Tensor:
-    """A copy of the logits with the rows in `edited` changed; token ids beyond V have no effect."""
+class EditedRow(Protocol):
+    """A row that is edited, with its tokens so far."""
+
+    @property
+    def row(self) -> int:
+        """Which of the R."""
+
+    @property
+    def edits(self) -> Edits:
+        """What is asked for."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32: the prompt, then the answer so far."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+
+
+class PackedEdits(NamedTuple):
+    """The arrays that the C++ kernel reads."""
+
+    rows: np.ndarray  # [E] of EDIT
+    token_ids: np.ndarray  # int32
+    bias_ids: np.ndarray  # int64
+    bias_values: np.ndarray  # float32
+
+
+EDIT = np.dtype(
+    [(name, np.int64) for name in ("biases", "biases_end", "tokens", "answer", "tokens_end")]
+    + [(name, np.float64) for name in ("frequency", "presence", "repetition")]
+)
+"""`struct Edit` of `cpu/sampling.h`."""
+
+
+def edit_logits(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> torch.Tensor:
+    """A copy of float32 logits with the rows in `edited` changed.
+
+    Token ids beyond V have no effect.
+    """
     logits_RV = logits_RV.clone(memory_format=torch.contiguous_format)
     _add_biases(logits_RV, [one for one in edited if len(one.edits.bias_ids)])
     _divide_repeated(logits_RV, [one for one in edited if one.edits.repetition_penalty != 1])
     _subtract_counted(logits_RV, [one for one in edited if _counts(one)])
     return logits_RV
+
+
+def pack_edits(edited: Sequence[EditedRow]) -> PackedEdits:
+    """The same edits as arrays, without looking at a token."""
+    rows = np.zeros(len(edited), EDIT)
+    num_tokens = np.array([len(one.token_ids) for one in edited], np.int64)
+    num_biases = np.array([len(one.edits.bias_ids) for one in edited], np.int64)
+    rows["tokens_end"], rows["biases_end"] = num_tokens.cumsum(), num_biases.cumsum()
+    rows["tokens"] = rows["tokens_end"] - num_tokens
+    rows["biases"] = rows["biases_end"] - num_biases
+    rows["answer"] = rows["tokens"] + [one.num_prompt for one in edited]
+    rows["frequency"] = [one.edits.frequency_penalty for one in edited]
+    rows["presence"] = [one.edits.presence_penalty for one in edited]
+    rows["repetition"] = [one.edits.repetition_penalty for one in edited]
+    return PackedEdits(
+        rows,
+        np.concatenate([one.token_ids for one in edited], dtype=np.int32),
+        np.concatenate([one.edits.bias_ids for one in edited], dtype=np.int64),
+        np.concatenate([one.edits.bias_values for one in edited], dtype=np.float32),
+    )
 
 
 def _counts(one: EditedRow) -> bool:
@@ -80,4 +165,4 @@ def _places(
     ids = [ids_of(one).astype(np.int64) for one in edited]
     starts = np.repeat([one.row * vocabulary for one in edited], [len(one) for one in ids])
     joined = np.concatenate(ids)
-    return np.where(joined < vocabulary, joined + starts, -1)
+    return np.where((joined >= 0) & (joined < vocabulary), joined + starts, -1)
