@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from vlm_kernels import gpu
 from vlm_kernels.cpu import native
 from vlm_worker.core.families import Family, FamilySpec
 from vlm_worker.core.geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
+from vlm_worker.model.gpu.layers import use_gpu_kernels
 from vlm_worker.model.imports import lean_torch
 from vlm_worker.model.layers import use_kernels
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
@@ -120,6 +122,8 @@ def load_model(
     use_patch_projection(model)
     use_kernels(model)
     model = model.eval().requires_grad_(False).to(target)
+    if gpu.serves(target):
+        use_gpu_kernels(model)
     weights_bytes = sum(p.numel() * p.element_size() for p in set(model.parameters()))
     packing = _pack(model, checkpoint.family.spec, packed_weights=packed_weights, weights=weights)
     loaded = LoadedModel(

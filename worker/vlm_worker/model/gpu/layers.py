@@ -1,0 +1,157 @@
+"""Decoder layers on a GPU: fewer kernels between the products, and fewer products.
+
+    x, r ─▶ r = x + r, norm ─▶ q, k, v ─▶ rope, k and v into the cache ─▶ attention ─▶ o ─▶ x
+         ─▶ r = x + r, norm ─▶ gate, up ─▶ silu(gate) * up ─▶ down ─▶ x
+
+Each comma or pair here is one kernel. What a layer computed, x, and what went in, r, are added in
+the norm of the layer behind it; so all layers are one module to transformers' loop, which knows no
+r. Each step rounds as `model.layers` does, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlm_kernels import Activation, add_rms_norm, paged_attention, rope_store_kv, silu_mul
+from vlm_worker.model.attention import StepContext
+from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
+from vlm_worker.model.linear import GatedLinear, JointLinear
+
+
+def use_gpu_kernels(model: Any) -> None:
+    """Join what `use_kernels` left side by side, and fuse the decoder's layers where all can be.
+
+    Those of Gemma 3 stay: norms of queries, and behind products, stand between what is fused here.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, JointLinear):
+                setattr(parent, name, Joined(child))
+            elif isinstance(child, GatedLinear) and child.activation == Activation.SILU:
+                setattr(parent, name, JoinedGate(child))
+    decoder = model.get_decoder()
+    layers = list(getattr(decoder, "layers", ()))
+    if layers and all(_can_fuse(layer) for layer in layers):
+        decoder.layers = nn.ModuleList([FusedLayers(layers)])
+
+
+def _can_fuse(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, DecoderLayer)
+        and layer.q_norm is None
+        and layer.o_norm is None
+        and isinstance(layer.mlp.up, JoinedGate)
+    )
+
+
+class Joined(nn.Module):
+    """Linear layers of one input as one product."""
+
+    def __init__(self, joint: JointLinear) -> None:
+        super().__init__()
+        self.product, self._sizes = _join(joint.parts)
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`[T, K]` to `[T, N]` per layer; their rows lie side by side."""
+        return self.product(x_TD).split(self._sizes, dim=-1)
+
+
+class JoinedGate(nn.Module):
+    """silu(gate(x)) * up(x): one product, and one kernel."""
+
+    def __init__(self, gated: GatedLinear) -> None:
+        super().__init__()
+        self.product, self._sizes = _join(gated.parts)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` to `[T, N]`."""
+        return silu_mul(*self.product(x_TD).split(self._sizes, dim=-1))
+
+
+def _join(parts: nn.ModuleList) -> tuple[nn.Module, list[int]]:
+    """One linear layer with the outputs of all, and how many each has."""
+    linears: list[Any] = list(parts)
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(1, 1, bias=any(linear.bias is not None for linear in linears), device="meta")
+    joined.in_features, joined.out_features = weight.shape[1], weight.shape[0]
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if joined.bias is not None:
+        biases = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
+        joined.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
+    return joined, [linear.out_features for linear in linears]
+
+
+class FusedLayers(nn.Module):
+    """All layers of a decoder."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FusedLayer(layer) for layer in layers)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step: StepContext,
+        **_unused: Any,
+    ) -> torch.Tensor:
+        """`[1, T, D]` to `[1, T, D]`, called as transformers' models call a layer."""
+        cos_TD, sin_TD = (x[0] for x in position_embeddings)
+        x_TD, residual_TD = hidden_states[0], None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, cos_TD, sin_TD, step)
+        return (x_TD if residual_TD is None else residual_TD + x_TD)[None]
+
+
+class FusedLayer(nn.Module):
+    """One of them; takes over the modules of the layer that it replaces."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
+        self.qkv, self.o = layer.qkv, layer.o
+        self.mlp: Mlp = layer.mlp
+        self._layer_idx, self._head_dim = layer.layer_idx, layer.head_dim
+        self._scaling: float = layer._scaling
+        self._window: int | None = layer.window
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        step: StepContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it computes, and what that is yet to be added to; `[T, D]` each, as what goes in."""
+        y_TD, residual_TD = _add_norm(self.attention_norm, x_TD, residual_TD)
+        attended = self._attend(y_TD, cos_TD, sin_TD, step)
+        y_TD, residual_TD = _add_norm(self.mlp_norm, self.o(attended), residual_TD)
+        return self.mlp(y_TD), residual_TD
+
+    def _attend(
+        self, y_TD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        """Attention's answer for each token, heads side by side."""
+        q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self._head_dim)) for x in self.qkv(y_TD))
+        cache, layer = step.kv_cache, self._layer_idx
+        rope_store_kv(q_THD, k_THD, v_THD, cos_TD, sin_TD, cache, layer, step.slot_mapping)
+        plan = step.plan(self._window)
+        return paged_attention(q_THD, cache, layer, plan, scale=self._scaling).flatten(1)
+
+
+def _add_norm(
+    norm: Norm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum's norm, and the sum; the first layer has nothing to add."""
+    if residual_TD is None:
+        return norm(x_TD), x_TD
+    return add_rms_norm(x_TD, residual_TD, norm.weight, eps=norm.eps)
