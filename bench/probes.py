@@ -11,7 +11,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import random_vlm
@@ -19,9 +19,9 @@ from sides import read_bandwidth
 
 PEAK_SIZE = 2048
 SECONDS = 0.5  # of one case in one round
-MOST_MOVED = 1.3
-"""Where a probe's best round is more than this times its worst, the machine had other work: the
-limits are not known, and `met` is null."""
+MOST_MOVED, LEAST_ROUNDS = 1.3, 3
+"""Rounds count whose limits, as probed, are within this of each other. Where fewer than so many do,
+the machine had other work: all count, the limit is not known, and `met` is null."""
 
 
 class Rounds:
@@ -33,45 +33,55 @@ class Rounds:
 
     def __init__(self, cases: dict[Hashable, Callable[[], Any]], *, threads: int) -> None:
         self._cases, self._threads = cases, threads
-        self._peak = peak_probe(seconds=SECONDS)
         self.seconds: dict[Hashable, list[float]] = {case: [] for case in cases}
         self.bandwidths: list[float] = []
         self.peaks: list[float] = []
 
     def run(self, count: int) -> None:
         """Each case once uncounted, then so many rounds."""
+        peak = peak_probe(seconds=SECONDS)
         for run in self._cases.values():
             run()
         for _ in range(count):
             self.bandwidths.append(read_bandwidth(self._threads))
-            self.peaks.append(self._peak())
+            self.peaks.append(peak())
             for case, run in self._cases.items():
                 self.seconds[case].append(seconds_per_call(run, seconds=SECONDS))
 
     def figures(
         self, case: Hashable, *, num_bytes: int, operations: float, goal: float | None
     ) -> dict[str, Any]:
-        """Against the longer of reading so many bytes and of so many operations, by round."""
+        """Against the longer of reading so many bytes and of so many operations, by round.
+
+        Medians are of the rounds that count; `rounds` says how many of how many do.
+        """
         limits = [
             max(num_bytes / bandwidth, operations / peak)
             for bandwidth, peak in zip(self.bandwidths, self.peaks, strict=True)
         ]
-        shares = [limit / each for limit, each in zip(limits, self.seconds[case], strict=True)]
-        moved = max(max(probe) / min(probe) for probe in (self.bandwidths, self.peaks))
-        share = round(statistics.median(shares), 3)
+        seconds = self.seconds[case]
+        shares = [limit / each for limit, each in zip(limits, seconds, strict=True)]
+        counted = alike(limits)
+        if len(counted) < LEAST_ROUNDS:
+            counted = list(range(len(limits)))
+
+        def middle(values: Sequence[float]) -> float:
+            return statistics.median(values[i] for i in counted)
+
+        moved = max(limits[i] for i in counted) / min(limits[i] for i in counted)
+        share = round(middle(shares), 3)
         figures: dict[str, Any] = {
-            "ms": round(statistics.median(self.seconds[case]) * 1e3, 2),
-            "ms_per_round": [round(each * 1e3, 1) for each in self.seconds[case]],
+            "ms": round(middle(seconds) * 1e3, 2),
+            "ms_per_round": [round(each * 1e3, 1) for each in seconds],
             "of_limit": share,
             "of_limit_per_round": [round(one, 2) for one in shares],
-            "read_gb_per_second": round(statistics.median(self.bandwidths) / 1e9, 1),
-            "peak_gflop_per_second": round(statistics.median(self.peaks) / 1e9),
+            "read_gb_per_second": round(middle(self.bandwidths) / 1e9, 1),
+            "peak_gflop_per_second": round(middle(self.peaks) / 1e9),
             "probes_moved": round(moved, 2),
+            "rounds": [len(counted), len(limits)],
         }
         if num_bytes:
-            figures["gb_per_second"] = round(
-                num_bytes / statistics.median(self.seconds[case]) / 1e9, 1
-            )
+            figures["gb_per_second"] = round(num_bytes / middle(seconds) / 1e9, 1)
         if goal is not None:
             figures |= {"goal": goal, "met": share >= goal if moved <= MOST_MOVED else None}
         return figures
@@ -80,6 +90,12 @@ class Rounds:
         """Seconds of one case over those of another, median of the rounds."""
         pairs = zip(self.seconds[case], self.seconds[other], strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
+
+
+def alike(limits: Sequence[float]) -> list[int]:
+    """The rounds in which the machine was as it mostly was: those around the median."""
+    middle, width = statistics.median(limits), MOST_MOVED**0.5
+    return [i for i, limit in enumerate(limits) if middle / width <= limit <= middle * width]
 
 
 def arguments(description: str) -> argparse.Namespace:
