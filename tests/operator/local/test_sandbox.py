@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def run(user: list[str], folder: Path, script: str, **spec) -> tuple[int, str, d
         for path in folder.rglob("*"):
             os.chown(path, NOBODY, NOBODY)
     (folder / "sandbox.py").write_bytes(SANDBOX.read_bytes())
-    read_end, write_end = os.pipe()
+    ours, theirs = socket.socketpair()
+    ours.shutdown(socket.SHUT_WR)  # nobody here needs the pid
     file = folder / "spec.json"
     file.write_text(
         json.dumps(
@@ -52,7 +54,7 @@ def run(user: list[str], folder: Path, script: str, **spec) -> tuple[int, str, d
                 "read_only": False,
                 "cgroups": [],
                 "agent": os.getpid(),
-                "report": write_end,
+                "report": theirs.fileno(),
                 **spec,
             }
         )
@@ -62,11 +64,11 @@ def run(user: list[str], folder: Path, script: str, **spec) -> tuple[int, str, d
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        pass_fds=(write_end,),
+        pass_fds=(theirs.fileno(),),
         check=False,
     )
-    os.close(write_end)
-    with os.fdopen(read_end) as report:
+    theirs.close()
+    with ours, ours.makefile() as report:
         said = report.read()
     return ended.returncode, ended.stdout, json.loads(said) if said else {}
 

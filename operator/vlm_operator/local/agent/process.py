@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,31 +77,26 @@ class Process:
             StartFailedError: It does not: no such program, no such folder, a mount failed.
         """
         spec.stage.mkdir(parents=True, exist_ok=True)
-        read_end, write_end = os.pipe()
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            launcher = await asyncio.create_subprocess_exec(
-                *_interpreter(_write(spec, report=write_end)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
+            with theirs:
+                launcher = await _launch(_write(spec, report=theirs.fileno()), theirs.fileno())
+            assert launcher.stdout is not None
+            pumping = asyncio.create_task(log.pump(launcher.stdout))
+            try:
+                report = await reader.readline()
+            except asyncio.CancelledError:
+                launcher.kill()
+                raise
+            answer = json.loads(report) if report else {"error": "the sandbox ended early"}
+            if "pid" in answer:
+                return cls(launcher, int(answer["pid"]), spec, pumping)
         finally:
-            os.close(write_end)
-        assert launcher.stdout is not None
-        pumping = asyncio.create_task(log.pump(launcher.stdout))
-        try:
-            report = await _read_all(read_end)
-        except asyncio.CancelledError:
-            launcher.kill()
-            raise
-        answer = json.loads(report) if report else {"error": "the sandbox ended early"}
-        if "error" in answer:
-            await launcher.wait()
-            await pumping
-            raise StartFailedError(answer["error"])
-        return cls(launcher, int(answer["pid"]), spec, pumping)
+            writer.close()  # the launcher lets go of the pid: by now there is a handle of it
+        await launcher.wait()
+        await pumping
+        raise StartFailedError(answer["error"])
 
     async def wait(self) -> int:
         """Return its exit code, 128 + number for a signal, when it ended and its log is written."""
@@ -165,6 +161,17 @@ class Process:
             self._handle = None
 
 
+async def _launch(spec: str, report: int) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *_interpreter(spec),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        pass_fds=(report,),
+        start_new_session=True,
+    )
+
+
 def _interpreter(*arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(SANDBOX), *arguments]
 
@@ -175,15 +182,3 @@ def _write(spec: ProcessSpec, *, name: str = "spec", **more: int) -> str:
     path.touch(mode=0o600)
     path.write_text(json.dumps(spec.sandbox(**more)))
     return str(path)
-
-
-async def _read_all(descriptor: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
-    )
-    try:
-        return await reader.read()
-    finally:
-        transport.close()

@@ -1,7 +1,8 @@
 """One container's start, run as a script by a bare interpreter: `python -I -S sandbox.py SPEC`.
 
     agent ─▶ launcher ─fork▶ process 1 of a pid namespace, in its own mount namespace ─exec▶ argv
-              │ reports {"pid": …} or {"error": …}, waits, ends with the container's exit code
+              │ reports {"pid": …} or {"error": …}, holds the pid until the agent hangs up,
+              │ waits, ends with the container's exit code
               └ each is killed with its parent, a namespace with its process 1: nothing is left
 
 Its root is the machine's, bound entry by entry into a tmpfs, so that a mount path that does not
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
 def launch(spec: dict[str, Any]) -> int:
     """Run a container to its end: {argv, env, cwd, stage, mounts, read_only, cgroups, …}.
 
-    `agent` is the pid that must be its parent, `report` the descriptor to answer on.
+    `agent` is the pid that must be its parent, `report` the descriptor of a socket to answer on.
     """
     tie_to(spec["agent"])
     answer = spec["report"]
@@ -58,6 +59,7 @@ def launch(spec: dict[str, Any]) -> int:
     with os.fdopen(errors) as said:
         problem = said.read()  # ends at exec
     report(answer, {"error": problem} if problem else {"pid": child})
+    os.read(answer, 1)  # the agent hangs up: until now the pid of an ended child is nobody else's
     _, status = os.waitpid(child, 0)
     return CANNOT_START if problem else exit_code(status)
 
@@ -261,7 +263,6 @@ def exit_code(status: int) -> int:
 def report(descriptor: int, message: dict[str, Any]) -> None:
     """Tell the agent, one JSON line, and no more."""
     os.write(descriptor, json.dumps(message).encode() + b"\n")
-    os.close(descriptor)
 
 
 if __name__ == "__main__":
