@@ -13,6 +13,7 @@ from worker.identity.families import random_questions
 from worker.identity.questions import Question
 from worker.identity.stepper import Stepper
 
+from vlm_kernels.decoder_layers import has_decoder_layers
 from vlm_worker.core.families import FAMILIES, load_family
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm, VisionBlock
 from vlm_worker.model.linear import can_pack
@@ -72,3 +73,20 @@ def _logits(model_dir: Path, asked: list[Question], **options: Any) -> np.ndarra
     return np.concatenate(
         stepper.forced_logits(sequences, [ANSWER] * len(asked), chunk=2048), axis=0
     )
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_native_decoder_gives_what_transformers_loop_over_the_layers_gives(
+    model_dir: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_decoder_layers():
+        pytest.skip("this CPU has no AVX512-BF16")
+    family = load_family(model_dir)
+    asked = random_questions(model_dir, family, count=2, seed=0)
+    native = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype)
+    taken: list[object] = []
+    monkeypatch.setattr("vlm_worker.model.runner.native_decoder", taken.append)
+    by_layer = _logits(model_dir, asked, dtype="bfloat16", kv_dtype=kv_dtype)
+    assert len(taken) == 1, "the loop took effect"
+    assert np.array_equal(native, by_layer)
