@@ -17,6 +17,7 @@ from table import Line
 Cells = list[Sequence[str]]
 
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+MIDDLE_AND_TAIL = ("p50_ms", "p95_ms")
 PARTS = ("products", "calls")
 CASES = {
     "repeated": "a picture seen before / text alone",
@@ -120,6 +121,21 @@ def first_token(lines: Sequence[Line]) -> Cells:
     return [("", "prompt tokens", "TTFT, ms", "of the base", *stages), *map(cells, found)]
 
 
+def split(lines: Sequence[Line]) -> Cells:
+    """A stage a row, where each role is a process."""
+    found = _of(lines, "split_ttft")
+    names = dict.fromkeys(name for line in found for name in line["stages"])
+
+    def cells(stage: str) -> Sequence[str]:
+        kept = [line["stages"].get(stage, {}) for line in found]
+        return f"`{stage}`", *_numbers(*(one.get(p) for one in kept for p in MIDDLE_AND_TAIL))
+
+    heads = [f"{line['kind']}, {p}" for line in found for p in ("p50, ms", "p95, ms")]
+    whole = _numbers(*(line["ttft"][p] for line in found for p in MIDDLE_AND_TAIL))
+    rows = [("TTFT", *whole)] if found else []
+    return [("", *heads), *map(cells, names), *rows]
+
+
 def decode(lines: Sequence[Line]) -> Cells:
     """A batch size a row: its step, its parts, and what it reads."""
     parts = {
@@ -190,6 +206,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Line]], Cells]]] = {
     "batching": ("batching", batching),
     "chunks": ("batching", chunks),
     "first_token": ("ttft", first_token),
+    "split": ("split_ttft", split),
     "decode": ("decode", decode),
     "paged_attention": ("paged_attention", paged_attention),
     "cache": ("cache", cache),
