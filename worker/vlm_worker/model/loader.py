@@ -29,6 +29,7 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
 from vlm_worker.model.gpu.layers import use_gpu_kernels
+from vlm_worker.model.gpu.quantised import quantise_linears
 from vlm_worker.model.imports import lean_torch
 from vlm_worker.model.layers import use_kernels
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
@@ -102,7 +103,8 @@ def load_model(
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
         device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
         packed_weights: pack linear layers where this device and type gain by it (`linear`).
-        weights: `int8` rounds the linear layers that the family names (`FamilySpec.int8`).
+        weights: `int8`, and on a GPU `int4`, rounds the linear layers that the family names
+            (`FamilySpec.int8`).
 
     Raises:
         ModelConfigError: the directory cannot be served, with path and fix.
@@ -192,21 +194,27 @@ def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> An
 
 
 def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -> Packing:
-    """Bring linear layers into the order of this CPU, some of them in int8 if that is asked for."""
+    """Bring linear layers into the order of this CPU; round some of them if that is asked for."""
     parameter = next(model.parameters())
     dtype, device = parameter.dtype, parameter.device
+    if weights != "auto" and gpu.serves(device):
+        return quantise_linears(model, _rounded_parts(model, spec), weights=weights)
+    if weights == "int4":
+        raise ModelConfigError(
+            f"--weights=int4 needs a GPU, triton and a C compiler; this is {device.type}"
+        )
     if weights == "int8":
         if dtype != torch.bfloat16 or device.type != "cpu" or not packed_weights:
             raise ModelConfigError(
-                f"--weights=int8 needs --device=cpu, --dtype=bfloat16 and --packed-weights=auto; "
-                f"this is {device.type}, {str(dtype).removeprefix('torch.')} and "
-                f"{'auto' if packed_weights else 'off'}"
+                "--weights=int8 needs --dtype=bfloat16 and --packed-weights=auto on a CPU, triton "
+                f"and a C compiler on a GPU; this is {device.type}, "
+                f"{str(dtype).removeprefix('torch.')} and {'auto' if packed_weights else 'off'}"
             )
-        return pack_linears(model, int8=_int8_parts(model, spec))
+        return pack_linears(model, int8=_rounded_parts(model, spec))
     return pack_linears(model) if packed_weights and can_pack(dtype, device) else Packing()
 
 
-def _int8_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
+def _rounded_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
     """What the family lets be rounded, of what is loaded here."""
     parts: list[nn.Module] = []
     if "encoder" in spec.int8:

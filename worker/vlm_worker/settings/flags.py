@@ -13,7 +13,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float32", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 PACKINGS = ("auto", "off")
-WEIGHTS = ("auto", "int8")
+JPEG_SCALINGS = ("exact", "dct")
+WEIGHTS = ("auto", "int8", "int4")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
 CLIENT_PRIORITIES = ("later", "any")
 RUNNERS = ("model", "checksum")
@@ -118,7 +119,14 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=WEIGHTS,
         default="auto",
-        help="int8 rounds linear layers and what they multiply, on a CPU: faster, less exact",
+        help="linear layers rounded: faster, less exact; int8 on a CPU also what they multiply, "
+        "int4 on a GPU alone",
+    )
+    parser.add_argument(
+        "--jpeg-scaling",
+        choices=JPEG_SCALINGS,
+        default="exact",
+        help="dct decodes a JPEG no larger than the model needs it: faster, less exact",
     )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--kv-memory-bytes", type=_at_least(1))
