@@ -1,4 +1,4 @@
-"""All decoder layers of a step in one call, for CPUs that multiply bfloat16.
+"""All decoder layers of a step, and the head, in one call, for CPUs that multiply bfloat16.
 
     x = x + o(attend(rope(q), rope(k), v)),   q, k, v = qkv(norm(x))
     x = x + down(act(gate) * up),             gate, up = gate_up(norm(x))
@@ -8,7 +8,8 @@ so the answer is that of calling them one by one, to the last bit (`decoder_laye
 threads are woken once a step, not once a kernel, and Python comes once (`cpu/decoder_layers.cpp`).
 
     layers = DecoderLayers(weights, heads)             once per model
-    layers(x, kv_cache, slots, kinds)                  once per step, in place
+    layers(x, kv_cache, slots, kinds)                  once per step, in place; or
+    layers.logits(x, kv_cache, slots, kinds, rows)
 
 Shapes: T packed tokens, D features, H KV heads, G query heads per KV head, E head size. A step has
 kinds of layers where some see a window, or turn by other positions, than others.
@@ -32,9 +33,13 @@ from vlm_kernels.decoder_weights import (
     LayerWeights,
     Linear,
     Norm,
+    Output,
+    Tail,
     check,
     check_layer,
+    check_tail,
     lay_out,
+    output_of,
 )
 from vlm_kernels.flash_attention import SegmentsStep, segments_of_blocks
 from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
@@ -46,8 +51,8 @@ from vlm_kernels.store_kv import checked_slots, store_kv
 
 SYMBOL = "triptych_decoder_layers"
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-ARGUMENTS = (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE)
-"""input, weights of layers, their number, kinds, their number"""
+ARGUMENTS = (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER)
+"""input, weights of layers, their number, kinds, their number, output"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +110,11 @@ def decoder_layers_reference(
     return x_TD
 
 
+def logits_reference(tail: Tail, x_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+    """The definition of what comes behind the layers."""
+    return _product(tail.head, _normed(tail.norm, x_TD[rows_R]))
+
+
 def _product(
     linear: Linear, x_TD: torch.Tensor, activation: Activation | None = None
 ) -> torch.Tensor:
@@ -122,16 +132,20 @@ def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
 class DecoderLayers:
     """The layers of one model."""
 
-    def __init__(self, layers: Sequence[LayerWeights], heads: Heads) -> None:
+    def __init__(
+        self, layers: Sequence[LayerWeights], heads: Heads, tail: Tail | None = None
+    ) -> None:
         """Check and lay out weights, whose memory is kept.
 
         Raises:
             ValueError: a shape or type does not fit; says which.
         """
-        self.heads, self._layers = heads, tuple(layers)
+        self.heads, self.tail, self._layers = heads, tail, tuple(layers)
         self._width = layers[0].qkv.weights.num_inputs
         for layer in layers:
             check_layer(layer, heads, width=self._width)
+        if tail is not None:
+            check_tail(tail, width=self._width)
         self._num_kinds = 1 + max(layer.kind for layer in layers)
         self._weights = lay_out(layers)
 
@@ -153,6 +167,49 @@ class DecoderLayers:
         Raises:
             ValueError: a shape, type, stride, slot or block number is wrong; says which.
         """
+        self._run(x_TD, kv_cache, slots_T, kinds, None)
+
+    def logits(
+        self,
+        x_TD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots_T: torch.Tensor,
+        kinds: Sequence[LayerKind],
+        rows_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same, and what the tail, which there must be, makes of it.
+
+        Args:
+            x_TD: as above, like those that follow.
+            kv_cache: as above.
+            slots_T: as above.
+            kinds: as above.
+            rows_R: int64, the tokens whose logits are wanted, at most T.
+
+        Returns:
+            `[R, V]` bfloat16, every element written.
+
+        Raises:
+            ValueError: as above.
+        """
+        tail = self.tail
+        assert tail is not None
+        check(len(rows_R) <= len(x_TD), f"{len(rows_R)} rows of {len(x_TD)} tokens")
+        is_row = (rows_R >= 0) & (rows_R < len(x_TD))
+        check(rows_R.dtype == torch.int64 and rows_R.is_contiguous(), f"rows are {rows_R.dtype}")
+        check(bool(is_row.all()), f"a row is not in 0 to {len(x_TD) - 1}")
+        logits_RV = x_TD.new_empty(len(rows_R), tail.head.weights.num_outputs)
+        self._run(x_TD, kv_cache, slots_T, kinds, output_of(tail, rows_R, logits_RV))
+        return logits_RV
+
+    def _run(
+        self,
+        x_TD: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots_T: torch.Tensor,
+        kinds: Sequence[LayerKind],
+        output: Output | None,
+    ) -> None:
         self._check(x_TD, kv_cache, slots_T, kinds)
         rows = [self._rows(kind.plan, x_TD, kv_cache) for kind in kinds]
         chunks = [self._chunks(kind.plan, x_TD, kv_cache) for kind in kinds]
@@ -179,7 +236,8 @@ class DecoderLayers:
         )
         kernel = _kernel()
         assert kernel is not None
-        kernel(ctypes.byref(given), self._weights, len(self._layers), table, len(kinds))
+        layers = self._weights, len(self._layers)
+        kernel(ctypes.byref(given), *layers, table, len(kinds), _at(output))
 
     def _rows(self, plan: AttentionPlan, x_TD: torch.Tensor, kv_cache: torch.Tensor) -> Step | None:
         """Decoding rows as their kernel reads them."""

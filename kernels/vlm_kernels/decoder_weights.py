@@ -73,6 +73,14 @@ class Heads:
     head_dim: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tail:
+    """What makes logits of hidden states: the last norm, and the head `[V, D]`."""
+
+    norm: Norm
+    head: Linear
+
+
 class _Linear(ctypes.Structure):
     """`Linear` in cpu/decoder_layers.cpp, as all here."""
 
@@ -101,6 +109,25 @@ class Weights(ctypes.Structure):
     )
 
 
+class Output(ctypes.Structure):
+    """`Output` likewise."""
+
+    _fields_ = (
+        ("norm", _Norm),
+        ("head", _Linear),
+        ("rows", _POINTER),
+        ("num_rows", _SIZE),
+        ("logits", _POINTER),
+    )
+
+
+def output_of(tail: Tail, rows_R: torch.Tensor, logits_RV: torch.Tensor) -> Output:
+    """Of a checked tail; all must outlive it."""
+    return Output(
+        _norm(tail.norm), _linear(tail.head), rows_R.data_ptr(), len(rows_R), logits_RV.data_ptr()
+    )
+
+
 def lay_out(layers: Sequence[LayerWeights]) -> ctypes.Array[Weights]:
     """Of checked layers, which must outlive it."""
     return (Weights * len(layers))(*map(_weights, layers))
@@ -113,8 +140,12 @@ def _weights(layer: LayerWeights) -> Weights:
     for name in ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm"):
         norm: Norm | None = getattr(layer, name)
         if norm is not None:
-            parts[name] = _Norm(norm.weight.data_ptr(), norm.eps, norm.adds_one)
+            parts[name] = _norm(norm)
     return Weights(**parts, kind=layer.kind, gate=GATED[layer.activation], scale=layer.scale)
+
+
+def _norm(norm: Norm) -> _Norm:
+    return _Norm(norm.weight.data_ptr(), norm.eps, norm.adds_one)
 
 
 def _linear(linear: Linear) -> _Linear:
@@ -147,6 +178,13 @@ def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
         if norm is not None:
             size = heads.head_dim if name in {"q_norm", "k_norm"} else width
             _check_vector(name, norm.weight, size)
+
+
+def check_tail(tail: Tail, *, width: int) -> None:
+    """Likewise."""
+    check(not tail.head.weights.is_gated, "the head is gated")
+    _check_linear("the head", tail.head, tail.head.weights.num_outputs, width)
+    _check_vector("the last norm", tail.norm.weight, width)
 
 
 def _check_linear(name: str, linear: Linear, num_outputs: int, num_inputs: int) -> None:

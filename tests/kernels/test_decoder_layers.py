@@ -17,8 +17,9 @@ from vlm_kernels.decoder_layers import (
     LayerKind,
     decoder_layers_reference,
     has_decoder_layers,
+    logits_reference,
 )
-from vlm_kernels.decoder_weights import Heads, LayerWeights, Linear, Norm
+from vlm_kernels.decoder_weights import Heads, LayerWeights, Linear, Norm, Tail
 from vlm_kernels.kv_rows import block_size_of
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 
@@ -134,6 +135,34 @@ def test_a_token_is_computed_alike_with_others_and_alone() -> None:
     torch.manual_seed(1)
     alone.x[1:] = _random(2, form.width)
     assert torch.equal(alone.together(2)[0][0], want[0])
+
+
+@given(FORMS, LENGTHS, st.integers(1, 3), st.data())
+@settings(max_examples=30)
+def test_logits_are_those_of_the_norm_and_the_head_behind(
+    form: Form, lengths: list[tuple[int, int]], num_threads: int, data: st.DataObject
+) -> None:
+    step = Step(form, lengths)
+    chosen = data.draw(st.sets(st.integers(0, len(step.x) - 1)).map(sorted))
+    rows = torch.tensor(chosen, dtype=torch.int64)
+    tail = Tail(_norm(form.width, adds_one=form.has_more_norms), _linear(form, 37, form.width))
+    hidden, cache = step.together(num_threads)
+    layers, of_logits = DecoderLayers(step.layers, form.heads, tail), step.batch.kv_cache.clone()
+    logits = layers.logits(step.x.clone(), of_logits, step.slots, step.kinds(of_logits), rows)
+    assert torch.equal(logits, logits_reference(tail, hidden, rows))
+    assert torch.equal(of_logits.view(torch.uint8), cache.view(torch.uint8))
+
+
+def test_logits_of_what_is_no_token_are_refused() -> None:
+    step = Step(Form(), [(3, 1), (2, 2)])
+    tail = Tail(_norm(32, adds_one=False), _linear(Form(), 37, 32))
+    layers, cache = DecoderLayers(step.layers, step.form.heads, tail), step.batch.kv_cache
+    for rows, message in (([3], "a row"), ([-1], "a row"), ([0, 1, 1, 2], "4 rows of 3 tokens")):
+        with pytest.raises(ValueError, match=message):
+            layers.logits(step.x, cache, step.slots, step.kinds(cache), torch.tensor(rows))
+    gated = dataclasses.replace(tail, head=step.layers[0].gate_up)
+    with pytest.raises(ValueError, match="the head is gated"):
+        DecoderLayers(step.layers, step.form.heads, gated)
 
 
 def test_nothing_is_written_beside_the_tokens() -> None:

@@ -1,7 +1,8 @@
-// All decoder layers of a step in one call, on threads that stay together:
+// All decoder layers of a step, and the head, in one call, on threads that stay together:
 //
 //   x ─▶ norm ─▶ q, k, v ─▶ (norms) rope, store ─▶ attention over KV blocks ─▶ o ─▶ (norm) + x
 //   x ─▶ norm ─▶ act(gate) * up ─▶ down ─▶ (norm) + x                      (...) of Gemma 3 alone
+//   x of some tokens ─▶ norm ─▶ logits
 //
 // The kernels are those of their own files, in the same order and with the same rounding: what comes
 // out is, bit for bit, what one call for each gives. What is saved is the waking of threads, some
@@ -71,6 +72,15 @@ struct Input {
   int64_t num_layers, block_size, cache_type, has_bf16_tables, num_threads;
 };
 
+// What comes behind the layers: logits [R, V] of the tokens in `rows`.
+struct Output {
+  Norm norm;
+  Linear head;
+  const int64_t* rows;
+  int64_t num_rows;
+  void* logits;
+};
+
 // Memory of the thread that calls, kept from step to step.
 struct Memory {
   std::vector<uint16_t> narrow, wide;
@@ -88,13 +98,22 @@ class Layers {
 
   void run(const Weights& w, int64_t layer) {
     norm_all(w.attention_norm);
-    multiply(w.qkv, PLAIN, narrow_, nullptr, wide_);
+    multiply(w.qkv, PLAIN, narrow_, nullptr, wide_, in_.num_tokens);
     place_heads(w, layer);
     attend(w, layer);
     add(w.o, w.o_norm, narrow_, wide_);
     norm_all(w.mlp_norm);
-    multiply(w.gate_up, static_cast<Epilogue>(w.gate), narrow_, nullptr, wide_);
+    multiply(w.gate_up, static_cast<Epilogue>(w.gate), narrow_, nullptr, wide_, in_.num_tokens);
     add(w.down, w.down_norm, wide_, narrow_);
+  }
+
+  void finish(const Output& out) {
+    threads_.for_each_run(out.num_rows, in_.width, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        normalise(out.norm, x_ + out.rows[i] * in_.width, 0, narrow_ + i * in_.width, in_.width, 0, 1);
+      }
+    });
+    multiply(out.head, PLAIN, narrow_, nullptr, static_cast<uint16_t*>(out.logits), out.num_rows);
   }
 
  private:
@@ -117,9 +136,9 @@ class Layers {
   }
 
   void multiply(const Linear& w, Epilogue epilogue, const uint16_t* x, const uint16_t* residual,
-                uint16_t* y) {
+                uint16_t* y, int64_t num_rows) {
     const int64_t columns = is_gated(epilogue) ? w.num_outputs / 2 : w.num_outputs;
-    Job job = job_of(w.bias, residual, columns, y, columns, int(in_.num_tokens), int(w.num_outputs),
+    Job job = job_of(w.bias, residual, columns, y, columns, int(num_rows), int(w.num_outputs),
                      epilogue);
     job.w = static_cast<const uint8_t*>(w.panels);
     job.w_scale = static_cast<const float*>(w.scales);
@@ -131,8 +150,8 @@ class Layers {
 
   // x += product, which lies in `between` if a norm comes before the sum.
   void add(const Linear& w, const Norm& norm, const uint16_t* from, uint16_t* between) {
-    if (norm.weight == nullptr) return multiply(w, RESIDUAL, from, x_, x_);
-    multiply(w, PLAIN, from, nullptr, between);
+    if (norm.weight == nullptr) return multiply(w, RESIDUAL, from, x_, x_, in_.num_tokens);
+    multiply(w, PLAIN, from, nullptr, between, in_.num_tokens);
     for_tokens(in_.width, [&](int64_t begin, int64_t end) {
       normalise(norm, between, in_.width, between, in_.width, begin, end);
       for (int64_t i = begin * in_.width; i < end * in_.width; ++i) {
@@ -186,11 +205,16 @@ class Layers {
   uint16_t *const x_, *const narrow_, *const wide_;
 };
 
+void grow(std::vector<uint16_t>& memory, int64_t size) {
+  if (memory.size() < size_t(size)) memory.resize(size);
+}
+
 // What a step needs at most; nothing grows while threads run.
 void make_room(const Input& in, const Weights* layers, int64_t num_layers, const Kind* kinds,
-               int64_t num_kinds, Memory& memory) {
+               int64_t num_kinds, const Output* out, Memory& memory) {
   const int64_t heads = in.num_heads * in.head_dim;
   int64_t wide = std::max(in.width, heads + 2 * in.num_kv_heads * in.head_dim), inputs = 0;
+  if (out != nullptr && out->head.scales != nullptr) inputs = out->head.num_inputs;
   for (int64_t i = 0; i < num_layers; ++i) {
     const Weights& w = layers[i];
     wide = std::max(wide, w.gate_up.num_outputs / 2);
@@ -198,8 +222,8 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
       if (of->scales != nullptr) inputs = std::max(inputs, of->num_inputs);
     }
   }
-  memory.narrow.resize(std::max<size_t>(memory.narrow.size(), in.num_tokens * std::max(in.width, heads)));
-  memory.wide.resize(std::max<size_t>(memory.wide.size(), in.num_tokens * wide));
+  grow(memory.narrow, in.num_tokens * std::max(in.width, heads));
+  grow(memory.wide, in.num_tokens * wide);
   memory.codes.make_room(in.num_tokens, inputs);
   memory.rows.resize(std::max<size_t>(memory.rows.size(), num_kinds));
   for (int64_t i = 0; i < num_kinds; ++i) {
@@ -209,15 +233,17 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
 
 }  // namespace
 
+// `out` is null where hidden states are what is wanted. The rows of `out` are no more than tokens.
 TRIPTYCH_EXPORT void triptych_decoder_layers(const Input* in, const Weights* layers,
                                              int64_t num_layers, const Kind* kinds,
-                                             int64_t num_kinds) {
+                                             int64_t num_kinds, const Output* out) {
   static thread_local Memory memory;
-  make_room(*in, layers, num_layers, kinds, num_kinds, memory);
+  make_room(*in, layers, num_layers, kinds, num_kinds, out, memory);
   Memory& of_caller = memory;
   in_team(static_cast<int>(in->num_threads), [&](Threads& threads) {
     Layers all(*in, kinds, of_caller, threads);
     for (int64_t i = 0; i < num_layers; ++i) all.run(layers[i], i);
+    if (out != nullptr) all.finish(*out);
   });
 }
 

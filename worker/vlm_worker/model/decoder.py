@@ -1,10 +1,11 @@
-"""The decoder of a language model as one native call, where every layer of it can be part of it.
+"""The language model: from embeddings to logits, on CPUs in one native call where that can be.
 
-    embeddings ─▶ positions ─▶ layers (`vlm_kernels.decoder_layers`) ─▶ norm ─▶ hidden states
+    embeddings ─▶ positions ─▶ layers, norm, head ─▶ logits
+                               in one call (`vlm_kernels.decoder_layers`), where every layer is
+                               ours and packed in bfloat16
+                               else by transformers' model, which calls layer by layer
 
-It stands in for the forward of transformers' text model, which calls layer by layer: what a layer
-is stays `layers.DecoderLayer`, whose values come out to the last bit. Models whose layers are not
-those, or not packed in bfloat16, keep transformers' way.
+What a layer is, `layers.DecoderLayer` says; both ways give its values, to the last bit.
 """
 
 from __future__ import annotations
@@ -16,58 +17,98 @@ import torch
 from torch import nn
 
 from vlm_kernels.decoder_layers import DecoderLayers, LayerKind, has_decoder_layers
-from vlm_kernels.decoder_weights import Heads
+from vlm_kernels.decoder_weights import Heads, Tail
 from vlm_worker.model.attention import StepContext
-from vlm_worker.model.layers import DecoderLayer
+from vlm_worker.model.layers import DecoderLayer, Norm
+from vlm_worker.model.linear import linear_weights
 
 KindKey = tuple[str | None, int | None]
 """A layer's type, where positions depend on it, and its window."""
 
 
-class NativeDecoder:
-    """What transformers' text model does between embeddings and hidden states."""
+class Decoder:
+    """Decoder layers, last norm and head of one model."""
 
-    def __init__(self, text_model: Any, layers: DecoderLayers, kinds: list[KindKey]) -> None:
-        self._rotary, self._norm = text_model.rotary_emb, text_model.norm
-        self._layers, self._kinds = layers, kinds
+    def __init__(self, text_model: Any, head: nn.Module) -> None:
+        self._text_model, self._head = text_model, head
+        self._kinds = _kinds(text_model)
+        self._native = _native_layers(text_model, head, self._kinds)
 
-    def __call__(
-        self, embeds_TD: torch.Tensor, positions: torch.Tensor, step: StepContext
+    def logits(
+        self,
+        embeds_TD: torch.Tensor,
+        positions_PT: torch.Tensor,
+        step: StepContext,
+        rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states `[T, D]`, behind the last norm, in the memory of the embeddings.
+        """Logits `[R, V]`, as the head makes them, in its own type.
 
         Args:
-            embeds_TD: bfloat16, contiguous.
-            positions: as the text model takes them: `[1, T]`, or `[axes, 1, T]`.
+            embeds_TD: contiguous; written over.
+            positions_PT: on one axis or several.
             step: of this step.
+            rows_R: int64, the tokens whose logits are wanted; None is all.
         """
+        several = len(positions_PT) > 1
+        positions = positions_PT[:, None] if several else positions_PT
+        if self._native is None:
+            output = self._text_model(
+                inputs_embeds=embeds_TD[None], position_ids=positions, use_cache=False, step=step
+            )
+            hidden_TD = output.last_hidden_state[0]
+        else:
+            kinds = self._of_step(embeds_TD, positions, step)
+            given = embeds_TD, step.kv_cache, step.slot_mapping, kinds
+            if self._native.tail is not None and rows_R is not None:
+                return self._native.logits(*given, rows_R)
+            self._native(*given)
+            hidden_TD = self._text_model.norm(embeds_TD)
+        logits: torch.Tensor = self._head(hidden_TD if rows_R is None else hidden_TD[rows_R])
+        return logits
+
+    def _of_step(
+        self, embeds_TD: torch.Tensor, positions: torch.Tensor, step: StepContext
+    ) -> list[LayerKind]:
+        rotary = self._text_model.rotary_emb
         tables = {
-            kind: self._rotary(embeds_TD[None], positions, *([] if kind is None else [kind]))
+            kind: rotary(embeds_TD[None], positions, *([] if kind is None else [kind]))
             for kind in {kind for kind, _ in self._kinds}
         }
         kinds = []
-        for kind, window in self._kinds:
+        for kind, window in dict.fromkeys(self._kinds):
             cos, sin = (table[0].contiguous() for table in tables[kind])
             kinds.append(LayerKind(cos, sin, step.plan(window)))
-        self._layers(embeds_TD, step.kv_cache, step.slot_mapping, kinds)
-        hidden: torch.Tensor = self._norm(embeds_TD)
-        return hidden
+        return kinds
 
 
-def native_decoder(text_model: Any) -> NativeDecoder | None:
-    """None where a layer of transformers' text model is not part of the native call."""
-    layers: list[nn.Module] = list(text_model.layers)
-    ours = [layer for layer in layers if isinstance(layer, DecoderLayer)]
-    if len(ours) < len(layers) or not has_decoder_layers():
-        return None
+def _kinds(text_model: Any) -> list[KindKey]:
+    """Of each layer; none where a layer is not ours."""
+    layers = list(text_model.layers)
+    if not all(isinstance(layer, DecoderLayer) for layer in layers):
+        return []
     by_type = "layer_type" in inspect.signature(text_model.rotary_emb.forward).parameters
-    types = text_model.config.layer_types if by_type else [None] * len(ours)
-    keys = [(kind, layer.window) for kind, layer in zip(types, ours, strict=True)]
-    kinds = list(dict.fromkeys(keys))
-    weights = [layer.weights(kinds.index(key)) for key, layer in zip(keys, ours, strict=True)]
+    types = text_model.config.layer_types if by_type else [None] * len(layers)
+    return [(kind, layer.window) for kind, layer in zip(types, layers, strict=True)]
+
+
+def _native_layers(text_model: Any, head: nn.Module, kinds: list[KindKey]) -> DecoderLayers | None:
+    """None where a layer of transformers' text model is not part of the native call.
+
+    A head that is not packed in our panels, because it shares a large table, stays outside of it.
+    """
+    if not kinds or not has_decoder_layers():
+        return None
+    numbers = list(dict.fromkeys(kinds))
+    weights = [
+        layer.weights(numbers.index(kind))
+        for kind, layer in zip(kinds, text_model.layers, strict=True)
+    ]
     packed = [one for one in weights if one is not None]
     if len(packed) < len(weights):
         return None
-    config = text_model.config
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, ours[0].head_dim)
-    return NativeDecoder(text_model, DecoderLayers(packed, heads), kinds)
+    config, norm, linear = text_model.config, text_model.norm, linear_weights(head)
+    heads = Heads(
+        config.num_attention_heads, config.num_key_value_heads, text_model.layers[0].head_dim
+    )
+    tail = Tail(norm.weights(), linear) if isinstance(norm, Norm) and linear is not None else None
+    return DecoderLayers(packed, heads, tail)

@@ -19,7 +19,7 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.container import num_cpus
-from vlm_worker.model.decoder import native_decoder
+from vlm_worker.model.decoder import Decoder
 from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.model.memory import DTYPES, make_kv_cache, num_kv_blocks
 from vlm_worker.model.sampler import sample
@@ -111,8 +111,10 @@ class ModelRunner:
         self._kv_cache = torch.empty(0)
         if kv_layout is not None:
             self._kv_cache = make_kv_cache(kv_layout, num_blocks, self._device)
-        decoder = self._model.get_decoder() if loaded.has_lm else None
-        self._native_decoder = None if decoder is None else native_decoder(decoder)
+        self._decoder: Decoder | None = None
+        if loaded.has_lm:
+            head = getattr(self._model, loaded.family.spec.head)
+            self._decoder = Decoder(self._model.get_decoder(), head)
         self._pictures = PictureEncoder(self._model, loaded.family.processor, device=self._device)
 
     @property
@@ -211,23 +213,11 @@ class ModelRunner:
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         """As the head makes them, in its own type."""
-        head = getattr(self._model, self._loaded.family.spec.head)
-        rows = torch.tensor(inputs.sample_rows, device=self._device)
-        logits: torch.Tensor = head(self._decode(inputs)[rows])
-        return logits
-
-    def _decode(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states `[T, D]` of all new tokens."""
+        assert self._decoder is not None, "no language model is loaded"
         positions = torch.tensor(inputs.positions, device=self._device)
-        positions = positions[:, None] if len(positions) > 1 else positions
-        embeds, step = self._embed(inputs), self._step_context(inputs)
-        if self._native_decoder is not None:
-            return self._native_decoder(embeds, positions, step)
-        output = self._model.get_decoder()(
-            inputs_embeds=embeds[None], position_ids=positions, use_cache=False, step=step
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        rows = torch.tensor(inputs.sample_rows, device=self._device)
+        step = self._step_context(inputs)
+        return self._decoder.logits(self._embed(inputs), positions, step, rows)
 
     def _embed(self, inputs: StepInputs) -> torch.Tensor:
         """Token embeddings `[T, D]` with picture rows in place of placeholders."""
