@@ -113,7 +113,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What one script said, and how long it took."""
+    """What one script said, last of all how long it took."""
 
     status: int
     seconds: float
@@ -161,9 +161,10 @@ def _measure_all(names: Sequence[str], model: Path, end: float, runs: dict[str, 
 
 
 def _write(earlier: Sequence[str], runs: Mapping[str, Run]) -> None:
-    """Replace what was said earlier of benchmarks that ran now."""
-    kept = [line for line in earlier if _name_of(line) not in {"machine", *runs}]
-    lines = [json.dumps(_machine()), *kept, *(line for run in runs.values() for line in run.lines)]
+    """Replace what was said earlier of benchmarks that now gave figures."""
+    new = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
+    kept = [line for line in earlier if _name_of(line) not in {"machine", *new}]
+    lines = [json.dumps(_machine()), *kept, *(line for said in new.values() for line in said)]
     LATEST.parent.mkdir(exist_ok=True)
     LATEST.write_text("\n".join(lines) + "\n")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,10 @@ def is_quiet(line: Line, lines: Sequence[Line]) -> bool:
     Its probes, where it has any, found the same machine, and among the lines the one that says how
     long it took says that no other work had much of the processors.
     """
-    probes = line.get("read_gb_per_second")
-    moved = max(probes) / min(probes) if isinstance(probes, list) else 1.0
     took = f"{line['bench'].partition('.')[0]}.took"
     by_others = [other.get("by_others", 0.0) for other in lines if other["bench"] == took]
     return (
-        max(moved, line.get("probes_moved", 1.0)) <= MOST_MOVED
+        line.get("probes_moved", 1.0) <= MOST_MOVED
         and max(by_others, default=0.0) <= MOST_BY_OTHERS
     )
 
@@ -82,6 +81,20 @@ def ratio(above: Figure, below: Figure) -> Figure:
     def read(lines: Sequence[Line]) -> list[Reading]:
         pairs = zip(above(lines), below(lines), strict=False)
         return [Reading(a.value / b.value, a.is_known and b.is_known) for a, b in pairs]
+
+    return read
+
+
+def typical(rounds: Figure) -> Figure:
+    """The median of rounds in which both sides of a comparison took turns.
+
+    It is known where they agree, whatever the machine did between them.
+    """
+
+    def read(lines: Sequence[Line]) -> list[Reading]:
+        values = [reading.value for reading in rounds(lines)]
+        agree = bool(values) and max(values) <= MOST_MOVED * min(values)
+        return [Reading(statistics.median(values), agree)] if values else []
 
     return read
 
@@ -149,7 +162,9 @@ def _numbers(line: Line, path: Sequence[str]) -> Iterable[float]:
         if key not in value:
             return
         value = value[key]
-    yield from map(float, value.values() if isinstance(value, dict) else [value])
+    if isinstance(value, dict):
+        value = list(value.values())
+    yield from map(float, value if isinstance(value, list) else [value])
 
 
 def cells(answers: Sequence[Row]) -> list[Sequence[str]]:

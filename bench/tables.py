@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 import table
-from goals import GOALS, OURS, PEERS
+from goals import GOALS, OURS, PEERS, ahead_of
 from table import Line
 
 Cells = list[Sequence[str]]
@@ -54,7 +54,7 @@ def goals(lines: Sequence[Line]) -> Cells:
 
 
 def peers(lines: Sequence[Line]) -> Cells:
-    """A row an engine; in brackets how far ours is ahead of it."""
+    """A row an engine; in brackets how far ours is ahead of it, with ~ where rounds disagree."""
     heads = {
         "ttft_picture_s": "TTFT picture, s",
         "ttft_text_s": "TTFT text, s",
@@ -64,18 +64,18 @@ def peers(lines: Sequence[Line]) -> Cells:
         "decode16_tok_s": "decode 16",
         "trace_s": "trace, s",
     }
-    found = {line["engine"]: line for line in _of(lines, PEERS)}
-    ours = found.get(OURS, {})
 
-    def cell(line: Line, key: str) -> str:
-        if line is ours or key not in ours:
-            return f"{line[key]:.3g}"
-        ahead = ours[key] / line[key]
-        return f"{line[key]:.3g} ({ahead if key.endswith('tok_s') else 1 / ahead:.2f})"
+    def cell(engine: str, key: str) -> str:
+        (figure,) = table.of(PEERS, key, engine=engine)(lines)
+        (ours,) = ahead_of(engine, key)(lines)
+        ahead = ours.value if key.endswith("tok_s") else 1 / ours.value
+        sign = "" if ours.is_known else "~"
+        return f"{figure.value:.3g}" + f" ({sign}{ahead:.2f})" * (engine != OURS)
 
+    engines = [line["engine"] for line in _of(lines, PEERS)]
     return [
         ("", *heads.values()),
-        *((name, *(cell(line, key) for key in heads)) for name, line in found.items()),
+        *((name, *(cell(name, key) for key in heads)) for name in engines),
     ]
 
 

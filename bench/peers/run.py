@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -116,7 +117,7 @@ def _write(seconds: Seconds, bandwidths: Sequence[float]) -> None:
             "settings": environments.ENGINES[name].settings,
             "rounds": len(bandwidths),
             "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
-            **_figures(of_cases),
+            **figures_of(of_cases),
             "seconds": {key: [round(each, 3) for each in kept] for key, kept in of_cases.items()},
         }
         for name, of_cases in seconds.items()
@@ -165,20 +166,23 @@ def _rounds(
             yield seconds, bandwidths
 
 
-def _figures(of_cases: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """One engine's medians: seconds to the first token and of the trace, tokens a second."""
-    middle = {name: statistics.median(kept) for name, kept in of_cases.items()}
-    figures = {
-        "ttft_picture_s": middle["ttft.picture"],
-        "ttft_text_s": middle["ttft.text"],
-        "prefill_s": middle["prefill"],
-        "trace_s": middle["trace"],
+def figures_of(of_cases: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """One engine's seconds to the first token and of the trace, and tokens a second; medians."""
+    rounds = {
+        "ttft_picture_s": of_cases["ttft.picture"],
+        "ttft_text_s": of_cases["ttft.text"],
+        "prefill_s": of_cases["prefill"],
+        "trace_s": of_cases["trace"],
     }
     for batch in calls.BATCHES:
-        last = 1 + calls.NUM_DECODED
-        took = middle[f"decode{batch}.{last}"] - middle[f"decode{batch}.1"]
-        figures[f"decode{batch}_tok_s"] = batch * calls.NUM_DECODED / took
-    return {name: round(value, 3) for name, value in figures.items()}
+        first, whole = (of_cases[f"decode{batch}.{n}"] for n in (1, 1 + calls.NUM_DECODED))
+        rounds[f"decode{batch}_tok_s"] = [
+            batch * calls.NUM_DECODED / (b - a) for a, b in zip(first, whole, strict=True)
+        ]
+    return {
+        **{name: round(statistics.median(kept), 3) for name, kept in rounds.items()},
+        "per_round": {name: [round(one, 3) for one in kept] for name, kept in rounds.items()},
+    }
 
 
 if __name__ == "__main__":

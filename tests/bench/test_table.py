@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import run
 from goals import GOALS
-from table import FILES, Goal, Verdict, cells, markdown, most, of, ratio, recorded, rows
+from table import FILES, Goal, Verdict, cells, markdown, most, of, ratio, recorded, rows, typical
 
 BENCH = Path(__file__).parents[2] / "bench"
 RANK = [Verdict.MISSED, Verdict.MET, Verdict.AIM]
@@ -56,10 +56,9 @@ def test_a_busy_machine_meets_nothing_and_misses_nothing(value: float, moved: fl
     busy = line(value, probes_moved=moved)
     assert verdict(goal, busy) is Verdict.BUSY
     assert verdict(goal, line(value, probes_moved=1.3), busy) is Verdict.BUSY
-    assert verdict(goal, line(value, read_gb_per_second=[10 * moved, 10])) is Verdict.BUSY
     took = {"bench": "speed.took", "by_others": moved / 10}
     assert verdict(goal, line(value), took) is Verdict.BUSY
-    quiet = line(value, probes_moved=1.3, read_gb_per_second=[10, 13])
+    quiet = line(value, probes_moved=1.3)
     took["by_others"] = 0.1
     assert verdict(goal, quiet, took) is verdict(goal, line(value))
 
@@ -77,6 +76,15 @@ def test_a_ratio_is_of_two_lines() -> None:
     goal = Goal("g", "speed", ratio(ours, theirs), 1.5)
     assert verdict(goal, *both) is Verdict.MET
     assert verdict(goal, both[0]) is Verdict.ABSENT
+
+
+@given(st.lists(st.floats(1.0, 1.3), min_size=1, max_size=5), st.floats(1.31, 10))
+def test_rounds_that_agree_are_known_whatever_was_probed(rounds: list[float], far: float) -> None:
+    goal = Goal("g", "speed", typical(of("speed", "per_round")), 0.5)
+    probes = {"probes_moved": 2.0, "bench": "speed"}
+    assert verdict(goal, probes | {"per_round": rounds}) is Verdict.MET
+    assert verdict(goal, probes | {"per_round": [*rounds, 1.0, far]}) is Verdict.BUSY
+    assert verdict(goal, probes | {"per_round": []}) is Verdict.ABSENT
 
 
 def test_a_figure_by_cases_is_all_of_them() -> None:
