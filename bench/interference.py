@@ -1,6 +1,6 @@
 """Time between tokens while pictures arrive: roles split over the cores, or one worker on all.
 
-    python bench/run.py interference     python bench/interference.py [--seconds 20]
+    python bench/run.py interference     python bench/interference.py [--seconds 12]
 
 Workers with Qwen2-VL of random weights (`random_vlm`). One long answer of text is decoded, first at
 rest, then while new 448 x 448 pictures are encoded and their prompts prefilled, 0.4 a second: as
@@ -59,7 +59,7 @@ _numbers = itertools.count(1)
 async def main() -> None:
     """Print both deployments."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=long_enough, default=20.0, help="of a measurement")
+    parser.add_argument("--seconds", type=long_enough, default=12.0, help="of a measurement")
     parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
     args = parser.parse_args()
     lines = {}
