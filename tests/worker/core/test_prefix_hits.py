@@ -11,12 +11,20 @@ from vlm_worker.testing import IMAGE_TOKEN, make_image
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 
-def about(name: str, *, num_before: int, num_visual: int, after: list[int], at: int = 0) -> Work:
+def about(
+    name: str,
+    *,
+    num_before: int,
+    num_visual: int,
+    after: list[int],
+    at: int = 0,
+    max_tokens: int = 3,
+) -> Work:
     """A prompt of text, a picture, and text."""
     image = make_image(1, num_tokens=num_visual)
     token_ids = (*range(20, 20 + num_before), *[IMAGE_TOKEN] * num_visual, *after)
     place = ImageItem(image.image_key, num_before, num_visual, image.grid_thw)
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens, ignore_eos=True)
     request = Request(RequestKey(name, 0), token_ids, len(token_ids), sampling, (place,))
     return Work(request, (image,), at)
 
@@ -64,6 +72,23 @@ def test_nobody_hits_what_is_not_written_yet() -> None:
     run.run([*twins, later])
     assert run.cached == {"one": 0, "two": 0, "later": 12}
     assert run.answers == expected([*twins, later])
+
+
+def test_an_answer_is_known_when_it_has_ended() -> None:
+    first = about("first", num_before=9, num_visual=6, after=[3], max_tokens=12)
+    run = simulation()
+    run.run([first])
+    answered = (*first.request.token_ids, *run.answers["first"])
+    request = dataclasses.replace(
+        first.request,
+        key=RequestKey("next", 0),
+        token_ids=(*answered, 5),
+        num_prompt_tokens=len(answered) + 1,
+    )
+    run.run([dataclasses.replace(first, request=request)])
+    # the answer's last token was never computed
+    assert run.cached["next"] == (len(answered) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert run.cached["next"] > first.request.num_prompt_tokens
 
 
 def test_another_adapter_or_tenant_finds_nothing() -> None:

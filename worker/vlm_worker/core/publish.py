@@ -1,6 +1,12 @@
-"""After a step: blocks that it filled become known to the prefix cache (K3)."""
+"""Blocks that are written become known to the prefix cache (K3).
+
+prompt    after each chunk: others may wait to share it
+answer    when the sequence leaves its row: nobody goes on from it before it has ended
+"""
 
 from __future__ import annotations
+
+import numpy as np
 
 from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.plan import Plan
@@ -11,7 +17,7 @@ from vlm_worker.core.table import SequenceTable
 def publish_written(
     plan: Plan, table: SequenceTable, pool: BlockPool
 ) -> list[tuple[Sequence, int, int]]:
-    """Publish what a computed plan wrote, and let prompts that are complete decode.
+    """Publish what a computed plan wrote of prompts, and let those that are complete decode.
 
     Args:
         plan: computed, its counts added to `table.num_computed`.
@@ -22,19 +28,15 @@ def publish_written(
         The prompts that advanced: sequence, tokens computed, and blocks written by now.
     """
     block_size = pool.block_size
-    decodes = plan.rows[: plan.num_decodes]
-    computed = table.num_computed[decodes]
-    filled = computed % block_size == 0
-    for row, end in zip(decodes[filled].tolist(), computed[filled].tolist(), strict=True):
-        _publish_row(row, table, pool, start=end - 1, end=end)
     prefilled = []
     for row, count in zip(
         plan.rows[plan.num_decodes :].tolist(),
         plan.counts[plan.num_decodes :].tolist(),
         strict=True,
     ):
-        end = int(table.num_computed[row])
-        sequence = _publish_row(row, table, pool, start=end - count, end=end)
+        end, sequence = int(table.num_computed[row]), table.sequences[row]
+        assert sequence is not None
+        _publish(sequence, table.token_ids[row], pool, start=end - count, end=end)
         complete = end == table.num_tokens[row]
         prefilled.append((sequence, end, pool.blocks_for(end) if complete else end // block_size))
         if complete:
@@ -42,13 +44,17 @@ def publish_written(
     return prefilled
 
 
-def _publish_row(
-    row: int, table: SequenceTable, pool: BlockPool, *, start: int, end: int
-) -> Sequence:
+def publish_answer(sequence: Sequence, pool: BlockPool) -> None:
+    """Publish what was written of the answer of a sequence that has left its row."""
+    start, end = sequence.request.num_prompt_tokens, sequence.num_computed_tokens
+    _publish(sequence, sequence.token_ids, pool, start=start, end=end)
+
+
+def _publish(
+    sequence: Sequence, token_ids: np.ndarray, pool: BlockPool, *, start: int, end: int
+) -> None:
     """Publish the blocks that the tokens from `start` to `end` completed."""
-    sequence, block_size = table.sequences[row], pool.block_size
-    assert sequence is not None
-    sequence.extend_hashes(table.token_ids[row], num_tokens=end, block_size=block_size)
+    block_size = pool.block_size
+    sequence.extend_hashes(token_ids, num_tokens=end, block_size=block_size)
     for index in range(start // block_size, end // block_size):
         pool.publish(sequence.blocks[index], sequence.hashes[index])
-    return sequence

@@ -23,7 +23,7 @@ from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import PromptShares
 from vlm_worker.core.entrance import Entrance
 from vlm_worker.core.plan import Outcome, Plan, Schedule
-from vlm_worker.core.publish import publish_written
+from vlm_worker.core.publish import publish_answer, publish_written
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.core.unread import Unread
@@ -83,7 +83,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands, and take everything back."""
         if sequence.status is Status.RUNNING:
-            self.table.leave(sequence)
+            self._leave(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         else:
@@ -209,13 +209,18 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the blocks; the sequence is computed again from its first token."""
-        self.table.leave(sequence)
+        self._leave(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_computed_tokens = [], 0
         sequence.wake()
         sequence.move(Status.WAITING)
         self.waiting.add(sequence)
         self.num_preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take the row back, of one whose blocks are about to be freed."""
+        self.table.leave(sequence)
+        publish_answer(sequence, self.pool)
 
     # ---- parts of update -------------------------------------------------------------------------
 
@@ -225,8 +230,9 @@ class Scheduler:
         for row in rows.tolist():
             sequence = self.table.sequences[row]
             assert sequence is not None
-            self.pool.forget(sequence.blocks)
+            blocks = sequence.blocks
             self.remove(sequence)
+            self.pool.forget(blocks)
             failed.append((sequence, row))
         return failed
 
