@@ -87,6 +87,8 @@ def works(draw: st.DrawFn) -> list[Work]:
 class Simulation:
     """Scheduler, builder and runner in one loop; checks the books after every step."""
 
+    step_seconds = 1.0
+
     def __init__(
         self,
         *,
@@ -153,8 +155,8 @@ class Simulation:
         return sequence
 
     def step(self) -> bool:
-        """One step takes one second."""
-        self.now += 1.0
+        """One step; False where there was nothing to do."""
+        self.now += self.step_seconds
         schedule = self.schedule()
         for sequence in schedule.admitted:
             self.cached[sequence.request.key.request_id] = sequence.num_cached_tokens

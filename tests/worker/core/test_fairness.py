@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.core.simulation import Simulation, Work, alone, expected, works
 
-from vlm_worker.core.entrance import MAX_OVERTAKEN
+from vlm_worker.core.entrance import MAX_IDLE_SECONDS, MAX_OVERTAKEN
 from vlm_worker.core.plan import Schedule
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionReason, AdmissionRules
@@ -219,6 +219,38 @@ def test_pictures_come_late_and_requests_are_cancelled_and_every_block_comes_bac
     every_block_comes_back(*drawn)
 
 
+class Anew(Simulation):
+    """Plans every step a second time, as one would for whom it is too long since the last try."""
+
+    step_seconds = MAX_IDLE_SECONDS / 50
+
+    def schedule(self) -> Schedule:
+        twin = copy.deepcopy(self.scheduler).schedule(now=self.now + MAX_IDLE_SECONDS)
+        schedule = super().schedule()
+        assert told(twin) == told(schedule)
+        return schedule
+
+
+@settings(max_examples=40)
+@given(departures)
+def test_whoever_is_not_tried_again_would_not_have_entered(drawn: tuple[Any, ...]) -> None:
+    todo, fates, rules, *bounds = drawn
+    ageless = dataclasses.replace(rules, ageing_seconds=1e9)
+    every_block_comes_back(todo, fates, ageless, *bounds, kind=Anew)
+
+
+def test_blocks_that_come_back_let_one_enter_at_once() -> None:
+    run = Anew(num_blocks=17, max_num_seqs=4, budget=64)
+    assert run.pool.promise(10)
+    waiting = run.add(text("waiting", 40))
+    for _ in range(3):
+        run.step()
+    assert waiting.status is Status.WAITING
+    run.pool.unpromise(10)
+    run.step()
+    assert waiting.status is Status.RUNNING
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @settings(max_examples=5_000)
@@ -233,10 +265,9 @@ def every_block_comes_back(
     rules: AdmissionRules,
     num_blocks: int,
     max_num_seqs: int,
+    kind: type[Simulation] = Simulation,
 ) -> None:
-    simulation = Simulation(
-        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=24, rules=rules
-    )
+    simulation = kind(num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=24, rules=rules)
     live = {}
     for work, (comes, goes) in zip(todo, fates, strict=False):
         sequence = simulation.add(work)
@@ -244,6 +275,8 @@ def every_block_comes_back(
             sequence.embeddings = [None] * len(work.images)
         live[work.request.key] = (work, sequence, comes, goes)
     for number in range(400):
+        if all(sequence.status is Status.FINISHED for _, sequence, _, _ in live.values()):
+            break
         for work, sequence, comes, goes in live.values():
             if sequence.status is Status.FINISHED:
                 continue

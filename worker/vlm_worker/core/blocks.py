@@ -34,6 +34,7 @@ class BlockPool:
         self.num_promised = 0
         self.num_cached = 0  # of the free ones, those with a hash
         self.num_evictions = 0  # of blocks with a hash, for others
+        self.num_gains = 0  # how often something was freed or became known: what a take may need
         self._ref = [0] * num_blocks
         self._free = collections.OrderedDict.fromkeys(range(1, num_blocks))
         self._block_of: dict[bytes, int] = {}
@@ -95,6 +96,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference to each block back; a tail is evicted before its head."""
+        self.num_gains += 1
         for block in reversed(blocks):
             assert self._ref[block] > 0, f"block {block} released twice"
             self._ref[block] -= 1
@@ -116,6 +118,7 @@ class BlockPool:
     def unpromise(self, count: int) -> None:
         """Take a promise back."""
         assert count <= self.num_promised
+        self.num_gains += 1
         self.num_promised -= count
 
     # ---- prefix cache ----------------------------------------------------------------------------
@@ -134,6 +137,7 @@ class BlockPool:
         """Make a full block, whose KV is written, known. The first publisher of a hash wins."""
         assert self._ref[block] > 0, f"block {block} is nobody's"
         if block_hash not in self._block_of and self._hash_of[block] is None:
+            self.num_gains += 1
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 

@@ -27,6 +27,9 @@ MAX_OVERTAKEN: Final = 64
 MAX_TRIES: Final = 4
 """So many waiting sequences that lack blocks or budget are looked at in one step."""
 
+MAX_IDLE_SECONDS: Final = 0.1
+"""So long nobody is tried again where nothing changed; whoever has aged meanwhile is first then."""
+
 
 class Entrance:
     """What stands between the queue and the table. Used by the scheduler alone.
@@ -57,6 +60,8 @@ class Entrance:
         self._awaited_blocks = 0
         self._claims = Claims(pool, max_overtaken=MAX_OVERTAKEN)
         self._woken: Sequence | None = None
+        self._tried_with: tuple[int, ...] = ()
+        self._tried_at = 0.0
 
     @property
     def kept_blocks(self) -> int:
@@ -98,17 +103,39 @@ class Entrance:
     def admit(self, shares: PromptShares, *, now: float) -> tuple[list[Sequence], list[Sequence]]:
         """Let waiting sequences enter and give them their first chunk.
 
-        Blocks come before embeddings: who finds no blocks asks for nothing.
+        Blocks come before embeddings: who finds no blocks asks for nothing. Where nothing changed
+        since the last time, nobody could enter, and nobody is tried.
 
         Returns:
             Who entered; and who found no blocks.
         """
+        if not (self.waiting and shares.left and self._num_places):
+            self._awaited_blocks, self._tried_with = 0, ()
+            return [], []
+        conditions = self._conditions(shares)
+        if conditions == self._tried_with and now - self._tried_at < MAX_IDLE_SECONDS:
+            return [], []
+        self._tried_with, self._tried_at = conditions, now
+        return self._try(shares, now=now)
+
+    def _conditions(self, shares: PromptShares) -> tuple[int, ...]:
+        """What decides who may enter, time apart. Blocks that were taken let nobody enter."""
+        return (
+            self.waiting.num_changes,
+            self._pool.num_gains,
+            self.unread.num_blocks,
+            self._claims.num_blocks,
+            self._claims.num_kept_blocks,
+            self._num_places,
+            shares.left,
+        )
+
+    def _try(self, shares: PromptShares, *, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """A wave; see `admit`."""
         admitted: list[Sequence] = []
         lacking: list[Sequence] = []
         roomless: list[Sequence] = []
         self._awaited_blocks = 0
-        if not (self.waiting and shares.left and self._num_places):
-            return admitted, roomless
         num_wakes = MAX_TRIES if self._claims.has_new_room(keep=self._unclaimable) else 0
         with self.waiting.wave(now=now) as wave:
             while shares.left and self._num_places:

@@ -87,12 +87,14 @@ class Waiting:
     Attributes:
         rules: the order.
         num_tokens: tokens of all of them.
+        num_changes: how often one came, left, or began to wait for something else.
         num_admitted: by reason, how many have left through a wave.
     """
 
     def __init__(self, rules: AdmissionRules) -> None:
         self.rules = rules
         self.num_tokens = 0
+        self.num_changes = 0
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
         self._ranked: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in Lane}
         self._aging: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in Lane}
@@ -120,9 +122,10 @@ class Waiting:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait in its lane."""
+        self.num_changes += 1
         self._count[sequence.lane] += 1
         self.num_tokens += sequence.num_tokens
-        sequence.on_wake = self._woken
+        sequence.on_wake = self._moved
         self._put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -146,8 +149,7 @@ class Waiting:
 
     def put_to_sleep(self, sequence: Sequence) -> None:
         """One that is stalled may ask for nothing any more; between waves."""
-        self._out(sequence)
-        self._put(sequence)
+        self._moved(sequence)
 
     def wave(self, *, now: float) -> Wave:
         """Begin to admit."""
@@ -176,11 +178,13 @@ class Waiting:
         self._aging[sequence.lane].discard(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self._count[sequence.lane] -= 1
         self.num_tokens -= sequence.num_tokens
         sequence.on_wake = None
 
-    def _woken(self, sequence: Sequence) -> None:
+    def _moved(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self._out(sequence)
         self._put(sequence)
 
