@@ -126,5 +126,10 @@ def first(one: Object) -> Mapping[str, Any]:
     return dict(statuses[0])
 
 
+def pid(one: Object) -> int:
+    """The first container's process 1, as this machine counts."""
+    return int(first(one)["containerID"].removeprefix("process://"))
+
+
 def exists(path: str) -> bool:
     return Path(path).exists()

@@ -10,7 +10,7 @@ from vlm_operator.local.client import ApiError
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 
-from .pods import POD_IP, Pods, condition, exists, first, pod, server
+from .pods import POD_IP, Pods, condition, exists, first, pid, pod, server
 
 pytestmark = pytest.mark.cluster
 EVERY_SECOND = {"periodSeconds": 1, "failureThreshold": 1}
@@ -209,5 +209,4 @@ async def _state_folder(pods: Pods, name: str) -> Path:
     """The emptyDir of a `server` pod as this machine sees it: through its process 1."""
     running = await pods.until_phase(name, "Running")
     await pods.until_logged(name, "serving")
-    pid = first(running)["containerID"].removeprefix("process://")
-    return Path(f"/proc/{pid}/root/state")
+    return Path(f"/proc/{pid(running)}/root/state")

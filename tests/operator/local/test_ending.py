@@ -9,7 +9,7 @@ import pytest
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 
-from .pods import Pods, exists, first, pod
+from .pods import Pods, exists, first, pid, pod
 
 pytestmark = pytest.mark.cluster
 EVERY_SECOND = {"periodSeconds": 1, "failureThreshold": 1}
@@ -67,7 +67,7 @@ async def test_a_pre_stop_hook_runs_before_sigterm(pods: Pods):
         "import os, signal, time\n"
         "def end(*_):\n"
         "    print('hook', os.path.exists('/state/hook'), flush=True)\n"
-        "    time.sleep(1)\n"
+        "    while not os.path.exists('/state/seen'): time.sleep(0.02)\n"
         "    os._exit(0)\n"
         "signal.signal(signal.SIGTERM, end)\n"
         "print('up'); signal.pause()\n"
@@ -75,23 +75,26 @@ async def test_a_pre_stop_hook_runs_before_sigterm(pods: Pods):
     hook = {"preStop": {"exec": {"command": ["touch", "/state/hook"]}}}
     mount = [{"name": "state", "mountPath": "/state"}]
     volumes = [{"name": "state", "emptyDir": {}}]
-    spec = {"terminationGracePeriodSeconds": 10, "volumes": volumes}
+    spec = {"terminationGracePeriodSeconds": 60, "volumes": volumes}
     await pods.create(pod("p", program, lifecycle=hook, volumeMounts=mount, spec=spec))
     await pods.until_logged("p", "up")
+    running = await pods.until_phase("p", "Running")
+    state = Path(f"/proc/{pid(running)}/root/state")
     await pods.delete("p")
     await pods.until_logged("p", "hook True")
+    (state / "seen").touch()  # its log goes with it
     await pods.until_gone("p")
 
 
 async def test_a_forced_deletion_kills_at_once(pods: Pods):
     await pods.create(pod("p", SLEEP, spec={"terminationGracePeriodSeconds": 600}))
     running = await pods.until_condition("p", "Ready", "True")
-    pid = int(first(running)["containerID"].removeprefix("process://"))
-    assert exists(f"/proc/{pid}")
+    process = f"/proc/{pid(running)}"
+    assert exists(process)
     await pods.delete("p", grace_seconds=0)
 
     async def dead() -> bool:
-        return not exists(f"/proc/{pid}")
+        return not exists(process)
 
     await until(dead, seconds=5, awaited="the process to die")
 
