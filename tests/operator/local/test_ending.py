@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,20 @@ async def test_a_container_that_ends_is_restarted_with_growing_waits(pods: Pods)
     assert first(crashing)["lastState"]["terminated"]["exitCode"] == 1
     await pods.until_restarted("p", times=3)
     assert "once" in await pods.log("p", previous="true")
+
+
+async def test_a_start_that_this_machine_refuses_is_told_and_made_up_for(
+    pods: Pods, cluster: ControlPlane
+):
+    made = await pods.create(pod("p", SLEEP))
+    running = await pods.until_condition("p", "Ready", "True")
+    [folder] = (cluster.folder / "pods").glob(f"*/{made['metadata']['uid']}")
+    (folder / "roots" / "main-1").touch()  # where the next run's root is to be
+    os.kill(pid(running), signal.SIGKILL)
+    again = first(await pods.until_restarted("p", times=2))
+    assert again["lastState"]["terminated"]["reason"] == "StartError"
+    assert "File exists" in again["lastState"]["terminated"]["message"]
+    await pods.until_condition("p", "Ready", "True")
 
 
 async def test_sigterm_gives_the_grace_and_sigkill_ends_it(pods: Pods):

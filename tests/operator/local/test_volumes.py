@@ -13,7 +13,7 @@ from vlm_operator.local.agent.command import Facts
 from vlm_operator.local.agent.volumes import Volumes
 from vlm_operator.local.waiting import until
 
-from .pods import Pods, condition, pod
+from .pods import Pods, condition, first, pod
 
 NAMES = st.sampled_from(["a", "b", "c", "d/e", "d/f"])
 CONTENTS = st.lists(st.dictionaries(NAMES, st.binary(max_size=8)), min_size=1, max_size=4)
@@ -41,6 +41,20 @@ def test_writing_the_same_again_changes_nothing(tmp_path: Path):
     version = (tmp_path / "..data").readlink()
     write_atomically(tmp_path, {"a": b"1"})
     assert (tmp_path / "..data").readlink() == version
+
+
+@pytest.mark.cluster
+async def test_a_sub_path_that_cannot_be_made_holds_the_container_and_names_it(
+    pods: Pods, tmp_path: Path
+):
+    (tmp_path / "file").touch()
+    volumes = [{"name": "v", "hostPath": {"path": str(tmp_path)}}]
+    mounts = [{"name": "v", "mountPath": "/mnt/v", "subPath": "file/folder"}]
+    await pods.create(pod("p", FOREVER, volumeMounts=mounts, spec={"volumes": volumes}))
+    held = await pods.until_waiting("p", "CreateContainerError")
+    assert "file/folder" in first(held)["state"]["waiting"]["message"]
+    (tmp_path / "file").unlink()
+    await pods.until_condition("p", "Ready", "True")
 
 
 @pytest.mark.cluster

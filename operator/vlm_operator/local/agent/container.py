@@ -140,7 +140,7 @@ class Container:
         started_at = time.time()
         try:
             process = await Process.start(prepared.process, prepared.log)
-        except StartFailedError as error:
+        except (StartFailedError, OSError) as error:
             prepared.cgroup.remove()
             return await self._never_ran(str(error), started_at)
         self.process = process

@@ -75,6 +75,7 @@ class Process:
 
         Raises:
             StartFailedError: It does not: no such program, no such folder, a mount failed.
+            OSError: This machine refuses a file, a descriptor or a process.
         """
         spec.stage.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
@@ -86,12 +87,12 @@ class Process:
             pumping = asyncio.create_task(log.pump(launcher.stdout))
             try:
                 report = await reader.readline()
-            except asyncio.CancelledError:
+                answer = json.loads(report) if report else {"error": "the sandbox ended early"}
+                if "pid" in answer:
+                    return cls(launcher, int(answer["pid"]), spec, pumping)
+            except (asyncio.CancelledError, OSError):
                 launcher.kill()
                 raise
-            answer = json.loads(report) if report else {"error": "the sandbox ended early"}
-            if "pid" in answer:
-                return cls(launcher, int(answer["pid"]), spec, pumping)
         finally:
             writer.close()  # the launcher lets go of the pid: by now there is a handle of it
         await launcher.wait()

@@ -39,8 +39,17 @@ class RunMaker:
         """Return what run `number` needs.
 
         Raises:
-            CannotStartError: The image is unknown, or the configuration is incomplete.
+            CannotStartError: The image is unknown, the configuration is incomplete, or this
+                machine refuses a folder or a file.
         """
+        try:
+            return await self._prepared(pod, container, number)
+        except (command.ConfigError, VolumeError) as error:
+            raise CannotStartError("CreateContainerConfigError", str(error)) from error
+        except OSError as error:  # a full disk, a subPath that leads through a file
+            raise CannotStartError("CreateContainerError", str(error)) from error
+
+    async def _prepared(self, pod: Spec, container: Spec, number: int) -> Prepared:
         start = command.entrypoint(container["image"], self._images)
         if start is None:
             known = ", ".join(sorted(self._images))
@@ -48,14 +57,11 @@ class RunMaker:
                 "ErrImagePull",
                 f"{container['image']}: a local node knows the images {known}, and no registry",
             )
-        try:
-            objects = await self._volumes.data_of(command.references(container))
-            env = command.environment(
-                container, pod, self._facts, base=self._base_for(pod), objects=objects
-            )
-            mounts = [self._bind(mount, env) for mount in _mounts(container)]
-        except (command.ConfigError, VolumeError) as error:
-            raise CannotStartError("CreateContainerConfigError", str(error)) from error
+        objects = await self._volumes.data_of(command.references(container))
+        env = command.environment(
+            container, pod, self._facts, base=self._base_for(pod), objects=objects
+        )
+        mounts = [self._bind(mount, env) for mount in _mounts(container)]
         limits = container.get("resources", {}).get("limits", {})
         name = f"{pod['metadata']['uid']}-{container['name']}-{number}"
         cgroup = self._cgroups.create(
