@@ -8,7 +8,7 @@ from typing import Any
 from . import build
 from .agent.agent import AgentConfig
 from .agent.container import Backoff
-from .agent.nodes import DEMO_NODE_TYPES, NodeType
+from .agent.nodes import DEMO_NODE_TYPES, NodeType, is_ready
 from .controlplane import ControlPlane
 from .errors import StartError
 from .settings import LocalSettings
@@ -125,7 +125,7 @@ class NodeAgent:
         async def all_ready() -> bool:
             child.require_running()
             nodes = (await api.get("/api/v1/nodes"))["items"]
-            return wanted <= {node["metadata"]["name"] for node in nodes if _is_ready(node)}
+            return wanted <= {node["metadata"]["name"] for node in nodes if _takes_pods(node)}
 
         async with self._control_plane.client() as api:
             awaited = f"nodes {', '.join(sorted(wanted))} to be Ready"
@@ -151,9 +151,7 @@ def container_environment(inherited: Mapping[str, str], server: str) -> dict[str
     }
 
 
-def _is_ready(node: Mapping[str, Any]) -> bool:
+def _takes_pods(node: Mapping[str, Any]) -> bool:
     """Whether pods can be bound to it: it says so, and the controllers have believed it."""
     taints = {taint["key"] for taint in node["spec"].get("taints") or []}
-    conditions = node.get("status", {}).get("conditions") or []
-    ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-    return ready and "node.kubernetes.io/not-ready" not in taints
+    return is_ready(node) and "node.kubernetes.io/not-ready" not in taints

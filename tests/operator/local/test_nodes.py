@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.agent.nodes import NodeType
-from vlm_operator.local.client import Client
+from vlm_operator.local.agent.nodes import NodeType, is_ready
+from vlm_operator.local.client import STRATEGIC, Client
 from vlm_operator.local.cluster import NodeAgent
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
@@ -26,6 +26,19 @@ async def test_a_node_offers_simulated_gpus_and_says_so(api: Client):
     assert node["metadata"]["labels"]["triptych.dev/simulated"] == "true"
     assert node["metadata"]["labels"]["triptych.dev/node-type"] == "gpu-compute"
     assert "simulated" in condition(node, "Ready")["message"]
+
+
+async def test_a_node_that_was_given_up_is_ready_again_by_itself(api: Client):
+    node = "/api/v1/nodes/gpu-memory"
+    given_up = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}
+    status = {"status": {"conditions": [given_up]}}
+    assert not is_ready(await api.patch(f"{node}/status", status, kind=STRATEGIC))
+
+    async def takes_pods() -> bool:
+        seen = await api.get(node)
+        return is_ready(seen) and not seen["spec"].get("taints")
+
+    await until(takes_pods, seconds=30, awaited="gpu-memory to be ready again")
 
 
 async def test_extended_resources_are_counted(pods: Pods):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vlm_operator.local.client import STRATEGIC, ApiError, Client, Object
 
-from .nodes import NodeType, node_object, node_status
+from .nodes import NodeType, is_ready, node_object, node_status
 from .status import timestamp
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,12 @@ class Node:
             await asyncio.sleep(RENEW_SECONDS)
             try:
                 await self._renew()
+                if not is_ready(await self.client.get(f"/api/v1/nodes/{self.name}")):
+                    # after a while without a lease, such as a laptop's sleep, it is given up
+                    self._since = timestamp(time.time())
+                    await self._say_ready()
             except ApiError as error:
-                logger.warning("lease not renewed", extra={"node": self.name, "error": str(error)})
+                logger.warning("no heartbeat", extra={"node": self.name, "error": str(error)})
 
     async def _say_ready(self) -> None:
         status = node_status(

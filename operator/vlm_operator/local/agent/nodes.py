@@ -105,6 +105,12 @@ def node_status(
     }
 
 
+def is_ready(node: Mapping[str, Any]) -> bool:
+    """Whether a Node stands as ready at the API server."""
+    conditions = node.get("status", {}).get("conditions") or []
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
 def _condition(kind: str, status: str, reason: str, now: str, transition: str) -> dict[str, str]:
     return {
         "type": kind,
