@@ -74,10 +74,10 @@ class BatchBuilder:
         table, block_size, count = self._table, self._table.block_size, len(rows)
         self._ids[:count] = table.token_ids[rows, context]
         np.add(context, table.position_delta[rows], out=positions[:, :count])
-        block, offset = np.divmod(context, block_size)
-        self._slots[:count] = table.block_table[rows, block]
-        self._slots[:count] *= block_size
-        self._slots[:count] += offset
+        slots, index = self._slots[:count], context // block_size
+        np.subtract(table.block_table[rows, index], index, out=slots)
+        slots *= block_size  # block * block_size + context % block_size
+        slots += context
 
     def _fill_chunk(
         self, sequence: Sequence, start: int, count: int, at: int, positions: np.ndarray

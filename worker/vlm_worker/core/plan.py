@@ -39,7 +39,8 @@ class Plan:
         """One token for each of the rows `decodes`, and chunks of prompts; None for nothing."""
         ones = np.ones(len(decodes), np.int64)
         if not chunks:
-            return cls(decodes, ones, ones > 0, len(decodes)) if len(decodes) else None
+            samples = np.ones(len(decodes), np.bool_)
+            return cls(decodes, ones, samples, len(decodes)) if len(decodes) else None
         chunk_rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
         chunk_counts = np.array([count for _, count in chunks], np.int64)
         rows = np.concatenate([decodes, chunk_rows])

@@ -139,8 +139,8 @@ class Scheduler:
         roomless += self.entrance.revoke_claims()
         shares.give_rest()
         stalled = [(sequence, start) for sequence, start in shares.stalled if sequence.may_pin]
+        assert shares.left >= 0, "more is planned than the budget has"
         plan = Plan.of(self.table, decodes, shares.chunks)
-        assert plan is None or plan.num_tokens <= self._max_num_batched_tokens
         return Schedule(plan, admitted, preempted, stalled, roomless)
 
     def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
@@ -179,14 +179,14 @@ class Scheduler:
         full = rows[table.num_computed[rows] == table.num_blocks[rows] * pool.block_size]
         blocks = pool.take(len(full))
         if blocks is not None:
-            table.append_blocks(full.tolist(), blocks)
+            table.append_blocks(full, blocks)
             return rows
         for sequence in sorted(table.members(full), key=precedence):
             if sequence.row is None:  # preempted by a more important one in this pass
                 continue
             block = self._take_one(sequence, preempted)
             if block is not None:
-                table.append_blocks([sequence.row], block)
+                table.append_blocks(np.array([sequence.row]), block)
         return table.decode_rows
 
     def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:

@@ -166,15 +166,12 @@ class SequenceTable:
         self._free_rows.append(row)
         self._members_changed()
 
-    def append_blocks(self, rows: list[int], blocks: list[int]) -> None:
+    def append_blocks(self, rows: np.ndarray, blocks: list[int]) -> None:
         """One more KV block for each of some running sequences."""
-        if not rows:
-            return
-        self.block_table[rows, self.num_blocks[rows]] = blocks
-        self.num_blocks[rows] += 1
-        for row, block in zip(rows, blocks, strict=True):
-            sequence = self.sequences[row]
-            assert sequence is not None
+        count = self.num_blocks[rows]
+        self.block_table[rows, count] = blocks
+        self.num_blocks[rows] = count + 1
+        for sequence, block in zip(self.members(rows), blocks, strict=True):
             sequence.blocks.append(block)
 
     def end_prefill(self, row: int) -> None:
