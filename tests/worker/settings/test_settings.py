@@ -95,7 +95,7 @@ def test_the_children_of_serve_get_the_settings_of_their_parent() -> None:
     argv = ["serve", "/models/m", "--kv-memory-percent=7", "--max-model-len=128", "--block-size=4",
             "--inject-delay-ms=encode=5", "--model-revision=r1", "--timer-scale=0.3",
             "--transport=shared-memory", "--shared-memory-dir=/mem", "--exposed-memory-bytes=9",
-            "--strict", "--client-priority=any",
+            "--strict", "--client-priority=any", "--jpeg-scaling=dct",
             "--admission-policy=dual_queue", "--target-step-ms=50"]  # fmt: skip
     settings = parse(argv, {})
     assert isinstance(settings, ServeSettings)

@@ -88,6 +88,13 @@ class Processor(abc.ABC):
         """
 
     @abc.abstractmethod
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that a picture is resized to, before anything is cut off.
+
+        Raises as `geometry` does.
+        """
+
+    @abc.abstractmethod
     def num_tokens(self, grid_thw: Grid) -> int | None:
         """Visual tokens of a grid; None where no picture has such a grid."""
 
@@ -142,11 +149,15 @@ class DynamicProcessor(Processor):
 
     def geometry(self, height: int, width: int) -> Geometry:
         """Of a still picture of oriented size; raises as `smart_resize` does."""
-        resized_height, resized_width = smart_resize(height, width, self)
+        resized_height, resized_width = self.resized(height, width)
         grid = (1, resized_height // self.patch_size, resized_width // self.patch_size)
         return Geometry(
             resized_height, resized_width, grid, grid[1] * grid[2] // self.merge_size**2
         )
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in whole tokens; raises as `smart_resize` does."""
+        return smart_resize(height, width, self)
 
     def num_tokens(self, grid_thw: Grid) -> int | None:
         """Visual tokens of a grid, which must be of whole tokens."""

@@ -61,13 +61,14 @@ def _prepare(
     job: Job, data: bytearray, config: ChildConfig, resizer: Resizer
 ) -> tuple[Done, memoryview]:
     start = time.perf_counter_ns()
-    rgb = decode_rgb(data, job.header)
+    processor, size = config.processor.capped(job.max_pixels), (job.header.height, job.header.width)
+    enough = processor.resized(*size) if config.scaled_jpeg else None
+    rgb = decode_rgb(data, job.header, enough=enough)
     decoded = time.perf_counter_ns()
-    processor = config.processor.capped(job.max_pixels)
-    geometry = processor.geometry(job.header.height, job.header.width)
-    patches = make_patches(rgb, processor, geometry, resizer=resizer)
+    geometry = processor.geometry(*size)
+    patches = make_patches(rgb, processor, geometry, resizer=resizer, size=size)
     prepared = time.perf_counter_ns()
-    key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt)
+    key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt, size=size)
     body = patches.data.cast("B")
     done = Done(
         ok=True,

@@ -27,7 +27,7 @@ class ChildConfig:
 
     One picture may take `memory_bytes` beyond the idle child, and `cpu_seconds`; the kernel refuses
     more memory and ends a child that takes more time. `native_library` is the file with the fast
-    resizing, None where there is none.
+    resizing, None where there is none. `scaled_jpeg` is that of `MediaSettings`.
     """
 
     processor: Processor
@@ -35,6 +35,7 @@ class ChildConfig:
     memory_bytes: int
     cpu_seconds: int
     native_library: str | None = None
+    scaled_jpeg: bool = False
 
     def to_json(self) -> str:
         """One argument."""

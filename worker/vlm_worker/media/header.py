@@ -45,6 +45,13 @@ class ImageHeader:
     orientation: int
     bits: int
 
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """Height and width of the pixels in the file, before they are turned."""
+        if self.orientation in _TRANSPOSED:
+            return self.width, self.height
+        return self.height, self.width
+
 
 def read_header(
     data: bytes | bytearray | memoryview,

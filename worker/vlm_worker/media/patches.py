@@ -20,7 +20,12 @@ PLAIN = Resizer()
 
 
 def make_patches(
-    rgb: np.ndarray, processor: Processor, geometry: Geometry, *, resizer: Resizer = PLAIN
+    rgb: np.ndarray,
+    processor: Processor,
+    geometry: Geometry,
+    *,
+    resizer: Resizer = PLAIN,
+    size: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """Resize, normalise and, where the tower reads patches, cut a picture.
 
@@ -29,6 +34,7 @@ def make_patches(
         processor: the effective parameters.
         geometry: of this picture under these parameters.
         resizer: any gives the same bytes.
+        size: the picture's own height and width, where it was decoded smaller.
 
     Returns:
         float32 `[t*h*w, patch_dim]`, C-contiguous. Of a DynamicProcessor, rows are grouped by
@@ -36,7 +42,9 @@ def make_patches(
         `[3, height, width]` by another shape.
     """
     if isinstance(processor, FixedProcessor):
-        planes = _planes(rgb, processor, resizer)
+        height, width = processor.resized(*(size or rgb.shape[:2]))
+        resized = resizer.resize(rgb, height, width, resample=processor.resample)
+        planes = _planes(resized, processor)
         return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
     assert isinstance(processor, DynamicProcessor)
     resized = resizer.resize(rgb, geometry.height, geometry.width, resample=processor.resample)
@@ -56,10 +64,9 @@ def _patches(resized: np.ndarray, processor: DynamicProcessor, geometry: Geometr
     return out.reshape(rows * columns, processor.patch_dim)
 
 
-def _planes(rgb: np.ndarray, processor: FixedProcessor, resizer: Resizer) -> np.ndarray:
-    """float32 `[3, height, width]`: resized, and the middle cut out."""
-    height, width = processor.resized(*rgb.shape[:2])
-    resized = resizer.resize(rgb, height, width, resample=processor.resample)
+def _planes(resized: np.ndarray, processor: FixedProcessor) -> np.ndarray:
+    """float32 `[3, height, width]`: the middle cut out."""
+    height, width, _ = resized.shape
     top, left = (height - processor.height) // 2, (width - processor.width) // 2
     middle = resized[top : top + processor.height, left : left + processor.width]
     out = np.empty((3, processor.height, processor.width), dtype=np.float32)
@@ -76,17 +83,28 @@ def _tables(processor: Processor) -> np.ndarray:
     return (values - mean[:, None]) / std[:, None]
 
 
-def image_key(rgb: np.ndarray, processor: Processor, *, model_revision: str, salt: bytes) -> bytes:
+def image_key(
+    rgb: np.ndarray,
+    processor: Processor,
+    *,
+    model_revision: str,
+    salt: bytes,
+    size: tuple[int, int] | None = None,
+) -> bytes:
     """The 32-byte content key: equal for equal pixels, whatever file they came in.
+
+    A picture that was decoded smaller is another than the one decoded whole, and than a picture of
+    that size: both its own size and the number of its bytes are part of the key.
 
     Args:
         rgb: uint8 `[height, width, 3]`, oriented, before resizing.
         processor: the effective parameters, the request's cap included.
         model_revision: of the weights that will encode it.
         salt: separates tenants.
+        size: the picture's own height and width, where it was decoded smaller.
     """
     parameters = json.dumps(dataclasses.asdict(processor), sort_keys=True, separators=(",", ":"))
-    height, width, _ = rgb.shape
+    height, width = size or rgb.shape[:2]
     digest = hashlib.sha256()
     for part in (
         b"triptych.image/1",

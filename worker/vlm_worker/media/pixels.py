@@ -7,6 +7,10 @@ Runs in the decode child alone. Rules where libraries differ:
     16 bits        scaled to 8 (40000 becomes 156), never clipped
     CMYK, YCCK     converted without a profile; ICC profiles are ignored
     GIF            the first frame on its canvas; what the frame leaves free is white
+
+Where less than all of its pixels will do, the common JPEG may be decoded at a half, a quarter or an
+eighth of its sides: libjpeg-turbo leaves out frequencies instead of averaging pixels. An opt-in,
+as those are other pixels; a damaged file is refused all the same, in the same words.
 """
 
 from __future__ import annotations
@@ -44,23 +48,29 @@ class UndecodableError(ValueError):
     """The file's pixels cannot be had; the text is fit for a client."""
 
 
-def decode_rgb(data: bytes | bytearray, header: ImageHeader) -> np.ndarray:
+def decode_rgb(
+    data: bytes | bytearray, header: ImageHeader, *, enough: tuple[int, int] | None = None
+) -> np.ndarray:
     """Decode one picture.
 
     Args:
         data: the whole file.
         header: what `read_header` said of it.
+        enough: a height and width, oriented, that a JPEG may be decoded down to; None is its own.
 
     Returns:
-        uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size.
+        uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size, or where `enough`
+        allows it that divided by 2, 4 or 8 and rounded up.
 
     Raises:
         UndecodableError: the file is damaged, cut off, or not of the header's size.
         MemoryError: it needs more memory than the child has.
     """
     try:
-        rgb = _plain_jpeg(data) if header.format == "JPEG" else None
+        divisor = 1 if enough is None else _divisor(header, *enough)
+        rgb = _plain_jpeg(data, header, divisor) if header.format == "JPEG" else None
         if rgb is None:
+            divisor = 1
             rgb = np.asarray(_with_pillow(data, header))
     except (UndecodableError, MemoryError):
         raise
@@ -70,21 +80,41 @@ def decode_rgb(data: bytes | bytearray, header: ImageHeader) -> np.ndarray:
         raise UndecodableError(f"the {header.format} is damaged or cut off") from error
     if header.orientation in _TURNS:
         rgb = _TURNS[header.orientation](rgb)
-    if rgb.shape != (header.height, header.width, 3):
+    if rgb.shape != (_divided(header.height, divisor), _divided(header.width, divisor), 3):
         raise UndecodableError(f"the {header.format} is not of the size in its header")
     return np.ascontiguousarray(rgb)
 
 
-def _plain_jpeg(data: bytes | bytearray) -> np.ndarray | None:
+def _divisor(header: ImageHeader, height: int, width: int) -> int:
+    """The largest that leaves a picture no smaller than this."""
+    for divisor in (8, 4, 2):
+        if _divided(header.height, divisor) >= height and _divided(header.width, divisor) >= width:
+            return divisor
+    return 1
+
+
+def _divided(side: int, divisor: int) -> int:
+    """As libjpeg-turbo rounds."""
+    return -(-side // divisor)
+
+
+def _plain_jpeg(data: bytes | bytearray, header: ImageHeader, divisor: int) -> np.ndarray | None:
     """The common JPEG, by libjpeg-turbo without Pillow's copies: equal pixels, sooner.
 
-    None for CMYK, and for whatever it so much as warns of: Pillow judges those.
+    None for CMYK, for another size than the header's, and for whatever it so much as warns of:
+    Pillow judges those.
     """
     try:
-        _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
-        if colorspace not in ("YCbCr", "Gray"):
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
+        if colorspace not in ("YCbCr", "Gray") or (height, width) != header.stored_size:
             return None
-        pixels: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", strict=True)
+        pixels: np.ndarray = simplejpeg.decode_jpeg(
+            data,
+            "RGB",
+            min_height=_divided(height, divisor),
+            min_width=_divided(width, divisor),
+            strict=True,
+        )
         return pixels
     except ValueError:
         return None

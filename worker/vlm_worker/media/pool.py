@@ -76,6 +76,7 @@ class MediaPool:
             memory_bytes=DECODE_MEMORY_BYTES + processor.work_bytes,
             cpu_seconds=self._settings.cpu_seconds,
             native_library=native_library,
+            scaled_jpeg=self._settings.scaled_jpeg,
         )
         self._observer = observer
         self._children = Children(self._config, num_places=self._settings.num_children)

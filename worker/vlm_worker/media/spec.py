@@ -66,7 +66,8 @@ class MediaSettings:
     """Sizes and bounds of a pool.
 
     `max_waiting` and `max_waiting_pixels` bound the queue; `timeout_seconds` is the wall-clock time
-    of one picture in a child, beyond which the child counts as frozen.
+    of one picture in a child, beyond which the child counts as frozen. `scaled_jpeg` decodes a JPEG
+    at the smallest of 1/1, 1/2, 1/4 and 1/8 that is no smaller than what it is resized to.
     """
 
     num_children: int = 2
@@ -76,3 +77,4 @@ class MediaSettings:
     cpu_seconds: int = 2
     timeout_seconds: float = 20.0
     limits: ImageLimits = dataclasses.field(default_factory=ImageLimits)
+    scaled_jpeg: bool = False

@@ -15,7 +15,7 @@ from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.media.pool import MediaObserver, MediaPool
+from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
 from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encoder import EncoderRole
 from vlm_worker.roles.host import Host
@@ -114,7 +114,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
     async with contextlib.AsyncExitStack() as stack:
         encoder = None
         if Stage.ENCODER in settings.stages:
-            pool = _media(loaded, observer=server.meters)
+            pool = _media(loaded, scaled_jpeg=settings.scaled_jpeg, observer=server.meters)
             media = await stack.enter_async_context(pool)
             encoder = EncoderRole(host, media)
         yield Parts(
@@ -169,10 +169,13 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
 
 
 @contextlib.asynccontextmanager
-async def _media(loaded: Loaded, *, observer: MediaObserver) -> AsyncIterator[MediaPool]:
+async def _media(
+    loaded: Loaded, *, scaled_jpeg: bool, observer: MediaObserver
+) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         loaded.family.processor,
         model_revision=loaded.revision,
+        settings=MediaSettings(scaled_jpeg=scaled_jpeg),
         observer=observer,
         native_library=loaded.native_library,
     )

@@ -131,6 +131,7 @@ def _worker(
         device=args.device,
         packed_weights=args.packed_weights == "auto",
         weights=args.weights,
+        scaled_jpeg=args.jpeg_scaling == "dct",
         kv_memory_bytes=args.kv_memory_bytes,
         kv_memory_percent=args.kv_memory_percent,
         kv_reserve_percent=args.kv_reserve_percent,

@@ -28,6 +28,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         f"--device={settings.device}",
         f"--packed-weights={'auto' if settings.packed_weights else 'off'}",
         f"--weights={settings.weights}",
+        f"--jpeg-scaling={'dct' if settings.scaled_jpeg else 'exact'}",
         f"--kv-reserve-percent={settings.kv_reserve_percent}",
         f"--max-requests={settings.max_requests}",
         f"--max-batched-tokens={settings.max_batched_tokens}",

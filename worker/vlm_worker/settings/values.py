@@ -78,7 +78,9 @@ class WorkerSettings:
     """One encoder, prefill or decode process. A port of 0 is any free one.
 
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
-    `checksum` replaces the model by arithmetic, for fault tests. `delays` holds seconds by stage.
+    `checksum` replaces the model by arithmetic, for fault tests. With `scaled_jpeg`, a JPEG is
+    decoded no larger than the model needs it: the same for all workers of a service. `delays` holds
+    seconds by stage.
     `embedding_cache_bytes` are on the device, `embedding_cold_cache_bytes` behind them on the host
     (None: it depends on the device). `transport` is how bytes go between workers that both have it,
     by memory in `shared_memory_dir` for one; they expose at most `exposed_memory_bytes` at a time.
@@ -100,6 +102,7 @@ class WorkerSettings:
     device: str = "auto"
     packed_weights: bool = True
     weights: str = "auto"
+    scaled_jpeg: bool = False
     kv_memory_bytes: int | None = None
     kv_memory_percent: int | None = None
     kv_reserve_percent: int = 5
