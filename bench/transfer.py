@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
 
 from vlm_worker.client import WorkerClient  # noqa: E402
+from vlm_worker.serve.memory import keep_freed_memory  # noqa: E402
 from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
 from vlm_worker.transfer.incoming import Pull  # noqa: E402
 from vlm_worker.transfer.landing import Landing  # noqa: E402
@@ -286,6 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--produce", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    keep_freed_memory({})  # as vlm-worker does
     asyncio.run(produce() if args.produce else consume(args.rounds))
 
 

@@ -9,6 +9,7 @@ import sys
 
 from vlm_worker.errors import WorkerError
 from vlm_worker.serve.logs import log_as_json, log_as_text
+from vlm_worker.serve.memory import keep_freed_memory
 from vlm_worker.settings import (
     GatewaySettings,
     ServeSettings,
@@ -28,6 +29,7 @@ def main() -> None:
     # Threads of torch that spin while they wait keep, on shared cores, those from work that they
     # wait for: a step takes twenty times as long. OpenMP reads this when torch is imported.
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    keep_freed_memory(environ)
     if isinstance(settings, ServeSettings):
         log_as_text()
     else:
