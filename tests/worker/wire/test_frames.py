@@ -97,6 +97,14 @@ def test_a_unit_larger_than_a_frame_arrives_in_parts(unit_bytes: int) -> None:
     assert receive(transfer.reader(), frames) == transfer.data
 
 
+def test_parts_that_disagree_on_their_units_are_caught() -> None:
+    writer = FrameWriter(IDENTITY, unit_bytes=8)
+    reader = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4).reader()
+    assert reader.read(writer._frame(memoryview(bytes(8)), num_units=2, offset=0)) is None
+    with pytest.raises(CorruptTransferError, match="after a part of others"):
+        reader.read(writer._frame(memoryview(bytes(16)), num_units=3, offset=8))
+
+
 @given(transfers(), st.data())
 def test_every_flipped_bit_is_caught(transfer: Transfer, data: st.DataObject) -> None:
     frames = transfer.frames()

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
 from vlm_worker.wire.frames import (
     COMMIT,
@@ -91,7 +93,8 @@ class FrameReader:
         self._open_memory = open_memory
         self._memory: Memory | None = None
         self._sequence = 0
-        self._part = bytearray()
+        self._part: memoryview | None = None
+        self._part_bytes = 0
         self.commit: Commit | None = None
 
     def read(self, frame: bytes) -> Units | None:
@@ -163,8 +166,8 @@ class FrameReader:
     def _taken(self, header: _Header, travelled: memoryview) -> memoryview:
         """The payload, from shared memory; where it lies is our own reckoning."""
         assert self._memory is not None
-        position = (self._next_unit - self._first_unit) * self._unit_bytes + len(self._part)
-        left = (self._end_unit - self._next_unit) * self._unit_bytes - len(self._part)
+        position = (self._next_unit - self._first_unit) * self._unit_bytes + self._part_bytes
+        left = (self._end_unit - self._next_unit) * self._unit_bytes - self._part_bytes
         if not 0 < header.num_bytes <= min(max_payload(placed=True), left):
             raise self._refuse(Refusal.RANGE, f"{header.num_bytes} bytes where {left} are left")
         return self._memory.take(position, header.num_bytes, travelled)
@@ -172,8 +175,8 @@ class FrameReader:
     def _units(self, header: _Header, payload: memoryview) -> Units | None:
         first_unit, num_units, offset = header.first_unit, header.num_units, header.offset
         total = num_units * self._unit_bytes
-        if first_unit != self._next_unit or offset != len(self._part):
-            due = f"unit {self._next_unit}+{len(self._part)} is due"
+        if first_unit != self._next_unit or offset != self._part_bytes:
+            due = f"unit {self._next_unit}+{self._part_bytes} is due"
             raise self._refuse(Refusal.SEQUENCE, f"unit {first_unit}+{offset} where {due}")
         if not 0 < num_units <= self._end_unit - first_unit or not payload.nbytes:
             raise self._refuse(
@@ -182,15 +185,18 @@ class FrameReader:
         most = units_per_frame(self._unit_bytes, placed=self._memory is not None)
         if num_units > most or offset + payload.nbytes > total:
             raise self._refuse(Refusal.RANGE, "it holds more than its units")
-        if offset + payload.nbytes < total:
-            self._part += payload
-            return None
-        data = payload
-        if offset:
-            self._part += payload
-            data, self._part = memoryview(self._part), bytearray()
+        if payload.nbytes < total:
+            if self._part is None:  # for all of it at once: it never grows
+                self._part = np.empty(total, np.uint8).data
+            elif self._part.nbytes != total:
+                raise self._refuse(Refusal.RANGE, f"{num_units} units after a part of others")
+            self._part[offset : offset + payload.nbytes] = payload
+            self._part_bytes += payload.nbytes
+            if self._part_bytes < total:
+                return None
+            payload, self._part, self._part_bytes = self._part, None, 0
         self._next_unit += num_units
-        return Units(first_unit, num_units, data)
+        return Units(first_unit, num_units, payload)
 
     def _open(self, payload: memoryview) -> None:
         if self._open_memory is None or self._sequence != 1:
@@ -207,7 +213,7 @@ class FrameReader:
             raise self._refuse(Refusal.COMMIT, "a commit of a wrong size")
         fields: tuple[Any, ...] = COMMIT.unpack(payload)
         num_units, num_tokens, token, num_frames, finish = fields
-        if num_frames != self._sequence - 1 or finish >= len(FINISH) or self._part:
+        if num_frames != self._sequence - 1 or finish >= len(FINISH) or self._part_bytes:
             raise self._refuse(Refusal.COMMIT, "the commit does not fit the frames before it")
         reason = FINISH[finish]
         if reason is None and (num_units != self._end_unit or self._next_unit != num_units):
