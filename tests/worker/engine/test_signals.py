@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.core.inputs import StepInputs
 from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.events import ItemReady
 from vlm_worker.engine.guard import is_out_of_memory
 from vlm_worker.errors import EngineError
-from vlm_worker.testing import ChecksumRunner
-from vlm_worker.types import FailedEvent, Modality, RequestKey
+from vlm_worker.testing import ChecksumRunner, make_image
+from vlm_worker.types import FailedEvent, Modality, RequestKey, ScheduledEvent
 
 
 class Starved(ChecksumRunner):
@@ -34,6 +36,39 @@ class Starved(ChecksumRunner):
         if self.blind:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         return super().encode(images)
+
+
+class Blocked(ChecksumRunner):
+    """Computes no step until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_step = threading.Event()
+
+    def execute(self, inputs: StepInputs) -> Any:
+        self.may_step.wait()
+        return super().execute(inputs)
+
+
+async def test_what_is_known_is_told_before_the_model_computes(start: Any) -> None:
+    runner = Blocked()
+    runner.gate.clear()  # so that the second picture and the prompt share a turn
+    engine: Engine = start(runner)
+    first, second = (
+        engine.encode(RequestKey(str(number), 0), (make_image(number, num_tokens=5),))
+        for number in (1, 2)
+    )
+    answer = engine.submit_prefill(text(), hold=False)
+    runner.gate.set()
+    try:
+        assert isinstance(await anext(first), ItemReady)
+        assert isinstance(await anext(second), ItemReady)
+        assert isinstance(await anext(answer), ScheduledEvent)
+    finally:
+        runner.may_step.set()
+    assert len(tokens(await events(answer))) == 6
+    for number in (1, 2):
+        await engine.cancel(RequestKey(str(number), 0))
 
 
 def ended(engine: Engine, modality: Modality) -> tuple[int, float]:

@@ -36,15 +36,19 @@ class StepGuard:
     """Runs plans; counts steps in which nothing at all could be computed.
 
     `device_lost` says that none will be any more: only a new process gets the device back.
+    `before_call` is called when the model is about to compute.
     """
 
-    def __init__(self, runner: Runner, builder: BatchBuilder) -> None:
+    def __init__(
+        self, runner: Runner, builder: BatchBuilder, *, before_call: Callable[[], None]
+    ) -> None:
         self.num_failures = 0
         self.num_out_of_memory = 0
         self.failures_in_a_row = 0
         self.device_lost = False
         self._runner = runner
         self._builder = builder
+        self._before_call = before_call
 
     def run(self, plan: Plan) -> list[StepResult]:
         """Execute a plan, as a whole or, if that fails, as two halves."""
@@ -60,6 +64,7 @@ class StepGuard:
 
     def _try(self, plan: Plan) -> StepResult:
         inputs = self._builder.build(plan)
+        self._before_call()
         try:
             output = self._runner.execute(inputs)
         except Exception as error:  # a model may raise anything; its requests get it as last word

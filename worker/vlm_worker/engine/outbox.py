@@ -1,8 +1,17 @@
-"""What the engine thread has to say: collected in a turn, delivered on the loop in one call."""
+"""What the engine thread has to say: collected in a turn, delivered on the loop in one call.
+
+step k-1 ends -> books, commands, schedule, inputs -> post -> step k computes
+                                                      |-> the loop hands out k-1's tokens meanwhile
+
+So the loop has the interpreter while the model's kernels do not need it, and not while the engine
+plans: two threads of Python take turns, and the engine would wait until the last token is out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vlm_worker.engine.events import EventStream
@@ -12,20 +21,28 @@ Letter = tuple[EventStream[Any] | asyncio.Future[Any], Any]
 
 
 class Outbox:
-    """Letters to streams and futures. Written by the engine thread, delivered on the loop."""
+    """Letters to streams and futures. Written by the engine thread, delivered on the loop.
 
-    def __init__(self) -> None:
-        self._letters: list[Letter] = []
+    `send` is who takes them to the loop; without, they stay until `take`.
+    """
+
+    def __init__(self, send: Callable[[Iterator[Letter]], None] | None = None) -> None:
+        self._letters: list[Iterable[Letter]] = []
+        self._send = send
 
     def emit(self, stream: EventStream[Any] | None, event: Any) -> None:
         """Add an event; None as a stream is nobody listening."""
         if stream is not None:
-            self._letters.append((stream, event))
+            self._letters.append(((stream, event),))
+
+    def emit_all(self, streams: Sequence[EventStream[Any] | None], events: Iterable[Any]) -> None:
+        """Add an event for each stream. An iterator of events is run by who delivers them."""
+        pairs = zip(streams, events, strict=True)
+        self._letters.append((stream, event) for stream, event in pairs if stream is not None)
 
     def end(self, stream: EventStream[Any] | None) -> None:
         """The stream has had its last word."""
-        if stream is not None:
-            self._letters.append((stream, None))
+        self.emit(stream, None)
 
     def fail(self, stream: EventStream[Any] | None, error: Exception) -> None:
         """An error as the last word."""
@@ -34,15 +51,20 @@ class Outbox:
 
     def answer(self, future: asyncio.Future[Any], result: Any) -> None:
         """Resolve a future; an exception as result is raised there."""
-        self._letters.append((future, result))
+        self._letters.append(((future, result),))
 
-    def take(self) -> list[Letter]:
+    def post(self) -> None:
+        """Send what there is: the model is about to compute, or there is nothing to do."""
+        if self._letters and self._send is not None:
+            self._send(self.take())
+
+    def take(self) -> Iterator[Letter]:
         """All letters since the last call."""
         letters, self._letters = self._letters, []
-        return letters
+        return itertools.chain.from_iterable(letters)
 
 
-def deliver(letters: list[Letter]) -> None:
+def deliver(letters: Iterable[Letter]) -> None:
     """Hand letters to their readers. On the loop."""
     for target, content in letters:
         if isinstance(target, EventStream):

@@ -6,14 +6,14 @@ rest:  what should have come back by now (`violations`)        any time:  the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vlm_worker.core.encoder_entries import Shelf
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.waves import AdmissionReason
 from vlm_worker.engine.events import CancelOutcome
 from vlm_worker.engine.handover import Handover
-from vlm_worker.engine.outbox import Outbox
+from vlm_worker.engine.outbox import Letter, Outbox
 from vlm_worker.engine.pictures import Pictures
 from vlm_worker.engine.prompt_images import PromptImages
 from vlm_worker.engine.runner import Runner
@@ -42,8 +42,9 @@ class State:
         settings: EngineSettings,
         positions: Positions,
         clock: Callable[[], float],
+        send: Callable[[Iterator[Letter]], None] | None = None,
     ) -> None:
-        self.outbox = Outbox()
+        self.outbox = Outbox(send)
         self.pictures = Pictures(runner, settings=settings, outbox=self.outbox, clock=clock)
         self.images = PromptImages(runner, pictures=self.pictures, outbox=self.outbox)
         self.sequences = Sequences(
@@ -82,6 +83,8 @@ class State:
 
     def turn(self) -> bool:
         """One batch of pictures, one step; False when there is nothing to do but wait."""
+        if len(self.pictures.queue):
+            self.outbox.post()
         encoded = self.pictures.queue.turn(decoding=self.sequences.table.decode_rows.size > 0)
         return self.stepping.turn() or encoded
 

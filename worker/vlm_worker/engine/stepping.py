@@ -6,7 +6,8 @@ schedule -> stalled: gather embeddings -> guarded run -> update -> events
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 from vlm_worker.core.adaptive import AdaptiveLimit
 from vlm_worker.core.batch import BatchBuilder
@@ -22,7 +23,7 @@ from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import EngineError
-from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent
+from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent, TokenLogprobs
 
 
 class Stepping:
@@ -43,7 +44,7 @@ class Stepping:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             whole_images=settings.whole_images,
         )
-        self.guard = StepGuard(runner, builder)
+        self.guard = StepGuard(runner, builder, before_call=outbox.post)
         self.limit = AdaptiveLimit(settings.target_step_seconds, maximum=settings.max_num_seqs)
         self.num_steps = 0
         self.num_output_tokens = 0
@@ -129,18 +130,13 @@ class Stepping:
             self._outbox.emit(sequence.sink.stream, ScheduledEvent(now))
 
     def _deliver(self, outcome: Outcome, output: StepOutput) -> None:
-        emit = self._outbox.emit
         for sequence, num_computed, num_blocks in outcome.prefilled:
             if sequence.status is not Status.FINISHED:
                 self._advanced(sequence, num_computed, num_blocks)
-        tokens = zip(outcome.sequences, outcome.token_ids, outcome.indices, strict=True)
-        for at, (sequence, token_id, index) in enumerate(tokens):
-            logprobs = None
-            if output.logprobs is not None:
-                wanted = sequence.request.sampling.num_logprobs
-                logprobs = None if wanted is None else output.logprobs_of(at, wanted)
-            cached = self._cached(sequence, index)
-            emit(sequence.sink.stream, TokenEvent(index, token_id, cached, logprobs))
+        streams = [sequence.sink.stream for sequence in outcome.sequences]
+        indices, token_ids = outcome.indices, outcome.token_ids
+        cached, logprobs = _cached(outcome), _logprobs(outcome, output)
+        self._outbox.emit_all(streams, map(TokenEvent, indices, token_ids, cached, logprobs))
         self.num_output_tokens += len(outcome.sequences)
         for sequence, reason in outcome.finished:
             self._sequences.finish(sequence, reason)
@@ -167,10 +163,24 @@ class Stepping:
         sink.stream, sink.adopter = sink.adopter, None
         sink.first_only = sink.supplied = False
 
-    def _cached(self, sequence: Sequence, index: int) -> int:
-        """Prefix tokens that were not computed; told with a submission's first token alone."""
-        return sequence.num_cached_tokens if index == sequence.request.num_delivered_tokens else 0
-
     def _fail(self, sequence: Sequence | None, error: EngineError) -> None:
         assert sequence is not None
         self._sequences.fail(sequence, error)
+
+
+def _cached(outcome: Outcome) -> Iterable[int]:
+    """Prefix tokens that were not computed; told with a submission's first token alone."""
+    if not outcome.prefilled:
+        return itertools.repeat(0)
+    return [
+        sequence.num_cached_tokens if index == sequence.request.num_delivered_tokens else 0
+        for sequence, index in zip(outcome.sequences, outcome.indices, strict=True)
+    ]
+
+
+def _logprobs(outcome: Outcome, output: StepOutput) -> Iterable[TokenLogprobs | None]:
+    """Of each token, for whom they are wanted."""
+    if output.logprobs is None:
+        return itertools.repeat(None)
+    wanted = [sequence.request.sampling.num_logprobs for sequence in outcome.sequences]
+    return [None if num is None else output.logprobs_of(at, num) for at, num in enumerate(wanted)]

@@ -7,10 +7,10 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from vlm_worker.engine.outbox import deliver
+from vlm_worker.engine.outbox import Letter, deliver
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import EngineSettings, EngineStats
@@ -48,7 +48,9 @@ class EngineThread:
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._state = State(runner, settings=settings, positions=positions, clock=clock)
+        self._state = State(
+            runner, settings=settings, positions=positions, clock=clock, send=self._send
+        )
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,22 +123,21 @@ class EngineThread:
             self._death = error
             self._state.say_last_words(EngineError(f"the engine died: {error!r}"))
         finally:
-            self._flush()
+            self._call_loop(deliver, self._state.outbox.take())
             self._call_loop(self._finish)
 
     def _run(self) -> None:
         busy = False
         while not self._stopping:
             self._do_commands(wait=not busy)
-            # answers, and embeddings to be fetched while the step computes what comes before them
-            self._flush(renew_stats=True)
             self._turn_started = self._clock()
             busy = self._state.turn()
             self._turn_started = None
             if not busy:
                 self._check_idle()
             self._take_snapshot(busy=busy)
-            self._flush()
+            if not busy:
+                self._state.outbox.post()
 
     def _do_commands(self, *, wait: bool) -> None:
         """Do all commands that there are; with `wait`, at least one."""
@@ -175,13 +176,10 @@ class EngineThread:
             self._snapshot_at = now
             self.stats = self._state.snapshot()
 
-    def _flush(self, *, renew_stats: bool = False) -> None:
-        """Deliver what the commands or the turn had to say, in one call into the loop."""
-        letters = self._state.outbox.take()
-        if letters:
-            if renew_stats:
-                self._take_snapshot(busy=True)
-            self._call_loop(deliver, letters)
+    def _send(self, letters: Iterator[Letter]) -> None:
+        """Deliver letters, in one call into the loop; the stats know already what they say."""
+        self._take_snapshot(busy=True)
+        self._call_loop(deliver, letters)
 
     def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
