@@ -21,6 +21,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -96,9 +97,10 @@ def long_enough(text: str) -> float:
 async def measure(here: str, there: str, *, seconds: float) -> dict[str, Any]:
     """Milliseconds between tokens of an answer that `there` decodes."""
     async with WorkerClient(here) as prefill, WorkerClient(there) as decode:
-        await see_picture(prefill)
+        files = [jpeg(seed) for seed in range(math.ceil(2 * seconds * PICTURES_PER_SECOND))]
+        await see_picture(prefill, files.pop())
         rest = await gaps(prefill, decode, seconds=seconds)
-        async with pictures(prefill) as seen:
+        async with pictures(prefill, files) as seen:
             loaded = await gaps(prefill, decode, seconds=seconds)
     median = statistics.median(rest)
     p99 = quantile(loaded, 0.99)
@@ -142,19 +144,22 @@ async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -
 
 
 @contextlib.asynccontextmanager
-async def pictures(worker: WorkerClient) -> AsyncIterator[Counter[str]]:
-    """They begin at their times, however long the last one takes; counts those begun and done."""
+async def pictures(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Counter[str]]:
+    """They begin at their times, however long the last one takes; counts those begun and done.
+
+    Making a picture would take the processor from decode, so they are made before.
+    """
     seen = Counter(begun=0, done=0)
 
-    async def one() -> None:
+    async def one(data: bytes) -> None:
         seen["begun"] += 1
-        await see_picture(worker)
+        await see_picture(worker, data)
         seen["done"] += 1
 
     async def arrive() -> None:
         async with asyncio.TaskGroup() as group:
-            while True:
-                group.create_task(one())
+            for data in files:
+                group.create_task(one(data))
                 await asyncio.sleep(1 / PICTURES_PER_SECOND)
 
     arriving = asyncio.create_task(arrive())
@@ -165,11 +170,11 @@ async def pictures(worker: WorkerClient) -> AsyncIterator[Counter[str]]:
         await asyncio.gather(arriving, return_exceptions=True)
 
 
-async def see_picture(worker: WorkerClient) -> None:
+async def see_picture(worker: WorkerClient, data: bytes) -> None:
     """A new picture, encoded and prefilled by one worker, to the first token."""
     number = next(_numbers)
     key, transfer_id = RequestKey(f"picture-{number}", 1), f"e-{number}"
-    hello, data = await worker.hello(), jpeg(number)
+    hello = await worker.hello()
     num_tokens = random_vlm.PICTURE_TOKENS
     item = calls.EncodeItem(transfer_id, len(data), SIDE, SIDE, num_tokens, 0, "JPEG")
     encoding = worker.encode(calls.EncodeCall(key, (item,), bytes(32)), [data], timeout=TIMEOUT)
