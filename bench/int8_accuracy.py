@@ -33,37 +33,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--questions", type=int, default=160)
     args = parser.parse_args()
-    from shapes_vlm import heldout
-    from tokenizers import Tokenizer
-    from worker.identity.questions import SHAPES, questions
+    from worker.identity.questions import questions
 
     asked = [question for question in questions() if question.pictures][: args.questions]
-    tokenizer = Tokenizer.from_file(str(SHAPES / "tokenizer.json"))
     exact: list[list[int]] = []
     for name, options in KINDS.items():
-        tokens = answers(asked, options)
+        tokens = answers_of(runner_of(options), asked)
         exact = exact or tokens
-        texts = [heldout.normalise(tokenizer.decode(one)) for one in tokens]
-        wanted = [heldout.normalise(question.right_answer) for question in asked]
         figures = {
             "bench": "int8_accuracy",
             "weights": name,
             "questions": len(asked),
-            "right": _share(texts, wanted),
-            "same_tokens_as_float32": _share(tokens, exact),
+            "right": share_right(asked, tokens),
+            "same_tokens_as_float32": share(tokens, exact),
         }
         print(json.dumps(figures), flush=True)
 
 
-def answers(asked: list[Any], options: dict[str, Any]) -> list[list[int]]:
-    """Greedy tokens of every question, some of them together."""
+def runner_of(options: dict[str, Any]) -> Any:
+    """A runner of the model `shapes`."""
     from worker.identity.questions import SHAPES
-    from worker.identity.stepper import Stepper
 
     from vlm_worker.model.runner import RunnerSettings, build_runner
     from vlm_worker.types import Stage
 
-    runner = build_runner(RunnerSettings(SHAPES, tuple(Stage), kv_memory_bytes=1 << 28, **options))
+    return build_runner(RunnerSettings(SHAPES, tuple(Stage), kv_memory_bytes=1 << 28, **options))
+
+
+def answers_of(runner: Any, asked: list[Any]) -> list[list[int]]:
+    """Greedy tokens of every question, some of them together."""
+    from worker.identity.questions import SHAPES
+    from worker.identity.stepper import Stepper
+
     eos = json.loads((SHAPES / "config.json").read_text()).get("eos_token_id", 2)
     tokens = []
     for first in range(0, len(asked), BATCH):
@@ -77,7 +78,19 @@ def answers(asked: list[Any], options: dict[str, Any]) -> list[list[int]]:
     return tokens
 
 
-def _share(some: list[Any], others: list[Any]) -> float:
+def share_right(asked: list[Any], tokens: list[list[int]]) -> float:
+    """Of answers that are what was asked for."""
+    from shapes_vlm import heldout
+    from tokenizers import Tokenizer
+    from worker.identity.questions import SHAPES
+
+    tokenizer = Tokenizer.from_file(str(SHAPES / "tokenizer.json"))
+    texts = [heldout.normalise(tokenizer.decode(one)) for one in tokens]
+    return share(texts, [heldout.normalise(question.right_answer) for question in asked])
+
+
+def share(some: list[Any], others: list[Any]) -> float:
+    """Of equal pairs."""
     return round(sum(a == b for a, b in zip(some, others, strict=True)) / len(some), 4)
 
 

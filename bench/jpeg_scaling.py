@@ -1,0 +1,124 @@
+"""What `--jpeg-scaling=dct` costs in accuracy: pixels, embeddings and answers of `shapes`.
+
+    python bench/jpeg_scaling.py --questions 48        about a minute
+
+Held-out pictures that no training saw, enlarged, with some grain, as JPEG of quality 90; the model
+sees them at their own size again, so that they are decoded at 1/2, 1/4 and 1/8. Against decoding
+all pixels: how far pixels differ, in levels of a byte; how far the encoder's rows differ, in ratio
+to their length; how many answers are right, and how many are the same tokens. The model computes in
+float32. One JSON line for each divisor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import int8_accuracy  # finds the worker and the tests
+import media
+import numpy as np
+from PIL import Image
+
+from vlm_worker.core.geometry import DynamicProcessor
+from vlm_worker.media.header import read_header
+from vlm_worker.media.patches import make_patches
+from vlm_worker.media.pixels import decode_rgb
+from vlm_worker.types import PreparedImage
+
+ENLARGED = {2: 2.5, 4: 5.0, 8: 9.0}
+GRAIN = 12
+"""Levels by which pixels of the enlarged picture differ from their neighbours, at most."""
+
+
+def main() -> None:
+    """Measure, and print one JSON line for each divisor."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--questions", type=int, default=48)
+    args = parser.parse_args()
+    from worker.identity.questions import questions
+
+    asked = [question for question in questions() if question.pictures][: args.questions]
+    runner = int8_accuracy.runner_of({"dtype": "float32"})
+    processor = runner.family.processor
+    assert isinstance(processor, DynamicProcessor)
+    for divisor, factor in ENLARGED.items():
+        exact, scaled = [], []
+        for question in asked:
+            files = [enlarged(image, factor) for image in question.images]
+            grids = [image.grid_thw for image in question.pictures]
+            pairs = [both(*one, processor) for one in zip(files, grids, strict=True)]
+            exact.append(dataclasses.replace(question, pictures=tuple(a for a, _ in pairs)))
+            scaled.append(dataclasses.replace(question, pictures=tuple(b for _, b in pairs)))
+        figures = {
+            "bench": "jpeg_scaling",
+            "divisor": divisor,
+            "pictures": sum(len(question.pictures) for question in asked),
+            **differences(exact, scaled, processor, runner),
+            **answers(exact, scaled, runner),
+        }
+        print(json.dumps(figures), flush=True)
+
+
+def enlarged(image: Image.Image, factor: float) -> bytes:
+    """A JPEG of the picture, larger, with grain."""
+    size = (round(image.width * factor), round(image.height * factor))
+    smooth = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), np.int16)
+    grain = np.random.default_rng(0).integers(-GRAIN, GRAIN + 1, smooth.shape)
+    grainy = Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8))
+    return media.encoded(grainy, "JPEG", quality=90, subsampling="4:2:0")
+
+
+def both(
+    data: bytes, grid: tuple[int, int, int], processor: DynamicProcessor
+) -> tuple[PreparedImage, PreparedImage]:
+    """Prepared for this grid, of all pixels and of no more than are needed."""
+    header = read_header(data, item=0)
+    height, width = grid[1] * processor.patch_size, grid[2] * processor.patch_size
+    geometry = processor.geometry(height, width)
+    assert geometry.grid_thw == grid
+    size = (header.height, header.width)
+    made = []
+    for number, enough in enumerate((None, (height, width))):
+        rgb = decode_rgb(data, header, enough=enough)
+        patches = make_patches(rgb, processor, geometry, size=size)
+        key = bytes([number]) * 32
+        made.append(PreparedImage(key, grid, geometry.num_tokens, patches.data))
+    return made[0], made[1]
+
+
+def differences(
+    exact: list[Any], scaled: list[Any], processor: DynamicProcessor, runner: Any
+) -> dict[str, float]:
+    """Of pixels in levels, of embeddings in ratio to the length of a picture's rows."""
+    level = processor.rescale_factor / np.array(processor.image_std).mean()
+    pixels, rows = [], []
+    for question, other in zip(exact, scaled, strict=True):
+        for a, b in zip(question.pictures, other.pictures, strict=True):
+            patches = [np.frombuffer(one.patches, np.float32) for one in (a, b)]
+            pixels.append(np.abs(patches[0] - patches[1]) / level)
+        encoded = (runner.encode(one.pictures) for one in (question, other))
+        for a, b in zip(*encoded, strict=True):
+            rows.append(float((a.rows - b.rows).norm() / a.rows.norm()))
+    return {
+        "mean_levels": round(float(np.mean([one.mean() for one in pixels])), 3),
+        "max_levels": round(float(max(one.max() for one in pixels)), 1),
+        "embedding_mean": round(float(np.mean(rows)), 4),
+        "embedding_max": round(max(rows), 4),
+    }
+
+
+def answers(exact: list[Any], scaled: list[Any], runner: Any) -> dict[str, float]:
+    """Shares that are right, of both, and that have the same tokens."""
+    tokens = [int8_accuracy.answers_of(runner, one) for one in (exact, scaled)]
+    right = [int8_accuracy.share_right(exact, one) for one in tokens]
+    return {
+        "right_exact": right[0],
+        "right_dct": right[1],
+        "same_tokens": int8_accuracy.share(*tokens),
+    }
+
+
+if __name__ == "__main__":
+    main()
