@@ -23,7 +23,7 @@ Refuse = Callable[[EngineError], None]
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_SECONDS = 0.01
+SNAPSHOT_SECONDS = 0.05
 """While busy, stats are at most so old."""
 
 
