@@ -60,11 +60,11 @@ def rms_norm(
             f"rms_norm: x is {x_TD.dtype} on {x_TD.device}, the weight {weight_D.dtype} on "
             f"{weight_D.device}"
         )
-    if gpu.serves(x_TD.device) and not adds_one:
+    if gpu.serves(x_TD.device):
         from vlm_kernels.gpu.rms_norm import rms_norm as launch
 
         x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
-        return launch(x_TD, weight_D.contiguous(), eps=eps)[0]
+        return launch(x_TD, weight_D.contiguous(), eps=eps, adds_one=adds_one)[0]
     run = _kernel() if x_TD.device.type == "cpu" else None
     if run is None or x_TD.dtype not in {torch.float32, torch.bfloat16}:
         return rms_norm_reference(x_TD, weight_D, eps=eps, adds_one=adds_one)

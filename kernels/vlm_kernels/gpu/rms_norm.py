@@ -1,11 +1,11 @@
 """RMSNorm in Triton, alone or after the addition that stands before it.
 
     h_t = x_t + r_t                                      where there is a residual
-    y_t = (h_t / sqrt(mean(h_t^2) + eps)) * w            h is written too
+    y_t = (h_t / sqrt(mean(h_t^2) + eps)) * w            h is written too; of Gemma 1 + w
 
 Tiles: a program takes TILE_T whole rows, which stay in registers between the mean and the product,
 so each element is read once and written once. The mean is float32; h, and the scaled h before it is
-multiplied, are rounded to their type, as the definition does.
+multiplied, are rounded to their type, as the definition does; before 1 + w nothing is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ELEMENTS = 4096
 def _norm(
     x_ptr, r_ptr, w_ptr, h_ptr, y_ptr, x_row, r_row, num_rows, eps,
     D: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Grid: [tiles of rows]."""
     row = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
@@ -39,8 +40,12 @@ def _norm(
         tl.store(h_ptr + out, x, mask=inside)
         h = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, 1) / D + eps)
-    scaled = (h * scale[:, None]).to(element).to(tl.float32)
+    scaled = h * scale[:, None]
     w = tl.load(w_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    if ADDS_ONE:
+        w += 1.0
+    else:
+        scaled = scaled.to(element).to(tl.float32)
     tl.store(y_ptr + out, (scaled * w[None]).to(element), mask=inside)
 
 
@@ -50,6 +55,7 @@ def rms_norm(
     residual_TD: torch.Tensor | None = None,
     *,
     eps: float,
+    adds_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch.
 
@@ -58,6 +64,7 @@ def rms_norm(
         weight_D: contiguous, of the same type.
         residual_TD: as x; is added before.
         eps: added to the mean square.
+        adds_one: the factor is 1 + w.
 
     Returns:
         The normalised rows, and what was normalised: x itself without a residual.
@@ -72,6 +79,7 @@ def rms_norm(
         r_TD = x_TD if residual_TD is None else residual_TD
         _norm[(triton.cdiv(num_rows, chosen["TILE_T"]),)](
             x_TD, r_TD, weight_D, h_TD, y_TD, x_TD.stride(0), r_TD.stride(0), num_rows, eps,
-            D=size, TILE_D=tile_d, HAS_RESIDUAL=residual_TD is not None, **chosen,
+            D=size, TILE_D=tile_d, HAS_RESIDUAL=residual_TD is not None,
+            ADDS_ONE=adds_one, **chosen,
         )  # fmt: skip
     return y_TD, h_TD

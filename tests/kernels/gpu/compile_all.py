@@ -116,6 +116,9 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "rope_store_kv float8": lambda: rotate(torch.float8_e4m3fn),
     "gather_blocks": move,
     "rms_norm": lambda: rms_norm.rms_norm(ones(9, 3584), ones(3584), ones(9, 3584), eps=1e-6),
+    "rms_norm of Gemma": lambda: rms_norm.rms_norm(
+        ones(9, 256), ones(256), eps=1e-6, adds_one=True
+    ),
     "silu_mul": lambda: silu_mul.silu_mul(ones(2, 1500), ones(2, 1500)),
     "quantised_linear int8": lambda: multiply(None),
     "quantised_linear int4 by 32": lambda: multiply(32),

@@ -33,7 +33,9 @@ def test_norms_are_their_definitions(
 ) -> None:
     torch.manual_seed(0)
     x, r, w = apart(*shape, dtype), apart(*shape, dtype), torch.randn(shape[1]).to(dtype)
-    assert_close(rms_norm(x.to(device), w.to(device), eps=EPS), rms_norm_reference(x, w, eps=EPS))
+    for adds_one in (False, True):
+        got = rms_norm(x.to(device), w.to(device), eps=EPS, adds_one=adds_one)
+        assert_close(got, rms_norm_reference(x, w, eps=EPS, adds_one=adds_one))
     got = add_rms_norm(x.to(device), r.to(device), w.to(device), eps=EPS)
     want = add_rms_norm_reference(x, r, w, eps=EPS)
     assert_close(got[0], want[0])
