@@ -21,12 +21,12 @@ from . import command, probes, status
 from .cgroups import Cgroups
 from .container import Backoff, Container
 from .events import Recorder
+from .objects import RETRY_SECONDS, let_go, path_of
 from .process import Process
 from .runs import RunMaker
 from .volumes import VolumeError, Volumes
 
 logger = logging.getLogger(__name__)
-RETRY_SECONDS = 0.2
 LONGEST_RETRY_SECONDS = 5.0
 HOOK_SECONDS = 2.5  # what a preStop hook that took the whole grace leaves for SIGTERM, and a bit
 
@@ -94,8 +94,7 @@ class Pod:
 
     @property
     def _path(self) -> str:
-        metadata = self.pod["metadata"]
-        return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        return path_of(self.pod)
 
     def seen(self, pod: Object) -> None:
         """Take the newest state of the object: gates, deletion, a shorter grace."""
@@ -200,18 +199,7 @@ class Pod:
         """Write the final status, then let the object go."""
         with contextlib.suppress(ApiError):
             await self._write_status()
-        uid = self.pod["metadata"]["uid"]
-        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
-        while True:
-            try:
-                await self._client.delete(self._path, body)
-            except ApiError as error:
-                if error.status in (404, 409):
-                    return
-                logger.info("pod not deleted", extra={"pod": self._path, "error": str(error)})
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                return
+        await let_go(self._client, self.pod)
 
     async def _publish(self) -> None:
         """Write the status whenever it is another."""

@@ -8,6 +8,7 @@ Annotations on the pod: `triptych.dev/simulated-start-seconds` (how long until i
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import Any
 
@@ -15,8 +16,10 @@ from vlm_operator import names
 from vlm_operator.local.client import STRATEGIC, ApiError, Client, Object
 
 from . import status
+from .objects import RETRY_SECONDS, let_go, path_of
 from .status import ContainerView, PodView, Running, Terminated
 
+logger = logging.getLogger(__name__)
 START_SECONDS = f"{names.GROUP}/simulated-start-seconds"
 EXIT_CODE = f"{names.GROUP}/simulated-exit-code"
 
@@ -52,21 +55,15 @@ class ScriptedPod:
         while not self._gone and "deletionTimestamp" not in self.pod["metadata"]:
             self._changed.clear()
             now = time.time()
-            await self._write(self._views(ready_at, exit_code, now), now)
+            written = await self._write(self._views(ready_at, exit_code, now), now)
             wait = ready_at - now if ready_at > now else None
+            if not written:
+                wait = RETRY_SECONDS
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._changed.wait()
         if not self._gone:
-            uid = self.pod["metadata"]["uid"]
-            body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
-            with contextlib.suppress(ApiError):  # somebody else was faster
-                await self._client.delete(self._path, body)
-
-    @property
-    def _path(self) -> str:
-        metadata = self.pod["metadata"]
-        return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+            await let_go(self._client, self.pod)
 
     def _views(self, ready_at: float, exit_code: str | None, now: float) -> list[ContainerView]:
         views = [ContainerView(one["name"], one["image"]) for one in self.pod["spec"]["containers"]]
@@ -81,13 +78,20 @@ class ScriptedPod:
             for one in views
         ]
 
-    async def _write(self, views: list[ContainerView], now: float) -> None:
+    async def _write(self, views: list[ContainerView], now: float) -> bool:
+        """Write the status if it is another; return whether it stands."""
         view = PodView(
             views, pod_ip=self._pod_ip, host_ip=self._host_ip, started_at=self._started_at
         )
         computed = status.pod_status(self.pod, view, self._conditions, now=now)
         if computed["conditions"] != self._conditions:
             body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": computed}
-            with contextlib.suppress(ApiError):  # the next change writes again
-                await self._client.patch(f"{self._path}/status", body, kind=STRATEGIC)
-                self._conditions = computed["conditions"]
+            try:
+                await self._client.patch(f"{path_of(self.pod)}/status", body, kind=STRATEGIC)
+            except ApiError as error:
+                logger.info(
+                    "status not written", extra={"pod": path_of(self.pod), "error": str(error)}
+                )
+                return False
+            self._conditions = computed["conditions"]
+        return True
