@@ -20,11 +20,14 @@ pytestmark = [
 ]
 
 
-def test_answers_on_a_gpu_are_those_of_transformers_on_a_cpu() -> None:
+@pytest.mark.parametrize("max_graph_seqs", [0, 64], ids=["launched", "graphs"])
+def test_answers_on_a_gpu_are_those_of_transformers_on_a_cpu(max_graph_seqs: int) -> None:
     settings = RunnerSettings(
-        SHAPES, tuple(Stage), dtype="float32", block_size=16, kv_memory_bytes=256 << 20
-    )
+        SHAPES, tuple(Stage), dtype="float32", block_size=16, kv_memory_bytes=256 << 20,
+        max_graph_seqs=max_graph_seqs,
+    )  # fmt: skip
     runner = build_runner(dataclasses.replace(settings, device="cuda"))
+    assert (runner._graphs is not None) == (max_graph_seqs > 0), "decode was not captured"
     law = Law(shapes_reference()[:64])
     while law.pending:
         stepper = Stepper(runner)
@@ -33,6 +36,15 @@ def test_answers_on_a_gpu_are_those_of_transformers_on_a_cpu() -> None:
         stepper.generate(asked, max_tokens=MAX_TOKENS, chunk=50, eos=2)
         law.record([s.answer[n:] for s, n in zip(asked, before, strict=True)])
     law.check()
+
+
+def test_memory_of_graphs_is_kept_from_the_cache() -> None:
+    settings = RunnerSettings(SHAPES, (Stage.DECODE,), device="cuda", kv_memory_percent=10)
+    plain, graphs = (
+        build_runner(dataclasses.replace(settings, max_graph_seqs=count)).num_blocks
+        for count in (0, 16)
+    )
+    assert 0 < graphs < plain
 
 
 def test_blocks_move_between_a_gpu_and_a_cpu() -> None:

@@ -1,9 +1,10 @@
-"""The KV cache: how many blocks fit, and the buffer that holds them."""
+"""The KV cache: how a block lies in memory, how many fit, and the buffer that holds them."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import Any
 
 import torch
 
@@ -23,23 +24,61 @@ DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
 DEFAULT_CPU_BYTES = 1 << 30  # of host memory nobody means to give a quarter without saying so
 
 
+def make_kv_layout(
+    text: Any, revision: str, *, dtype: torch.dtype, kv_dtype: str, block_size: int
+) -> KVLayout:
+    """Of a language model.
+
+    Args:
+        text: transformers' config of it.
+        revision: of the model.
+        dtype: of its weights.
+        kv_dtype: of the cache; `auto` is `dtype`.
+        block_size: tokens of a block.
+
+    Raises:
+        ModelConfigError: a setting cannot be served.
+    """
+    name = dtype_name(dtype) if kv_dtype == "auto" else kv_dtype
+    if name not in DTYPES:
+        raise ModelConfigError(
+            f"--kv-dtype={kv_dtype}: not built yet; choose auto, {', '.join(DTYPES)}"
+        )
+    if block_size < 1:
+        raise ModelConfigError(f"--block-size={block_size}: must be at least 1")
+    return KVLayout(
+        model_revision=revision,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        block_size=block_size,
+        dtype=name,
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings and layouts call it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def num_kv_blocks(
     layout: KVLayout,
     device: torch.device,
     *,
     memory_bytes: int | None = None,
     memory_percent: int | None = None,
+    reserved_bytes: int = 0,
 ) -> int:
     """KV blocks, the null block included.
 
-    Without a number: on a GPU 90 % of its free memory, on a CPU 25 % of what the container has
-    left, at most 1 GiB.
+    Without `memory_bytes`, a share of what is left but for `reserved_bytes`; without
+    `memory_percent` either, on a GPU 90 % of it, on a CPU 25 %, at most 1 GiB.
 
     Raises:
         ModelConfigError: not even two blocks fit, with the numbers.
     """
     if memory_bytes is None:
-        memory_bytes = available_bytes(device)
+        memory_bytes = max(0, available_bytes(device) - reserved_bytes)
         percent = DEFAULT_PERCENT[device.type] if memory_percent is None else memory_percent
         memory_bytes = memory_bytes * percent // 100
         if memory_percent is None and device.type == "cpu":
@@ -76,5 +115,6 @@ def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> to
 def available_bytes(device: torch.device) -> int:
     """Memory left: on a GPU what the driver says, else what container and machine leave."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # else what torch keeps for later counts as taken
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory_bytes()

@@ -15,13 +15,14 @@ import torch
 from vlm_kernels import AttentionPlan, gather_blocks, plan_attention, scatter_blocks
 from vlm_worker.core.families import Family
 from vlm_worker.core.inputs import StepInputs, StepOutput
-from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.container import num_cpus
 from vlm_worker.model.decoder import Decoder
+from vlm_worker.model.gpu.decode_steps import graph_sizes
+from vlm_worker.model.gpu.graphs import DecodeGraphs, can_capture, captured, trial_bytes
 from vlm_worker.model.loader import LoadedModel, load_model
-from vlm_worker.model.memory import DTYPES, make_kv_cache, num_kv_blocks
+from vlm_worker.model.memory import dtype_name, make_kv_cache, make_kv_layout, num_kv_blocks
 from vlm_worker.model.sampler import sample
 from vlm_worker.model.vision import Embedding, PictureEncoder
 from vlm_worker.model.warmup import try_encoder, try_language_model
@@ -45,7 +46,10 @@ class RunnerSettings:
         num_threads: of the CPU; 0 is torch's choice (`OMP_NUM_THREADS`, else all cores), at most
             the container's CPUs.
         packed_weights: pack linear layers where this device and type gain by it.
-        weights: `auto` (as `dtype` says), or `int8` for the linear layers that the family names.
+        weights: `auto` (as `dtype` says), or `int8` for the linear layers that the family names,
+            on a GPU `int4` too.
+        max_graph_seqs: on a GPU, steps of decode of up to so many sequences are CUDA graphs.
+        max_model_len: tokens of the longest sequence of such a step.
     """
 
     model_dir: Path
@@ -60,6 +64,8 @@ class RunnerSettings:
     num_threads: int = 0
     packed_weights: bool = True
     weights: str = "auto"
+    max_graph_seqs: int = 0
+    max_model_len: int = 4096
 
 
 def build_runner(settings: RunnerSettings) -> ModelRunner:
@@ -78,20 +84,38 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         weights=settings.weights,
     )
     revision = settings.model_revision or loaded.checkpoint.revision()
-    layout = _kv_layout(loaded, revision, settings) if loaded.has_lm else None
-    num_blocks = 0
-    if layout is not None:
-        num_blocks = num_kv_blocks(
-            layout,
-            loaded.device,
-            memory_bytes=settings.kv_memory_bytes,
-            memory_percent=settings.kv_memory_percent,
-        )
+    if not loaded.has_lm:
+        runner = ModelRunner(loaded, revision, kv_layout=None, num_blocks=0)
+        try_encoder(runner.encode, loaded.family)
+        return runner
+    layout = make_kv_layout(
+        loaded.model.config.get_text_config(),
+        revision,
+        dtype=loaded.dtype,
+        kv_dtype=settings.kv_dtype,
+        block_size=settings.block_size,
+    )
+    sizes: tuple[int, ...] = ()
+    if Stage.DECODE in loaded.stages and can_capture(loaded.device):
+        sizes = graph_sizes(settings.max_graph_seqs)
+    reserved_bytes = 0
+    if sizes and settings.kv_memory_bytes is None:
+        trial = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=2)
+        reserved_bytes = trial_bytes(trial.graphs(sizes, settings.max_model_len), loaded.device)
+        del trial
+    num_blocks = num_kv_blocks(
+        layout,
+        loaded.device,
+        memory_bytes=settings.kv_memory_bytes,
+        memory_percent=settings.kv_memory_percent,
+        reserved_bytes=reserved_bytes,
+    )
     runner = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
     if loaded.has_encoder:
         try_encoder(runner.encode, loaded.family)
-    if layout is not None:
-        try_language_model(runner.execute, loaded.family, block_size=layout.block_size)
+    try_language_model(runner.execute, loaded.family, block_size=layout.block_size)
+    if sizes:
+        runner.use_graphs(captured(runner.graphs(sizes, settings.max_model_len), loaded.device))
     return runner
 
 
@@ -106,7 +130,7 @@ class ModelRunner:
         self._device = loaded.device
         self._kv_layout, self._num_blocks = kv_layout, num_blocks
         self._embed_layout = EmbedLayout(
-            revision, loaded.family.hidden_size, 0, _dtype_name(loaded.dtype)
+            revision, loaded.family.hidden_size, 0, dtype_name(loaded.dtype)
         )
         self._kv_cache = torch.empty(0)
         if kv_layout is not None:
@@ -115,6 +139,7 @@ class ModelRunner:
         if loaded.has_lm:
             head = getattr(self._model, loaded.family.spec.head)
             self._decoder = Decoder(self._model.get_decoder(), head)
+        self._graphs: DecodeGraphs | None = None
         self._pictures = PictureEncoder(self._model, loaded.family.processor, device=self._device)
 
     @property
@@ -211,24 +236,66 @@ class ModelRunner:
         """Memory that it holds, for the encoder cache's budget."""
         return embedding.num_bytes
 
+    def graphs(self, sizes: Sequence[int], max_model_len: int) -> DecodeGraphs:
+        """Of these sizes, for this model and its KV cache; none is captured yet."""
+        assert self._kv_layout is not None
+        return DecodeGraphs(
+            self._forward,
+            self._kv_cache,
+            self._kv_layout,
+            num_heads=self._num_heads,
+            sizes=sizes,
+            num_position_rows=self.family.num_position_rows,
+            max_model_len=max_model_len,
+        )
+
+    def use_graphs(self, graphs: DecodeGraphs | None) -> None:
+        """Replay these from now on, where one serves a step."""
+        self._graphs = graphs
+
+    @property
+    def _num_heads(self) -> int:
+        heads: int = self._model.config.get_text_config().num_attention_heads
+        return heads
+
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
-        """As the head makes them, in its own type."""
-        assert self._decoder is not None, "no language model is loaded"
+        """As the head makes them, in its own type; until the next step."""
+        replayed = None if self._graphs is None else self._graphs.logits(inputs)
+        if replayed is not None:
+            return replayed
         positions = torch.tensor(inputs.positions, device=self._device)
         rows = torch.tensor(inputs.sample_rows, device=self._device)
-        step = self._step_context(inputs)
-        return self._decoder.logits(self._embed(inputs), positions, step, rows)
+        return self._decode(self._embed(inputs), positions, self._step_context(inputs), rows)
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        """Logits `[T, vocabulary]` of tokens `[T]` at `[P, T]`; none of them is of a picture."""
+        return self._decode(self._rows(ids), positions, step)
+
+    def _decode(
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert self._decoder is not None, "no language model is loaded"
+        return self._decoder.logits(embeds, positions, step, rows)
 
     def _embed(self, inputs: StepInputs) -> torch.Tensor:
         """Token embeddings `[T, D]` with picture rows in place of placeholders."""
-        table = self._model.get_input_embeddings()
-        ids = torch.tensor(inputs.token_ids, device=self._device)
-        # some families number placeholders beyond the vocabulary
-        embeds = table(ids.masked_fill(ids >= table.num_embeddings, 0))
+        embeds = self._rows(torch.tensor(inputs.token_ids, device=self._device))
         for part in inputs.image_rows:
             rows = part.embedding.rows[part.src_start : part.src_start + part.num_rows]
             embeds[part.dst_start : part.dst_start + part.num_rows] = rows
         return embeds
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of the table; some families number placeholders beyond it."""
+        table = self._model.get_input_embeddings()
+        rows: torch.Tensor = table(ids.masked_fill(ids >= table.num_embeddings, 0))
+        return rows
 
     def _step_context(self, inputs: StepInputs) -> StepContext:
         layout = self._kv_layout
@@ -244,32 +311,8 @@ class ModelRunner:
                 dtype=self._loaded.dtype,
                 spans=inputs.spans,
                 window=window,
-                num_heads=self._model.config.get_text_config().num_attention_heads,
+                num_heads=self._num_heads,
             )
 
         slots = torch.tensor(inputs.slot_mapping, device=self._device)
         return StepContext(self._kv_cache, slots, make_plan)
-
-
-def _kv_layout(loaded: LoadedModel, revision: str, settings: RunnerSettings) -> KVLayout:
-    text = loaded.model.config.get_text_config()
-    dtype = _dtype_name(loaded.dtype) if settings.kv_dtype == "auto" else settings.kv_dtype
-    if dtype not in DTYPES:
-        raise ModelConfigError(
-            f"--kv-dtype={settings.kv_dtype}: not built yet; choose auto, {', '.join(DTYPES)}"
-        )
-    if settings.block_size < 1:
-        raise ModelConfigError(f"--block-size={settings.block_size}: must be at least 1")
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return KVLayout(
-        model_revision=revision,
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=head_dim,
-        block_size=settings.block_size,
-        dtype=dtype,
-    )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
