@@ -43,9 +43,13 @@ struct Team {
   alignas(64) std::atomic<std::ptrdiff_t> next{0};  // item of this loop
   alignas(64) std::atomic<int> arrived{0};          // at its end
   alignas(64) std::atomic<uint32_t> turn{0};        // loops that have ended
+  std::atomic<int> asleep{0};                       // members that wait for the next turn
 
   // Returns when `turn` is no longer this one.
   void await_end(uint32_t turn);
+
+  // The last to arrive lets the others go on.
+  void end(uint32_t turn);
 };
 
 // Who does the items of a loop.
@@ -71,9 +75,7 @@ class Threads {
     if (team_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count_) {
       return team_->await_end(turn);
     }
-    team_->next.store(0, std::memory_order_relaxed);
-    team_->arrived.store(0, std::memory_order_relaxed);
-    team_->turn.store(turn + 1, std::memory_order_release);
+    team_->end(turn);
   }
 
   // body(begin, end) for runs of `count` rows; a row is `elements` of simple work.
