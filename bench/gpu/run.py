@@ -5,27 +5,31 @@
     python bench/gpu/run.py tune               try tile sizes, and write the winners to configs.json
     python bench/gpu/run.py --smoke            tiny shapes under Triton's interpreter, without a GPU
 
-JSON lines, the machine and its limits first, to bench/results/gpu.jsonl; of a smoke run to the
-output alone, since its times say nothing.
+It needs numpy, torch for CUDA with its triton, and gcc or clang; nothing of this project has to be
+installed. JSON lines, the machine and its limits first, what became of each goal last, to
+bench/results/gpu.jsonl as they are found; of a smoke run to the output alone, since its times say
+nothing. A case that fails is a line with its error, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+KERNELS = Path(__file__).parents[2] / "kernels"
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.jsonl"
 
 
 def main() -> int:
-    """Run the cases named, or all but tune; returns 1 where there is no GPU."""
+    """Run the cases named, or all but tune; returns 1 where one failed, or something is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--smoke", action="store_true")
@@ -33,12 +37,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251  before triton is imported
+    sys.path.insert(0, str(KERNELS))
+    missing = _missing(is_smoke=args.smoke)
+    if missing is not None:
+        print(missing, file=sys.stderr)
+        return 1
     import torch
     from timing import Bench
 
-    if not args.smoke and not torch.cuda.is_available():
-        print("no GPU here; --smoke runs tiny shapes without one", file=sys.stderr)
-        return 1
     cases = _cases()
     unknown = sorted(set(args.cases) - set(cases))
     if unknown:
@@ -47,15 +53,47 @@ def main() -> int:
     if args.smoke:
         _interpret()
     torch.manual_seed(0)
-    lines = []
-    with torch.inference_mode():
+    lines: list[dict[str, Any]] = []
+    results = Path(os.devnull) if args.smoke else RESULTS
+    with torch.inference_mode(), results.open("w") as file:
+
+        def say(line: dict[str, Any]) -> None:
+            for out in (sys.stdout, file):
+                print(json.dumps(line), file=out, flush=True)
+            lines.append(line)
+
         bench = Bench.probed(rounds=1 if args.smoke else args.rounds, is_smoke=args.smoke)
-        for line in _lines(bench, [cases[name] for name in chosen]):
-            print(json.dumps(line), flush=True)
-            lines.append(json.dumps(line))
-    if not args.smoke:
-        RESULTS.write_text("\n".join(lines) + "\n")
-    return 0
+        for line in _lines(bench, {name: cases[name] for name in chosen}):
+            say(line)
+        say({"reached": reached(lines)})
+    return int(any("error" in line for line in lines))
+
+
+def reached(lines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
+    """Each goal that a line is about: whether all of them reach it."""
+    goals: dict[str, bool] = {}
+    for line in lines:
+        for name, holds in line.get("goals", {}).items():
+            goals[name] = goals.get(name, True) and holds
+    return dict(sorted(goals.items()))
+
+
+def _missing(*, is_smoke: bool) -> str | None:
+    """What is not here, and what to do."""
+    for name in ("numpy", "torch", "triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed; requirements/dev.txt has its version"
+    import torch
+
+    if is_smoke:
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no GPU; --smoke runs tiny shapes without one"
+    from vlm_kernels import gpu
+
+    if not gpu.serves(torch.device("cuda")):
+        return "triton cannot build its launchers: install gcc or clang, or name one in CC"
+    return None
 
 
 def _cases() -> dict[str, Callable[[Any], Iterator[dict[str, Any]]]]:
@@ -70,7 +108,7 @@ def _cases() -> dict[str, Callable[[Any], Iterator[dict[str, Any]]]]:
 
 
 def _lines(
-    bench: Any, cases: list[Callable[[Any], Iterator[dict[str, Any]]]]
+    bench: Any, cases: Mapping[str, Callable[[Any], Iterator[dict[str, Any]]]]
 ) -> Iterator[dict[str, Any]]:
     import torch
     import triton
@@ -79,8 +117,11 @@ def _lines(
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     yield {"machine": platform.machine(), "device": name, **versions}
     yield {"limits": {key: round(value) for key, value in dataclasses.asdict(bench.limits).items()}}
-    for case in cases:
-        yield from case(bench)
+    for name, case in cases.items():
+        try:
+            yield from case(bench)
+        except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
+            yield {"case": name, "error": repr(error)[:500]}
 
 
 def _interpret() -> None:
