@@ -6,16 +6,14 @@ The limit of a step in bfloat16 is the longer of two: reading weights and KV onc
 bandwidth, and multiplying at the peak, both probed in every round (`probes`). Qwen2-VL with random
 weights (`random_vlm`), the model runner alone: no engine, greedy sampling included. One JSON line
 per batch size; `int8_ratio` is the time of a step with `--weights=int8`, in the same rounds.
-Two more lines a batch size say where a step's time goes: `decode.products`, the products with all
-weights alone, on weights of these shapes; `decode.calls`, a step of as many layers that are an
-eighth as wide, where there is next to nothing to read or to multiply.
+One more line a batch size, `decode.calls`, says what a step costs besides: it is one of as many
+layers that are an eighth as wide, where there is next to nothing to read or to multiply.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -56,8 +54,6 @@ def main() -> None:
         for name, runner in runners.items()
         for batch in BATCHES
     }
-    weights = text_weights(random_vlm.FULL)
-    cases |= {("products", batch): functools.partial(multiply, weights, batch) for batch in BATCHES}
     rounds = Rounds(cases, threads=args.threads)
     rounds.run(args.rounds)
     for batch in BATCHES:
@@ -71,9 +67,9 @@ def main() -> None:
         line["tokens_per_second"] = round(batch / figures["ms"] * 1e3, 1)
         line["int8_ratio"] = rounds.against(("int8", batch), ("auto", batch))
         print(json.dumps(line | figures), flush=True)
-    for part, batch in itertools.product(("products", "calls"), BATCHES):
-        milliseconds = statistics.median(rounds.seconds[part, batch]) * 1e3
-        line = {"bench": f"decode.{part}", "batch": batch, "threads": args.threads}
+    for batch in BATCHES:
+        milliseconds = statistics.median(rounds.seconds["calls", batch]) * 1e3
+        line = {"bench": "decode.calls", "batch": batch, "threads": args.threads}
         print(json.dumps(line | {"ms": round(milliseconds, 2)}), flush=True)
 
 
@@ -89,35 +85,6 @@ def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
             weights=weights,
         )
     )  # fmt: skip
-
-
-def text_weights(size: random_vlm.Size) -> list[Any]:
-    """Packed weights of the shapes of all layers and the head, in the order of a step; all ones."""
-    import torch
-
-    from vlm_kernels.packed_weights import pack, pack_gated
-
-    def ones(num_outputs: int, num_inputs: int) -> torch.Tensor:
-        return torch.ones(num_outputs, num_inputs, dtype=torch.bfloat16)
-
-    width, kv_width = size.heads * 128, size.kv_heads * 128
-    weights = []
-    for _ in range(size.layers):
-        weights.append(pack(ones(width + 2 * kv_width, size.hidden)))
-        weights.append(pack(ones(size.hidden, width)))
-        weights.append(pack_gated(ones(size.mlp, size.hidden), ones(size.mlp, size.hidden)))
-        weights.append(pack(ones(size.hidden, size.mlp)))
-    return [*weights, pack(ones(size.vocabulary, size.hidden))]
-
-
-def multiply(weights: list[Any], batch: int) -> None:
-    """All products of a step."""
-    import torch
-
-    from vlm_kernels import packed_linear
-
-    for one in weights:
-        packed_linear(torch.ones(batch, one.num_inputs, dtype=torch.bfloat16), one)
 
 
 def decode_step(runner: Any, batch: int) -> Any:

@@ -18,7 +18,6 @@ Cells = list[Sequence[str]]
 
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 MIDDLE_AND_TAIL = ("p50_ms", "p95_ms")
-PARTS = ("products", "calls")
 CASES = {
     "repeated": "a picture seen before / text alone",
     "text again": "a text's beginning seen before / text alone",
@@ -137,21 +136,17 @@ def split(lines: Sequence[Line]) -> Cells:
 
 
 def decode(lines: Sequence[Line]) -> Cells:
-    """A batch size a row: its step, its parts, and what it reads."""
-    parts = {
-        (part, line["batch"]): line["ms"]
-        for part in ("decode.products", "decode.calls")
-        for line in _of(lines, part)
-    }
+    """A batch size a row: its step, one with next to no work, and what it reads."""
+    calls = {line["batch"]: line["ms"] for line in _of(lines, "decode.calls")}
 
     def cells(line: Line) -> Sequence[str]:
         batch = line["batch"]
-        times = line["ms"], *(parts.get((f"decode.{part}", batch)) for part in PARTS)
+        times = line["ms"], calls.get(batch)
         shares = f"{line['of_limit']:.2f}", f"{line['int8_ratio']:.2f}"
         read = _numbers(line.get("gb_per_second"), line["read_gb_per_second"])
         return str(batch), *_numbers(*times, line["tokens_per_second"]), shares[0], *read, shares[1]
 
-    heads = "sequences", "step, ms", "products alone", "calls alone", "tokens/s", "of the limit"
+    heads = "sequences", "step, ms", "without work, ms", "tokens/s", "of the limit"
     more = "GB/s read", "GB/s probed", "int8 weights / bfloat16"
     return [(*heads, *more), *map(cells, _of(lines, "decode"))]
 

@@ -8,6 +8,7 @@
     dense_attention    attention of a batch of equal shapes, which torch makes them of elsewhere
     packed_weights     weights in panels, in bfloat16 or int8
     packed_linear      linear layers on packed weights, and what usually follows them
+    decoder_layers     all layers of a step, and the head, in one call of these kernels
     rms_norm           RMSNorm of packed tokens
     add_rms_norm       RMSNorm behind an addition
     rope               rotary positions, in place
