@@ -5,7 +5,8 @@
 The engine on its thread, over a model of arithmetic that holds no lock for 5 ms a step, as a real
 one in C++ does; meanwhile the event loop hands out the tokens. What is counted is the time on the
 engine's thread from the end of one decode step to the start of the next: books, events, schedule,
-inputs. Medians of rounds, by running sequences.
+inputs. Medians of rounds, by running sequences; `cpu_us_per_sequence` is the thread's processor
+time of it, which leaves out what others on the machine, and the loop, keep it waiting.
 """
 
 from __future__ import annotations
@@ -38,25 +39,30 @@ GOAL_AT_256 = 2.0
 
 
 class TimedRunner(ChecksumRunner):
-    """Keeps what lies between two steps in which everybody decodes, in seconds."""
+    """Keeps what lies between two steps in which everybody decodes, by `now`."""
 
     def __init__(self, num_running: int) -> None:
         num_blocks = num_running * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
         super().__init__(num_blocks, block_size=BLOCK_SIZE)
         self.faults.step_seconds = STEP_SECONDS
-        self.between: list[float] = []
+        self.between: list[tuple[float, float]] = []
         self._num_running = num_running
-        self._ended: float | None = None
+        self._ended: tuple[float, float] | None = None
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """One step."""
-        began = time.perf_counter()
+        began = now()
         all_decode = len(inputs.token_ids) == len(inputs.sample_rows) == self._num_running
         if all_decode and self._ended is not None:
-            self.between.append(began - self._ended)
+            self.between.append((began[0] - self._ended[0], began[1] - self._ended[1]))
         output = super().execute(inputs)
-        self._ended = time.perf_counter() if all_decode else None
+        self._ended = now() if all_decode else None
         return output
+
+
+def now() -> tuple[float, float]:
+    """The clock, and this thread's processor time, in seconds."""
+    return time.perf_counter(), time.thread_time()
 
 
 def main() -> None:
@@ -65,10 +71,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     medians: dict[int, list[float]] = {number: [] for number in RUNNING}
+    cpu: dict[int, list[float]] = {number: [] for number in RUNNING}
     for round_number in range(args.rounds):
         for num_running in RUNNING:
-            between = asyncio.run(measure(num_running, round_number))
-            medians[num_running].append(statistics.median(between) * 1e6)
+            walls, cpus = zip(*asyncio.run(measure(num_running, round_number)), strict=True)
+            medians[num_running].append(statistics.median(walls) * 1e6)
+            cpu[num_running].append(statistics.median(cpus) * 1e6)
     for num_running, microseconds in medians.items():
         each = statistics.median(microseconds) / num_running
         line = {
@@ -77,14 +85,15 @@ def main() -> None:
             "us_per_step": round(statistics.median(microseconds), 1),
             "us_per_step_by_round": [round(one, 1) for one in microseconds],
             "us_per_sequence": round(each, 2),
+            "cpu_us_per_sequence": round(statistics.median(cpu[num_running]) / num_running, 2),
         }
         if num_running == max(RUNNING):
             line |= {"goal": GOAL_AT_256, "met": each <= GOAL_AT_256}
         print(json.dumps(line), flush=True)
 
 
-async def measure(num_running: int, round_number: int) -> list[float]:
-    """Seconds between steps, of one run in which all decode together."""
+async def measure(num_running: int, round_number: int) -> list[tuple[float, float]]:
+    """Seconds between steps, and of processor time, of one run in which all decode together."""
     runner = TimedRunner(num_running)
     settings = EngineSettings(
         max_model_len=MAX_MODEL_LEN,

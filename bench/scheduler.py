@@ -7,7 +7,7 @@ CPU time of its thread. While `running` sequences decode, `waiting` ones are in 
 these ways:
 
     full       every row is taken
-    lacking    rows are free, and blocks are not: heads are tried in vain each step
+    lacking    rows are free, and blocks are not
     stalled    rows and blocks are free, and every one waits for a picture
     churn      each step one leaves, one enters and prefills, one comes, one that waits is cancelled
 
