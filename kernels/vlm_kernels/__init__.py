@@ -20,8 +20,8 @@
     sampling           logits to tokens
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
 
-On a GPU the worker's model path does not call add_rms_norm, rope_store_kv, silu_mul,
-quantised_linear, resize_patches and merge_tokens yet (`docs/decisions/0017`).
+merge_tokens and resize_patches are for others to call: the worker has no use for them
+(`docs/decisions/0017`).
 
 The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`, of int8 with scales
 behind (`kv_rows`): one block is one contiguous piece.

@@ -1,8 +1,9 @@
 """What the model path does otherwise on a GPU; asked for where `vlm_kernels.gpu.serves` a device.
 
-layers      products joined, additions and rotations inside the kernels beside them
-quantised   int8 or int4 weights
-graphs      steps of decode, captured once and replayed
-side        pictures encoded beside decode, on a stream of their own
-compiled    blocks of vision towers, by torch.compile
+layers         products joined, additions and rotations inside the kernels beside them
+quantised      int8 or int4 weights
+decode_steps   which steps are decode alone, and the memory that they are read from
+graphs         those steps, captured once and replayed
+
+What of it a GPU has yet to show stands in `docs/decisions/0017`.
 """
