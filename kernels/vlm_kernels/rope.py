@@ -46,7 +46,7 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
         ValueError: a shape, type or stride does not fit.
     """
     check_rope(x_THD, cos_TD, sin_TD)
-    if gpu.serves(x_THD.device) and cos_TD.dtype == x_THD.dtype:
+    if gpu.serves(x_THD.device):
         from vlm_kernels.gpu.rope import rope as launch
 
         launch(x_THD, cos_TD.contiguous(), sin_TD.contiguous())

@@ -4,7 +4,7 @@
 
 Tiles: a program takes one token and TILE_H heads; both halves of a head are in the registers of one
 program, so it may write where it reads. Products and sums are rounded to the type of x, as the
-definition does.
+definition does; with float32 tables (WIDE) the sums alone.
 
 `_rotate_store` does what follows in a decoder layer in one pass: queries rotate in place, keys on
 their way into their slot, values beside them, so that keys and values are read once and never
@@ -25,7 +25,10 @@ DEFAULT = {"TILE_H": 4, "num_warps": 4}
 
 
 @triton.jit
-def _rotated(x_ptr, cos_ptr, sin_ptr, token, column, inside, stored, HALF: tl.constexpr):
+def _rotated(
+    x_ptr, cos_ptr, sin_ptr, token, column, inside, stored,
+    HALF: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Both halves of the heads at `x_ptr [TILE_H]`, rotated, in their own type."""
     here = x_ptr[:, None] + column[None]
     a = tl.load(here, mask=stored, other=0.0)
@@ -37,15 +40,17 @@ def _rotated(x_ptr, cos_ptr, sin_ptr, token, column, inside, stored, HALF: tl.co
     cos_b = tl.load(cos_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)[None]
     sin_a = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)[None]
     sin_b = tl.load(sin_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)[None]
-    a_cos, b_sin = (a * cos_a).to(element).to(tl.float32), (b * sin_a).to(element).to(tl.float32)
-    b_cos, a_sin = (b * cos_b).to(element).to(tl.float32), (a * sin_b).to(element).to(tl.float32)
+    a_cos, b_sin, b_cos, a_sin = a * cos_a, b * sin_a, b * cos_b, a * sin_b
+    if not WIDE:
+        a_cos, b_sin = a_cos.to(element).to(tl.float32), b_sin.to(element).to(tl.float32)
+        b_cos, a_sin = b_cos.to(element).to(tl.float32), a_sin.to(element).to(tl.float32)
     return (a_cos - b_sin).to(element), (b_cos + a_sin).to(element)
 
 
 @triton.jit
 def _rotate_heads(
     x_ptr, cos_ptr, sin_ptr, token, tile, x_token, x_head, num_heads,
-    HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """In place."""
     head = tile.to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
@@ -53,7 +58,7 @@ def _rotate_heads(
     inside = column < HALF
     stored = (head < num_heads)[:, None] & inside[None]
     row = x_ptr + token * x_token + head * x_head
-    a, b = _rotated(row, cos_ptr, sin_ptr, token, column, inside, stored, HALF)
+    a, b = _rotated(row, cos_ptr, sin_ptr, token, column, inside, stored, HALF, WIDE)
     here = row[:, None] + column[None]
     tl.store(here, a, mask=stored)
     tl.store(here + HALF, b, mask=stored)
@@ -77,12 +82,12 @@ def _store_halves(
 @triton.jit
 def _rotate(
     x_ptr, cos_ptr, sin_ptr, x_token, x_head, num_heads,
-    HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    HALF: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid: [tokens, tiles of heads]."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _rotate_heads(
-        x_ptr, cos_ptr, sin_ptr, token, tile, x_token, x_head, num_heads, HALF, TILE_H, TILE_D
+        x_ptr, cos_ptr, sin_ptr, token, tile, x_token, x_head, num_heads, HALF, TILE_H, TILE_D, WIDE
     )
 
 
@@ -101,8 +106,9 @@ def _rotate_store(
     query_tiles = tl.cdiv(num_heads, TILE_H)
     if tile < query_tiles:
         _rotate_heads(
-            q_ptr, cos_ptr, sin_ptr, token, tile, q_token, q_head, num_heads, HALF, TILE_H, TILE_D
-        )
+            q_ptr, cos_ptr, sin_ptr, token, tile, q_token, q_head, num_heads,
+            HALF, TILE_H, TILE_D, False,
+        )  # fmt: skip
     else:
         head = (tile - query_tiles).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
         column = tl.arange(0, TILE_D)
@@ -112,7 +118,7 @@ def _rotate_store(
         live = (head < num_kv_heads) & (slot >= 0) & (slot < num_slots)
         stored = live[:, None] & inside[None]
         k_row = k_ptr + token * k_token + head * k_head
-        a, b = _rotated(k_row, cos_ptr, sin_ptr, token, column, inside, stored, HALF)
+        a, b = _rotated(k_row, cos_ptr, sin_ptr, token, column, inside, stored, HALF, False)
         v_here = (v_ptr + token * v_token + head * v_head)[:, None] + column[None]
         c = tl.load(v_here, mask=stored, other=0.0).to(tl.float32)
         d = tl.load(v_here + HALF, mask=stored, other=0.0).to(tl.float32)
@@ -131,7 +137,7 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
 
     Args:
         x_THD: the inner axis has stride 1.
-        cos_TD: contiguous, of the same type.
+        cos_TD: contiguous, of the same type, or float32.
         sin_TD: likewise.
     """
     num_tokens, num_heads, head_dim = x_THD.shape
@@ -140,7 +146,8 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
     chosen = config("rope", f"d{head_dim}", x_THD.device, DEFAULT)
     _rotate[num_tokens, triton.cdiv(num_heads, chosen["TILE_H"])](
         x_THD, cos_TD, sin_TD, x_THD.stride(0), x_THD.stride(1), num_heads,
-        HALF=head_dim // 2, TILE_D=triton.next_power_of_2(head_dim // 2), **chosen,
+        HALF=head_dim // 2, TILE_D=triton.next_power_of_2(head_dim // 2),
+        WIDE=cos_TD.dtype != x_THD.dtype, **chosen,
     )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ def rotate(dtype: torch.dtype) -> None:
     q, k, table = ones(3, 28, 128), ones(3, 4, 128), ones(3, 128)
     slots = torch.zeros(3, dtype=torch.int64)
     rope.rope(q, table, table)
+    rope.rope(q, table.float(), table.float())
     rope.rope_store_kv(q, k, k, table, table, *views(dtype), slots)
     store_kv.store_kv(k, k, *views(dtype), slots)
 

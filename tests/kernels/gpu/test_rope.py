@@ -23,13 +23,14 @@ def heads(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["own tables", "float32 tables"])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(5, 24), (2, 64)])
 def test_it_is_its_definition(
-    num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    num_heads: int, head_dim: int, wide: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)
     x = heads(3, num_heads, head_dim, dtype)
-    cos, sin = torch.randn(2, 3, head_dim).to(dtype)
+    cos, sin = torch.randn(2, 3, head_dim).to(torch.float32 if wide else dtype)
     field = torch.full((3, num_heads + 2, head_dim), float("nan"), dtype=dtype, device=device)
     inside = field[:, 1:-1]
     inside.copy_(x)
