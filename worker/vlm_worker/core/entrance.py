@@ -113,7 +113,8 @@ class Entrance:
             self._awaited_blocks, self._tried_with = 0, ()
             return [], []
         conditions = self._conditions(shares)
-        if conditions == self._tried_with and now - self._tried_at < MAX_IDLE_SECONDS:
+        recent = now - self._tried_at < MAX_IDLE_SECONDS
+        if recent and conditions == self._tried_with and not self._may_wake:
             return [], []
         self._tried_with, self._tried_at = conditions, now
         return self._try(shares, now=now)
@@ -124,7 +125,6 @@ class Entrance:
             self.waiting.num_changes,
             self._pool.num_gains,
             self.unread.num_blocks,
-            self._claims.num_blocks,
             self._claims.num_kept_blocks,
             self._num_places,
             shares.left,
@@ -136,7 +136,7 @@ class Entrance:
         lacking: list[Sequence] = []
         roomless: list[Sequence] = []
         self._awaited_blocks = 0
-        num_wakes = MAX_TRIES if self._claims.has_new_room(keep=self._unclaimable) else 0
+        num_wakes = MAX_TRIES if self._may_wake else 0
         with self.waiting.wave(now=now) as wave:
             while shares.left and self._num_places:
                 if num_wakes:
@@ -194,6 +194,11 @@ class Entrance:
     def _unclaimable(self) -> int:
         """Blocks that no claim may count on; the first claim of an empty batch may have all."""
         return self._watermark_blocks if len(self._table) or len(self._claims) else 0
+
+    @property
+    def _may_wake(self) -> bool:
+        """Whether somebody sleeps who may be granted a claim now."""
+        return self.waiting.num_asleep > 0 and self._claims.has_new_room(keep=self._unclaimable)
 
     def _wake_one(self, *, now: float) -> None:
         """Have one of those who sleep looked at; one at a time."""

@@ -87,7 +87,7 @@ class Waiting:
     Attributes:
         rules: the order.
         num_tokens: tokens of all of them.
-        num_changes: how often one came, left, or began to wait for something else.
+        num_changes: how often one came, left, or was woken.
         num_admitted: by reason, how many have left through a wave.
     """
 
@@ -125,7 +125,7 @@ class Waiting:
         self.num_changes += 1
         self._count[sequence.lane] += 1
         self.num_tokens += sequence.num_tokens
-        sequence.on_wake = self._moved
+        sequence.on_wake = self._woken
         self._put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -149,7 +149,8 @@ class Waiting:
 
     def put_to_sleep(self, sequence: Sequence) -> None:
         """One that is stalled may ask for nothing any more; between waves."""
-        self._moved(sequence)
+        self._out(sequence)
+        self._put(sequence)
 
     def wave(self, *, now: float) -> Wave:
         """Begin to admit."""
@@ -183,7 +184,7 @@ class Waiting:
         self.num_tokens -= sequence.num_tokens
         sequence.on_wake = None
 
-    def _moved(self, sequence: Sequence) -> None:
+    def _woken(self, sequence: Sequence) -> None:
         self.num_changes += 1
         self._out(sequence)
         self._put(sequence)
