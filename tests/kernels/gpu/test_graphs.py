@@ -88,12 +88,3 @@ def test_replayed_steps_write_and_answer_as_launched_ones(
     assert capture.num_replays >= MAX_TOKENS - 1
     assert not other_cache[0].any(), "padding wrote into the null block"
     torch.testing.assert_close(other_cache, cache, atol=1e-4, rtol=1e-4)
-
-
-def test_what_graphs_are_going_to_take_is_tried_with_two(
-    model_dir: Path, device: torch.device, capture: Counted
-) -> None:
-    left = iter((1000, 900, 893))
-    graphs = runner_of(model_dir, device).graphs(graph_sizes(8), 16)
-    assert graphs.needed_bytes(capture, free_bytes=lambda: next(left)) == 100 + 3 * 7
-    assert graphs.sizes == (4, 8)

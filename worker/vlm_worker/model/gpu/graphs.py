@@ -82,6 +82,7 @@ class DecodeGraphs:
         taken = [before - after for before, after in itertools.pairwise(free)]
         return total_bytes(taken, len(self._steps))
 
+    @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """Logits `[S, vocabulary]`, until the next step; None where no graph serves this one.
 
