@@ -256,15 +256,12 @@ void sample(const T* logits, int64_t stride, int64_t num_rows, int64_t vocabular
   const SampledRow greedy = {0, 0, 0.f, 1.f, 0.f, 0, -1, -1};
   const int64_t per_item = std::max<int64_t>(1, GRAIN / vocabulary);
   const int64_t num_items = (num_rows + per_item - 1) / per_item;
-  std::vector<Scratch> scratch(std::max(1, num_threads));
-  std::atomic<int64_t> next{0};
-  on_threads(int(std::min<int64_t>(num_threads, num_items)), [&](int thread, int) {
-    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
-      const int64_t end = std::min(num_rows, (item + 1) * per_item);
-      for (int64_t i = item * per_item; i < end; i++) {
-        const SampledRow& row = rows == nullptr ? greedy : rows[i];
-        sample_row(logits + i * stride, vocabulary, i, row, edited, out, scratch[thread]);
-      }
+  parallel_for(num_threads, num_items, [&](std::ptrdiff_t item) {
+    thread_local Scratch scratch;  // kept: new memory of this size costs as much as a row
+    const int64_t end = std::min(num_rows, (item + 1) * per_item);
+    for (int64_t i = item * per_item; i < end; i++) {
+      const SampledRow& row = rows == nullptr ? greedy : rows[i];
+      sample_row(logits + i * stride, vocabulary, i, row, edited, out, scratch);
     }
   });
 }
