@@ -122,7 +122,7 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
     if logits_RV.dim() != 2 or logits_RV.dtype not in TYPES:
         raise ValueError(f"sample_tokens: logits are {logits_RV.dtype} {tuple(logits_RV.shape)}")
     num_rows, vocabulary = logits_RV.shape
-    if not 0 < vocabulary <= MAX_VOCABULARY or logits_RV.stride(1) != 1:
+    if not 0 < vocabulary <= MAX_VOCABULARY or not logits_RV[:1].is_contiguous():
         raise ValueError(
             f"sample_tokens: rows of {vocabulary} logits with stride {logits_RV.stride(1)}; must "
             f"be 1 to {MAX_VOCABULARY}, one behind the other"

@@ -82,7 +82,7 @@ void widen(const T* row, int64_t size, std::vector<float>& out) {
 //
 //   e^x = 2^n e^r,  n = round(x / ln 2),  |r| <= ln 2 / 2,  e^r by its Taylor series to degree 11
 inline HalfFloats weights_of(HalfFloats x) {
-  typedef int64_t Longs __attribute__((vector_size(8 * HALF)));
+  typedef uint64_t Words __attribute__((vector_size(8 * HALF)));
   const double shift = 6755399441055744.;  // 1.5 * 2^52: adding it rounds to an integer
   const Doubles y = __builtin_convertvector(x, Doubles);
   const Doubles biased = y * 1.4426950408889634 + shift;
@@ -98,9 +98,9 @@ inline HalfFloats weights_of(HalfFloats x) {
   p = p * r + 1. / 2;
   p = p * r + 1.;
   p = p * r + 1.;
-  Longs power;
+  Words power;
   std::memcpy(&power, &biased, sizeof(power));
-  power = (power << 52) + (int64_t(1023 + 34) << 52);  // the integer moves to the exponent
+  power = (power << 52) + (uint64_t(1023 + 34) << 52);  // the integer moves to the exponent
   Doubles scale;
   std::memcpy(&scale, &power, sizeof(scale));
   const HalfFloats w = __builtin_convertvector(p * scale, HalfFloats);
