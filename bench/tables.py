@@ -17,6 +17,7 @@ from table import Line
 Cells = list[Sequence[str]]
 
 MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+UNTIMED = frozenset({"int8_accuracy"})
 MIDDLE_AND_TAIL = ("p50_ms", "p95_ms")
 CASES = {
     "repeated": "a picture seen before / text alone",
@@ -42,7 +43,7 @@ def said(name: str, lines: Sequence[Line]) -> str:
     if len(cells) < 2:
         return f"Not measured (`{bench}`)."
     text = table.markdown(cells)
-    if not all(table.is_quiet(line, lines) for line in used):
+    if bench not in UNTIMED and not all(table.is_quiet(line, lines) for line in used):
         text += f"\n\nThe machine had other work while this was measured (`{bench}`)."
     return text
 
