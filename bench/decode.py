@@ -75,7 +75,7 @@ def main() -> None:
 
 def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
     """A model runner of the stages, of decode if none is named."""
-    from vlm_worker.model.runner import RunnerSettings, build_runner
+    from vlm_worker.model.build import RunnerSettings, build_runner
     from vlm_worker.types import Stage
 
     wanted = [Stage(name) for name in stages or ("decode",)]

@@ -54,7 +54,7 @@ def runner_of(options: dict[str, Any]) -> Any:
     """A runner of the model `shapes`."""
     from worker.identity.questions import SHAPES
 
-    from vlm_worker.model.runner import RunnerSettings, build_runner
+    from vlm_worker.model.build import RunnerSettings, build_runner
     from vlm_worker.types import Stage
 
     return build_runner(RunnerSettings(SHAPES, tuple(Stage), kv_memory_bytes=1 << 28, **options))

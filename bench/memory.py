@@ -33,7 +33,7 @@ def kib(file, field):
         if line.startswith(field + ":"):
             return int(line.split()[1])
 
-import vlm_worker.model.runner
+import vlm_worker.model.build
 from vlm_worker.core.families import load_family
 from vlm_worker.model.loader import load_model
 from vlm_worker.types import Stage

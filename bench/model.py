@@ -27,7 +27,7 @@ START = """
 import resource, sys, time
 began = time.perf_counter()
 from pathlib import Path
-from vlm_worker.model.runner import RunnerSettings, build_runner
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.types import Stage
 imported = time.perf_counter()
 stages = [Stage(name) for name in sys.argv[2].split(",")]
@@ -85,7 +85,7 @@ class Bench:
         from worker.identity.reference import load_reference
         from worker.identity.stepper import Stepper
 
-        from vlm_worker.model.runner import RunnerSettings, build_runner
+        from vlm_worker.model.build import RunnerSettings, build_runner
         from vlm_worker.types import Stage
 
         settings = RunnerSettings(

@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings, EngineStats  # noqa: E402
-from vlm_worker.model.runner import RunnerSettings, build_runner  # noqa: E402
+from vlm_worker.model.build import RunnerSettings, build_runner  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     FailedEvent,
     ImageItem,

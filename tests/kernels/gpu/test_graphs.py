@@ -15,9 +15,10 @@ from worker.checkpoints import make_checkpoint
 from worker.identity.questions import Question
 from worker.identity.stepper import Stepper
 
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.gpu.decode_steps import graph_sizes
 from vlm_worker.model.gpu.graphs import GpuCapture, Replay
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
 if not HAS_GPU:

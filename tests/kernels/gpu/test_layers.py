@@ -13,9 +13,10 @@ from worker.identity.stepper import Stepper
 
 from vlm_kernels import gpu
 from vlm_worker.core.families import FAMILIES
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.gpu.layers import FusedLayers
 from vlm_worker.model.layers import DecoderLayer
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
 PROMPT, ANSWER = list(range(10, 19)), list(range(30, 33))

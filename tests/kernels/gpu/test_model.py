@@ -10,7 +10,8 @@ from worker.identity.questions import SHAPES, Question, questions
 from worker.identity.stepper import Stepper
 
 from vlm_kernels import gpu
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.build import RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
 SETTINGS = RunnerSettings(

@@ -16,7 +16,8 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.build import RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import (
     FailedEvent,
     FinishedEvent,

@@ -12,7 +12,8 @@ from worker.identity.random_model import NUM_TOKENS
 from worker.identity.reference import MAX_TOKENS, Answer
 from worker.identity.stepper import Stepper
 
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.build import RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
 EOS = 2

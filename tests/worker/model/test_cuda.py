@@ -11,7 +11,7 @@ from worker.identity.questions import SHAPES
 from worker.identity.reference import MAX_TOKENS, shapes_reference
 from worker.identity.stepper import Stepper
 
-from vlm_worker.model.runner import RunnerSettings, build_runner
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.types import Stage
 
 pytestmark = [

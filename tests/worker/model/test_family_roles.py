@@ -12,8 +12,8 @@ from worker.checkpoints import make_checkpoint
 from worker.identity.families import random_questions
 
 from vlm_worker.core.families import FAMILIES, load_family
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.loader import Absent, load_model
-from vlm_worker.model.runner import RunnerSettings, build_runner
 from vlm_worker.types import Stage
 
 

@@ -17,9 +17,10 @@ from worker.identity.stepper import Stepper
 
 from vlm_worker.core.families import FAMILIES
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.linear import GatedLinear, JointLinear, PackedLinear, pack_linears
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.serve.loading import load
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.types import Stage

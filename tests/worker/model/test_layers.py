@@ -15,10 +15,10 @@ from worker.identity.stepper import Stepper
 
 from vlm_kernels.decoder_layers import has_decoder_layers
 from vlm_worker.core.families import FAMILIES, load_family
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm, VisionBlock
 from vlm_worker.model.linear import can_pack
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.runner import RunnerSettings, build_runner
 from vlm_worker.types import Stage
 
 ANSWER = list(range(10, 18))

@@ -13,9 +13,10 @@ from torch import nn
 from worker.identity.questions import SHAPES, questions
 from worker.identity.stepper import Stepper
 
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.linear import MAX_COPY_SHARE, PackedLinear, can_pack, pack_linears
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
 CPU = torch.device("cpu")

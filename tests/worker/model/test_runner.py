@@ -15,8 +15,9 @@ from worker.identity.stepper import Stepper
 
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.errors import CorruptTransferError, EngineError
+from vlm_worker.model.build import RunnerSettings, build_runner
 from vlm_worker.model.memory import available_bytes, make_kv_cache, num_kv_blocks
-from vlm_worker.model.runner import ModelRunner, RunnerSettings, build_runner
+from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import KVLayout, Stage
 
 SETTINGS = RunnerSettings(

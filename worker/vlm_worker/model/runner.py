@@ -5,9 +5,7 @@ StepInputs ─▶ embed ─▶ picture rows ─▶ decoder, paged attention ─�
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,106 +15,13 @@ from vlm_worker.core.families import Family
 from vlm_worker.core.inputs import StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
-from vlm_worker.model.container import num_cpus
 from vlm_worker.model.decoder import Decoder
-from vlm_worker.model.gpu.decode_steps import graph_sizes
-from vlm_worker.model.gpu.graphs import DecodeGraphs, can_capture, captured, trial_bytes
-from vlm_worker.model.loader import LoadedModel, load_model
-from vlm_worker.model.memory import dtype_name, make_kv_cache, make_kv_layout, num_kv_blocks
+from vlm_worker.model.gpu.graphs import DecodeGraphs
+from vlm_worker.model.loader import LoadedModel
+from vlm_worker.model.memory import dtype_name, make_kv_cache
 from vlm_worker.model.sampler import sample
 from vlm_worker.model.vision import Embedding, PictureEncoder
-from vlm_worker.model.warmup import try_encoder, try_language_model
-from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage, Stage
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """What to load and how much to hold.
-
-    Attributes:
-        model_dir: a directory in transformers' layout.
-        stages: what to load.
-        model_revision: enters the layout fingerprints; empty = derived from the content.
-        dtype: of weights and activations; `auto` is the checkpoint's.
-        kv_dtype: of the KV cache; `auto` is `dtype`, `int8` has a scale per token and head.
-        block_size: tokens of one KV block.
-        kv_memory_bytes: for the KV cache; goes before `kv_memory_percent`.
-        kv_memory_percent: likewise, a share of what is left after loading.
-        device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
-        num_threads: of the CPU; 0 is torch's choice (`OMP_NUM_THREADS`, else all cores), at most
-            the container's CPUs.
-        packed_weights: pack linear layers where this device and type gain by it.
-        weights: `auto` (as `dtype` says), or `int8` for the linear layers that the family names,
-            on a GPU `int4` too.
-        max_graph_seqs: on a GPU, steps of decode of up to so many sequences are CUDA graphs.
-        max_model_len: tokens of the longest sequence of such a step.
-    """
-
-    model_dir: Path
-    stages: Collection[Stage]
-    model_revision: str = ""
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    block_size: int = 64
-    kv_memory_bytes: int | None = None
-    kv_memory_percent: int | None = None
-    device: str = "auto"
-    num_threads: int = 0
-    packed_weights: bool = True
-    weights: str = "auto"
-    max_graph_seqs: int = 0
-    max_model_len: int = 4096
-
-
-def build_runner(settings: RunnerSettings) -> ModelRunner:
-    """Load a model, allocate its KV cache, and run both once.
-
-    Raises:
-        ModelConfigError: the model or the settings cannot be served, with path and fix.
-    """
-    torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
-    loaded = load_model(
-        settings.model_dir,
-        settings.stages,
-        dtype=settings.dtype,
-        device=settings.device,
-        packed_weights=settings.packed_weights,
-        weights=settings.weights,
-    )
-    revision = settings.model_revision or loaded.checkpoint.revision()
-    if not loaded.has_lm:
-        runner = ModelRunner(loaded, revision, kv_layout=None, num_blocks=0)
-        try_encoder(runner.encode, loaded.family)
-        return runner
-    layout = make_kv_layout(
-        loaded.model.config.get_text_config(),
-        revision,
-        dtype=loaded.dtype,
-        kv_dtype=settings.kv_dtype,
-        block_size=settings.block_size,
-    )
-    sizes: tuple[int, ...] = ()
-    if Stage.DECODE in loaded.stages and can_capture(loaded.device):
-        sizes = graph_sizes(settings.max_graph_seqs)
-    reserved_bytes = 0
-    if sizes and settings.kv_memory_bytes is None:
-        trial = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=2)
-        reserved_bytes = trial_bytes(trial.graphs(sizes, settings.max_model_len), loaded.device)
-        del trial
-    num_blocks = num_kv_blocks(
-        layout,
-        loaded.device,
-        memory_bytes=settings.kv_memory_bytes,
-        memory_percent=settings.kv_memory_percent,
-        reserved_bytes=reserved_bytes,
-    )
-    runner = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
-    if loaded.has_encoder:
-        try_encoder(runner.encode, loaded.family)
-    try_language_model(runner.execute, loaded.family, block_size=layout.block_size)
-    if sizes:
-        runner.use_graphs(captured(runner.graphs(sizes, settings.max_model_len), loaded.device))
-    return runner
+from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 
 class ModelRunner:

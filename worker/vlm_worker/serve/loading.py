@@ -111,7 +111,7 @@ def _checksum(settings: WorkerSettings) -> tuple[Runner, Positions]:
 
 
 def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runner, int]:
-    from vlm_worker.model.runner import RunnerSettings, build_runner
+    from vlm_worker.model.build import RunnerSettings, build_runner
 
     runner = build_runner(
         RunnerSettings(
