@@ -53,6 +53,9 @@ ROW = np.dtype(
 """`struct SampledRow` of `cpu/sampling.h`."""
 
 _PER_ROW = ("temperature", "top_p", "top_k", "min_p", "seed", "index", "num_logprobs")
+_LARGEST = float(np.finfo(np.float32).max)
+_MOST = {"temperature": _LARGEST, "top_p": _LARGEST, "min_p": 1, "top_k": 2**31 - 1}
+"""Of what draws; the least is 0."""
 
 
 def sample_tokens(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
@@ -134,19 +137,27 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
     if not params.greedy:
         _check_numbers(params)
     for one in params.edited:
+        num_biases = len(one.edits.bias_ids), len(one.edits.bias_values)
         if not 0 <= one.row < num_rows or not 0 <= one.num_prompt <= len(one.token_ids):
             raise ValueError(
                 f"sample_tokens: an edit of row {one.row} of {num_rows} has a prompt of "
                 f"{one.num_prompt} of {len(one.token_ids)} tokens"
             )
+        if num_biases[0] != num_biases[1]:
+            raise ValueError(
+                f"sample_tokens: an edit of row {one.row} has {num_biases[0]} tokens with "
+                f"{num_biases[1]} biases"
+            )
 
 
 def _check_numbers(params: Sampling) -> None:
-    """NaN passes no comparison."""
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    """The best token must keep a weight above 0; NaN passes no comparison."""
+    for name, most in _MOST.items():
         values = getattr(params, name)
-        if not (values >= 0).all():
-            raise ValueError(f"sample_tokens: {name} is {values.min()}; must be at least 0")
+        if not ((values >= 0) & (values <= most)).all():
+            raise ValueError(
+                f"sample_tokens: {name} is {values.min()} to {values.max()}; must be 0 to {most}"
+            )
 
 
 @functools.cache

@@ -202,11 +202,13 @@ def test_a_row_that_is_not_finite_has_no_token_and_spoils_no_other(
 
 
 def test_a_row_whose_edits_overflow_has_no_token() -> None:
-    logits = torch.full((1, 50), 3e38)
+    logits = torch.zeros(1, 50)
+    logits[0, 4] = 3e38
     edits = Edits(0, 0, 1e-3, np.zeros(0, np.int64), np.zeros(0, np.float32))
     asked = dataclasses.replace(
         params(1, temperature=1), edited=(Edited(0, edits, np.array([4], np.int32), 1),)
     )
+    assert sample_tokens(logits, params(1, temperature=1)).token_ids[0] == 4
     assert sample_tokens(logits, asked).token_ids[0] == NOT_FINITE
 
 
@@ -229,8 +231,8 @@ def test_every_output_is_written_and_nothing_beside_it(monkeypatch: pytest.Monke
             assert (np.isnan(guard) if field.dtype == np.float32 else guard == -77).all()
 
 
-def edit_of(row: int, num_prompt: int) -> tuple[Edited, ...]:
-    edits = Edits(0, 0, 2, np.zeros(0, np.int64), np.zeros(0, np.float32))
+def edit_of(row: int, num_prompt: int, num_biases: int = 0) -> tuple[Edited, ...]:
+    edits = Edits(0, 0, 2, np.arange(num_biases), np.zeros(0, np.float32))
     return (Edited(row, edits, np.zeros(3, np.int32), num_prompt),)
 
 
@@ -246,9 +248,12 @@ def edit_of(row: int, num_prompt: int) -> tuple[Edited, ...]:
         (torch.zeros(2, 8), params(2, temperature=float("nan")), "temperature"),
         (torch.zeros(2, 8), params(2, temperature=1, top_p=float("nan")), "top_p"),
         (torch.zeros(2, 8), params(2, temperature=1, top_k=-1), "top_k"),
+        (torch.zeros(2, 8), params(2, temperature=float("inf")), "temperature"),
         (torch.zeros(2, 8), params(2, temperature=1, min_p=-0.5), "min_p"),
+        (torch.zeros(2, 8), params(2, temperature=1, min_p=1.5), "min_p"),
         (torch.zeros(2, 8), dataclasses.replace(params(2), edited=edit_of(2, 0)), "row 2 of 2"),
         (torch.zeros(2, 8), dataclasses.replace(params(2), edited=edit_of(1, 4)), "prompt of 4"),
+        (torch.zeros(2, 8), dataclasses.replace(params(2), edited=edit_of(0, 0, 2)), "2 tokens"),
     ],
 )
 def test_what_does_not_fit_raises(logits: torch.Tensor, asked: Params, named: str) -> None:
