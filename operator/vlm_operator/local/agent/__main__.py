@@ -9,6 +9,21 @@ from pathlib import Path
 
 from .agent import Agent, AgentConfig
 
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class Formatter(logging.Formatter):
+    """Time, level, logger, message, then the fields given as `extra` and the traceback."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+        """All but the traceback."""
+        fields = vars(record).items()
+        given = (f"{name}={value}" for name, value in fields if name not in _STANDARD)
+        return " ".join([super().formatMessage(record), *given])
+
 
 async def run(config: AgentConfig) -> None:
     """Run until SIGTERM or SIGINT."""
@@ -21,5 +36,7 @@ async def run(config: AgentConfig) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     asyncio.run(run(AgentConfig.read(Path(sys.argv[1]))))
