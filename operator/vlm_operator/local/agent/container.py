@@ -131,6 +131,18 @@ class Container:
         return self._restart_policy == "Always" or ended.exit_code != 0
 
     async def _run_once(self) -> Terminated | None:
+        """One run, None if it could not begin. A defect of ours ends a run, and not the pod."""
+        began = time.time()
+        try:
+            return await self._run_to_end()
+        except Exception as error:
+            logger.exception("a run was lost", extra={"container": self.view.name})
+            if self.process is not None:
+                self.process.signal(signal.SIGKILL)
+            lost = Terminated(KILLED, began, time.time(), "ContainerStatusUnknown", repr(error))
+            return await self._failed(lost)
+
+    async def _run_to_end(self) -> Terminated | None:
         try:
             prepared = await self._prepare(self.view.num_restarts)
         except CannotStartError as error:
@@ -142,7 +154,9 @@ class Container:
             process = await Process.start(prepared.process, prepared.log)
         except (StartFailedError, OSError) as error:
             prepared.cgroup.remove()
-            return await self._never_ran(str(error), started_at)
+            return await self._failed(
+                Terminated(128, started_at, time.time(), "StartError", str(error))
+            )
         self.process = process
         if self._stopping.is_set():
             process.signal(signal.SIGKILL)
@@ -190,10 +204,9 @@ class Container:
             return log.last_lines(20)[-2048:]
         return ""
 
-    async def _never_ran(self, problem: str, started_at: float) -> Terminated:
-        ended = Terminated(128, started_at, time.time(), reason="StartError", message=problem)
+    async def _failed(self, ended: Terminated) -> Terminated:
         self._show(state=ended, ready=False, started=False)
-        await self._record("Failed", f"Error: {problem}", warning=True)
+        await self._record("Failed", f"Error: {ended.message}", warning=True)
         return ended
 
     async def _cannot_start(self, error: CannotStartError) -> None:

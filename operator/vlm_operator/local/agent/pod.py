@@ -161,14 +161,21 @@ class Pod:
             await asyncio.gather(refreshing, return_exceptions=True)
 
     async def _mounted(self) -> dict[str, Path]:
-        """Return the volumes once all can be had; a deleted pod waits no longer."""
+        """Return the volumes once all can be had; a deleted pod waits no longer.
+
+        Whatever keeps them away is told, and they are asked for again.
+        """
         wait = RETRY_SECONDS
         while not self._deleted.is_set():
             try:
                 return await self._volumes.prepare()
             except (VolumeError, command.ConfigError, OSError) as error:
-                if wait > 1:  # the first moments after binding are no event
-                    await self._record("FailedMount", str(error), warning=True)
+                problem = str(error)
+            except Exception as error:  # a defect of ours
+                logger.exception("volumes failed", extra={"pod": self._path})
+                problem = repr(error)
+            if wait > 1:  # the first moments after binding are no event
+                await self._record("FailedMount", problem, warning=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._deleted.wait()
