@@ -125,9 +125,9 @@ class Run:
         lines = [json.loads(line) for line in self.lines]
         return all(table.is_quiet(line, lines) for line in lines)
 
-    def disturbance(self) -> tuple[bool, float]:
-        """Less is better: of two runs, the one with less other work beside it counts."""
-        return not self.is_quiet, json.loads(self.lines[-1])["by_others"]
+    def disturbance(self) -> tuple[int, bool, float]:
+        """Less is better: of two runs that said all, the one with less other work counts."""
+        return -len(self.lines), not self.is_quiet, json.loads(self.lines[-1])["by_others"]
 
 
 def measured(names: Sequence[str], *, seconds: float) -> dict[str, Run]:

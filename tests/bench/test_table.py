@@ -138,3 +138,15 @@ def test_what_no_time_is_left_for_keeps_what_was_said_of_it(
     assert run.measured(["speed"], seconds=0.0) == {}
     assert "speed is left out" in capsys.readouterr().out
     assert json.loads(latest.read_text())["share"] == 0.5
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_of_two_runs_the_quieter_counts_if_it_said_as_much(first: float, second: float) -> None:
+    figure = json.dumps(line(0.5))
+    one, other = (
+        run.Run(0, 1.0, [figure, json.dumps({"bench": "speed.took", "by_others": by_others})])
+        for by_others in (first, second)
+    )
+    assert min(one, other, key=run.Run.disturbance) is (one if first <= second else other)
+    failed = run.Run(1, 0.1, [json.dumps({"bench": "speed.took", "by_others": 0.0})])
+    assert min(failed, one, key=run.Run.disturbance) is one
