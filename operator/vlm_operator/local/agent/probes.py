@@ -66,6 +66,10 @@ class Answer:
     message: str = ""
 
 
+class UnknownPortError(Exception):
+    """A probe names a port that no container of its pod has."""
+
+
 class Prober:
     """Asks one container's probes; holds what they need to reach it."""
 
@@ -95,7 +99,7 @@ class Prober:
                 return await self._tcp(probe["tcpSocket"])
         except TimeoutError:
             return Answer(False, f"no answer within {timeout:g} s")
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, UnknownPortError) as error:
             return Answer(False, str(error) or type(error).__name__)
 
     async def http_get(self, action: Mapping[str, Any]) -> Answer:
@@ -135,7 +139,11 @@ class Prober:
         return Answer(True)
 
     def _port(self, port: int | str) -> int:
-        return self._ports[port] if isinstance(port, str) and port in self._ports else int(port)
+        if isinstance(port, int) or port.isdecimal():
+            return int(port)
+        if port not in self._ports:
+            raise UnknownPortError(f"no container of the pod has a port named {port!r}")
+        return self._ports[port]
 
 
 async def watch(
