@@ -46,6 +46,18 @@ def test_what_was_printed_is_read_back(tmp_path_factory, lines, cuts, tail):
     asyncio.run(run())
 
 
+async def test_whoever_prints_is_not_held_up_by_a_full_disk():
+    log = ContainerLog(Path("/dev/full"))
+    output = asyncio.StreamReader()
+    pumping = asyncio.create_task(log.pump(output))
+    output.feed_data(b"lost\n")
+    await asyncio.sleep(0)
+    output.feed_data(b"lost too\n")
+    output.feed_eof()
+    await pumping
+    assert output.at_eof()
+
+
 async def test_following_ends_when_the_container_does(tmp_path: Path):
     log = ContainerLog(tmp_path / "0.log")
     output = asyncio.StreamReader()

@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 READ_BYTES = 64 * 1024
 LONGEST_LINE = 1024 * 1024  # as a runtime's that joins its pieces; a decision record is one line
 FOLLOW_SECONDS = 0.1
@@ -53,7 +55,19 @@ class ContainerLog:
         path.touch()
 
     async def pump(self, output: asyncio.StreamReader) -> None:
-        """Write what comes until its end, a long line in pieces."""
+        """Write what comes until its end, a long line in pieces.
+
+        Where the disk is full the log ends, and whoever prints is not held up.
+        """
+        try:
+            await self._write(output)
+        except OSError as error:
+            logger.warning("log cut", extra={"path": self.path, "error": str(error)})
+            while await output.read(READ_BYTES):
+                pass
+        self._ended.set()
+
+    async def _write(self, output: asyncio.StreamReader) -> None:
         rest = b""
         with self.path.open("ab", buffering=0) as file:
             while piece := await output.read(READ_BYTES):
@@ -64,7 +78,6 @@ class ContainerLog:
                 file.write(b"".join(b"%s %s\n" % (now, line) for line in lines))
             if rest:
                 file.write(b"%s %s\n" % (_stamp(), rest))
-        self._ended.set()
 
     def last_lines(self, count: int) -> str:
         """Return the last lines without their times."""
