@@ -50,7 +50,6 @@ def test_the_layers_that_a_family_names_are_rounded(
 
 
 def test_inputs_that_no_group_divides_stay_at_eight_bits(device: torch.device) -> None:
-
     model = nn.Sequential(nn.Linear(48, 8, device=device), nn.Linear(64, 8, device=device))
     packing = quantise_linears(model, [model], weights="int4")
     assert [part.weights.is_int4 for part in model] == [False, True]
@@ -58,7 +57,6 @@ def test_inputs_that_no_group_divides_stay_at_eight_bits(device: torch.device) -
 
 
 def test_a_head_that_is_the_table_of_embeddings_stays(device: torch.device) -> None:
-
     model = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 8)).to(device)
     model[1].weight = model[0].weight
     assert quantise_linears(model, [model], weights="int8").num_layers == 0

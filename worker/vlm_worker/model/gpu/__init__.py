@@ -2,6 +2,7 @@
 
 layers         products joined, additions and rotations inside the kernels beside them
 quantised      int8 or int4 weights
+walk           through a model, as both replace its parts
 decode_steps   which steps are decode alone, and the memory that they are read from
 graphs         those steps, captured once and replayed
 

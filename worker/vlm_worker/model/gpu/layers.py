@@ -18,6 +18,7 @@ from torch import nn
 
 from vlm_kernels import Activation, add_rms_norm, paged_attention, rope_store_kv, silu_mul
 from vlm_worker.model.attention import StepContext
+from vlm_worker.model.gpu.walk import modules_in
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
 from vlm_worker.model.linear import GatedLinear, JointLinear
 
@@ -27,12 +28,11 @@ def use_gpu_kernels(model: Any) -> None:
 
     Those of Gemma 3 stay: norms of queries, and behind products, stand between what is fused here.
     """
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, JointLinear):
-                setattr(parent, name, Joined(child))
-            elif isinstance(child, GatedLinear) and child.activation == Activation.SILU:
-                setattr(parent, name, JoinedGate(child))
+    for parent, name, child in modules_in(model):
+        if isinstance(child, JointLinear):
+            setattr(parent, name, Joined(child))
+        elif isinstance(child, GatedLinear) and child.activation == Activation.SILU:
+            setattr(parent, name, JoinedGate(child))
     decoder = model.get_decoder()
     layers = list(getattr(decoder, "layers", ()))
     if layers and all(_can_fuse(layer) for layer in layers):

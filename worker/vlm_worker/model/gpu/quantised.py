@@ -15,6 +15,7 @@ from torch import nn
 
 from vlm_kernels import QuantisedWeights, quantise_weights, quantised_linear
 from vlm_kernels.quantised_linear import GROUPS
+from vlm_worker.model.gpu.walk import modules_in
 from vlm_worker.model.linear import Packing
 
 
@@ -50,15 +51,14 @@ def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights:
     rounded = {id(module) for part in parts for module in part.modules()}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     packing = Packing(backend="triton")
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or id(child) not in rounded:
-                continue
-            if id(child.weight) in tables:
-                continue
-            made = QuantisedLinear(child, group=_group(child) if weights == "int4" else None)
-            setattr(parent, name, made)
-            packing = _with_layer(packing, child.weight, made.weights)
+    for parent, name, child in modules_in(model):
+        if type(child) is not nn.Linear or id(child) not in rounded:
+            continue
+        if id(child.weight) in tables:
+            continue
+        made = QuantisedLinear(child, group=_group(child) if weights == "int4" else None)
+        setattr(parent, name, made)
+        packing = _with_layer(packing, child.weight, made.weights)
     return packing
 
 
