@@ -1,6 +1,6 @@
 """How the engine speaks to the loop: streams of events, one per submitted piece of work.
 
-engine thread --(one call_soon_threadsafe a step)--> Stream._push --> `async for event in stream`
+engine thread --(`Outbox.post`)--> EventStream.push --> `async for event in stream`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine thread: commands in, turns, one delivery a turn, and an honest death."""
+"""The engine thread: commands in, turns, letters out (`outbox`), and an honest death."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class EngineThread:
             self.stats = self._state.snapshot()
 
     def _send(self, letters: Iterator[Letter]) -> None:
-        """Deliver letters, in one call into the loop; the stats know already what they say."""
+        """Deliver letters, in one call into the loop; the stats know by then who came or went."""
         self._take_snapshot(busy=True)
         self._call_loop(deliver, letters)
 
