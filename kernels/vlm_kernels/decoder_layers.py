@@ -4,8 +4,9 @@
     x = x + down(act(gate) * up),             gate, up = gate_up(norm(x))
 
 and of Gemma 3 with norms of q and k, and behind o and down. Each kernel is the one of its own file,
-so the answer is that of calling them one by one, to the last bit (`decoder_layers_reference`). The
-threads are woken once a step, not once a kernel, and Python comes once (`cpu/decoder_layers.cpp`).
+so the answer is that of calling them one by one, to the last bit (`decoder_layers_reference.py`).
+The threads are woken once a step, not once a kernel, and Python comes once
+(`cpu/decoder_layers.cpp`).
 
     layers = DecoderLayers(weights, heads)             once per model
     layers(x, kv_cache, slots, kinds)                  once per step, in place; or
@@ -31,8 +32,6 @@ from vlm_kernels.decode_attention import Step, check_cache
 from vlm_kernels.decoder_weights import (
     Heads,
     LayerWeights,
-    Linear,
-    Norm,
     Output,
     Tail,
     check,
@@ -43,11 +42,7 @@ from vlm_kernels.decoder_weights import (
 )
 from vlm_kernels.flash_attention import SegmentsStep, segments_of_blocks
 from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
-from vlm_kernels.packed_linear import Activation, packed_linear
-from vlm_kernels.paged_attention import paged_attention
-from vlm_kernels.rms_norm import rms_norm
-from vlm_kernels.rope import rope
-from vlm_kernels.store_kv import checked_slots, store_kv
+from vlm_kernels.store_kv import checked_slots
 
 SYMBOL = "triptych_decoder_layers"
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -83,50 +78,6 @@ class _Input(ctypes.Structure):
             )
         ),
     )  # fmt: skip
-
-
-def decoder_layers_reference(
-    layers: Sequence[LayerWeights],
-    heads: Heads,
-    x_TD: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slots_T: torch.Tensor,
-    kinds: Sequence[LayerKind],
-) -> torch.Tensor:
-    """The definition: kernel by kernel; a new tensor."""
-    parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-    for number, layer in enumerate(layers):
-        kind = kinds[layer.kind]
-        joint = _product(layer.qkv, _normed(layer.attention_norm, x_TD))
-        q, k, v = torch.split(joint.view(len(x_TD), -1, heads.head_dim), parts, dim=1)
-        q, k = _normed(layer.q_norm, q), _normed(layer.k_norm, k)
-        rope(q, kind.cos, kind.sin)
-        rope(k, kind.cos, kind.sin)
-        store_kv(k, v, kv_cache, number, slots_T)
-        attended = paged_attention(q, kv_cache, number, kind.plan, scale=layer.scale).flatten(1)
-        x_TD = x_TD + _normed(layer.o_norm, _product(layer.o, attended))
-        hidden = _product(layer.gate_up, _normed(layer.mlp_norm, x_TD), layer.activation)
-        x_TD = x_TD + _normed(layer.down_norm, _product(layer.down, hidden))
-    return x_TD
-
-
-def logits_reference(tail: Tail, x_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """The definition of what comes behind the layers."""
-    return _product(tail.head, _normed(tail.norm, x_TD[rows_R]))
-
-
-def _product(
-    linear: Linear, x_TD: torch.Tensor, activation: Activation | None = None
-) -> torch.Tensor:
-    return packed_linear(x_TD, linear.weights, linear.bias, activation=activation)
-
-
-def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis, if there is one."""
-    if norm is None:
-        return x
-    rows = x.reshape(-1, x.shape[-1])
-    return rms_norm(rows, norm.weight, eps=norm.eps, adds_one=norm.adds_one).view(x.shape)
 
 
 class DecoderLayers:

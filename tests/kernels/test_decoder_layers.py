@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 from kernels.batches import NUM_LAYERS, Batch, make_batch
 
 from vlm_kernels import Activation, AttentionPlan, plan_attention
-from vlm_kernels.decoder_layers import (
-    DecoderLayers,
-    LayerKind,
-    decoder_layers_reference,
-    has_decoder_layers,
-    logits_reference,
-)
+from vlm_kernels.decoder_layers import DecoderLayers, LayerKind, has_decoder_layers
+from vlm_kernels.decoder_layers_reference import decoder_layers_reference, logits_reference
 from vlm_kernels.decoder_weights import Heads, LayerWeights, Linear, Norm, Tail
 from vlm_kernels.kv_rows import block_size_of
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated

@@ -1,0 +1,59 @@
+"""The definition of `decoder_layers`: kernel by kernel, as each is defined in its own file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vlm_kernels.decoder_layers import LayerKind
+from vlm_kernels.decoder_weights import Heads, LayerWeights, Linear, Norm, Tail
+from vlm_kernels.packed_linear import Activation, packed_linear
+from vlm_kernels.paged_attention import paged_attention
+from vlm_kernels.rms_norm import rms_norm
+from vlm_kernels.rope import rope
+from vlm_kernels.store_kv import store_kv
+
+
+def decoder_layers_reference(
+    layers: Sequence[LayerWeights],
+    heads: Heads,
+    x_TD: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots_T: torch.Tensor,
+    kinds: Sequence[LayerKind],
+) -> torch.Tensor:
+    """A new tensor; new keys and values are stored."""
+    parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    for number, layer in enumerate(layers):
+        kind = kinds[layer.kind]
+        joint = _product(layer.qkv, _normed(layer.attention_norm, x_TD))
+        q, k, v = torch.split(joint.view(len(x_TD), -1, heads.head_dim), parts, dim=1)
+        q, k = _normed(layer.q_norm, q), _normed(layer.k_norm, k)
+        rope(q, kind.cos, kind.sin)
+        rope(k, kind.cos, kind.sin)
+        store_kv(k, v, kv_cache, number, slots_T)
+        attended = paged_attention(q, kv_cache, number, kind.plan, scale=layer.scale).flatten(1)
+        x_TD = x_TD + _normed(layer.o_norm, _product(layer.o, attended))
+        hidden = _product(layer.gate_up, _normed(layer.mlp_norm, x_TD), layer.activation)
+        x_TD = x_TD + _normed(layer.down_norm, _product(layer.down, hidden))
+    return x_TD
+
+
+def logits_reference(tail: Tail, x_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+    """What comes behind the layers."""
+    return _product(tail.head, _normed(tail.norm, x_TD[rows_R]))
+
+
+def _product(
+    linear: Linear, x_TD: torch.Tensor, activation: Activation | None = None
+) -> torch.Tensor:
+    return packed_linear(x_TD, linear.weights, linear.bias, activation=activation)
+
+
+def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    """Over the last axis, if there is one."""
+    if norm is None:
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return rms_norm(rows, norm.weight, eps=norm.eps, adds_one=norm.adds_one).view(x.shape)
