@@ -167,6 +167,7 @@ def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
     check(heads.head_dim % 2 == 0, f"{heads} have no halves")
     check(layer.gate_up.weights.is_gated, "gate_up is not gated")
     check(layer.activation in GATED, f"gates are not followed by {layer.activation}")
+    check(layer.kind >= 0, f"kind {layer.kind} is none of a step's")
     check((layer.q_norm is None) == (layer.k_norm is None), "q_norm and k_norm come together")
     joint = of_queries + 2 * heads.num_kv_heads * heads.head_dim
     _check_linear("qkv", layer.qkv, joint, width)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.batches import NUM_LAYERS, Batch, make_batch
+from kernels.guards import GUARD, bf16
 
 from vlm_kernels import Activation, AttentionPlan, plan_attention
 from vlm_kernels.decoder_layers import DecoderLayers, LayerKind, has_decoder_layers
@@ -20,7 +21,6 @@ from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 
 pytestmark = pytest.mark.skipif(not has_decoder_layers(), reason="this CPU has no AVX512-BF16")
 
-GUARD = 64
 LENGTHS = st.lists(
     st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=5
 )
@@ -70,7 +70,7 @@ class Step:
         )
         self.layers = [_layer(form, kind) for kind in range(NUM_LAYERS)]
         num_tokens = int(self.batch.query_start[-1])
-        self.x = _random(num_tokens, form.width)
+        self.x = bf16(num_tokens, form.width)
         self.slots = _slots(self.batch, block_size_of(self.batch.kv_cache, form.heads.head_dim))
         tables = torch.float32 if form.has_float_tables else torch.bfloat16
         self._tables = torch.randn(NUM_LAYERS, 2, num_tokens, form.heads.head_dim).to(tables)
@@ -123,13 +123,14 @@ def test_a_step_twice_gives_the_same() -> None:
     assert torch.equal(first, small.together(2)[0])
 
 
-def test_a_token_is_computed_alike_with_others_and_alone() -> None:
+def test_a_token_is_computed_alike_beside_any_others() -> None:
     form = Form(int8=True, has_more_norms=True)
-    together, alone = Step(form, [(5, 1)] * 3), Step(form, [(5, 1)] * 3)
-    want = together.together(2)[0]
+    some, others = Step(form, [(5, 1)] * 3), Step(form, [(5, 1)] * 3)
     torch.manual_seed(1)
-    alone.x[1:] = _random(2, form.width)
-    assert torch.equal(alone.together(2)[0][0], want[0])
+    others.x[1:] = bf16(2, form.width)
+    (want, _), (got, _) = some.together(2), others.together(2)
+    assert torch.equal(got[0], want[0])
+    assert not torch.equal(got[1:], want[1:]), "the others took effect"
 
 
 @given(FORMS, LENGTHS, st.integers(1, 3), st.data())
@@ -179,6 +180,7 @@ def test_bad_weights_are_refused_by_name() -> None:
         ({"qkv": layer.o}, "qkv must be"),
         ({"gate_up": layer.down}, "gate_up is not gated"),
         ({"activation": Activation.QUICK_GELU}, "not followed by"),
+        ({"kind": -1}, "kind -1"),
         ({"q_norm": layer.mlp_norm}, "come together"),
         ({"mlp_norm": Norm(torch.ones(31, dtype=torch.bfloat16), 1e-6)}, "mlp_norm is"),
         ({"o": dataclasses.replace(layer.o, bias=torch.ones(32))}, "the bias of o is"),
@@ -218,7 +220,7 @@ def _layer(form: Form, kind: int) -> LayerWeights:
     heads, width, inner = form.heads, form.width, form.inner
     queries = heads.num_heads * heads.head_dim
     joint = queries + 2 * heads.num_kv_heads * heads.head_dim
-    gates = mix_biases(_random(inner), _random(inner))
+    gates = mix_biases(bf16(inner), bf16(inner))
     more = {}
     if form.has_more_norms:
         sizes = {"q_norm": 16, "k_norm": 16, "o_norm": width, "down_norm": width}
@@ -229,7 +231,7 @@ def _layer(form: Form, kind: int) -> LayerWeights:
         o=_linear(form, width, queries),
         mlp_norm=_norm(width, adds_one=form.has_more_norms),
         gate_up=Linear(
-            pack_gated(_random(inner, width), _random(inner, width), int8=form.int8),
+            pack_gated(bf16(inner, width), bf16(inner, width), int8=form.int8),
             gates if form.has_bias else None,
         ),
         down=_linear(form, width, inner),
@@ -241,16 +243,12 @@ def _layer(form: Form, kind: int) -> LayerWeights:
 
 
 def _linear(form: Form, num_outputs: int, num_inputs: int) -> Linear:
-    weights = pack(_random(num_outputs, num_inputs) / num_inputs**0.5, int8=form.int8)
-    return Linear(weights, _random(num_outputs) if form.has_bias else None)
+    weights = pack(bf16(num_outputs, num_inputs) / num_inputs**0.5, int8=form.int8)
+    return Linear(weights, bf16(num_outputs) if form.has_bias else None)
 
 
 def _norm(size: int, *, adds_one: bool) -> Norm:
-    return Norm(_random(size), 1e-6, adds_one)
-
-
-def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape).to(torch.bfloat16)
+    return Norm(bf16(size), 1e-6, adds_one)
 
 
 def _slots(batch: Batch, block_size: int) -> torch.Tensor:
