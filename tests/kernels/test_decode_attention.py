@@ -264,4 +264,4 @@ def test_queries_of_another_type_or_stride_are_refused() -> None:
         attend_decode(rows, torch.zeros(2, 4, 32)[..., ::2], 0, q, scale=1.0)
     with pytest.raises(ValueError, match="contiguous"):
         attend_decode(rows, q, 0, torch.zeros(2, 4, 32)[..., :16], scale=1.0)
-    assert ctypes.sizeof(module._Step) == 15 * 8
+    assert ctypes.sizeof(module.Step) == 15 * 8
