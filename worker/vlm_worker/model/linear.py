@@ -123,15 +123,8 @@ class JointLinear(nn.Module):
 
     def pack(self, *, int8: bool) -> None:
         """Take the weights of the parts into one packed matrix, and let go of the parts."""
-        linears: list[Any] = list(self.parts)
-        joined = torch.cat([linear.weight.detach() for linear in linears])
-        self.packed = pack(joined, int8=int8)
-        if any(linear.bias is not None for linear in linears):
-            biases = [
-                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-                for linear in linears
-            ]
-            self.bias = _own_bias(torch.cat(biases))
+        weight, bias = joined(list(self.parts))
+        self.packed, self.bias = pack(weight, int8=int8), _own_bias(bias)
         self.parts = nn.ModuleList()
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -167,6 +160,18 @@ class GatedLinear(nn.Module):
             gate, up = (part(x_TD) for part in self.parts)
             return activate(gate, self.activation) * up
         return packed_linear(x_TD, self.packed, self.bias, activation=self.activation)
+
+
+def joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights and biases of layers of one input as of one; None where no layer has a bias."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return weight, torch.cat(biases).detach()
 
 
 def linear_weights(linear: nn.Module) -> Linear | None:

@@ -20,7 +20,7 @@ from vlm_kernels import Activation, add_rms_norm, paged_attention, rope_store_kv
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.gpu.walk import modules_in
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
-from vlm_worker.model.linear import GatedLinear, JointLinear
+from vlm_worker.model.linear import GatedLinear, JointLinear, joined
 
 
 def use_gpu_kernels(model: Any) -> None:
@@ -75,17 +75,13 @@ class JoinedGate(nn.Module):
 def _join(parts: nn.ModuleList) -> tuple[nn.Module, list[int]]:
     """One linear layer with the outputs of all, and how many each has."""
     linears: list[Any] = list(parts)
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    joined = nn.Linear(1, 1, bias=any(linear.bias is not None for linear in linears), device="meta")
-    joined.in_features, joined.out_features = weight.shape[1], weight.shape[0]
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if joined.bias is not None:
-        biases = [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
-    return joined, [linear.out_features for linear in linears]
+    weight, bias = joined(linears)
+    product = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    product.out_features, product.in_features = weight.shape
+    product.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        product.bias = nn.Parameter(bias, requires_grad=False)
+    return product, [linear.out_features for linear in linears]
 
 
 class FusedLayers(nn.Module):
