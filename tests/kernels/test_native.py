@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import os
 import shutil
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vlm_kernels.cpu import libraries, native
@@ -23,6 +25,15 @@ TRIPTYCH_EXPORT int triptych_sum(int count, int num_threads) {
   std::atomic<int> sum{0};
   triptych::parallel_for(num_threads, count, [&](std::ptrdiff_t i) { sum += int(i); });
   return sum;
+}
+TRIPTYCH_EXPORT void triptych_mix(uint32_t* values, int size, int num_loops, int num_threads) {
+  triptych::in_team(num_threads, [&](triptych::Threads& threads) {
+    for (int loop = 0; loop < num_loops; ++loop) {
+      const uint32_t* from = values + loop % 2 * size;
+      uint32_t* to = values + (loop + 1) % 2 * size;
+      threads.for_each(size, [&](std::ptrdiff_t i) { to[i] = 3 * from[i] + from[(i + 1) % size]; });
+    }
+  });
 }
 """
 
@@ -113,6 +124,29 @@ def test_work_is_shared_by_threads_and_each_piece_is_done_once(
     add = native.typed(library, "triptych_sum", ctypes.c_int, ctypes.c_int, returns=ctypes.c_int)
     for num_threads in (1, 2, 5):
         assert add(1000, num_threads) == 499_500
+
+
+def test_members_of_a_team_see_what_all_did_in_the_loop_before(
+    sources: Path, places: Places
+) -> None:
+    library = native.load(libraries.build(PORTABLE, places.value, sources=sources))
+    mix = native.typed(library, "triptych_mix", ctypes.c_void_p, *[ctypes.c_int] * 3)
+    first = np.arange(40, dtype=np.uint32)
+    want = first
+    for _ in range(200):
+        want = 3 * want + np.roll(want, -1)
+    for num_threads in (1, 2, 5):  # of five, some sleep: this machine may have two cores
+        values = np.concatenate([first, np.zeros_like(first)])
+        mix(values.ctypes.data, len(first), 200, num_threads)
+        np.testing.assert_array_equal(values[:40], want)
+
+
+def test_this_process_has_the_best_library_that_its_cpu_can_run() -> None:
+    """Tests of a library that cannot be loaded are passed over: this one is not."""
+    asked = os.environ.get("TRIPTYCH_NATIVE")  # noqa: TID251  as `native` reads it
+    if asked == "none" or not any(map(shutil.which, libraries.COMPILERS)):
+        pytest.skip("no native library is wanted, or no compiler is here")
+    assert native.variant_name() == libraries.wanted(asked, libraries.supported())[0].name
 
 
 def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
