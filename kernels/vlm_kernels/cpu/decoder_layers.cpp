@@ -209,7 +209,7 @@ void grow(std::vector<uint16_t>& memory, int64_t size) {
   if (memory.size() < size_t(size)) memory.resize(size);
 }
 
-// What a step needs at most; nothing grows while threads run.
+// What a step needs at most, but for packed chunks: one member makes room for them, alone.
 void make_room(const Input& in, const Weights* layers, int64_t num_layers, const Kind* kinds,
                int64_t num_kinds, const Output* out, Memory& memory) {
   const int64_t heads = in.num_heads * in.head_dim;

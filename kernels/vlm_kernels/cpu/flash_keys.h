@@ -17,7 +17,7 @@ using Half = uint16_t;
 
 constexpr int KEYS = 64;  // of one tile
 
-// `_Segments` in flash_attention.py; the same for all layers of one window.
+// `SegmentsStep` in flash_attention.py; the same for all layers of one window.
 struct Segments {
   const int64_t* tokens;       // [S] where the first query lies among the packed tokens
   const int64_t* num_queries;  // [S]

@@ -11,7 +11,7 @@
 
 namespace triptych {
 
-// One step's rows; the same for all layers of one window. `_Step` in decode_attention.py.
+// One step's rows; the same for all layers of one window. `Step` in decode_attention.py.
 struct Step {
   const int32_t* block_table;  // [num_rows, table_width]
   const int32_t* num_kv;       // [num_rows] positions, the row's own among them

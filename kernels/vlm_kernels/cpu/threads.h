@@ -63,7 +63,6 @@ class Threads {
 
   int count() const { return count_; }
 
-
   // body(i) for each i below count, all of them done on return.
   template <class Body>
   void for_each(std::ptrdiff_t count, Body&& body) {

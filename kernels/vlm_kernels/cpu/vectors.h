@@ -39,9 +39,9 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
-// 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats
-// and int8 lie one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes a shift
-// and a mask, and no shuffle.
+// 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats and
+// int8 lie one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes
+// a shift and a mask, and no shuffle.
 struct Pair {
   Floats a, b;
 };
