@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from vlm_operator.local.agent.atomic import write_atomically
 from vlm_operator.local.agent.command import Facts
 from vlm_operator.local.agent.volumes import Volumes
+from vlm_operator.local.client import Client
 from vlm_operator.local.waiting import until
 
 from .pods import Pods, condition, first, pod
@@ -200,5 +202,36 @@ async def test_a_token_is_renewed_before_it_ends(pods: Pods, tmp_path: Path):
         return token.read_text() != first
 
     await until(renewed, seconds=10, awaited="another token")
+    refreshing.cancel()
+    await asyncio.gather(refreshing, return_exceptions=True)
+
+
+class Tokens:
+    """An API server that gives another token each time."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    async def create(self, *_: Any) -> dict[str, Any]:
+        self.given += 1
+        return {"status": {"token": str(self.given)}}
+
+
+async def test_a_disk_that_is_full_for_a_moment_does_not_end_renewing(tmp_path: Path):
+    source = {"serviceAccountToken": {"path": "t", "expirationSeconds": 600}}
+    spec = {"volumes": [{"name": "v", "projected": {"sources": [source]}}]}
+    body = {"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": spec}
+    facts, tokens = Facts("127.0.0.1", "127.0.0.1", "n"), Tokens()
+    volumes = Volumes(body, facts, cast("Client", tokens), tmp_path, renew_after=0.0)
+    folder = (await volumes.prepare())["v"]
+    folder.rename(tmp_path / "away")
+    folder.touch()  # nothing can be written there
+    refreshing = asyncio.create_task(volumes.refresh())
+
+    async def asked_again() -> bool:
+        return tokens.given > 2
+
+    await until(asked_again, seconds=10, awaited="a token after the one that was lost")
+    assert not refreshing.done()
     refreshing.cancel()
     await asyncio.gather(refreshing, return_exceptions=True)

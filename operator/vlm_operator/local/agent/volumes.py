@@ -6,8 +6,8 @@ emptyDir, hostPath, PVC ─▶ a folder         ConfigMap, Secret, projected, do
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
+import logging
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from vlm_operator.local.client import ApiError, Client
 from . import command
 from .atomic import Files, write_atomically
 
+logger = logging.getLogger(__name__)
 TOKEN_SECONDS = 3607
 RENEW_AFTER = 0.8  # of a token's life
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets"}
@@ -230,9 +231,12 @@ class Volumes:
             await self._rewrite(volumes)
 
     async def _rewrite(self, volumes: list[Mapping[str, Any]]) -> None:
+        """Write what volumes show now; where that fails, what was there stays for now."""
         for volume in volumes:
-            with contextlib.suppress(VolumeError):  # what was there stays
+            try:
                 write_atomically(self._folder / volume["name"], await self._files(volume))
+            except (VolumeError, command.ConfigError, OSError) as error:
+                logger.info("volume kept", extra={"volume": volume["name"], "error": str(error)})
 
 
 def _decoded(kind: str, thing: Mapping[str, Any]) -> Files:
