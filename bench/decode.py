@@ -12,10 +12,8 @@ layers that are an eighth as wide, where there is next to nothing to read or to 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import random_vlm
-from probes import Rounds
+from probes import Rounds, arguments
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
@@ -37,12 +35,7 @@ NARROW = random_vlm.Size(hidden=128, heads=1, kv_heads=1, mlp=352, vision_layers
 
 def main() -> None:
     """Measure, and print one JSON line per batch size."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    args = parser.parse_args()
-    os.putenv("OMP_WAIT_POLICY", "PASSIVE")  # as a worker has it; torch is not imported yet
+    args = arguments(__doc__)
     with random_vlm.model_directory(args.model) as model_dir:
         runners = {name: build(model_dir, args.threads, name) for name in ("auto", "int8")}
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as made:

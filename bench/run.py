@@ -54,7 +54,16 @@ GOALS = (
     "startup",
     "interference",
 )
-TABLES = ("batching", "generate", "curves", "cache", "split_ttft", "int8_accuracy", "memory")
+TABLES = (
+    "batching",
+    "generate",
+    "curves",
+    "cache",
+    "split_ttft",
+    "int8_accuracy",
+    "jpeg_scaling",
+    "memory",
+)
 OTHERS = (
     "admission",
     "model",
