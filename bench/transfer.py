@@ -90,6 +90,12 @@ def filled(load: Load) -> np.ndarray:
 # ---- the producer's process ----------------------------------------------------------------------
 
 
+def close_all(released: list[Outgoing]) -> None:
+    """Their segments hold memory until then."""
+    while released:
+        released.pop().close()
+
+
 async def produce() -> None:
     """Serve gRPC and raw TCP until standard input ends; the first line says where."""
     pools = {name: filled(load) for name, load in LOADS.items()}
@@ -100,8 +106,7 @@ async def produce() -> None:
     async def fetch(request: Any, context: Any) -> None:
         call = identity.fetch_call_of(request)
         pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
-        while released:
-            released.pop().close()
+        close_all(released)
 
         async def export(first: int, count: int, room: memoryview) -> memoryview:
             if not load.is_scattered:
@@ -145,6 +150,7 @@ async def produce() -> None:
     threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
     print(json.dumps([port, listener.getsockname()[1]]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    close_all(released)
     shared.close()
     await server.stop(None)
 
