@@ -67,11 +67,9 @@ struct Scratch {
 void attend_tile(Scratch& work, int64_t row, int64_t position, const Exponents& exponents,
                  const Half* keys, const Half* values, const Sizes& size) {
   multiply_keys(&work.q[row * size.width], keys, size.width, &work.scores[row * KEYS]);
-  for (int64_t r = row; r < row + BLOCK; r++) {
-    work.factors[r] = softmax(&work.scores[r * KEYS], work.first[r] - position,
-                              std::min<int64_t>(KEYS, work.end[r] - position), exponents,
-                              &work.maxima[r], &work.totals[r * 16], &work.weights[r * KEYS]);
-  }
+  const RowsSoFar rows{&work.first[row], &work.end[row], &work.maxima[row], &work.totals[row * 16],
+                       &work.factors[row]};
+  softmax(&work.scores[row * KEYS], position, rows, exponents, &work.weights[row * KEYS]);
   for (int64_t d = 0; d < size.width;) {
     const auto of = [&](auto columns) {
       multiply_values<columns.value>(&work.weights[row * KEYS], values + d * 2, size.width,

@@ -125,18 +125,29 @@ void multiply_values(const Half* weights, const Half* values, int64_t width, con
     for (int c = 0; c < columns; c++) _mm512_storeu_ps(to + i * width + c * 16, sums[i][c]);
 }
 
-// 2^x to 3e-6 of its value, which the rounding to bfloat16 hides; 0 below -150, NaN of NaN.
-//
-//   2^x = 2^n 2^f,  n = round(x),  |f| <= 1/2,  2^f = e^(f ln 2) by its series up to f^5
-inline __m512 exp2_of(__m512 x) {
+// 2^x by a polynomial p(f) of 2^f on |f| <= 1/2, x = n + f, n an integer; 0 below -150, NaN of NaN.
+template <int terms>
+inline __m512 exp2_by(const float (&coefficients)[terms], __m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-200.f), x);
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 f = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_set1_ps(1.33335581e-3f);
-  for (const float c : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.f}) {
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
-  }
+  __m512 p = _mm512_set1_ps(coefficients[0]);
+  for (int i = 1; i < terms; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(coefficients[i]));
   return _mm512_scalef_ps(p, n);
+}
+
+// To 3e-6 of its value: the series of e^(f ln 2).
+inline __m512 exp2_of(__m512 x) {
+  static constexpr float series[] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
+                                     2.40226507e-1f, 6.93147181e-1f, 1.f};
+  return exp2_by(series, x);
+}
+
+// To 1e-4, which the rounding of weights to bfloat16 hides: of its degree the polynomial whose greatest
+// error is least.
+inline __m512 weight_of(__m512 x) {
+  static constexpr float least[] = {5.517166e-2f, 2.4261112e-1f, 6.9326099e-1f, 9.9992807e-1f};
+  return exp2_by(least, x);
 }
 
 // How scores become exponents of 2: s * scale, or where there is a cap, c tanh(s / c) of that.
@@ -156,36 +167,70 @@ struct Exponents {
   }
 };
 
-// Turns the scores of a row into weights; it sees the keys [first, end) of the tile. Adds them to
-// 16 totals, and returns the factor of what was summed before.
-inline float softmax(const float* scores, int64_t first, int64_t end, const Exponents& exponents,
-                     float* maximum, float* totals, Half* weights) {
-  if (first >= end) {
-    std::fill(weights, weights + KEYS, Half(0));
-    return 1.f;
+// The scores of a row as exponents of 2, in their place; those of keys that it does not see are
+// nothing. Returns the largest.
+inline float to_exponents(float* scores, int64_t first, int64_t end, const Exponents& exponents) {
+  __m512 s[4];
+  for (int j = 0; j < 4; j++) s[j] = exponents.of(_mm512_loadu_ps(scores + j * 16));
+  if (first > 0 || end < KEYS) {
+    for (int j = 0; j < 4; j++) {
+      const auto seen = static_cast<__mmask16>(below(end - j * 16) & ~below(first - j * 16));
+      s[j] = _mm512_mask_mov_ps(_mm512_set1_ps(NOTHING), seen, s[j]);
+    }
   }
-  __m512 s[4], most = _mm512_set1_ps(NOTHING);
+  for (int j = 0; j < 4; j++) _mm512_storeu_ps(scores + j * 16, s[j]);
+  return _mm512_reduce_max_ps(
+      _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])));
+}
+
+// A row's exponents as weights; returns what they add to 16 totals.
+inline __m512 to_weights(const float* exponents, float maximum, Half* weights) {
+  __m512 w[4];
   for (int j = 0; j < 4; j++) {
-    const __mmask16 seen = static_cast<__mmask16>(below(end - j * 16) & ~below(first - j * 16));
-    s[j] = _mm512_mask_mov_ps(_mm512_set1_ps(NOTHING), seen,
-                              exponents.of(_mm512_loadu_ps(scores + j * 16)));
-    most = _mm512_max_ps(most, s[j]);
-  }
-  const float now = std::max(*maximum, _mm512_reduce_max_ps(most));
-  const float factor =
-      *maximum == now ? 1.f : _mm512_cvtss_f32(exp2_of(_mm512_set1_ps(*maximum - now)));
-  __m512 added = _mm512_setzero_ps();
-  for (int j = 0; j < 4; j++) {
-    s[j] = exp2_of(_mm512_sub_ps(s[j], _mm512_set1_ps(now)));
-    added = _mm512_add_ps(added, s[j]);
+    const __m512 x = _mm512_loadu_ps(exponents + j * 16);
+    w[j] = weight_of(_mm512_sub_ps(x, _mm512_set1_ps(maximum)));
   }
   for (int j = 0; j < 2; j++) {
-    _mm512_storeu_si512(weights + j * 32, (__m512i)_mm512_cvtne2ps_pbh(s[2 * j + 1], s[2 * j]));
+    _mm512_storeu_si512(weights + j * 32, (__m512i)_mm512_cvtne2ps_pbh(w[2 * j + 1], w[2 * j]));
   }
-  const __m512 before = _mm512_mul_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(factor));
-  _mm512_storeu_ps(totals, _mm512_add_ps(before, added));
-  *maximum = now;
-  return factor;
+  return _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
+}
+
+// What BLOCK rows of queries see, and what they have added up so far.
+struct RowsSoFar {
+  const int64_t *first, *end;        // each sees the keys [first, end) of its segment
+  float *maxima, *totals, *factors;  // totals in 16 parts each; factors of what was summed before
+};
+
+// Turns the scores of BLOCK rows with the KEYS keys from `position` into weights. The factors of all
+// rows are one exponential.
+inline void softmax(float* scores, int64_t position, const RowsSoFar& rows,
+                    const Exponents& exponents, Half* weights) {
+  alignas(64) float before[16] = {}, now[16] = {};
+  int64_t from[BLOCK], to[BLOCK];
+  for (int i = 0; i < BLOCK; i++) {
+    from[i] = rows.first[i] - position;
+    to[i] = std::min<int64_t>(KEYS, rows.end[i] - position);
+    before[i] = now[i] = rows.maxima[i];
+    if (from[i] >= to[i]) continue;
+    now[i] = std::max(now[i], to_exponents(scores + i * KEYS, from[i], to[i], exponents));
+    rows.maxima[i] = now[i];
+  }
+  const __m512 was = _mm512_load_ps(before), is = _mm512_load_ps(now);
+  const __mmask16 is_other = _mm512_cmp_ps_mask(was, is, _CMP_NEQ_UQ);
+  const __m512 all = _mm512_mask_mov_ps(_mm512_set1_ps(1.f), is_other,
+                                        exp2_of(_mm512_sub_ps(was, is)));
+  _mm512_mask_storeu_ps(rows.factors, (1u << BLOCK) - 1, all);
+  for (int i = 0; i < BLOCK; i++) {
+    if (from[i] >= to[i]) {
+      std::fill(weights + i * KEYS, weights + (i + 1) * KEYS, Half(0));
+      continue;
+    }
+    const __m512 added = to_weights(scores + i * KEYS, now[i], weights + i * KEYS);
+    float* totals = rows.totals + i * 16;
+    const __m512 summed = _mm512_mul_ps(_mm512_loadu_ps(totals), _mm512_set1_ps(rows.factors[i]));
+    _mm512_storeu_ps(totals, _mm512_add_ps(summed, added));
+  }
 }
 
 }  // namespace triptych
