@@ -195,7 +195,7 @@ class DecoderLayers:
         rows = plan.rows
         if rows is None:
             return None
-        check(rows.num_tokens <= len(x_TD), f"{len(x_TD)} tokens, the plan has more")
+        check(rows.num_tokens <= len(x_TD), f"{len(x_TD)} tokens, the plan has later ones")
         fits = rows.dtype == x_TD.dtype and rows.head_dim == self.heads.head_dim
         check(fits and rows.kv_cache is kv_cache, "the plan is of another cache or model")
         rows.step.num_groups = self.heads.num_heads // self.heads.num_kv_heads
@@ -207,7 +207,7 @@ class DecoderLayers:
         """Chunks of prefill likewise."""
         if plan.chunks is None:
             return None
-        check(len(plan.chunks.first) <= len(x_TD), f"{len(x_TD)} tokens, the plan has more")
+        check(len(plan.chunks.first) <= len(x_TD), f"{len(x_TD)} tokens, the plan has later ones")
         step = segments_of_blocks(plan.chunks, kv_cache, head_dim=self.heads.head_dim)
         step.num_groups = self.heads.num_heads // self.heads.num_kv_heads
         return step
@@ -232,6 +232,8 @@ class DecoderLayers:
         check(len(kinds) >= self._num_kinds, f"{len(kinds)} kinds, layers have {self._num_kinds}")
         for kind in kinds:
             check(not kind.plan.groups and kind.plan.tiles is None, "the plan is for torch or GPUs")
+            planned = _num_tokens(kind.plan)
+            check(planned == num_tokens, f"{num_tokens} tokens, the plan has {planned}")
             for table in (kind.cos, kind.sin):
                 fits = table.shape == (num_tokens, head_dim) and table.is_contiguous()
                 known = table.dtype in {torch.bfloat16, torch.float32}
@@ -242,6 +244,12 @@ class DecoderLayers:
 def has_decoder_layers() -> bool:
     """Whether this machine has the kernel."""
     return _kernel() is not None
+
+
+def _num_tokens(plan: AttentionPlan) -> int:
+    """That attend; the others would keep what lay in memory before."""
+    decoding = 0 if plan.rows is None else int(plan.rows.step.num_rows)
+    return decoding + (0 if plan.chunks is None else int(plan.chunks.num_queries.sum()))
 
 
 def _at(structure: ctypes.Structure | None) -> int | None:

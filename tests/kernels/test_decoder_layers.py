@@ -195,16 +195,18 @@ def test_a_bad_step_is_refused_before_anything_is_written() -> None:
     before, kinds = cache.clone(), step.kinds(step.batch.kv_cache)
     narrow = [dataclasses.replace(kind, cos=kind.cos[:, :-2]) for kind in kinds]
     shorter = [LayerKind(kind.cos[:-1], kind.sin[:-1], kind.plan) for kind in kinds]
+    fewer = _plan(step.batch.alone(0), cache, None)
     torch_plan = _plan(step.batch, cache, None, use_native=False)
     for x, slots, given_kinds, message in (
         (step.x.float(), step.slots, kinds, "x is torch.float32"),
         (step.x.T.contiguous().T, step.slots, kinds, "x is"),
-        (step.x[:-1], step.slots[:-1], shorter, "the plan has more"),
+        (step.x[:-1], step.slots[:-1], shorter, "2 tokens, the plan has 3"),
         (step.x, step.slots + 10_000, kinds, "a slot is not in"),
         (step.x, step.slots[:-1], kinds, "slots"),
         (step.x, step.slots, kinds[:1], "kinds"),
         (step.x, step.slots, narrow, "cos or sin"),
         (step.x, step.slots, step.kinds(cache.clone()), "another cache"),
+        (step.x, step.slots, [_with(kind, fewer) for kind in kinds], "3 tokens, the plan has 1"),
         (step.x, step.slots, [_with(kind, torch_plan) for kind in kinds], "for torch"),
     ):
         with pytest.raises(ValueError, match=message):
