@@ -33,6 +33,7 @@ class Peer:
         self.client = WorkerClient(pod.address, timers=timers)
         self.hello: Hello | None = None
         self.load: Load | None = None
+        self.num_others = 0
         self.num_inflight = 0
         self.unused = asyncio.Event()
         self.unused.set()
@@ -40,6 +41,15 @@ class Peer:
         self.refuses = False
         self.complaint = ""
         self.task: asyncio.Task[None] | None = None
+
+    def report(self, load: Load) -> None:
+        """Take its word.
+
+        What it has beyond ours are others' requests. Until its next word, about a second, only ours
+        come and go: what ended here is not counted on.
+        """
+        self.load = load
+        self.num_others = max(0, load.num_inflight - self.num_inflight)
 
     @property
     def candidate(self) -> Candidate | None:
@@ -59,7 +69,7 @@ class Peer:
             max_model_len_tokens=hello.limits.max_model_len,
             ready=self.pod.ready,
             accepting=self.pod.accepting and not self.refuses and (not load or load.accepting),
-            num_inflight=max(self.num_inflight, load.num_inflight if load else 0),
+            num_inflight=self.num_inflight + self.num_others,
             num_waiting=load.num_waiting if load else 0,
             work_queued_seconds=load.work_queued_seconds if load else 0.0,
             kv_free_tokens=load.kv_free_tokens if load else hello.limits.kv_capacity_tokens,
@@ -196,7 +206,8 @@ class Registry:
             try:
                 hello = await peer.client.hello(timeout=timers.hello)
                 self._check(hello)
-                peer.hello, peer.load, peer.refuses, peer.complaint = hello, None, False, ""
+                peer.hello, peer.load, peer.num_others = hello, None, 0
+                peer.refuses, peer.complaint = False, ""
                 logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
                 delay = timers.retry
                 await self._follow_load(peer)
@@ -217,7 +228,7 @@ class Registry:
                     load = await anext(loads, None)
                 if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
                     return
-                peer.load = load
+                peer.report(load)
                 self._notify()
 
     def _lost(self, peer: Peer, error: Exception) -> None:
@@ -226,7 +237,7 @@ class Registry:
             logger.warning(message, extra={"pod": peer.pod.name, "reason": str(error)})
         peer.complaint = str(error)
         self._note_loss(peer)
-        peer.hello = peer.load = None
+        peer.hello, peer.load, peer.num_others = None, None, 0
         self._notify()
 
     def _note_loss(self, peer: Peer) -> None:

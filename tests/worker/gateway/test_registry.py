@@ -1,0 +1,56 @@
+"""What the gateway makes of a worker's word about its load, which is a second old at times."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from vlm_worker.gateway.pods import KnownPod
+from vlm_worker.gateway.registry import Peer, Registry
+from vlm_worker.settings.timers import PRODUCTION
+from vlm_worker.types import Role, Stage
+from vlm_worker.wire.calls import Hello, Limits, Load
+
+
+@pytest.fixture
+async def peer() -> Peer:
+    found = Peer(KnownPod("a", "127.0.0.1:1"), PRODUCTION)
+    limits = Limits(block_size=16, kv_capacity_tokens=4096, max_model_len=4096, max_requests=16)
+    found.hello = Hello(
+        Role.DECODE, frozenset({Stage.DECODE}), "m", "r", "a", "u", b"boot", b"kv", b"rows", "", "",
+        limits,
+    )  # fmt: skip
+    return found
+
+
+async def test_what_ended_here_since_a_report_is_not_counted_on(peer: Peer) -> None:
+    registry = Registry(served_name="m")
+    registry._peers["a"] = peer
+    with contextlib.ExitStack() as mine:
+        for _ in range(2):
+            mine.enter_context(registry.use("a"))
+        peer.report(_load(num_inflight=5))
+        assert _counted(peer) == 5
+    assert _counted(peer) == 3, "those of others"
+    with registry.use("a"):
+        assert _counted(peer) == 4
+
+
+async def test_a_report_that_does_not_know_of_ours_yet_hides_none(peer: Peer) -> None:
+    registry = Registry(served_name="m")
+    registry._peers["a"] = peer
+    with registry.use("a"), registry.use("a"):
+        peer.report(_load(num_inflight=0))
+        assert _counted(peer) == 2
+    assert _counted(peer) == 0
+
+
+def _counted(peer: Peer) -> int:
+    candidate = peer.candidate
+    assert candidate is not None
+    return candidate.num_inflight
+
+
+def _load(*, num_inflight: int) -> Load:
+    return Load(num_inflight, 0, 0.0, 4096, 4096, True, b"boot")
