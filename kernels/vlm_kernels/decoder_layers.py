@@ -198,7 +198,7 @@ class DecoderLayers:
         check(rows.num_tokens <= len(x_TD), f"{len(x_TD)} tokens, the plan has later ones")
         fits = rows.dtype == x_TD.dtype and rows.head_dim == self.heads.head_dim
         check(fits and rows.kv_cache is kv_cache, "the plan is of another cache or model")
-        rows.step.num_groups = self.heads.num_heads // self.heads.num_kv_heads
+        rows.step.num_groups = self.heads.num_groups
         return rows.step
 
     def _chunks(
@@ -209,7 +209,7 @@ class DecoderLayers:
             return None
         check(len(plan.chunks.first) <= len(x_TD), f"{len(x_TD)} tokens, the plan has later ones")
         step = segments_of_blocks(plan.chunks, kv_cache, head_dim=self.heads.head_dim)
-        step.num_groups = self.heads.num_heads // self.heads.num_kv_heads
+        step.num_groups = self.heads.num_groups
         return step
 
     def _check(

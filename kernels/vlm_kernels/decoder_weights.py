@@ -15,6 +15,8 @@ import torch
 from vlm_kernels.packed_linear import GATED, Activation
 from vlm_kernels.packed_weights import PackedWeights
 
+_LINEARS = ("qkv", "o", "gate_up", "down")
+_NORMS = ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -72,6 +74,11 @@ class Heads:
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share a KV head, G."""
+        return self.num_heads // self.num_kv_heads
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tail:
@@ -98,11 +105,8 @@ class Weights(ctypes.Structure):
     """One layer, as C++ reads it."""
 
     _fields_ = (
-        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
-        *(
-            (name, _Norm)
-            for name in ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm")
-        ),
+        *((name, _Linear) for name in _LINEARS),
+        *((name, _Norm) for name in _NORMS),
         ("kind", _SIZE),
         ("gate", _SIZE),
         ("scale", ctypes.c_float),
@@ -134,10 +138,8 @@ def lay_out(layers: Sequence[LayerWeights]) -> ctypes.Array[Weights]:
 
 
 def _weights(layer: LayerWeights) -> Weights:
-    parts: dict[str, Any] = {
-        name: _linear(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")
-    }
-    for name in ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm"):
+    parts: dict[str, Any] = {name: _linear(getattr(layer, name)) for name in _LINEARS}
+    for name in _NORMS:
         norm: Norm | None = getattr(layer, name)
         if norm is not None:
             parts[name] = _norm(norm)
@@ -174,7 +176,7 @@ def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
     _check_linear("o", layer.o, width, of_queries)
     _check_linear("gate_up", layer.gate_up, inner, width)
     _check_linear("down", layer.down, width, inner)
-    for name in ("attention_norm", "mlp_norm", "o_norm", "down_norm", "q_norm", "k_norm"):
+    for name in _NORMS:
         norm: Norm | None = getattr(layer, name)
         if norm is not None:
             size = heads.head_dim if name in {"q_norm", "k_norm"} else width

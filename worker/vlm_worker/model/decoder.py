@@ -31,8 +31,10 @@ class Decoder:
 
     def __init__(self, text_model: Any, head: nn.Module) -> None:
         self._text_model, self._head = text_model, head
-        self._kinds = _kinds(text_model)
-        self._native = _native_layers(text_model, head, self._kinds)
+        of_layers = _kinds(text_model)
+        self._kinds = list(dict.fromkeys(of_layers))
+        self._types = {layer_type for layer_type, _ in self._kinds}
+        self._native = _native_layers(text_model, head, of_layers)
 
     def logits(
         self,
@@ -71,12 +73,12 @@ class Decoder:
     ) -> list[LayerKind]:
         rotary = self._text_model.rotary_emb
         tables = {
-            kind: rotary(embeds_TD[None], positions, *([] if kind is None else [kind]))
-            for kind in {kind for kind, _ in self._kinds}
+            layer_type: rotary(embeds_TD[None], positions, *([layer_type] if layer_type else []))
+            for layer_type in self._types
         }
         kinds = []
-        for kind, window in dict.fromkeys(self._kinds):
-            cos, sin = (table[0].contiguous() for table in tables[kind])
+        for layer_type, window in self._kinds:
+            cos, sin = (table[0].contiguous() for table in tables[layer_type])
             kinds.append(LayerKind(cos, sin, step.plan(window)))
         return kinds
 

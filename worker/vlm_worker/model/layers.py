@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
         assert mlp is not None
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
-        self._scaling: float = attention.scaling
+        self.scaling: float = attention.scaling
         self.window: int | None = getattr(attention, "sliding_window", None)
         self.attention_norm = Norm(layer.input_layernorm)
         self.qkv = JointLinear([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -184,7 +184,7 @@ class DecoderLayer(nn.Module):
             mlp_norm=self.mlp_norm.weights(),
             gate_up=gate_up,
             down=down,
-            scale=self._scaling,
+            scale=self.scaling,
             kind=kind,
             activation=up.activation,
             **{
@@ -210,7 +210,7 @@ class DecoderLayer(nn.Module):
         rope(k_THD, cos_TD, sin_TD)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         o, _ = paged_forward(
-            self, q, k, v, None, scaling=self._scaling, step=step, sliding_window=self.window
+            self, q, k, v, None, scaling=self.scaling, step=step, sliding_window=self.window
         )
         return o[0].flatten(1)
 

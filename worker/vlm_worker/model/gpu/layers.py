@@ -116,7 +116,7 @@ class FusedLayer(nn.Module):
         self.qkv, self.o = layer.qkv, layer.o
         self.mlp: Mlp = layer.mlp
         self._layer_idx, self._head_dim = layer.layer_idx, layer.head_dim
-        self._scaling: float = layer._scaling
+        self._scaling: float = layer.scaling
         self._window: int | None = layer.window
 
     def forward(
