@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +90,17 @@ def filled(load: Load) -> np.ndarray:
 # ---- the producer's process ----------------------------------------------------------------------
 
 
-def close_all(released: list[Outgoing]) -> None:
-    """Their segments hold memory until then."""
-    while released:
-        released.pop().close()
-
-
 async def produce() -> None:
     """Serve gRPC and raw TCP until standard input ends; the first line says where."""
     pools = {name: filled(load) for name, load in LOADS.items()}
     shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
-    released: list[Outgoing] = []
+    released = ExitStack()  # their segments hold memory until they are closed
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
     async def fetch(request: Any, context: Any) -> None:
         call = identity.fetch_call_of(request)
         pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
-        close_all(released)
+        released.close()
 
         async def export(first: int, count: int, room: memoryview) -> memoryview:
             if not load.is_scattered:
@@ -133,7 +127,9 @@ async def produce() -> None:
         async with aclosing(frames):
             async for frame in frames:
                 await context.write(frame)
-        released.append(outgoing)  # its consumer asks for the next one when it has read this
+        released.callback(
+            outgoing.close
+        )  # its consumer asks for the next one when it has read this
 
     method = METHODS["FetchKV"]
     handler = grpc.unary_stream_rpc_method_handler(
@@ -150,7 +146,7 @@ async def produce() -> None:
     threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
     print(json.dumps([port, listener.getsockname()[1]]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    close_all(released)
+    released.close()
     shared.close()
     await server.stop(None)
 
