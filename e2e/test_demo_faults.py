@@ -107,3 +107,10 @@ def test_a_picture_that_is_not_there_is_said_so(tmp_path: Path):
     ended = demo("--once", "--image", str(tmp_path / "none.png"))
     assert ended.returncode == 1
     assert "There is no picture" in ended.stdout
+
+
+def test_a_file_that_is_no_picture_is_said_so_before_anything_starts():
+    ended = demo("--once", "--image", __file__)
+    assert ended.returncode == 1
+    assert "is no PNG, JPEG, WebP or GIF" in ended.stdout
+    assert "control plane" not in ended.stdout

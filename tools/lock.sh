@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Writes requirements/*.txt: exact versions with hashes and no URLs. Needs uv (pip install uv).
+# Writes requirements/*.txt: exact versions with hashes and no URLs. Needs uv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+command -v uv >/dev/null || { echo "error: uv not found; install it (pip install uv)"; exit 1; }
 # Nothing younger than a week gets in: poisoned releases are usually found within days.
 newest=$(date -u -d "8 days ago" +%Y-%m-%d)
 compile() {

@@ -142,7 +142,9 @@ class SloStatus(Model):
     ttft_p95_milliseconds: int | None = field(None, "TTFT at the 95th percentile, rounded.")
     target_milliseconds: int | None = field(None, "What was promised.")
     stages: dict[Word, int] | None = field(
-        None, "Share of each stage in the TTFT of requests that missed, in percent.", max_length=16
+        None,
+        "Percent of each stage in the TTFT of requests that missed, or of the slowest tenth.",
+        max_length=16,
     )
     dominant_stage: Word | None = field(None, "The stage with the largest share.")
 

@@ -224,10 +224,19 @@ def demo(
     ] = None,
     question: Annotated[str | None, typer.Option(help="Your own question.")] = None,
     kubeconfig: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A cluster that exists; else one is made.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A cluster that exists; else one is made.",
+        ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Of the API on 127.0.0.1; 8000 if it is free, else any.")
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Of the API on 127.0.0.1; 8000 if it is free, else any."
+        ),
     ] = None,
 ) -> None:
     """Start a cluster on this machine, apply the quickstart and ask about a picture."""

@@ -7,7 +7,6 @@ with the usage: `{"ttft_ms": 41.5, "stages": {"media": 3.1, ...}}`; other server
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import dataclasses
 import io
@@ -21,13 +20,7 @@ import aiohttp
 
 from vlm_operator.cli.errors import CliError
 from vlm_operator.cli.target import Target
-
-_MAGIC = {
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "image/gif",
-    b"RIFF": "image/webp",
-}
+from vlm_operator.pictures import data_url, media_type
 
 
 class ApiError(Exception):
@@ -80,8 +73,7 @@ def chat_body(
     """The JSON of a streamed chat completion; pictures go before the question, as data URLs."""
     parts: list[dict[str, Any]] = []
     for image in images:
-        encoded = base64.b64encode(image).decode()
-        reference = {"url": f"data:{media_type(image)};base64,{encoded}"}
+        reference = {"url": data_url(image)}
         if detail is not None:
             reference["detail"] = detail
         parts.append({"type": "image_url", "image_url": reference})
@@ -103,16 +95,9 @@ def read_image(path: Path) -> bytes:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CliError(f"the image {path} cannot be read: {reason}") from error
-    media_type(data, str(path))
+    if media_type(data) is None:
+        raise CliError(f"{path} is no PNG, JPEG, WebP or GIF", "convert it to PNG")
     return data
-
-
-def media_type(data: bytes, name: str = "the image") -> str:
-    """The MIME type by the first bytes."""
-    for magic, mime in _MAGIC.items():
-        if data.startswith(magic):
-            return mime
-    raise CliError(f"{name} is no PNG, JPEG, WebP or GIF", "convert it to PNG")
 
 
 async def stream_chat(

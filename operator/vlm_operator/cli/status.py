@@ -148,7 +148,7 @@ def _print_pools(pools: dict[str, Any], out: Console) -> None:
 
 
 def _print_slo(promises: Sequence[dict[str, Any]], out: Console) -> None:
-    table = plain_table("MODALITY", "TTFT-P95", "TARGET", "MISSED TTFT WENT TO")
+    table = plain_table("MODALITY", "TTFT-P95", "TARGET", "SLOW TTFT WENT TO")
     for promise in promises:
         shares = promise.get("stages") or {}
         largest = sorted(

@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import yaml
 
+from vlm_operator.local.errors import LocalError
+
 Object = dict[str, Any]
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -50,16 +52,33 @@ class Access:
 
     @classmethod
     def read(cls, kubeconfig: Path) -> "Access":
-        """Read the current context of a kubeconfig with certificates or a token."""
-        config = yaml.safe_load(kubeconfig.read_text())
+        """Read the current context of a kubeconfig with certificates or a token.
+
+        Raises:
+            LocalError: It is none.
+        """
+        wrong = LocalError(
+            f"{kubeconfig} is no kubeconfig with a certificate or a token of its user.",
+            "Make one: kubectl config view --raw --flatten --minify shows yours.",
+        )
+        try:
+            access = cls._of(yaml.safe_load(kubeconfig.read_text()), kubeconfig.parent)
+        except (OSError, KeyError, TypeError, AttributeError, ValueError, yaml.YAMLError) as error:
+            raise wrong from error
+        if not access.token and not (access.certificate and access.key):
+            raise wrong
+        return access
+
+    @classmethod
+    def _of(cls, config: Object, folder: Path) -> "Access":
         context = _named(config, "contexts", config.get("current-context", ""))["context"]
         cluster = _named(config, "clusters", context["cluster"])["cluster"]
         user = _named(config, "users", context["user"])["user"]
         return cls(
             server=cluster["server"].rstrip("/"),
-            ca=_text(cluster, "certificate-authority", kubeconfig.parent),
-            certificate=_text(user, "client-certificate", kubeconfig.parent),
-            key=_text(user, "client-key", kubeconfig.parent),
+            ca=_text(cluster, "certificate-authority", folder),
+            certificate=_text(user, "client-certificate", folder),
+            key=_text(user, "client-key", folder),
             token=user.get("token"),
             namespace=context.get("namespace", "default"),
         )

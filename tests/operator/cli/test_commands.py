@@ -95,6 +95,8 @@ async def test_chat_ends_quietly_on_ctrl_c(openai: Any) -> None:
         pytest.param(["bench", "x", "--image-share", "2"], "--image-share", id="share"),
         pytest.param(["bench", "x", "--image-size", "9"], "WIDTHxHEIGHT", id="size"),
         pytest.param(["status", "-o", "xml"], "xml", id="format"),
+        pytest.param(["demo", "--port", "99999"], "--port", id="port"),
+        pytest.param(["demo", "--kubeconfig", "/none"], "--kubeconfig", id="kubeconfig"),
         pytest.param(["nothing"], "nothing", id="command"),
     ],
 )

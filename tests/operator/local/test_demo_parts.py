@@ -4,11 +4,12 @@ import socket
 
 import pytest
 
+from vlm_operator.local.client import Access
 from vlm_operator.local.demo.ask import is_right
 from vlm_operator.local.demo.checks import choose_port
 from vlm_operator.local.demo.line import DemoOptions, model_volume
 from vlm_operator.local.demo.watch import pod_state, service_state
-from vlm_operator.local.errors import PortTakenError
+from vlm_operator.local.errors import LocalError, PortTakenError
 
 
 @pytest.mark.parametrize(
@@ -111,3 +112,10 @@ def service(**conditions: dict) -> dict:
 )
 def test_a_service_is_ready_only_as_it_stands_now(seen, state):
     assert service_state(seen) == state
+
+
+@pytest.mark.parametrize("text", ["# a page", "{}", "[]", "current-context: x", ": :"])
+def test_a_file_that_is_no_kubeconfig_is_said_so(tmp_path, text):
+    (tmp_path / "config").write_text(text)
+    with pytest.raises(LocalError, match="config is no kubeconfig"):
+        Access.read(tmp_path / "config")

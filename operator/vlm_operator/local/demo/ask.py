@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import mimetypes
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlm_operator.local.errors import LocalError, ToolMissingError
+from vlm_operator.pictures import data_url, media_type
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
@@ -37,9 +36,9 @@ class Answer:
 
 
 async def ask(
-    url: str, *, model: str, question: str, image: Path, told: Callable[[str], None]
+    url: str, *, model: str, question: str, picture: bytes, told: Callable[[str], None]
 ) -> Answer:
-    """Ask `question` about `image`; `told` gets each piece of the answer as it comes.
+    """Ask `question` about `picture`; `told` gets each piece of the answer as it comes.
 
     Raises:
         LocalError: The gateway refused; the message is its own.
@@ -56,7 +55,7 @@ async def ask(
         {
             "role": "user",
             "content": [
-                {"type": "image_url", "image_url": {"url": data_url(image)}},
+                {"type": "image_url", "image_url": {"url": data_url(picture)}},
                 {"type": "text", "text": question},
             ],
         }
@@ -86,18 +85,21 @@ async def ask(
     return Answer("".join(text), ttft, stages)
 
 
-def data_url(image: Path) -> str:
-    """Return a picture as a data URL.
+def read_picture(image: Path) -> bytes:
+    """Return the bytes of a picture.
 
     Raises:
-        LocalError: It cannot be read.
+        LocalError: It cannot be read, or is none that the gateway takes.
     """
     try:
         data = image.read_bytes()
     except OSError as error:
-        raise LocalError(f"The picture cannot be read: {error}", "Give --image a file.") from error
-    kind = mimetypes.guess_type(image.name)[0] or "image/png"
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        raise LocalError(
+            f"There is no picture {image}: {error.strerror}.", "Give --image a file."
+        ) from error
+    if media_type(data) is None:
+        raise LocalError(f"{image} is no PNG, JPEG, WebP or GIF.", "Convert it to PNG.")
+    return data
 
 
 def is_right(answer: str, expected: str | None) -> bool:

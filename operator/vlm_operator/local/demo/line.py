@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
@@ -17,7 +18,15 @@ from vlm_operator.local import build
 from vlm_operator.local.client import Access, ApiError, Client, Object
 from vlm_operator.local.cluster import NodeAgent
 from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.ask import ANSWER, DESCRIBE, QUESTION, Answer, ask, is_right
+from vlm_operator.local.demo.ask import (
+    ANSWER,
+    DESCRIBE,
+    QUESTION,
+    Answer,
+    ask,
+    is_right,
+    read_picture,
+)
 from vlm_operator.local.demo.checks import CHECKOUT, check_checkout, check_machine, choose_port
 from vlm_operator.local.demo.forward import forward
 from vlm_operator.local.demo.watch import Reporter, pod_state, service_state
@@ -33,6 +42,7 @@ INSTALL = CHECKOUT / "install.yaml"
 QUICKSTART = CHECKOUT / "examples/quickstart"
 MODEL = CHECKOUT / "examples/shapes/model"
 PICTURE = QUICKSTART / "picture.png"
+VLM = Path(sys.executable).with_name("vlm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +116,7 @@ class Demo:
         """
         image = self._options.image or PICTURE
         check_checkout()
-        if not image.is_file():
-            raise LocalError(f"There is no picture {image}.", "Give --image a file.")
+        picture = read_picture(image)
         port = choose_port(self._options.port)
         async with self._cluster() as cluster, Client(Access.read(cluster.kubeconfig)) as api:
             if cluster.own:
@@ -116,7 +125,8 @@ class Demo:
             await self._wait_until_ready(api)
             pod = await self._gateway_pod(api)
             async with forward(cluster.kubectl, cluster.kubeconfig, pod=pod, port=port) as url:
-                answer = await self._ask(url, image)
+                self._reporter.say(f"{url}/v1 leads to the gateway; asking about {image.name}")
+                answer = await self._ask(url, picture)
                 self._reporter.show(Text(await cluster.run("get", "vlm")))
                 if not self._options.once:
                     self._say_what_next(cluster, url)
@@ -194,15 +204,14 @@ class Demo:
         ready = [pod for pod in listed["items"] if pod_state(pod) == "Ready"]
         return f"{NAMESPACE}/{ready[0]['metadata']['name']}"
 
-    async def _ask(self, url: str, image: Path) -> Answer:
-        self._reporter.say(f"{url}/v1 leads to the gateway; asking about {image.name}")
+    async def _ask(self, url: str, picture: bytes) -> Answer:
         self._reporter.show(Text(f"\n  {self._options.asked}", style="bold"))
         self._reporter.piece("  ")
         answer = await ask(
             url,
             model=SERVICE,
             question=self._options.asked,
-            image=image,
+            picture=picture,
             told=self._reporter.piece,
         )
         self._reporter.piece("\n\n")
@@ -216,7 +225,7 @@ class Demo:
         console.print(f"\nThe API is {url}/v1 (model {SERVICE}), the cluster is yours:\n")
         console.print(f"  export KUBECONFIG={cluster.kubeconfig}")
         console.print(f"  {cluster.kubectl} get vlm,vlmp,pods -o wide")
-        console.print(f'  vlm chat {SERVICE} --image {PICTURE} "What shape is yellow?"\n')
+        console.print(f'  {VLM} chat {SERVICE} --image {PICTURE} "What shape is yellow?"\n')
         ends = "and the cluster with it" if cluster.own else "; what was applied stays"
         console.print(f"Ctrl-C ends the demo {ends}.")
 
