@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from shapes_vlm.drawing import COLOR_NAMES, SHAPES
-from shapes_vlm.questions import Turns, pick
 from shapes_vlm.scenes import rand_string
+from shapes_vlm.wording import Turns, pick
 
 
 def two_image_questions(
