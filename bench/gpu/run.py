@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-KERNELS = Path(__file__).parents[2] / "kernels"
+PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("kernels", "worker")]
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.jsonl"
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251  before triton is imported
-    sys.path.insert(0, str(KERNELS))
+    sys.path[:0] = PACKAGES
     missing = _missing(is_smoke=args.smoke)
     if missing is not None:
         print(missing, file=sys.stderr)
@@ -98,12 +98,13 @@ def _missing(*, is_smoke: bool) -> str | None:
 
 def _cases() -> dict[str, Callable[[Any], Iterator[dict[str, Any]]]]:
     import decode
+    import encoder
     import prefill
     import rows
     import step
     import tune
 
-    modules = (decode, prefill, rows, step, tune)
+    modules = (decode, prefill, rows, step, encoder, tune)
     return {module.__name__: module.cases for module in modules}
 
 

@@ -9,7 +9,9 @@
     packed_weights     weights in panels, in bfloat16 or int8
     packed_linear      linear layers on packed weights, and what usually follows them
     decoder_layers     all layers of a step, and the head, in one call of these kernels
-    rms_norm           RMSNorm of packed tokens
+    vision_layer       a layer of a vision tower likewise
+    layer_norm         LayerNorm of packed tokens
+    rms_norm           RMSNorm likewise
     add_rms_norm       RMSNorm behind an addition
     rope               rotary positions, in place
     rope_store_kv      the same, keys on their way into KV blocks
@@ -19,6 +21,7 @@
     resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
     sampling           logits to tokens
     gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
+    opaque             a kernel as one operation of what torch compiles
 
 merge_tokens and resize_patches are for others to call: the worker has no use for them
 (`docs/decisions/0017`).
@@ -31,6 +34,7 @@ from vlm_kernels.add_rms_norm import add_rms_norm
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.gather_blocks import gather_blocks, scatter_blocks
+from vlm_kernels.layer_norm import layer_norm
 from vlm_kernels.merge_tokens import merge_tokens
 from vlm_kernels.packed_linear import Activation, packed_linear
 from vlm_kernels.packed_weights import PackedWeights
@@ -53,6 +57,7 @@ __all__ = [
     "add_rms_norm",
     "dense_attention",
     "gather_blocks",
+    "layer_norm",
     "merge_tokens",
     "packed_linear",
     "paged_attention",

@@ -1,12 +1,11 @@
 """All decoder layers of a step, and the head, in one call, for CPUs that multiply bfloat16.
 
     x = x + o(attend(rope(q), rope(k), v)),   q, k, v = qkv(norm(x))
-    x = x + down(act(gate) * up),             gate, up = gate_up(norm(x))
+    x = x + down(act(gate) * up),             gate, up = up(norm(x))
 
 and of Gemma 3 with norms of q and k, and behind o and down. Each kernel is the one of its own file,
-so the answer is that of calling them one by one, to the last bit (`decoder_layers_reference.py`).
-The threads are woken once a step, not once a kernel, and Python comes once
-(`cpu/decoder_layers.cpp`).
+so the answer is that of calling them one by one, to the last bit (`layers_reference.py`).
+The threads are woken once a step, not once a kernel, and Python comes once (`native_layers`).
 
     layers = DecoderLayers(weights, heads)             once per model
     layers(x, kv_cache, slots, kinds)                  once per step, in place; or
@@ -18,18 +17,16 @@ kinds of layers where some see a window, or turn by other positions, than others
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from vlm_kernels.attention_plan import AttentionPlan
-from vlm_kernels.cpu import native
 from vlm_kernels.decode_attention import Step, check_cache
-from vlm_kernels.decoder_weights import (
+from vlm_kernels.flash_attention import SegmentsStep, segments_of_blocks
+from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
+from vlm_kernels.layer_weights import (
     Heads,
     LayerWeights,
     Output,
@@ -40,14 +37,8 @@ from vlm_kernels.decoder_weights import (
     lay_out,
     output_of,
 )
-from vlm_kernels.flash_attention import SegmentsStep, segments_of_blocks
-from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
+from vlm_kernels.native_layers import Input, Kind, at, check_rows, check_tables, run_layers
 from vlm_kernels.store_kv import checked_slots
-
-SYMBOL = "triptych_decoder_layers"
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-ARGUMENTS = (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER)
-"""input, weights of layers, their number, kinds, their number, output"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,27 +48,6 @@ class LayerKind:
     cos: torch.Tensor
     sin: torch.Tensor
     plan: AttentionPlan
-
-
-class _Kind(ctypes.Structure):
-    """`Kind` in cpu/decoder_layers.cpp."""
-
-    _fields_ = tuple((name, _POINTER) for name in ("cos", "sin", "rows", "chunks"))
-
-
-class _Input(ctypes.Structure):
-    """`Input` in cpu/decoder_layers.cpp."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "cache", "slots")),
-        *(
-            (name, _SIZE)
-            for name in (
-                "num_tokens", "width", "num_heads", "num_kv_heads", "head_dim",
-                "num_layers", "block_size", "cache_type", "has_bf16_tables", "num_threads",
-            )
-        ),
-    )  # fmt: skip
 
 
 class DecoderLayers:
@@ -164,13 +134,13 @@ class DecoderLayers:
         self._check(x_TD, kv_cache, slots_T, kinds)
         rows = [self._rows(kind.plan, x_TD, kv_cache) for kind in kinds]
         chunks = [self._chunks(kind.plan, x_TD, kv_cache) for kind in kinds]
-        table = (_Kind * len(kinds))(
+        table = (Kind * len(kinds))(
             *(
-                _Kind(kind.cos.data_ptr(), kind.sin.data_ptr(), _at(row), _at(chunk))
+                Kind(kind.cos.data_ptr(), kind.sin.data_ptr(), at(row), at(chunk))
                 for kind, row, chunk in zip(kinds, rows, chunks, strict=True)
             )
         )
-        given = _Input(
+        given = Input(
             x=x_TD.data_ptr(),
             cache=kv_cache.data_ptr(),
             slots=slots_T.data_ptr(),
@@ -185,10 +155,7 @@ class DecoderLayers:
             has_bf16_tables=kinds[0].cos.dtype == torch.bfloat16,
             num_threads=torch.get_num_threads(),
         )
-        kernel = _kernel()
-        assert kernel is not None
-        layers = self._weights, len(self._layers)
-        kernel(ctypes.byref(given), *layers, table, len(kinds), _at(output))
+        run_layers(given, self._weights, table, output)
 
     def _rows(self, plan: AttentionPlan, x_TD: torch.Tensor, kv_cache: torch.Tensor) -> Step | None:
         """Decoding rows as their kernel reads them."""
@@ -220,9 +187,7 @@ class DecoderLayers:
         kinds: Sequence[LayerKind],
     ) -> None:
         num_tokens, head_dim = len(x_TD), self.heads.head_dim
-        is_plain = x_TD.is_contiguous() and x_TD.device.type == "cpu"
-        fits = x_TD.shape == (num_tokens, self._width) and x_TD.dtype == torch.bfloat16
-        check(fits and is_plain, f"x is {x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}")
+        check_rows(x_TD, self._width)
         check_cache(kv_cache)
         num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
         fits = len(self._layers) <= num_layers and num_kv_heads == self.heads.num_kv_heads
@@ -234,28 +199,11 @@ class DecoderLayers:
             check(not kind.plan.groups and kind.plan.tiles is None, "the plan is for torch or GPUs")
             planned = _num_tokens(kind.plan)
             check(planned == num_tokens, f"{num_tokens} tokens, the plan has {planned}")
-            for table in (kind.cos, kind.sin):
-                fits = table.shape == (num_tokens, head_dim) and table.is_contiguous()
-                known = table.dtype in {torch.bfloat16, torch.float32}
-                alike = table.dtype == kinds[0].cos.dtype and table.device == x_TD.device
-                check(fits and known and alike, f"cos or sin is {table.dtype} {table.shape}")
-
-
-def has_decoder_layers() -> bool:
-    """Whether this machine has the kernel."""
-    return _kernel() is not None
+        tables = [table for kind in kinds for table in (kind.cos, kind.sin)]
+        check_tables(tables, (num_tokens, head_dim))
 
 
 def _num_tokens(plan: AttentionPlan) -> int:
     """That attend; the others would keep what lay in memory before."""
     decoding = 0 if plan.rows is None else int(plan.rows.step.num_rows)
     return decoding + (0 if plan.chunks is None else int(plan.chunks.num_queries.sum()))
-
-
-def _at(structure: ctypes.Structure | None) -> int | None:
-    return None if structure is None else ctypes.addressof(structure)
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any] | None:
-    return native.function(SYMBOL, *ARGUMENTS)

@@ -149,7 +149,7 @@ def _piece(
     num_batches, num_groups, num_queries, head_dim = q_BGQD.shape
     num_keys = k_BKD.shape[1]
     rows = q_BGQD.reshape(num_batches, num_groups * num_queries, head_dim)
-    nothing = rows.new_empty(1)
+    nothing = rows.new_empty(1)  # with beta = 0 it is not read
     scores = torch.baddbmm(nothing, rows, k_BKD.transpose(1, 2), beta=0, alpha=scale)
     scores = capped(scores, softcap)
     scores_BGQK = scores.view(num_batches, num_groups, num_queries, num_keys)

@@ -105,20 +105,15 @@ def flash_attention(
     Raises:
         ValueError: a shape, type or stride is wrong; says which.
     """
-    head_dim = q_THD.shape[2]
-    if k_KHD.shape != v_KHD.shape or k_KHD.shape[2] != head_dim or segments.block_table is not None:
+    if k_KHD.shape != v_KHD.shape or k_KHD.shape[2] != q_THD.shape[2]:
         raise ValueError(
             f"k {tuple(k_KHD.shape)}, v {tuple(v_KHD.shape)}: must fit q {tuple(q_THD.shape)}"
         )
-    if len(segments.tokens) and (segments.key_start + segments.num_keys).max() > len(k_KHD):
-        raise ValueError(f"k {tuple(k_KHD.shape)}: the segments have more keys")
     for name, tensor in (("k", k_KHD), ("v", v_KHD)):
         _check(name, tensor)
     _run(
         segments,
-        _step(
-            segments, num_layers=1, num_kv_heads=k_KHD.shape[1], head_dim=head_dim, block_size=1
-        ),
+        segments_of_rows(segments, *k_KHD.shape),
         q_THD,
         out_THD,
         _Tensors(
@@ -161,10 +156,24 @@ def flash_paged_attention(
     _run(segments, step, q_THD, out_THD, tensors)
 
 
+def segments_of_rows(
+    segments: Segments, num_keys: int, num_kv_heads: int, head_dim: int
+) -> SegmentsStep:
+    """What the kernel reads of segments whose keys are rows of tensors, but for groups of queries.
+
+    Raises ValueError as above; `segments` must outlive the answer.
+    """
+    if segments.block_table is not None:
+        raise ValueError("segments: they have a block table, and k and v no blocks")
+    if len(segments.tokens) and (segments.key_start + segments.num_keys).max() > num_keys:
+        raise ValueError(f"k has {num_keys} rows: the segments have more keys")
+    return _step(segments, num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=1)
+
+
 def segments_of_blocks(
     segments: Segments, kv_cache: torch.Tensor, *, head_dim: int
 ) -> SegmentsStep:
-    """What the kernel reads of segments whose keys are in KV blocks, but for the groups of queries.
+    """The same where keys are in KV blocks.
 
     Raises ValueError as above; `segments` and the cache must outlive the answer.
     """

@@ -50,7 +50,7 @@ class Activation(enum.Enum):
 
 _PLAIN, _RESIDUAL = 0, 1
 _ACTIVATED = {Activation.QUICK_GELU: 2, Activation.GELU: 3}
-GATED = {Activation.SILU: 4, Activation.GELU: 5}
+_GATED = {Activation.SILU: 4, Activation.GELU: 5}
 """What may follow gated weights; the numbers are those of `Epilogue` in cpu/linear.h, as above."""
 
 
@@ -107,7 +107,7 @@ def packed_linear(
         ValueError: a shape, type or stride does not fit.
     """
     _check_operands(x_MK, weights, bias_N, residual_MN)
-    follows = _follows(weights, residual_MN, activation)
+    follows = epilogue_of(weights, activation, has_residual=residual_MN is not None)
     run = _kernel() if weights.is_int8 else _bfloat16_kernel()
     if run is None:
         return packed_linear_reference(x_MK, weights, bias_N, residual_MN, activation)
@@ -161,20 +161,18 @@ def _product(x_MK: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
     return sums.float() * (scales * weights.scales)
 
 
-def _follows(
-    weights: PackedWeights,
-    residual: torch.Tensor | None,
-    activation: Activation | None,
+def epilogue_of(
+    weights: PackedWeights, activation: Activation | None, *, has_residual: bool = False
 ) -> int:
-    """The kernel's number for what comes after the product."""
+    """The kernel's number for what comes after the product; ValueError if nothing has it."""
     if weights.is_gated:
-        _check(residual is None, "gated weights have no residual")
-        number = GATED.get(activation or Activation.SILU)
+        _check(not has_residual, "gated weights have no residual")
+        number = _GATED.get(activation or Activation.SILU)
     elif activation is not None:
-        _check(residual is None, "a residual is not activated")
+        _check(not has_residual, "a residual is not activated")
         number = _ACTIVATED.get(activation)
     else:
-        number = _PLAIN if residual is None else _RESIDUAL
+        number = _RESIDUAL if has_residual else _PLAIN
     if number is None:
         kind = "gated" if weights.is_gated else "plain"
         raise ValueError(f"packed_linear: {kind} weights are not followed by {activation}")

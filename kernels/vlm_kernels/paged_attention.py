@@ -2,7 +2,7 @@
 
 Token t at position p of its sequence sees position j when `j <= p`, or when both lie in one span
 (an image that attends in both directions); with a sliding window w, only where also `j > p - w`.
-With a soft cap c, scores are `c * tanh(scale * q_t . k_j / c)`.
+With a soft cap c, scores are `c * tanh(scale * q_t . k_j / c)` (Gemma 2, arXiv 2408.00118).
 
 Shapes: T packed query tokens, S sequences, H KV heads, G query heads per KV head, D head size,
 P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`, or of int8 with scales

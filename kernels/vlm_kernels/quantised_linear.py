@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from vlm_kernels import gpu
+from vlm_kernels.opaque import opaque
 
 GROUPS = (32, 128)
 """Of int4."""
@@ -126,12 +127,28 @@ def quantised_linear(
         raise ValueError(
             f"quantised_linear: the bias is {bias_N.dtype} {tuple(bias_N.shape)} on {bias_N.device}"
         )
+    return _multiply(x_MK, weights.codes, weights.scales, weights.group, bias_N)
+
+
+@opaque(
+    "quantised_linear(Tensor x_MK, Tensor codes, Tensor scales, int group, Tensor? bias_N) "
+    "-> Tensor",
+    shape=lambda x_MK, codes, *_: (x_MK.shape[0], codes.shape[0]),
+)
+def _multiply(
+    x_MK: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    group: int,
+    bias_N: torch.Tensor | None,
+) -> torch.Tensor:
     if not gpu.serves(x_MK.device):
+        weights = QuantisedWeights(codes, scales, group)
         return functional.linear(x_MK, dequantised(weights).to(x_MK.dtype), bias_N)
     from vlm_kernels.gpu.quantised_linear import quantised_linear as launch
 
     bias_N = None if bias_N is None else bias_N.contiguous()
-    return launch(x_MK, weights.codes, weights.scales, weights.group, bias_N)
+    return launch(x_MK, codes, scales, group, bias_N)
 
 
 def _codes(weight: torch.Tensor, scales: torch.Tensor, limit: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm:  y_t = (x_t / sqrt(mean(x_t^2) + eps)) * w      for each token t.
+"""RMSNorm:  y_t = (x_t / sqrt(mean(x_t^2) + eps)) * w      for each token t (arXiv 1910.07467).
 
 Shapes: T tokens, D features. The mean is in float32; the scaled x is rounded to its type before it
 is multiplied by w, as in transformers' Llama and Qwen. C++ on CPUs (`cpu/norm.cpp`), Triton
@@ -16,6 +16,7 @@ import torch
 
 from vlm_kernels import gpu
 from vlm_kernels.cpu import native
+from vlm_kernels.opaque import opaque
 
 SYMBOL = "triptych_rms_norm"
 _POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -36,6 +37,7 @@ def rms_norm_reference(
     return weight_D * scaled.to(x_TD.dtype)
 
 
+@opaque("rms_norm(Tensor x_TD, Tensor weight_D, *, float eps, bool adds_one=False) -> Tensor")
 def rms_norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, adds_one: bool = False
 ) -> torch.Tensor:

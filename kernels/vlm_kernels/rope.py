@@ -1,10 +1,10 @@
 """Rotary positions:  x_t = x_t * cos_t + rotate(x_t) * sin_t  with rotate((a, b)) = (-b, a).
 
 Shapes: T tokens, H heads, D head size; a and b are the halves of D. cos and sin are given per token
-and feature, so one function serves plain positions and those of several axes. Both products and
-their sum are rounded to the type of x, as transformers does; with float32 tables, as vision towers
-have them, the sum alone. C++ on CPUs (`cpu/rope.cpp`), Triton
-on GPUs: in place, instead of six passes over copies.
+and feature, so one function serves plain positions (arXiv 2104.09864) and those of several axes
+(2409.12191). Both products and their sum are rounded to the type of x, as transformers does; with
+float32 tables, as vision towers have them, the sum alone. C++ on CPUs (`cpu/rope.cpp`), Triton on
+GPUs: in place, instead of six passes over copies.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from vlm_kernels import gpu
 from vlm_kernels.cpu import native
+from vlm_kernels.opaque import opaque
 
 SYMBOL = "triptych_rope"
 _POINTER, _SIZE, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -34,6 +35,7 @@ def rope_reference(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tens
     return (x_THD * cos_TD[:, None] + rotated * sin_TD[:, None]).to(x_THD.dtype)
 
 
+@opaque("rope(Tensor(a!) x_THD, Tensor cos_TD, Tensor sin_TD) -> ()")
 def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
     """Rotate queries or keys, in place.
 

@@ -58,6 +58,13 @@ def seen_by(
     return first, end
 
 
+def whole_segments(lengths: np.ndarray) -> Segments:
+    """Segments of these lengths, one after the other, in which each query sees all keys."""
+    lengths = lengths.astype(np.int64)
+    end = np.repeat(lengths, lengths)
+    return plan_segments(lengths, lengths, np.zeros_like(end), end)
+
+
 def plan_segments(
     num_queries: np.ndarray,
     num_keys: np.ndarray,

@@ -1,8 +1,8 @@
 """SiLU·mul:  y = silu(g) * u,  silu(g) = g / (1 + exp(-g)): between the products of a gated MLP.
 
-Shapes: M rows, N columns. SiLU is rounded to its type before it is multiplied, as two modules one
-after the other do. One pass in Triton on GPUs; on CPUs it is part of `packed_linear`, and here
-torch's.
+Shapes: M rows, N columns. The gate is SwiGLU's (arXiv 2002.05202). SiLU is rounded to its type
+before it is multiplied, as two modules one after the other do. One pass in Triton on GPUs; on CPUs
+it is part of `packed_linear`, and here torch's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from vlm_kernels import gpu
+from vlm_kernels.opaque import opaque
 
 
 def silu_mul_reference(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tensor:
@@ -18,6 +19,7 @@ def silu_mul_reference(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tens
     return functional.silu(gate_MN) * up_MN
 
 
+@opaque("silu_mul(Tensor gate_MN, Tensor up_MN) -> Tensor")
 def silu_mul(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tensor:
     """Activate and multiply.
 

@@ -17,6 +17,7 @@ import torch
 from vlm_kernels import gpu
 from vlm_kernels.dense_attention import dense_attention
 from vlm_kernels.flash_attention import can_attend_segments, flash_attention
+from vlm_kernels.opaque import opaque
 from vlm_kernels.segments import plan_segments
 
 
@@ -40,6 +41,10 @@ def varlen_attention_reference(
     return o_THD
 
 
+@opaque(
+    "varlen_attention(Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor cu_C1, *, float scale, "
+    "bool use_native=True) -> Tensor"
+)
 def varlen_attention(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,

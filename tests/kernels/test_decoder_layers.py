@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +12,14 @@ from kernels.batches import NUM_LAYERS, Batch, make_batch
 from kernels.guards import GUARD, bf16
 
 from vlm_kernels import Activation, AttentionPlan, plan_attention
-from vlm_kernels.decoder_layers import DecoderLayers, LayerKind, has_decoder_layers
-from vlm_kernels.decoder_layers_reference import decoder_layers_reference, logits_reference
-from vlm_kernels.decoder_weights import Heads, LayerWeights, Linear, Norm, Tail
+from vlm_kernels.decoder_layers import DecoderLayers, LayerKind
 from vlm_kernels.kv_rows import block_size_of
+from vlm_kernels.layer_weights import Heads, LayerWeights, Linear, Norm, Tail
+from vlm_kernels.layers_reference import decoder_layers_reference, logits_reference
+from vlm_kernels.native_layers import has_layers
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 
-pytestmark = pytest.mark.skipif(not has_decoder_layers(), reason="this CPU has no AVX512-BF16")
+pytestmark = pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
 
 LENGTHS = st.lists(
     st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=5
@@ -96,13 +96,6 @@ class Step:
         return x, cache
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @given(FORMS, LENGTHS, st.integers(1, 3))
 @settings(max_examples=60)
 def test_together_is_one_by_one_to_the_last_bit(
@@ -156,7 +149,7 @@ def test_logits_of_what_is_no_token_are_refused() -> None:
     for rows, message in (([3], "a row"), ([-1], "a row"), ([0, 1, 1, 2], "4 rows of 3 tokens")):
         with pytest.raises(ValueError, match=message):
             layers.logits(step.x, cache, step.slots, step.kinds(cache), torch.tensor(rows))
-    gated = dataclasses.replace(tail, head=step.layers[0].gate_up)
+    gated = dataclasses.replace(tail, head=step.layers[0].up)
     with pytest.raises(ValueError, match="the head is gated"):
         DecoderLayers(step.layers, step.form.heads, gated)
 
@@ -178,8 +171,8 @@ def test_bad_weights_are_refused_by_name() -> None:
     layer = _layer(Form(), 0)
     for change, message in (
         ({"qkv": layer.o}, "qkv must be"),
-        ({"gate_up": layer.down}, "gate_up is not gated"),
-        ({"activation": Activation.QUICK_GELU}, "not followed by"),
+        ({"up": layer.down}, "plain weights are not followed by"),
+        ({"activation": Activation.QUICK_GELU}, "gated weights are not followed by"),
         ({"kind": -1}, "kind -1"),
         ({"q_norm": layer.mlp_norm}, "come together"),
         ({"mlp_norm": Norm(torch.ones(31, dtype=torch.bfloat16), 1e-6)}, "mlp_norm is"),
@@ -232,7 +225,7 @@ def _layer(form: Form, kind: int) -> LayerWeights:
         qkv=_linear(form, joint, width),
         o=_linear(form, width, queries),
         mlp_norm=_norm(width, adds_one=form.has_more_norms),
-        gate_up=Linear(
+        up=Linear(
             pack_gated(bf16(inner, width), bf16(inner, width), int8=form.int8),
             gates if form.has_bias else None,
         ),

@@ -79,10 +79,14 @@ def test_an_activated_product_is_its_definition_on_any_shape(
 
 
 @needs_kernel
-@pytest.mark.parametrize("rows", [2, 6, 7, 16, 17, 40, 56, 57])
-def test_a_row_is_the_same_among_others_as_alone(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "num_in"),
+    [*((rows, 320) for rows in (2, 6, 7, 16, 17, 40, 56, 57)), (175, 3072), (60, 30_000)],
+)
+def test_a_row_is_the_same_among_others_as_alone(rows: int, num_in: int) -> None:
+    """However many blocks of rows pass by a panel: with many inputs, a block is of few rows."""
     torch.manual_seed(rows)
-    x, weights = bf16(rows, 320), pack(bf16(200, 320))
+    x, weights = bf16(rows, num_in), pack(bf16(200, num_in))
     together = packed_linear(x, weights)
     alone = torch.cat([packed_linear(x[i : i + 1], weights) for i in range(rows)])
     assert torch.equal(together, alone)

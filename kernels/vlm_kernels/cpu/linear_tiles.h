@@ -6,7 +6,7 @@
 //
 //   few rows    a panel is read once, whole lines, a few KiB ahead of the product
 //   up to 56    tiles share a panel; the first two fetch the lines of the next one meanwhile
-//   many rows   a panel stays in the core's own cache while all rows pass by it
+//   many rows   a panel stays in the core's own cache while rows pass by it
 //
 // Every output is one sum over the steps in ascending order, whatever the number of rows.
 #pragma once
@@ -36,7 +36,7 @@ inline __m512 widen(__m256i x) {
 inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
-// exp(x) to 1e-7 relative: 2^n * 2^f with a polynomial of degree 6 in f.
+// exp(x) to 1e-7 relative: 2^n e^f, |f| <= ln 2 / 2, by the polynomial of vectors.h.
 inline __m512 exp_ps(__m512 x) {
   x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.f)), _mm512_set1_ps(-88.f));
   const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
@@ -193,27 +193,33 @@ void few_rows(const Job& job, int begin, int end) {
 }
 
 template <class Dot>
-void many_rows(const Job& job, int begin, int end) {
-  const int fitting = BLOCK_BYTES / (job.steps * 4) / TILE_ROWS * TILE_ROWS;
-  const int block = std::max(TILE_ROWS, fitting);
-  for (int first_row = 0; first_row < job.m; first_row += block) {
-    const int end_row = std::min(first_row + block, job.m);
-    for (int panel = begin; panel < end; ++panel) {
-      for (int row = first_row; row < end_row; row += TILE_ROWS) {
-        rows_of<Dot, 1, Fetch::NOTHING>(job, row, std::min(TILE_ROWS, end_row - row), panel);
-      }
+void many_rows(const Job& job, int first_row, int end_row, int begin, int end) {
+  for (int panel = begin; panel < end; ++panel) {
+    for (int row = first_row; row < end_row; row += TILE_ROWS) {
+      rows_of<Dot, 1, Fetch::NOTHING>(job, row, std::min(TILE_ROWS, end_row - row), panel);
     }
   }
 }
 
+// An item is some panels by all rows, if these are few, else by as many as stay in the core's cache:
+// items are small, so that no thread waits long for the last.
 template <class Dot>
 void multiply(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
   const int share = num_panels / (4 * threads.count()) / 2 * 2;
   const int per_item = std::max(2, std::min(MOST_PANELS, share));
-  threads.for_each((num_panels + per_item - 1) / per_item, [&](std::ptrdiff_t i) {
-    const int begin = int(i) * per_item, end = std::min(begin + per_item, num_panels);
-    job.m <= FEW_ROWS ? few_rows<Dot>(job, begin, end) : many_rows<Dot>(job, begin, end);
+  const int num_tiles = (job.m + TILE_ROWS - 1) / TILE_ROWS;
+  const int fitting = std::max(1, BLOCK_BYTES / (job.steps * 4) / TILE_ROWS);  // tiles
+  const int num_blocks = job.m <= FEW_ROWS ? 1 : (num_tiles + fitting - 1) / fitting;
+  const int num_items = (num_panels + per_item - 1) / per_item * num_blocks;
+  threads.for_each(num_items, [&](std::ptrdiff_t i) {
+    const int begin = int(i) / num_blocks * per_item, block = int(i) % num_blocks;
+    const int end = std::min(begin + per_item, num_panels);
+    if (job.m <= FEW_ROWS) return few_rows<Dot>(job, begin, end);
+    const auto row_of = [&](int b) {
+      return std::min(job.m, int(int64_t(num_tiles) * b / num_blocks) * TILE_ROWS);
+    };
+    many_rows<Dot>(job, row_of(block), row_of(block + 1), begin, end);
   });
 }
 

@@ -1,4 +1,4 @@
-// RMSNorm of some rows (norm.cpp).
+// RMSNorm or LayerNorm of some rows (norm.cpp).
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@ struct NormJob {
   const void* x;
   int64_t x_stride;
   const void* w;
+  const void* bias;  // of a LayerNorm; null: an RMSNorm
   void* y;
   int64_t size;
   float eps;

@@ -81,7 +81,8 @@ class Threads {
   template <class Body>
   void for_each_run(int64_t count, int64_t elements, Body&& body) {
     const int64_t worth = team_ ? 1 << 10 : 1 << 15;  // elements that pay for another thread
-    const int64_t rows = std::max<int64_t>(1, worth / std::max<int64_t>(elements, 1));
+    const int64_t least = worth / std::max<int64_t>(elements, 1);
+    const int64_t rows = std::max({int64_t(1), least, count / (8 * count_)});  // some for each thread
     for_each((count + rows - 1) / rows, [&](std::ptrdiff_t i) {
       body(i * rows, std::min(count, (i + 1) * rows));
     });

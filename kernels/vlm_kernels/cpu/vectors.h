@@ -123,6 +123,8 @@ inline float sum(Floats x) {
 // e^x for x <= 0, to 2 units in the last place; 0 below -87, NaN of NaN.
 //
 //   e^x = 2^n e^r,  n = round(x / ln 2),  |r| <= ln 2 / 2,  e^r by a polynomial of degree 7
+//
+// Its coefficients, and ln 2 in two parts, are those of expf in Cephes (S. Moshier).
 inline Floats exp_of_negative(Floats x) {
   const Floats shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats biased = x * 1.44269504f + shift;

@@ -5,11 +5,19 @@
         cuda    ─▶ gpu/rms_norm.py      a short paper: mathematics, tiles, configs, kernel, launch
         other   ─▶ the definition, in torch
 
+How to read one. A kernel is what one program does; a launch starts a grid of them, and
+`tl.program_id` says which tile of the result is this one's. Arguments in capitals are compiled in.
+Tensors come as pointers with strides in elements; a tile is loaded by an array of pointers, under a
+mask for what lies outside (`other=` is read there instead). A variable is a tile in registers: its
+sums are float32, and what is rounded when stands at the top of each file.
+
 A launcher trusts its caller: shapes, types, strides and indices were checked before. Nothing is
-tuned at run time; `configs.json` holds what `bench/gpu` found best per device and shape.
+tuned at run time; `configs.json` holds what `bench/gpu` found best per device and shape, DEFAULT is
+for all others.
 
 Legend of shape suffixes: T tokens, D head size or features, H heads, G query heads per KV head,
-M N K rows, columns and inner axis of a product, P slots per KV block.
+M N K rows, columns and inner axis of a product, P slots per KV block, S sequences, B blocks of one,
+C segments, I what is moved or merged, N what it becomes; a 1 is one more (`cu_C1`: C + 1 edges).
 """
 
 from __future__ import annotations

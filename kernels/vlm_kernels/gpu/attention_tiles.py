@@ -111,6 +111,7 @@ def _longest(tiles: np.ndarray, first: np.ndarray, limit: np.ndarray) -> int:
     """Of a tile's queries the first has the least `first`; any may have the greatest limit."""
     starts = tiles[:, 1]
     edges = np.stack([starts, starts + tiles[:, 2]], axis=1).ravel()
+    # from edge to edge, so every second maximum is of a tile; the 0 is where the last one ends
     ends = np.maximum.reduceat(np.append(limit, 0), edges)[::2]
     return int((ends - first[starts]).max())
 

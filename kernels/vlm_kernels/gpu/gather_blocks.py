@@ -1,5 +1,7 @@
 """Move whole blocks in Triton:  piece[i] = cache[ids[i]], and back.
 
+Reference: `vlm_kernels.gather_blocks.gather_blocks_reference`.
+
 Tiles: a program moves TILE_N words of one block, the widest words that a block is made
 of. There are as many programs as pieces of blocks, so a single block keeps the whole GPU busy.
 """

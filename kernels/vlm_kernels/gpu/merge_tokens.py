@@ -1,5 +1,7 @@
 """Merge tokens in Triton:  y_n = sum_i share_i x_(s_i), over the sources of kept token n.
 
+Reference: `vlm_kernels.merge_tokens.merge_tokens_reference`, whose weights are shares here.
+
 Tiles: a program makes TILE_D features of one kept token and walks its sources in their order, so
 sums are the same at each call; nothing is added by atomics.
 """

@@ -1,4 +1,4 @@
-"""Softmax over scores that come in pieces, for kernels that attend.
+"""Softmax over scores that come in pieces (arXiv 1805.02867), for kernels that attend.
 
 A row keeps the greatest score so far, and sums of `2^(score - greatest)`: a greater one shrinks
 what is there. Scores are in base 2, multiplied by log2(e) before.

@@ -7,6 +7,9 @@ and window (`attention_tiles`). Of quantised KV, `k_j = ks_j * K_j` with one fac
 head: the factors of keys multiply scores, those of values multiply weights, so that elements are
 only converted.
 
+Reference: `vlm_kernels.paged_attention.paged_attention_reference`; blocks are PagedAttention's
+(arXiv 2309.06180), tiles FlashAttention's (2205.14135), splits Flash-Decoding's.
+
 Tiles: a program takes one tile of queries, one KV head and one split; rows are (query, head of the
 group), so decode fills a tensor core's 16 rows with the heads that share their KV. It walks the
 positions TILE_N at a time, reads the block of each from the table, and keeps maximum, sum and
@@ -55,6 +58,7 @@ def _attend(
         mask=live[:, None] & inside[None],
         other=0.0,
     )  # [TILE_M, TILE_D]
+    # a row without a query sees nothing, and widens no interval of its tile
     first = tl.load(first_ptr + token, mask=live, other=2147483647)
     limit = tl.load(limit_ptr + token, mask=live, other=0)
 
@@ -101,6 +105,7 @@ def _attend(
         # rows of a tile by split: [tiles, KV heads, SPLITS, TILE_M, D]
         part_row = ((tile.to(tl.int64) * num_heads + head) * SPLITS + split) * TILE_M + row
         tl.store(out_ptr + part_row[:, None] * D + column[None], acc, mask=stored)
+        # a logarithm is taken of rows that saw nothing too: both sides of `where` are computed
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.maximum(total, 1e-38)))
         tl.store(lse_ptr + part_row, lse, mask=live)
 

@@ -1,5 +1,7 @@
 """Products with quantised weights in Triton:  y = x W^T + b,  W_nk = s_ng * c_nk.
 
+Reference: `vlm_kernels.quantised_linear.quantised_linear_reference`.
+
 Tiles: a program makes `[TILE_M, TILE_N]` of y and walks K. Codes are converted to x's type, which
 holds all of them exactly, and multiplied as they are: scales multiply sums, of int8 once at the
 end, of int4 once per group. A byte of int4 holds an element of the first and one of the second half

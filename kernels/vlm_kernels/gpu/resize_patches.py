@@ -2,6 +2,8 @@
 
     patch [P, P] = Wy [P, R] @ rgb [R, C] @ Wx^T [C, P]      R x C pixels that the patch is made of
 
+Reference: `vlm_kernels.resize_patches.resize_patches_reference`.
+
 Tiles: a program makes one patch of one channel. It walks its source rows TILE_R at a time, and
 their columns TILE_C at a time: pixels are read once, in order, and a piece of a banded matrix is
 looked up from its few weights, zero beside them. What a row becomes is rounded to bytes, as is what
@@ -42,6 +44,7 @@ def _patch(
     live = i < P
     row_start = tl.load(row_start_ptr + y0 + i, mask=live, other=0)
     column_start = tl.load(column_start_ptr + x0 + i, mask=live, other=0)
+    # starts never fall: the patch's first pixel needs the first of the picture's, its last the last
     first_row, first_column = tl.load(row_start_ptr + y0), tl.load(column_start_ptr + x0)
     end_row = tl.minimum(tl.load(row_start_ptr + y0 + P - 1) + row_taps, H)
     end_column = tl.minimum(tl.load(column_start_ptr + x0 + P - 1) + column_taps, W)

@@ -3,6 +3,8 @@
     h_t = x_t + r_t                                      where there is a residual
     y_t = (h_t / sqrt(mean(h_t^2) + eps)) * w            h is written too; of Gemma 1 + w
 
+Reference: `vlm_kernels.rms_norm.rms_norm_reference`, `vlm_kernels.add_rms_norm`'s with a residual.
+
 Tiles: a program takes TILE_T whole rows, which stay in registers between the mean and the product,
 so each element is read once and written once. The mean is float32; h, and the scaled h before it is
 multiplied, are rounded to their type, as the definition does; before 1 + w nothing is.

@@ -2,6 +2,8 @@
 
     (a, b) = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)      a, b the halves of a head
 
+Reference: `vlm_kernels.rope.rope_reference`, then `vlm_kernels.store_kv.store_kv_reference`.
+
 Tiles: a program takes one token and TILE_H heads; both halves of a head are in the registers of one
 program, so it may write where it reads. Products and sums are rounded to the type of x, as the
 definition does; with float32 tables (WIDE) the sums alone.

@@ -1,5 +1,7 @@
 """SiLU·mul in Triton:  y = silu(g) * u,  silu(g) = g / (1 + exp(-g)).
 
+Reference: `vlm_kernels.silu_mul.silu_mul_reference`.
+
 Tiles: a program takes TILE_N elements of one row of both; rows may lie apart, as the two halves of
 a joint product do. SiLU is rounded to its type before it is multiplied, as the definition does.
 """

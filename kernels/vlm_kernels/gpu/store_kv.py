@@ -1,5 +1,7 @@
 """Store KV in Triton:  cache[slot of t] = (k_t, v_t), rounded or quantised on the way.
 
+Reference: `vlm_kernels.store_kv.store_kv_reference`.
+
 Tiles: a program writes one token, TILE_H of its heads, key and value: reads are whole rows, writes
 are whole slots. A quantised row's scale is made from the row while it is in registers. A slot that
 is not in the cache (-1 is padding of a captured graph) is skipped.

@@ -1,5 +1,8 @@
 """Attention inside segments in Triton:  o_i = sum_j softmax_j(scale * q_i . k_j) v_j.
 
+Reference: `vlm_kernels.varlen_attention.varlen_attention_reference`; tiles are FlashAttention's
+(arXiv 2205.14135).
+
 Tiles: a program takes TILE_M queries of one segment and one head, and walks the segment's keys
 TILE_N at a time with a softmax that goes along. Where segments begin is known on the GPU alone, and
 is not asked for: there are `T // TILE_M + C` programs, enough for any segments. Tiles of segment c
@@ -30,6 +33,7 @@ def _attend(
     """Grid: [tiles, heads]."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
+    # the segment lies in [segment, behind); what a loop carries keeps its type, here `tile`'s
     segment, behind = tile * 0, tile * 0 + num_segments
     while behind - segment > 1:
         middle = (segment + behind) // 2

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.gpu import interpreter
+from torch._subclasses.fake_tensor import FakeTensor
 
 from vlm_kernels import gpu
 
@@ -45,7 +46,7 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def new_empty(
         x: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, **others: Any
     ) -> torch.Tensor:
-        if others:  # the interpreter's own
+        if others or isinstance(x, FakeTensor):  # the interpreter's own, and torch's compiler's
             return real(x, *size, dtype=dtype, **others)
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         field = poisoned(math.prod(shape) + 2 * GUARD, dtype or x.dtype, x.device)

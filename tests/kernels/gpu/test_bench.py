@@ -25,7 +25,8 @@ def test_a_smoke_run_measures_every_case() -> None:
     lines = lines[:-1]
     cases = {line["case"].split("/")[0] for line in lines[2:]}
     assert cases == {
-        "decode", "prefill", "vision", "add_rms_norm", "silu_mul", "rope_store_kv", "step", "tune",
+        "decode", "prefill", "vision", "add_rms_norm", "silu_mul", "rope_store_kv", "step",
+        "encoder", "tune",
     }  # fmt: skip
     assert all(us > 0 for line in lines[2:] for us in line["microseconds"].values())
 

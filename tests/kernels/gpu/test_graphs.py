@@ -89,3 +89,23 @@ def test_replayed_steps_write_and_answer_as_launched_ones(
     assert capture.num_replays >= MAX_TOKENS - 1
     assert not other_cache[0].any(), "padding wrote into the null block"
     torch.testing.assert_close(other_cache, cache, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_of_a_replayed_step_outlive_the_next(
+    model_dir: Path, device: torch.device, capture: Counted
+) -> None:
+    runner = runner_of(model_dir, device)
+    graphs = runner.graphs((1,), 16)
+    graphs.capture(capture)
+    runner.use_graphs(graphs)
+    stepper = Stepper(runner)
+    one, other = (
+        stepper.start(Question("text", (), (token,), (), ()), (), max_tokens=2, embeddings=())
+        for token in (10, 30)
+    )
+    first = runner.logits(stepper.inputs([(one, 1)], [[0]]))
+    kept = first.clone()
+    second = runner.logits(stepper.inputs([(other, 1)], [[0]]))
+    assert capture.num_replays == 2
+    assert not torch.equal(second, kept), "the other token has the same logits"
+    assert torch.equal(first, kept)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from worker.identity.law import Law
-from worker.identity.questions import SHAPES
+from worker.identity.questions import SHAPES, Question, questions
 from worker.identity.reference import MAX_TOKENS, shapes_reference
 from worker.identity.stepper import Stepper
 
@@ -45,6 +45,34 @@ def test_memory_of_graphs_is_kept_from_the_cache() -> None:
         for count in (0, 16)
     )
     assert 0 < graphs < plain
+
+
+def test_pictures_beside_steps_answer_as_pictures_in_turn() -> None:
+    settings = RunnerSettings(
+        SHAPES, tuple(Stage), dtype="float32", block_size=16, kv_memory_bytes=64 << 20,
+        device="cuda", max_graph_seqs=4,
+    )  # fmt: skip
+    runner = build_runner(settings)
+    text = Question("text", (), tuple(range(10, 34)), (), ())
+    asked = [q for q in questions(per_task=1) if q.pictures]
+    answers: list[list[list[int]]] = []
+    for is_beside in (False, True):
+        stepper = Stepper(runner)
+        decoding = stepper.start(text, (), max_tokens=40)
+        stepper.generate([decoding], max_tokens=1, chunk=64, eos=None)
+        told = []
+        for question in asked:
+            future = runner.beside(lambda q=question: runner.encode(q.pictures))
+            assert future is not None, "both halves are here, on one stream"
+            embeddings = future.result() if not is_beside else None
+            count = len(decoding.answer) + 2
+            stepper.generate([decoding], max_tokens=count, chunk=64, eos=None)
+            rows = future.result() if embeddings is None else embeddings
+            one = stepper.start(question, (), max_tokens=4, embeddings=rows)
+            stepper.generate([one], max_tokens=4, chunk=64, eos=None)
+            told.append(one.answer)
+        answers.append([decoding.answer, *told])
+    assert answers[0] == answers[1]
 
 
 def test_blocks_move_between_a_gpu_and_a_cpu() -> None:

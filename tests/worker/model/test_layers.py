@@ -13,12 +13,13 @@ from worker.identity.families import random_questions
 from worker.identity.questions import Question
 from worker.identity.stepper import Stepper
 
-from vlm_kernels.decoder_layers import has_decoder_layers
+from vlm_kernels.native_layers import has_layers
 from vlm_worker.core.families import FAMILIES, load_family
 from vlm_worker.model.build import RunnerSettings, build_runner
-from vlm_worker.model.layers import DecoderLayer, Mlp, Norm, VisionBlock
+from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
 from vlm_worker.model.linear import can_pack
 from vlm_worker.model.loader import load_model
+from vlm_worker.model.vision_block import VisionBlock
 from vlm_worker.types import Stage
 
 ANSWER = list(range(10, 18))
@@ -40,6 +41,7 @@ def test_every_decoder_layer_and_every_mlp_is_ours(model_dir: Path) -> None:
     left = {name for name in kinds if name.endswith(("RMSNorm", "MLP", "Mlp", "VisionBlock"))}
     assert left <= {Mlp.__name__, VisionBlock.__name__, Norm.__name__}
     assert any(isinstance(module, Mlp) for module in _tower(model).modules())
+    assert not any(type(module) is torch.nn.LayerNorm for module in model.modules())
 
 
 @needs_bfloat16
@@ -80,7 +82,7 @@ def _logits(model_dir: Path, asked: list[Question], **options: Any) -> np.ndarra
 def test_the_native_decoder_gives_what_transformers_loop_over_the_layers_gives(
     model_dir: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_decoder_layers():
+    if not has_layers():
         pytest.skip("this CPU has no AVX512-BF16")
     family = load_family(model_dir)
     asked = random_questions(model_dir, family, count=2, seed=0)

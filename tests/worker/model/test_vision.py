@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from worker.checkpoints import make_checkpoint
+from worker.identity.families import random_questions
 from worker.identity.questions import SHAPES
 
+from vlm_kernels.native_layers import has_layers
+from vlm_worker.core.families import load_family
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.vision import PatchProjection, use_patch_projection
+from vlm_worker.model.vision import Embedding, PatchProjection, PictureEncoder, use_patch_projection
+from vlm_worker.model.vision_block import VisionBlock
 from vlm_worker.types import Stage
 
 
@@ -60,3 +68,29 @@ def test_pictures_of_one_size_attend_to_themselves(dtype: torch.dtype, tolerance
 def test_the_shipped_model_projects() -> None:
     tower = load_model(SHAPES, (Stage.ENCODER,)).model.model.visual
     assert isinstance(tower.patch_embed.proj, PatchProjection)
+
+
+@pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.parametrize("family_name", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_block_in_one_call_gives_what_its_kernels_give_one_by_one(
+    family_name: str, weights: str, tmp_path: Path
+) -> None:
+    model_dir = make_checkpoint(tmp_path / family_name, family_name)
+    family = load_family(model_dir)
+    model = load_model(model_dir, [Stage.ENCODER], dtype="bfloat16", weights=weights).model
+    encoder = PictureEncoder(model, family.processor, device=torch.device("cpu"))
+    pictures = random_questions(model_dir, family, count=3, seed=0)[2].pictures
+    blocks = [module for module in model.modules() if isinstance(module, VisionBlock)]
+    assert blocks
+    assert all(block.native is not None for block in blocks)
+    together = _rows(encoder.encode(pictures))
+    for block in blocks:
+        block.native = None
+    assert torch.equal(_rows(encoder.encode(pictures)), together)
+
+
+def _rows(embeddings: Sequence[Embedding | Exception]) -> torch.Tensor:
+    rows = [one.rows for one in embeddings if isinstance(one, Embedding)]
+    assert len(rows) == len(embeddings)
+    return torch.cat(rows)

@@ -1,6 +1,6 @@
 """A model runner, ready to serve: loaded, its memory counted and taken, its shapes run once.
 
-load ─▶ what graphs of a GPU will take ─▶ KV blocks of what is left ─▶ warm up ─▶ capture
+load ─▶ what graphs of a GPU will take ─▶ KV blocks of what is left ─▶ warm up, compile ─▶ capture
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 from vlm_worker.model.container import num_cpus
+from vlm_worker.model.gpu.compiled import can_compile, compile_layers, freeze
 from vlm_worker.model.gpu.decode_steps import graph_sizes
 from vlm_worker.model.gpu.graphs import can_capture, captured, trial_bytes
-from vlm_worker.model.loader import load_model
+from vlm_worker.model.gpu.streams import streams_for
+from vlm_worker.model.loader import LoadedModel, load_model
 from vlm_worker.model.memory import make_kv_layout, num_kv_blocks
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.model.warmup import try_encoder, try_language_model
@@ -40,6 +42,7 @@ class RunnerSettings:
         packed_weights: pack linear layers where this device and type gain by it.
         weights: `auto` (as `dtype` says), or `int8` for the linear layers that the family names,
             on a GPU `int4` too.
+        compile: on a GPU, have torch compile the layers that it computes (`gpu.compiled`).
         max_graph_seqs: on a GPU, steps of decode of up to so many sequences are CUDA graphs.
         max_model_len: tokens of the longest sequence of such a step.
     """
@@ -56,6 +59,7 @@ class RunnerSettings:
     num_threads: int = 0
     packed_weights: bool = True
     weights: str = "auto"
+    compile: bool = True
     max_graph_seqs: int = 0
     max_model_len: int = 4096
 
@@ -75,11 +79,29 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         packed_weights=settings.packed_weights,
         weights=settings.weights,
     )
+    is_compiled = settings.compile and can_compile(loaded.device)
+    compiled = compile_layers(loaded.model) if is_compiled else []
     revision = settings.model_revision or loaded.checkpoint.revision()
-    if not loaded.has_lm:
+    if loaded.has_lm:
+        runner = _with_kv_cache(loaded, revision, settings)
+    else:
         runner = ModelRunner(loaded, revision, kv_layout=None, num_blocks=0)
-        try_encoder(runner.encode, loaded.family)
-        return runner
+    runner.use_streams(
+        streams_for(loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm)
+    )
+    if loaded.has_encoder:
+        try_encoder(runner.encode, loaded.family, num_pictures=2 if compiled else 1)
+    if runner.kv_layout is not None:
+        try_language_model(runner.execute, loaded.family, block_size=runner.kv_layout.block_size)
+    sizes = _graph_sizes(loaded, settings)
+    if sizes:
+        runner.use_graphs(captured(runner.graphs(sizes, settings.max_model_len), loaded.device))
+    freeze(compiled)
+    return runner
+
+
+def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings) -> ModelRunner:
+    """Of the language model, with as many blocks as there is room for."""
     layout = make_kv_layout(
         loaded.model.config.get_text_config(),
         revision,
@@ -87,9 +109,7 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
     )
-    sizes: tuple[int, ...] = ()
-    if Stage.DECODE in loaded.stages and can_capture(loaded.device):
-        sizes = graph_sizes(settings.max_graph_seqs)
+    sizes = _graph_sizes(loaded, settings)
     reserved_bytes = 0
     if sizes and settings.kv_memory_bytes is None:
         trial = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=2)
@@ -102,10 +122,11 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         memory_percent=settings.kv_memory_percent,
         reserved_bytes=reserved_bytes,
     )
-    runner = ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
-    if loaded.has_encoder:
-        try_encoder(runner.encode, loaded.family)
-    try_language_model(runner.execute, loaded.family, block_size=layout.block_size)
-    if sizes:
-        runner.use_graphs(captured(runner.graphs(sizes, settings.max_model_len), loaded.device))
-    return runner
+    return ModelRunner(loaded, revision, kv_layout=layout, num_blocks=num_blocks)
+
+
+def _graph_sizes(loaded: LoadedModel, settings: RunnerSettings) -> tuple[int, ...]:
+    """Of decode, in sequences; none where it is not captured."""
+    if Stage.DECODE in loaded.stages and can_capture(loaded.device):
+        return graph_sizes(settings.max_graph_seqs)
+    return ()

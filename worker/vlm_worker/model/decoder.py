@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlm_kernels.decoder_layers import DecoderLayers, LayerKind, has_decoder_layers
-from vlm_kernels.decoder_weights import Heads, Tail
+from vlm_kernels.decoder_layers import DecoderLayers, LayerKind
+from vlm_kernels.layer_weights import Heads, Tail
+from vlm_kernels.native_layers import has_layers
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.layers import DecoderLayer, Norm
 from vlm_worker.model.linear import linear_weights
@@ -98,7 +99,7 @@ def _native_layers(text_model: Any, head: nn.Module, kinds: list[KindKey]) -> De
 
     A head that is not packed in our panels, because it shares a large table, stays outside of it.
     """
-    if not kinds or not has_decoder_layers():
+    if not kinds or not has_layers():
         return None
     numbers = list(dict.fromkeys(kinds))
     weights = [

@@ -1,7 +1,7 @@
 """transformers without two halves of torch that serving never uses: half the time of a start.
 
     torch._dynamo              transformers marks functions for a compiler at import, torch its own
-                               at their first call; nothing here is compiled
+                               at their first call; nothing that is so marked is compiled here
     torch.distributed.tensor   weights sharded over processes; a worker is one process
 
 transformers takes a torch that was built without distributed as it is. The compiler's marks are

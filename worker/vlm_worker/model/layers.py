@@ -1,14 +1,12 @@
-"""Layers as a few kernels, in place of transformers' modules.
+"""Decoder layers, norms and MLPs as a few kernels, in place of transformers' modules.
 
-    decoder, of Llama's form    x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
-                                x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
-    of Gemma 3's                norms of q and k, too, and behind o and down; GELU for SiLU
-    vision, of Qwen's towers    x ─▶ norm ─▶ qkv ─▶ rope ─▶ attention in segments ─▶ o ─▶ + x
-                                x ─▶ norm ─▶ gated or plain MLP ─▶ + x
+    of Llama's form    x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
+                       x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
+    of Gemma 3's       norms of q and k, too, and behind o and down; GELU for SiLU
 
 transformers computes a layer in some thirty small calls, which for the few rows of a decode step
 cost as much as its products. The same values come out, up to the order of sums: each step here
-rounds as the modules that it replaces. The MLPs of CLIP and SigLIP are replaced by themselves.
+rounds as the modules that it replaces.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlm_kernels import decoder_weights, rms_norm, rope
+from vlm_kernels import layer_norm, layer_weights, rms_norm, rope
 from vlm_kernels.packed_linear import Activation
-from vlm_worker.model.attention import StepContext, paged_forward, varlen_forward
+from vlm_worker.model.attention import StepContext, paged_forward
 from vlm_worker.model.linear import (
     GatedLinear,
     JointLinear,
@@ -28,14 +26,6 @@ from vlm_worker.model.linear import (
     add_product,
     linear_weights,
 )
-
-DECODER_LAYERS = frozenset(
-    {"Gemma3DecoderLayer", "LlamaDecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"}
-)
-"""Classes of transformers that compute what `DecoderLayer` does."""
-
-VISION_BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock"})
-"""Classes of transformers that compute what `VisionBlock` does."""
 
 NORMS = frozenset(
     {"Gemma3RMSNorm", "LlamaRMSNorm", "Qwen2RMSNorm", "Qwen2VLRMSNorm", "Qwen2_5_VLRMSNorm"}
@@ -50,31 +40,13 @@ ACTIVATIONS = {
 }
 
 
-def use_kernels(model: nn.Module) -> None:
-    """Replace the layers, MLPs and norms that have kernels; the others stay transformers'."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            made = _in_place_of(child)
-            if made is not None:
-                setattr(parent, name, made)
+def mlp_of(mlp: Any) -> Mlp | None:
+    """In place of transformers' MLP; None where its activation has no kernel."""
+    return gated_mlp(mlp) if hasattr(mlp, "gate_proj") else _plain_mlp(mlp)
 
 
-def _in_place_of(module: Any) -> nn.Module | None:
-    kind = type(module).__name__
-    if kind in DECODER_LAYERS and _gated_mlp(module.mlp) is not None:
-        return DecoderLayer(module)
-    if kind in VISION_BLOCKS and _mlp(module.mlp) is not None:
-        return VisionBlock(module)
-    if kind in {"CLIPMLP", "SiglipMLP"}:
-        return _mlp(module)
-    return Norm(module) if kind in NORMS else None
-
-
-def _mlp(mlp: Any) -> Mlp | None:
-    return _gated_mlp(mlp) if hasattr(mlp, "gate_proj") else _plain_mlp(mlp)
-
-
-def _gated_mlp(mlp: Any) -> Mlp | None:
+def gated_mlp(mlp: Any) -> Mlp | None:
+    """The same of one with a gate."""
     activation = ACTIVATIONS.get(type(mlp.act_fn).__name__)
     if activation not in {Activation.SILU, Activation.GELU}:
         return None
@@ -97,6 +69,14 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         self.up, self.down, self._activation = up, down, activation
+
+    @property
+    def activation(self) -> Activation:
+        """Of the first product, or of its gate."""
+        if isinstance(self.up, GatedLinear):
+            return self.up.activation
+        assert self._activation is not None
+        return self._activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., D]` to the same shape, added to the residual if there is one."""
@@ -124,9 +104,52 @@ class Norm(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         return rms_norm(rows, self.weight, eps=self.eps, adds_one=self._adds_one).view(x.shape)
 
-    def weights(self) -> decoder_weights.Norm:
+    def weights(self) -> layer_weights.Norm:
         """As `vlm_kernels.decoder_layers` takes it."""
-        return decoder_weights.Norm(self.weight.detach(), self.eps, self._adds_one)
+        return layer_weights.Norm(self.weight.detach(), self.eps, self._adds_one)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last axis; takes over the weights of the module that it replaces."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., D]` to the same shape."""
+        rows = x.reshape(-1, x.shape[-1])
+        return layer_norm(rows, self.weight, self.bias, eps=self.eps).view(x.shape)
+
+    def weights(self) -> layer_weights.LayerNorm:
+        """As `vlm_kernels.vision_layer` takes it."""
+        return layer_weights.LayerNorm(self.weight.detach(), self.bias.detach(), self.eps)
+
+
+def norm_of(norm: Any) -> Norm | LayerNorm | None:
+    """In place of transformers' norm; None where there is no kernel."""
+    if type(norm).__name__ in NORMS:
+        return Norm(norm)
+    is_plain = type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1
+    return LayerNorm(norm) if is_plain and norm.bias is not None else None
+
+
+def packed_layer(layer: Any, **more: Any) -> layer_weights.LayerWeights | None:
+    """As `vlm_kernels` takes a layer, with `more` of its fields; None where it is not packed."""
+    qkv, o, up, down = map(linear_weights, (layer.qkv, layer.o, layer.mlp.up, layer.mlp.down))
+    if qkv is None or o is None or up is None or down is None:
+        return None
+    return layer_weights.LayerWeights(
+        attention_norm=layer.attention_norm.weights(),
+        qkv=qkv,
+        o=o,
+        mlp_norm=layer.mlp_norm.weights(),
+        up=up,
+        down=down,
+        scale=layer.scaling,
+        activation=layer.mlp.activation,
+        **more,
+    )
 
 
 class DecoderLayer(nn.Module):
@@ -134,7 +157,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        attention, mlp = layer.self_attn, _gated_mlp(layer.mlp)
+        attention, mlp = layer.self_attn, gated_mlp(layer.mlp)
         assert mlp is not None
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
@@ -170,29 +193,11 @@ class DecoderLayer(nn.Module):
         x_TD = x_TD + self.o_norm(self.o(attended))
         return (x_TD + self.down_norm(self.mlp(self.mlp_norm(x_TD))))[None]
 
-    def weights(self, kind: int) -> decoder_weights.LayerWeights | None:
+    def weights(self, kind: int) -> layer_weights.LayerWeights | None:
         """As `vlm_kernels.decoder_layers` takes it, of a kind; None where it is not packed."""
-        up = self.mlp.up
-        assert isinstance(up, GatedLinear)
-        qkv, o, gate_up, down = map(linear_weights, (self.qkv, self.o, up, self.mlp.down))
-        if qkv is None or o is None or gate_up is None or down is None:
-            return None
-        return decoder_weights.LayerWeights(
-            attention_norm=self.attention_norm.weights(),
-            qkv=qkv,
-            o=o,
-            mlp_norm=self.mlp_norm.weights(),
-            gate_up=gate_up,
-            down=down,
-            scale=self.scaling,
-            kind=kind,
-            activation=up.activation,
-            **{
-                name: norm.weights()
-                for name in ("q_norm", "k_norm", "o_norm", "down_norm")
-                if (norm := getattr(self, name)) is not None
-            },
-        )
+        norms = {name: getattr(self, name) for name in ("q_norm", "k_norm", "o_norm", "down_norm")}
+        more = {name: norm.weights() for name, norm in norms.items() if norm is not None}
+        return packed_layer(self, kind=kind, **more)
 
     def _attend(
         self,
@@ -213,36 +218,3 @@ class DecoderLayer(nn.Module):
             self, q, k, v, None, scaling=self.scaling, step=step, sliding_window=self.window
         )
         return o[0].flatten(1)
-
-
-class VisionBlock(nn.Module):
-    """One layer over the patches of packed pictures; takes over the weights of the one before."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        attention, mlp = block.attn, _mlp(block.mlp)
-        assert mlp is not None
-        self._num_heads: int = attention.num_heads
-        self._scaling: float = attention.scaling
-        self.attention_norm, self.mlp_norm = (
-            Norm(norm) if type(norm).__name__ in NORMS else norm
-            for norm in (block.norm1, block.norm2)
-        )
-        self.qkv, self.o, self.mlp = attention.qkv, attention.proj, mlp
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        **_unused: Any,
-    ) -> torch.Tensor:
-        """`[T, D]` to `[T, D]`, called as transformers' towers call a block."""
-        qkv = self.qkv(self.attention_norm(hidden_states))
-        q_THD, k_THD, v_THD = qkv.view(len(qkv), 3, self._num_heads, -1).unbind(1)
-        for x_THD in (q_THD, k_THD):
-            rope(x_THD, *position_embeddings)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        o, _ = varlen_forward(self, q, k, v, None, scaling=self._scaling, cu_seq_lens_q=cu_seqlens)
-        x_TD = add_product(self.o, o[0].flatten(1), hidden_states)
-        return self.mlp(self.mlp_norm(x_TD), x_TD)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from vlm_kernels import PackedWeights, packed_linear
-from vlm_kernels.decoder_weights import Linear
+from vlm_kernels.layer_weights import Linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 

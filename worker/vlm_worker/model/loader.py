@@ -31,10 +31,11 @@ from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
 from vlm_worker.model.gpu.layers import use_gpu_kernels
 from vlm_worker.model.gpu.quantised import quantise_linears
 from vlm_worker.model.imports import lean_torch
-from vlm_worker.model.layers import use_kernels
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
+from vlm_worker.model.replace import use_kernels
 from vlm_worker.model.vision import use_patch_projection
+from vlm_worker.model.vision_block import join_vision_blocks
 from vlm_worker.types import Stage
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ def load_model(
         use_gpu_kernels(model)
     weights_bytes = sum(p.numel() * p.element_size() for p in set(model.parameters()))
     packing = _pack(model, checkpoint.family.spec, packed_weights=packed_weights, weights=weights)
+    join_vision_blocks(model)
     loaded = LoadedModel(
         model=model,
         checkpoint=checkpoint,

@@ -5,7 +5,10 @@ StepInputs ─▶ embed ─▶ picture rows ─▶ decoder, paged attention ─�
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +20,21 @@ from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.decoder import Decoder
 from vlm_worker.model.gpu.graphs import DecodeGraphs
+from vlm_worker.model.gpu.streams import OneStream
 from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import dtype_name, make_kv_cache
 from vlm_worker.model.sampler import sample
 from vlm_worker.model.vision import Embedding, PictureEncoder
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
+T = TypeVar("T")
+
 
 class ModelRunner:
-    """Owns weights, the KV buffer and the device. Called by one thread, but for `export_blocks`."""
+    """Owns weights, the KV buffer and the device.
+
+    Called by one thread, but for `export_blocks`, and `encode` in what `beside` was given.
+    """
 
     def __init__(
         self, loaded: LoadedModel, revision: str, *, kv_layout: KVLayout | None, num_blocks: int
@@ -45,6 +54,7 @@ class ModelRunner:
             head = getattr(self._model, loaded.family.spec.head)
             self._decoder = Decoder(self._model.get_decoder(), head)
         self._graphs: DecodeGraphs | None = None
+        self._streams = OneStream()
         self._pictures = PictureEncoder(self._model, loaded.family.processor, device=self._device)
 
     @property
@@ -81,23 +91,39 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Run one packed step and sample."""
-        return sample(self._logits(inputs), inputs.sampling)
+        with self._streams.steps():
+            return sample(self._logits(inputs), inputs.sampling)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Run one packed step: float32 `[R, vocabulary]` of the rows in `sample_rows`."""
-        return self._logits(inputs).float()
+        """Run one packed step: float32 `[R, vocabulary]` of the rows in `sample_rows`.
+
+        The caller's own: a replayed step writes over what the one before made.
+        """
+        with self._streams.steps():
+            return self._logits(inputs).to(torch.float32, copy=True)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
         """Encode pictures in one call; a failed item is an exception in its place."""
         if not self._loaded.has_encoder:
             raise EngineError("the stage encoder is not loaded here")
-        return self._pictures.encode(images)
+        with self._streams.pictures():
+            found = self._pictures.encode(images)
+            made = self._streams.made()
+        return [
+            one if isinstance(one, Exception) else dataclasses.replace(one, made=made)
+            for one in found
+        ]
+
+    def beside(self, call: Callable[[], T]) -> Future[T] | None:
+        """Begin a call that encodes while steps go on; None where it has to be made in turn."""
+        return self._streams.beside(call)
 
     def export_embedding(self, embedding: Embedding) -> memoryview:
         """The rows as bytes, flat, `[num_tokens, row_bytes]`."""
-        rows = embedding.rows.contiguous().view(torch.uint8).cpu()
+        with self._streams.steps():
+            rows = self._taken(embedding).contiguous().view(torch.uint8).cpu()
         return rows.numpy().reshape(-1).data
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
@@ -116,13 +142,15 @@ class ModelRunner:
         values = torch.from_numpy(data).view(self._loaded.dtype)
         if not bool(torch.isfinite(values).all()):
             raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
-        return Embedding(values.to(self._device))
+        with self._streams.steps():
+            return Embedding(values.to(self._device))
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
         """A gather copy of whole blocks, flat, `[len(block_ids), block_bytes]`, in `out`."""
         ids = np.asarray(block_ids, np.int64)
         room = None if out is None else np.frombuffer(out, np.uint8).reshape(len(ids), -1)
-        return gather_blocks(self._kv_cache, ids, room).reshape(-1).data
+        with self._streams.steps():
+            return gather_blocks(self._kv_cache, ids, room).reshape(-1).data
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""
@@ -135,7 +163,8 @@ class ModelRunner:
                 f"not {data.nbytes}"
             )
         blocks = np.frombuffer(data, np.uint8).reshape(len(block_ids), block_bytes)
-        scatter_blocks(self._kv_cache, np.asarray(block_ids, np.int64), blocks)
+        with self._streams.steps():
+            scatter_blocks(self._kv_cache, np.asarray(block_ids, np.int64), blocks)
 
     def embedding_bytes(self, embedding: Embedding) -> int:
         """Memory that it holds, for the encoder cache's budget."""
@@ -157,6 +186,10 @@ class ModelRunner:
     def use_graphs(self, graphs: DecodeGraphs | None) -> None:
         """Replay these from now on, where one serves a step."""
         self._graphs = graphs
+
+    def use_streams(self, streams: OneStream) -> None:
+        """Compute on these from now on."""
+        self._streams = streams
 
     @property
     def _num_heads(self) -> int:
@@ -192,9 +225,14 @@ class ModelRunner:
         """Token embeddings `[T, D]` with picture rows in place of placeholders."""
         embeds = self._rows(torch.tensor(inputs.token_ids, device=self._device))
         for part in inputs.image_rows:
-            rows = part.embedding.rows[part.src_start : part.src_start + part.num_rows]
+            rows = self._taken(part.embedding)[part.src_start : part.src_start + part.num_rows]
             embeds[part.dst_start : part.dst_start + part.num_rows] = rows
         return embeds
+
+    def _taken(self, embedding: Embedding) -> torch.Tensor:
+        """Its rows, for a step to read."""
+        self._streams.take(embedding.rows, embedding.made)
+        return embedding.rows
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Of the table; some families number placeholders beyond it."""

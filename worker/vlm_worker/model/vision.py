@@ -19,9 +19,15 @@ from vlm_worker.types import PreparedImage
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedding:
-    """The encoder's output for one picture; `rows` `[num_tokens, hidden_size]` own memory."""
+    """The encoder's output for one picture.
+
+    Attributes:
+        rows: `[num_tokens, hidden_size]`, of their own memory.
+        made: the event behind them, where steps have another stream (`gpu.streams`).
+    """
 
     rows: torch.Tensor
+    made: Any = None
 
     @property
     def num_bytes(self) -> int:

@@ -28,21 +28,29 @@ PICTURE_SIDES = (1, 112, 448)
 
 
 def try_encoder(
-    encode: Callable[[Sequence[PreparedImage]], Sequence[object]], family: Family
+    encode: Callable[[Sequence[PreparedImage]], Sequence[object]],
+    family: Family,
+    *,
+    num_pictures: int = 1,
 ) -> None:
-    """Encode plain pictures, small ones first. Raises ModelConfigError where that fails."""
+    """Encode plain pictures, small ones first, and so many of these in one call.
+
+    Raises ModelConfigError where that fails.
+    """
     geometries = {
         geometry.num_tokens: geometry
         for geometry in (family.geometry(side, side) for side in PICTURE_SIDES)
     }
 
-    def encode_plain(num_tokens: int) -> None:
+    def encode_plain(num_tokens: int, count: int = 1) -> None:
         grid = geometries[num_tokens].grid_thw
         patches = np.zeros(math.prod(grid) * family.processor.patch_dim, np.float32)
-        (embedding,) = encode([PreparedImage(bytes(32), grid, num_tokens, patches.data)])
-        if isinstance(embedding, Exception):
-            raise ModelConfigError(f"the vision tower fails on a plain picture: {embedding}")
+        for embedding in encode([PreparedImage(bytes(32), grid, num_tokens, patches.data)] * count):
+            if isinstance(embedding, Exception):
+                raise ModelConfigError(f"the vision tower fails on a plain picture: {embedding}")
 
+    for count in range(2, num_pictures + 1):
+        encode_plain(min(geometries), count)
     grow(encode_plain, sorted(geometries))
 
 

@@ -17,10 +17,13 @@ import torch
 from torch import nn
 
 from vlm_kernels import Activation, add_rms_norm, paged_attention, rope_store_kv, silu_mul
-from vlm_worker.model.attention import StepContext
+from vlm_worker.model.attention import StepContext, planes_forward
 from vlm_worker.model.gpu.walk import modules_in
 from vlm_worker.model.layers import DecoderLayer, Mlp, Norm
 from vlm_worker.model.linear import GatedLinear, JointLinear, joined
+
+PLANES_ATTENTION = frozenset({"CLIPAttention", "SiglipAttention"})
+"""Classes of transformers that compute what `PlanesAttention` does."""
 
 
 def use_gpu_kernels(model: Any) -> None:
@@ -33,6 +36,8 @@ def use_gpu_kernels(model: Any) -> None:
             setattr(parent, name, Joined(child))
         elif isinstance(child, GatedLinear) and child.activation == Activation.SILU:
             setattr(parent, name, JoinedGate(child))
+        elif type(child).__name__ in PLANES_ATTENTION:
+            setattr(parent, name, PlanesAttention(child))
     decoder = model.get_decoder()
     layers = list(getattr(decoder, "layers", ()))
     if layers and all(_can_fuse(layer) for layer in layers):
@@ -70,6 +75,27 @@ class JoinedGate(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]`."""
         return silu_mul(*self.product(x_TD).split(self._sizes, dim=-1))
+
+
+class PlanesAttention(nn.Module):
+    """Attention of a tower over pictures of one size; its queries, keys and values one product."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        self.qkv, self.o = Joined(JointLinear(parts)), attention.out_proj
+        self._head_dim: int = attention.head_dim
+        self._scaling: float = attention.scale
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **_unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """`[B, T, D]` to the same shape, called as transformers' layers call theirs."""
+        q, k, v = (
+            x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for x in self.qkv(hidden_states)
+        )
+        o, _ = planes_forward(self, q, k, v, attention_mask, scaling=self._scaling)
+        return self.o(o.flatten(2)), None
 
 
 def _join(parts: nn.ModuleList) -> tuple[nn.Module, list[int]]:

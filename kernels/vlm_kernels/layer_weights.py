@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, checked, and as C++ reads it (`decoder_layers`).
+"""What a layer is made of, checked, and as C++ reads it (`decoder_layers`, `vision_layer`).
 
 Shapes: D features, H KV heads, G query heads per KV head, E head size.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from vlm_kernels.packed_linear import GATED, Activation
+from vlm_kernels.packed_linear import Activation, epilogue_of
 from vlm_kernels.packed_weights import PackedWeights
 
-_LINEARS = ("qkv", "o", "gate_up", "down")
+_LINEARS = ("qkv", "o", "up", "down")
 _NORMS = ("attention_norm", "q_norm", "k_norm", "o_norm", "mlp_norm", "down_norm")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
@@ -38,24 +38,33 @@ class Norm:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer.
 
     Attributes:
         qkv: `[(H * G + 2 * H) * E, D]`, queries first.
         o: `[D, H * G * E]`.
-        gate_up: gated, of D inputs.
+        up: of D inputs; gated or plain.
         down: back to D.
         kind: which of a step's kinds the layer is.
         scale: factor of the scores.
-        activation: of the gate.
+        activation: of `up`, or of its gate.
     """
 
-    attention_norm: Norm
+    attention_norm: Norm | LayerNorm
     qkv: Linear
     o: Linear
-    mlp_norm: Norm
-    gate_up: Linear
+    mlp_norm: Norm | LayerNorm
+    up: Linear
     down: Linear
     scale: float
     kind: int = 0
@@ -89,7 +98,7 @@ class Tail:
 
 
 class _Linear(ctypes.Structure):
-    """`Linear` in cpu/decoder_layers.cpp, as all here."""
+    """`Linear` in cpu/layers.cpp, as all here."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "offsets", "bias")),
@@ -98,7 +107,11 @@ class _Linear(ctypes.Structure):
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = (("weight", _POINTER), ("eps", ctypes.c_float), ("adds_one", ctypes.c_int32))
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias")),
+        ("eps", ctypes.c_float),
+        ("adds_one", ctypes.c_int32),
+    )
 
 
 class Weights(ctypes.Structure):
@@ -108,7 +121,7 @@ class Weights(ctypes.Structure):
         *((name, _Linear) for name in _LINEARS),
         *((name, _Norm) for name in _NORMS),
         ("kind", _SIZE),
-        ("gate", _SIZE),
+        ("activated", _SIZE),
         ("scale", ctypes.c_float),
     )
 
@@ -140,14 +153,17 @@ def lay_out(layers: Sequence[LayerWeights]) -> ctypes.Array[Weights]:
 def _weights(layer: LayerWeights) -> Weights:
     parts: dict[str, Any] = {name: _linear(getattr(layer, name)) for name in _LINEARS}
     for name in _NORMS:
-        norm: Norm | None = getattr(layer, name)
+        norm: Norm | LayerNorm | None = getattr(layer, name)
         if norm is not None:
             parts[name] = _norm(norm)
-    return Weights(**parts, kind=layer.kind, gate=GATED[layer.activation], scale=layer.scale)
+    activated = epilogue_of(layer.up.weights, layer.activation)
+    return Weights(**parts, kind=layer.kind, activated=activated, scale=layer.scale)
 
 
-def _norm(norm: Norm) -> _Norm:
-    return _Norm(norm.weight.data_ptr(), norm.eps, norm.adds_one)
+def _norm(norm: Norm | LayerNorm) -> _Norm:
+    if isinstance(norm, LayerNorm):
+        return _Norm(norm.weight.data_ptr(), norm.bias.data_ptr(), norm.eps)
+    return _Norm(norm.weight.data_ptr(), None, norm.eps, norm.adds_one)
 
 
 def _linear(linear: Linear) -> _Linear:
@@ -164,23 +180,24 @@ def _linear(linear: Linear) -> _Linear:
 
 def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
     """Raise ValueError where a part does not take what the one before gives."""
-    of_queries, inner = heads.num_heads * heads.head_dim, layer.gate_up.weights.num_outputs
+    of_queries, inner = heads.num_heads * heads.head_dim, layer.up.weights.num_outputs
     check(heads.num_heads % heads.num_kv_heads == 0, f"{heads} are not whole groups")
     check(heads.head_dim % 2 == 0, f"{heads} have no halves")
-    check(layer.gate_up.weights.is_gated, "gate_up is not gated")
-    check(layer.activation in GATED, f"gates are not followed by {layer.activation}")
+    epilogue_of(layer.up.weights, layer.activation)
     check(layer.kind >= 0, f"kind {layer.kind} is none of a step's")
     check((layer.q_norm is None) == (layer.k_norm is None), "q_norm and k_norm come together")
     joint = of_queries + 2 * heads.num_kv_heads * heads.head_dim
     _check_linear("qkv", layer.qkv, joint, width)
     _check_linear("o", layer.o, width, of_queries)
-    _check_linear("gate_up", layer.gate_up, inner, width)
+    _check_linear("up", layer.up, inner, width)
     _check_linear("down", layer.down, width, inner)
     for name in _NORMS:
-        norm: Norm | None = getattr(layer, name)
+        norm: Norm | LayerNorm | None = getattr(layer, name)
         if norm is not None:
             size = heads.head_dim if name in {"q_norm", "k_norm"} else width
             _check_vector(name, norm.weight, size)
+            if isinstance(norm, LayerNorm):
+                _check_vector(f"the bias of {name}", norm.bias, size)
 
 
 def check_tail(tail: Tail, *, width: int) -> None:
@@ -208,4 +225,4 @@ def _check_vector(name: str, vector: torch.Tensor, size: int) -> None:
 def check(holds: bool, message: str) -> None:
     """Raise ValueError where something does not hold."""
     if not holds:
-        raise ValueError(f"decoder_layers: {message}")
+        raise ValueError(f"layers: {message}")

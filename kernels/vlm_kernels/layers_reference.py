@@ -1,4 +1,4 @@
-"""The definition of `decoder_layers`: kernel by kernel, as each is defined in its own file."""
+"""The definitions of `decoder_layers` and `vision_layer`: one kernel after the other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from vlm_kernels.decoder_layers import LayerKind
-from vlm_kernels.decoder_weights import Heads, LayerWeights, Linear, Norm, Tail
+from vlm_kernels.flash_attention import flash_attention
+from vlm_kernels.layer_norm import layer_norm
+from vlm_kernels.layer_weights import Heads, LayerNorm, LayerWeights, Linear, Norm, Tail
 from vlm_kernels.packed_linear import Activation, packed_linear
 from vlm_kernels.paged_attention import paged_attention
 from vlm_kernels.rms_norm import rms_norm
 from vlm_kernels.rope import rope
+from vlm_kernels.segments import Segments
 from vlm_kernels.store_kv import store_kv
 
 
@@ -35,9 +38,30 @@ def decoder_layers_reference(
         store_kv(k, v, kv_cache, number, slots_T)
         attended = paged_attention(q, kv_cache, number, kind.plan, scale=layer.scale).flatten(1)
         x_TD = x_TD + _normed(layer.o_norm, _product(layer.o, attended))
-        hidden = _product(layer.gate_up, _normed(layer.mlp_norm, x_TD), layer.activation)
+        hidden = _product(layer.up, _normed(layer.mlp_norm, x_TD), layer.activation)
         x_TD = x_TD + _normed(layer.down_norm, _product(layer.down, hidden))
     return x_TD
+
+
+def vision_layer_reference(
+    layer: LayerWeights,
+    heads: Heads,
+    x_TD: torch.Tensor,
+    segments: Segments,
+    positions: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """A new tensor."""
+    parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    joint = _product(layer.qkv, _normed(layer.attention_norm, x_TD))
+    q, k, v = torch.split(joint.view(len(x_TD), -1, heads.head_dim), parts, dim=1)
+    if positions is not None:
+        rope(q, *positions)
+        rope(k, *positions)
+    attended = torch.empty_like(q, memory_format=torch.contiguous_format)
+    flash_attention(segments, q, k, v, attended, scale=layer.scale)
+    x_TD = x_TD + _product(layer.o, attended.flatten(1))
+    hidden = _product(layer.up, _normed(layer.mlp_norm, x_TD), layer.activation)
+    return x_TD + _product(layer.down, hidden)
 
 
 def logits_reference(tail: Tail, x_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
@@ -51,9 +75,11 @@ def _product(
     return packed_linear(x_TD, linear.weights, linear.bias, activation=activation)
 
 
-def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+def _normed(norm: Norm | LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
     """Over the last axis, if there is one."""
     if norm is None:
         return x
     rows = x.reshape(-1, x.shape[-1])
+    if isinstance(norm, LayerNorm):
+        return layer_norm(rows, norm.weight, norm.bias, eps=norm.eps).view(x.shape)
     return rms_norm(rows, norm.weight, eps=norm.eps, adds_one=norm.adds_one).view(x.shape)

@@ -1,8 +1,13 @@
-// All decoder layers of a step, and the head, in one call, on threads that stay together:
+// Layers in one call, on threads that stay together. All of a decoder's, and the head:
 //
 //   x ─▶ norm ─▶ q, k, v ─▶ (norms) rope, store ─▶ attention over KV blocks ─▶ o ─▶ (norm) + x
 //   x ─▶ norm ─▶ act(gate) * up ─▶ down ─▶ (norm) + x                      (...) of Gemma 3 alone
 //   x of some tokens ─▶ norm ─▶ logits
+//
+// or some of a vision tower's, which have no cache:
+//
+//   x ─▶ norm ─▶ q, k, v ─▶ (rope) ─▶ attention inside segments ─▶ o ─▶ + x
+//   x ─▶ norm ─▶ act(up), or act(gate) * up ─▶ down ─▶ + x
 //
 // The kernels are those of their own files, in the same order and with the same rounding: what comes
 // out is, bit for bit, what one call for each gives. What is saved is the waking of threads, some
@@ -12,7 +17,7 @@
 // In between, two buffers hold everything:
 //
 //   narrow [T, max(D, heads)]          normed x, then answers of attention; normed x, then `down`
-//   wide   [T, max(D, q + k + v, N)]   q, k and v, then `o`; then act(gate) * up
+//   wide   [T, max(D, q + k + v, N)]   q, k and v, then `o`; then what `down` multiplies
 #include "threads.h"
 
 #ifdef TRIPTYCH_AVX512BF16
@@ -32,7 +37,7 @@ using namespace triptych;
 
 namespace {
 
-// The structures are those of decoder_layers.py.
+// The structures are those of layer_weights.py and native_layers.py.
 
 // Packed weights of N outputs; without scales they are bfloat16. Of gated ones, N counts both.
 struct Linear {
@@ -45,18 +50,19 @@ struct Linear {
 
 struct Norm {
   const void* weight;  // null: there is none
+  const void* bias;    // of a LayerNorm
   float eps;
   int32_t adds_one;
 };
 
 struct Weights {
-  Linear qkv, o, gate_up, down;
+  Linear qkv, o, up, down;
   Norm attention_norm, q_norm, k_norm, o_norm, mlp_norm, down_norm;
-  int64_t kind, gate;  // which of the step's kinds; an epilogue
+  int64_t kind, activated;  // which of the step's kinds; the epilogue of `up`
   float scale;
 };
 
-// What layers of one kind share: positions and what their tokens see. Either part may be null.
+// What layers of one kind share: positions and what their tokens see. Any part may be null.
 struct Kind {
   const void *cos, *sin;  // [T, D]
   const Step* rows;
@@ -66,7 +72,7 @@ struct Kind {
 // One packed step. x [T, D] is replaced by what the last layer gives.
 struct Input {
   void* x;
-  void* cache;
+  void* cache;  // null: tokens see each other, in segments
   const int64_t* slots;
   int64_t num_tokens, width, num_heads, num_kv_heads, head_dim;
   int64_t num_layers, block_size, cache_type, has_bf16_tables, num_threads;
@@ -103,7 +109,7 @@ class Layers {
     attend(w, layer);
     add(w.o, w.o_norm, narrow_, wide_);
     norm_all(w.mlp_norm);
-    multiply(w.gate_up, static_cast<Epilogue>(w.gate), narrow_, nullptr, wide_, in_.num_tokens);
+    multiply(w.up, static_cast<Epilogue>(w.activated), narrow_, nullptr, wide_, in_.num_tokens);
     add(w.down, w.down_norm, wide_, narrow_);
   }
 
@@ -125,8 +131,8 @@ class Layers {
   // The norm of rows that lie `stride` apart, of `size` elements each.
   static void normalise(const Norm& norm, const uint16_t* x, int64_t stride, uint16_t* y,
                         int64_t size, int64_t begin, int64_t end) {
-    const NormJob job{x, stride, norm.weight, y, size, norm.eps, true, norm.adds_one != 0};
-    norm_rows(job, begin, end);
+    norm_rows({x, stride, norm.weight, norm.bias, y, size, norm.eps, true, norm.adds_one != 0}, begin,
+              end);
   }
 
   void norm_all(const Norm& norm) {
@@ -162,7 +168,7 @@ class Layers {
     });
   }
 
-  // Norms and positions of q and k; k and v to their slots.
+  // Norms and positions of q and k; k and v to their slots, if there are any.
   void place_heads(const Weights& w, int64_t layer) {
     const int64_t dim = in_.head_dim, heads = in_.num_heads, kv_heads = in_.num_kv_heads;
     const int64_t stride = (heads + 2 * kv_heads) * dim;
@@ -177,8 +183,8 @@ class Layers {
         normalise(w.q_norm, q + t * stride, dim, q + t * stride, dim, 0, heads);
         normalise(w.k_norm, k + t * stride, dim, k + t * stride, dim, 0, kv_heads);
       }
-      rope_tokens(rotation, begin, end);
-      store_tokens(store, begin, end);
+      if (kind.cos != nullptr) rope_tokens(rotation, begin, end);
+      if (in_.cache != nullptr) store_tokens(store, begin, end);
     });
   }
 
@@ -193,6 +199,11 @@ class Layers {
       Tensors tensors{};
       tensors.q = wide_, tensors.q_token = stride, tensors.q_head = dim;
       tensors.k = in_.cache, tensors.layer = layer, tensors.scale = w.scale;
+      if (in_.cache == nullptr) {
+        const uint16_t* const k = wide_ + in_.num_heads * dim;
+        tensors.k = k, tensors.k_token = stride, tensors.k_head = dim;
+        tensors.v = k + in_.num_kv_heads * dim, tensors.v_token = stride, tensors.v_head = dim;
+      }
       tensors.out = reinterpret_cast<Bfloat16*>(narrow_);
       attend_segments(*kind.chunks, tensors, memory_.chunks, threads_);
     }
@@ -217,8 +228,8 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
   if (out != nullptr && out->head.scales != nullptr) inputs = out->head.num_inputs;
   for (int64_t i = 0; i < num_layers; ++i) {
     const Weights& w = layers[i];
-    wide = std::max(wide, w.gate_up.num_outputs / 2);
-    for (const Linear* of : {&w.qkv, &w.o, &w.gate_up, &w.down}) {
+    wide = std::max(wide, w.down.num_inputs);
+    for (const Linear* of : {&w.qkv, &w.o, &w.up, &w.down}) {
       if (of->scales != nullptr) inputs = std::max(inputs, of->num_inputs);
     }
   }
@@ -234,9 +245,8 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
 }  // namespace
 
 // `out` is null where hidden states are what is wanted. The rows of `out` are no more than tokens.
-TRIPTYCH_EXPORT void triptych_decoder_layers(const Input* in, const Weights* layers,
-                                             int64_t num_layers, const Kind* kinds,
-                                             int64_t num_kinds, const Output* out) {
+TRIPTYCH_EXPORT void triptych_layers(const Input* in, const Weights* layers, int64_t num_layers,
+                                     const Kind* kinds, int64_t num_kinds, const Output* out) {
   static thread_local Memory memory;
   make_room(*in, layers, num_layers, kinds, num_kinds, out, memory);
   Memory& of_caller = memory;

@@ -1,0 +1,67 @@
+"""Kernels as torch's compiler sees them: one operation each, which it does not look into.
+
+    called by Python              the function itself
+    while torch.compile traces    torch.ops.triptych.NAME, which calls the function when it runs
+
+So a layer that is compiled stays in one piece around its kernels, and these launch as they do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Function = Callable[P, T]
+
+_LIBRARY: Any = torch.library.Library("triptych", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def shape_of_first(first: torch.Tensor, *_args: Any, **_kwargs: Any) -> Sequence[int]:
+    """Of what has the shape of its first argument."""
+    return first.shape
+
+
+def opaque(
+    schema: str, *, shape: Callable[..., Sequence[int]] = shape_of_first
+) -> Callable[[Function[P, T]], Function[P, T]]:
+    """Give a function an operation.
+
+    Args:
+        schema: in torch's own notation. It returns a new tensor, of the type of its first argument;
+            or nothing, and marks what it writes into.
+        shape: of the new tensor, by the same arguments.
+    """
+    name = schema.partition("(")[0]
+    returns = not schema.endswith("-> ()")
+
+    def decorate(function: Function[P, T]) -> Function[P, T]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found: Any = function(*args, **kwargs)
+            return found.contiguous() if returns else None
+
+        def like(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not returns:
+                return None
+            size = shape(first, *args, **kwargs)
+            return torch.empty(size, dtype=first.dtype, device=first.device)
+
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"triptych::{name}", like, lib=_LIBRARY)
+        operation: Any = getattr(torch.ops.triptych, name).default
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if torch.compiler.is_compiling():
+                found: T = operation(*args, **kwargs)
+                return found
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
