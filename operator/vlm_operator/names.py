@@ -47,6 +47,7 @@ OPERATOR_LEASE = "triptych-operator"
 
 PORT_GRPC = 9000
 PORT_HTTP = 9001
+PORT_DATA = 9002  # workers find it by themselves, two above gRPC's
 PORT_GATEWAY = 8000
 PORT_GATEWAY_ADMIN = 9001
 

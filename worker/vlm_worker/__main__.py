@@ -8,6 +8,7 @@ import signal
 import sys
 
 from vlm_worker.errors import WorkerError
+from vlm_worker.serve.compiler import keep_compiled
 from vlm_worker.serve.logs import log_as_json, log_as_text
 from vlm_worker.serve.memory import keep_freed_memory
 from vlm_worker.settings import (
@@ -30,6 +31,7 @@ def main() -> None:
     # wait for: a step takes twenty times as long. OpenMP reads this when torch is imported.
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     keep_freed_memory(environ)
+    keep_compiled(environ)
     if isinstance(settings, ServeSettings):
         log_as_text()
     else:

@@ -12,7 +12,7 @@ is given up is cancelled there and then (grpc.aio never cancels one that is mere
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
@@ -21,12 +21,14 @@ import grpc
 from vlm_worker.errors import InvalidRequestError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.timers import PRODUCTION, Timers
+from vlm_worker.settings.values import MAX_PORT
 from vlm_worker.types import RequestKey
 from vlm_worker.wire import calls, decode, encode, identity, prefill
 from vlm_worker.wire.credentials import open_channel
+from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.errors import error_of_call
 from vlm_worker.wire.methods import METHODS
-from vlm_worker.wire.options import CHUNK_BYTES, SEND_PICTURES
+from vlm_worker.wire.options import CHUNK_BYTES, DATA_PORT, SEND_PICTURES
 
 T = TypeVar("T")
 
@@ -34,12 +36,14 @@ T = TypeVar("T")
 class WorkerClient:
     """One worker at `address` (host:port); connects when first used, and again after a loss.
 
-    A control call without a `timeout` of its own has `timers.control`.
+    A control call without a `timeout` of its own has `timers.control`. `data_port` is what the last
+    fetch told of it.
     """
 
     def __init__(self, address: str, *, timers: Timers = PRODUCTION) -> None:
         self.address = address
         self.timers = timers
+        self.data_port: int | None = None
         self._channel = open_channel(address, timers)
         self._stubs: dict[str, Any] = {}
 
@@ -76,9 +80,17 @@ class WorkerClient:
         """Send pictures; yields Decoded once, then ItemReady or ItemFailed for each."""
         wanted = asyncio.get_running_loop().create_future()
         upload = _upload(call, pictures, wanted)
-        async with aclosing(self._stream("Encode", upload, timeout, wanted)) as replies:
-            async for message in replies:
-                yield self._read(encode.encode_reply_of, message)
+
+        def told(metadata: Mapping[str, Any]) -> None:
+            wanted.set_result(SEND_PICTURES in metadata)
+
+        try:
+            async with aclosing(self._stream("Encode", upload, timeout, told)) as replies:
+                async for message in replies:
+                    yield self._read(encode.encode_reply_of, message)
+        finally:
+            if not wanted.done():
+                wanted.set_result(False)
 
     async def reserve(
         self, call: calls.ReserveCall, *, timeout: float | None = None
@@ -132,13 +144,14 @@ class WorkerClient:
         request = pb.ReleaseLeaseRequest(transfer_id=transfer_id, boot_id=boot_id)
         await self._unary("ReleaseLease", request, timeout=timeout)
 
-    def fetch_embedding(self, call: calls.FetchCall, *, timeout: float) -> AsyncGenerator[bytes]:
-        """The raw frames of an embedding (wire/frames.py reads them)."""
-        return self._stream("FetchEmbedding", identity.fetch_call_to(call), timeout)
+    def fetch(
+        self, fetch: Fetch, call: calls.FetchCall, *, timeout: float
+    ) -> AsyncGenerator[bytes]:
+        """The raw frames (wire/frames.py reads them) of an embedding, or of KV blocks.
 
-    def fetch_kv(self, call: calls.FetchCall, *, timeout: float) -> AsyncGenerator[bytes]:
-        """The raw frames of KV blocks, while prefill still writes them."""
-        return self._stream("FetchKV", identity.fetch_call_to(call), timeout)
+        They come while prefill still writes these.
+        """
+        return self._stream(fetch.method, identity.fetch_call_to(call), timeout, self._learn)
 
     # ---- gRPC ----------------------------------------------------------------------------------
 
@@ -189,13 +202,13 @@ class WorkerClient:
         name: str,
         request: Any,
         timeout: float | None,
-        wanted: asyncio.Future[bool] | None = None,
+        told: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
-        """The messages of a call; `wanted` learns whether the worker asks for what is to follow."""
+        """The messages of a call; `told` gets the initial metadata, before the first of them."""
         call = self._call(name, request, timeout)
         try:
-            if wanted is not None:
-                wanted.set_result(SEND_PICTURES in dict(await call.initial_metadata()))
+            if told is not None:
+                told(dict(await call.initial_metadata()))
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
@@ -204,9 +217,11 @@ class WorkerClient:
             self._raise_if_closed()
             raise
         finally:
-            if wanted is not None and not wanted.done():
-                wanted.set_result(False)
             call.cancel()
+
+    def _learn(self, metadata: Mapping[str, Any]) -> None:
+        port = str(metadata.get(DATA_PORT, ""))
+        self.data_port = int(port) if port.isdecimal() and 0 < int(port) <= MAX_PORT else None
 
     def _raise_if_closed(self) -> None:
         """grpc.aio says CancelledError, too, when the channel is closed under a call."""

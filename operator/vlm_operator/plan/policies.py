@@ -70,7 +70,11 @@ def _ingress(
     if role is Role.GATEWAY:
         return [{"ports": [_tcp(names.PORT_GATEWAY)]}, *rules]
     callers = [_pods(service, source) for source, target in flows if target is role]
-    return [{"from": callers, "ports": [_tcp(names.PORT_GRPC)]}, *rules]
+    rules.insert(0, {"from": callers, "ports": [_tcp(names.PORT_GRPC)]})
+    consumers = [_pods(service, source) for source, target in _transfers(flows) if target is role]
+    if consumers:
+        rules.insert(1, {"from": consumers, "ports": [_tcp(names.PORT_DATA)]})
+    return rules
 
 
 def _egress(service: VLMService, role: Role, flows: list[tuple[Role, Role]]) -> list[Rule]:
@@ -84,11 +88,19 @@ def _egress(service: VLMService, role: Role, flows: list[tuple[Role, Role]]) -> 
     targets = [_pods(service, target) for source, target in flows if source is role]
     if targets:
         rules.append({"to": targets, "ports": [_tcp(names.PORT_GRPC)]})
+    producers = [_pods(service, target) for source, target in _transfers(flows) if source is role]
+    if producers:
+        rules.append({"to": producers, "ports": [_tcp(names.PORT_DATA)]})
     if role is Role.GATEWAY:
         rules.append({"ports": [_tcp(port) for port in API_SERVER_PORTS]})
     if service.spec.model.uri.startswith("hf://"):
         rules.append({"to": [_INTERNET], "ports": [_tcp(443)]})
     return rules
+
+
+def _transfers(flows: list[tuple[Role, Role]]) -> list[tuple[Role, Role]]:
+    """Those in which KV or embeddings are pulled."""
+    return [(source, target) for source, target in flows if source is not Role.GATEWAY]
 
 
 def _pods(service: VLMService, role: Role) -> Rule:

@@ -36,7 +36,7 @@ OUTSIDE = {
     "metadata": End("metadata", {}, "", "169.254.169.254"),
     "internet": End("internet", {}, "", "93.184.216.34"),
 }
-PORTS = [53, 80, 443, 6443, 8000, 9000, 9001, 22]
+PORTS = [53, 80, 443, 6443, 8000, 9000, 9001, 9002, 22]
 
 
 def allowed(policies: dict[str, Any], source: End, target: End, port: int) -> bool:
@@ -105,7 +105,7 @@ def needed(roles: list[str], *, hub: bool) -> set[tuple[str, str, int]]:
         ("encoder", "decode"): [("decode", "encoder")],
         ("decode",): [],
     }[tuple(roles)]
-    return found | {(source, target, 9000) for source, target in chain}
+    return found | {(*flow, port) for flow in chain for port in (9000, 9002)}
 
 
 @pytest.mark.parametrize("hub", [False, True])

@@ -215,6 +215,17 @@ class Simulation:
         assert len(self.table) == 0
 
 
+def told(schedule: Schedule) -> object:
+    """What a schedule says, as a value that compares."""
+    plan = schedule.plan
+    return (
+        plan and (plan.rows.tolist(), plan.counts.tolist(), plan.samples.tolist()),
+        [s.request.key for s in schedule.admitted],
+        [s.request.key for s in schedule.preempted],
+        [(s.request.key, start) for s, start in schedule.stalled],
+    )
+
+
 def alone(work: Work) -> list[int]:
     return answer_alone(
         work.request,

@@ -1,4 +1,4 @@
-"""The block pool's laws K1-K6 and K10, for every order of operations."""
+"""The block pool's laws K1-K7, for every order of operations."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class ChainMachine(RuleBasedStateMachine):
     def what_is_cached_can_be_hit(self) -> None:
         for chain in self.seen:
             known = [bool(self.pool.match([block_hash])) for block_hash in chain]
-            assert known == sorted(known, reverse=True), "K10: a head went before its tail"
+            assert known == sorted(known, reverse=True), "K7: a head went before its tail"
 
 
 ChainMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker.core.simulation import Simulation, Work, alone
-from worker.core.test_fairness import DUAL, FCFS, text, told
+from worker.core.arrivals import DUAL, FCFS, text
+from worker.core.simulation import Simulation, Work, alone, told
 
 from vlm_worker.core.entrance import MAX_OVERTAKEN
 from vlm_worker.core.plan import Schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone
-from worker.core.test_fairness import DUAL, FCFS, text
 
 from vlm_worker.core.entrance import MAX_OVERTAKEN
 from vlm_worker.core.sequence import Lane, Status

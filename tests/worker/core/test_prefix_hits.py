@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from worker.core.simulation import BLOCK_SIZE, Simulation, Work, expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worker.core.simulation import BLOCK_SIZE, Simulation, Work, expected, works
 
 from vlm_worker.testing import IMAGE_TOKEN, make_image
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
@@ -78,17 +80,56 @@ def test_an_answer_is_known_when_it_has_ended() -> None:
     first = about("first", num_before=9, num_visual=6, after=[3], max_tokens=12)
     run = simulation()
     run.run([first])
-    answered = (*first.request.token_ids, *run.answers["first"])
-    request = dataclasses.replace(
-        first.request,
-        key=RequestKey("next", 0),
-        token_ids=(*answered, 5),
-        num_prompt_tokens=len(answered) + 1,
-    )
-    run.run([dataclasses.replace(first, request=request)])
+    num_known = first.request.num_prompt_tokens + len(run.answers["first"])
+    run.run([going_on(first, run.answers["first"], name="next")])
     # the answer's last token was never computed
-    assert run.cached["next"] == (len(answered) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert run.cached["next"] == (num_known - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert run.cached["next"] > first.request.num_prompt_tokens
+
+
+def going_on(work: Work, answer: list[int], *, name: str) -> Work:
+    """The conversation of a request whose answer ends here, or is cut short here."""
+    known = (*work.request.token_ids[: work.request.num_prompt_tokens], *answer, 5)
+    key = RequestKey(name, 0)
+    request = dataclasses.replace(
+        work.request, key=key, token_ids=known, num_prompt_tokens=len(known)
+    )
+    return dataclasses.replace(work, request=request)
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 9, 11])
+@pytest.mark.parametrize("num_steps", [1, 2, 6, 11])
+def test_a_running_answer_is_known_to_who_goes_on_from_it(num_before: int, num_steps: int) -> None:
+    first = about("first", num_before=num_before, num_visual=2, after=[], max_tokens=12)
+    run = simulation()
+    run.add(first)
+    for _ in range(num_steps):
+        run.step()
+    second = going_on(first, run.answers["first"], name="second")
+    run.run([second])
+    num_written = first.request.num_prompt_tokens + num_steps - 1
+    assert run.cached["second"] == num_written // BLOCK_SIZE * BLOCK_SIZE
+    assert run.answers == expected([first, second])
+
+
+@settings(max_examples=60)
+@given(works(), st.integers(1, 30))
+def test_who_goes_on_from_running_answers_says_what_it_says_alone(
+    todo: list[Work], num_steps: int
+) -> None:
+    run = simulation()
+    for work in todo:
+        run.add(work)
+    for _ in range(num_steps):
+        run.step()
+    running = {sequence.request.key.request_id for sequence in run.table.running}
+    more = [
+        going_on(work, run.answers[name], name=f"after {name}")
+        for work in todo
+        if (name := work.request.key.request_id) in running
+    ]
+    run.run(more)
+    assert run.answers == expected([*todo, *more])
 
 
 def test_another_adapter_or_tenant_finds_nothing() -> None:

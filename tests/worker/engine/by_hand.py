@@ -72,11 +72,13 @@ class ByHand:
         asked: by request id, the items that NeedItems named and `answer` has not put.
     """
 
-    def __init__(self, num_blocks: int = 65, **changes: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 65, *, runner: NotingRunner | None = None, **changes: Any
+    ) -> None:
         settings = EngineSettings(
             max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, strict=True
         )
-        self.runner = NotingRunner(num_blocks)
+        self.runner = runner or NotingRunner(num_blocks)
         self.now = 0.0
         self.state = State(
             self.runner,

@@ -43,7 +43,7 @@ async def test_blocks_are_copied_while_a_step_runs(start: Any, until: Any) -> No
     before = runner.num_steps
     other = engine.submit_prefill(text("other"), hold=False)
     await until(lambda: runner.num_steps > before)
-    assert (await engine.export_blocks(KEY, 0, 4)).nbytes == 4 * 4 * 8
+    assert (await asyncio.to_thread(engine.export_blocks, KEY, 0, 4)).nbytes == 4 * 4 * 8
     runner.gate.set()
     assert tokens(await events(other)) == answer_alone(text("other"))
     await events(stream)
@@ -57,7 +57,7 @@ async def test_a_copy_whose_request_ended_meanwhile_counts_for_nothing(
     runner = SlowCopies()
     engine: Engine = start(runner)
     await events(engine.submit_prefill(text(), hold=True))
-    copying = asyncio.create_task(engine.export_blocks(KEY, 0, 3))
+    copying = asyncio.create_task(asyncio.to_thread(engine.export_blocks, KEY, 0, 3))
     await until(runner.copying.is_set)
     await getattr(engine, end)(KEY)
     # its blocks are another's now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,8 +75,8 @@ async def test_blocks_that_cannot_be_copied_are_asked_for_and_sent_again(start: 
     await there.reserve(request.key, 9)
     assert await there.receive(request) == 0
     with pytest.raises(EngineError, match="the device is full"):
-        await here.export_blocks(request.key, 0, 2)
-    blocks = await here.export_blocks(request.key, 0, 2)
+        await asyncio.to_thread(here.export_blocks, request.key, 0, 2)
+    blocks = await asyncio.to_thread(here.export_blocks, request.key, 0, 2)
     with pytest.raises(EngineError, match="the device is full"):
         await there.import_blocks(request.key, 0, blocks)
     await there.import_blocks(request.key, 0, blocks)

@@ -171,7 +171,9 @@ class Line:
     async def _fetch_blocks(self, request: Request, fetched: list[int], num_blocks: int) -> None:
         first = fetched[0]
         try:
-            data = await self.prefill.export_blocks(request.key, first, num_blocks - first)
+            data = await asyncio.to_thread(
+                self.prefill.export_blocks, request.key, first, num_blocks - first
+            )
         except GoneError:  # the first token ended the answer: nothing is held
             return
         await self.decode.import_blocks(request.key, first, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from worker.engine.asked_pictures import encode_first
 from worker.engine.talk import error, events, text, tokens
 
 from vlm_worker.core.adaptive import LimitReason
@@ -65,10 +66,8 @@ async def test_a_queue_full_of_pixels_refuses_and_takes_in_one_call_whatever_its
     start: Any, until: Any
 ) -> None:
     runner = ChecksumRunner()
-    runner.gate.clear()
     engine: Engine = start(runner, max_waiting_pixels=1)
-    first = engine.encode(RequestKey("first", 0), [picture(1)])
-    await until(lambda: runner.batch_sizes == [1])
+    first = await encode_first(engine, runner, until)
     second = engine.encode(RequestKey("second", 0), [picture(2), picture(3)])
     third = engine.encode(RequestKey("third", 0), [picture(4)])
     runner.gate.set()

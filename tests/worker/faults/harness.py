@@ -6,7 +6,7 @@
         await served.pod("decode-0").until_at("token")
 
 Pods run with arithmetic for a model where not told otherwise, and are respawned only where a fault
-ended them. A pod's address is its proxy's, so that it stays the same over its lives.
+ended them. A pod's address and data port are its proxy's, so that they stay over its lives.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ async def cluster(
         for name in names:
             role = name.partition("-")[0]
             front = await stack.enter_async_context(proxy())
-            pods[name] = Pod(name, front, (*worker, *flags.get(role, ())))
+            data = f"--announced-data-port={front.data.port}"
+            pods[name] = Pod(name, front, (*worker, data, *flags.get(role, ())))
             stack.push_async_callback(pods[name].bury)
         gateway = Pod(
             "gateway",

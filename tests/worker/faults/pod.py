@@ -5,8 +5,8 @@ python -m worker.faults.pod encoder --model=... --runner=checksum      flags as 
 stdin    {"hold": stage, "nth": n, "request": id}  {"go": true}
          {"scatter": [stages], "seconds": s}  {"pods": [...]}  {"step": seconds}
          {"report": "settled" | "now"}
-stdout   {"ready": ports}  {"at": stage, "request": id}  {"cut": stage, "request": id}
-         {"done": result, "order": number}
+stdout   {"ready": ports, "data": port, "boot": id}  {"done": result, "order": number}
+         {"at": stage, "request": id}  {"cut": stage, "request": id}
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ async def run_worker(settings: WorkerSettings) -> int:
             assert parts is not None
             mark_worker(marks, parts)
             listening = asyncio.create_task(orders(lambda o: take_worker(marks, server, o)))
-            say({"ready": server.grpc_port, "boot": server.state.boot_id.hex()})
+            boot = server.state.boot_id.hex()
+            say({"ready": server.grpc_port, "data": server.data_port, "boot": boot})
             failing = asyncio.create_task(server.failed())
             await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
             if not signals.stop.is_set():
@@ -149,12 +150,24 @@ def collect(order: dict[str, Any]) -> None:
 
 
 def open_files() -> list[str]:
-    """What the descriptors are."""
+    """What the descriptors are; of TCP, `tcp OURS>THEIRS` by their ports."""
     found = []
+    ports = tcp_ports()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            found.append(str(link.readlink()))
+            name = str(link.readlink())
+            found.append(ports.get(name, name))
     return sorted(found)
+
+
+def tcp_ports() -> dict[str, str]:
+    """Both ports of every connection over IPv4, by what its descriptor is called."""
+    found = {}
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        ours, theirs = (int(fields[at].rpartition(":")[2], 16) for at in (1, 2))
+        found[f"socket:[{fields[9]}]"] = f"tcp {ours}>{theirs}"
+    return found
 
 
 def process_report() -> dict[str, Any]:

@@ -69,8 +69,9 @@ class Pod:
         except TimeoutError:
             raise AssertionError(f"{self.name} does not start: {self.log[-5:]}") from None
         if self._proxy is not None:
-            self._proxy.target_port = self.ready["ready"]
-            self._proxy.silent = False
+            self._proxy.grpc.target_port = self.ready["ready"]
+            self._proxy.data.target_port = self.ready["data"]
+            self._proxy.mend()
 
     async def bury(self) -> None:
         """End what is left of its process."""

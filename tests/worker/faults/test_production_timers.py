@@ -64,7 +64,7 @@ async def test_every_fault_is_noticed_in_time_at_production_values() -> None:
             assert seconds <= SLACK * promise
         # what the frozen one had is void: nobody hears its tokens, and it gives everything back
         service.pod("decode-2").signal(signal.SIGCONT)
-        service.pod("decode-3").proxy.silent = False
+        service.pod("decode-3").proxy.mend()
         took = await service.until_idle(seconds=SLACK * NOTICED_SECONDS)
         note(f"production timers: everybody idle {took:.2f} s after the frozen pod woke")
 

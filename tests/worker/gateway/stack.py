@@ -80,6 +80,7 @@ async def started(
         served_name="shapes",
         bind="127.0.0.1",
         grpc_port=0,
+        data_port=0,
         http_port=0,
         block_size=BLOCK_SIZE,
         drain_timeout_seconds=drain_timeout,

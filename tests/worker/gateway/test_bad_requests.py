@@ -78,6 +78,30 @@ async def test_an_unknown_path_is_answered_in_the_same_shape(
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+async def test_a_wrong_path_or_method_is_told_what_there_is(api: httpx.AsyncClient) -> None:
+    nothing = await api.post("/chat/completions", json=chat())
+    assert "/v1/chat/completions, " in nothing.json()["error"]["message"]
+    wrong = await api.get("/v1/chat/completions")
+    assert wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "This path takes POST."
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("max_token", ": is 'max_tokens' meant?"), ("Temperature", ": is 'temperature' meant?"),
+     ("guided_grammar", ".")],
+)  # fmt: skip
+async def test_a_field_that_is_misspelt_is_told_which_is_meant(
+    api: httpx.AsyncClient, field: str, meant: str
+) -> None:
+    answer = await api.post("/v1/chat/completions", json=chat(**{field: 1}))
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (
+        f"'{field}' is not a known parameter{meant}",
+        field,
+    )
+
+
 async def test_a_client_s_request_id_is_not_ours(api: httpx.AsyncClient) -> None:
     answer = await api.get("/v1/models", headers={"x-request-id": "mine\twith spaces" * 100})
     assert "mine" not in answer.headers["x-request-id"]

@@ -33,9 +33,11 @@ from vlm_worker.gateway.api.parameters import (
 )
 from vlm_worker.gateway.api.requests import parse_chat, parse_completion
 from vlm_worker.gateway.api.sampling import SamplingOptions
+from vlm_worker.gateway.orchestrate.encoding import PICTURE_CODES
 
 DOCS = Path(__file__).parents[3] / "docs" / "openai.md"
 CHAT_BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+GATEWAY = Path(__file__).parents[3] / "worker" / "vlm_worker" / "gateway"
 COMPLETION_BODY: dict[str, Any] = {"model": "m", "prompt": "hi"}
 VALUES: dict[str, Any] = {
     "model": "m", "temperature": 1, "top_p": 1, "seed": 1, "stop": ["x"], "stream": True,
@@ -197,3 +199,11 @@ def test_sampling_is_taken_as_it_is_meant() -> None:
     assert parse(CHAT, {"logprobs": True, "top_logprobs": 3}).options.sampling.num_logprobs == 3
     assert parse(COMPLETION, {"logprobs": 4}).options.sampling.num_logprobs == 4
     assert parse(COMPLETION, {}).options.sampling == SamplingOptions()
+
+
+def test_the_page_names_every_code_of_an_error() -> None:
+    sources = "".join(source.read_text() for source in GATEWAY.rglob("*.py"))
+    codes = {*re.findall(r'code="(\w+)"', sources), *PICTURE_CODES}
+    assert len(codes) > 20
+    section = DOCS.read_text().split("## Errors\n", 1)[1]
+    assert not [code for code in sorted(codes) if f"`{code}`" not in section]

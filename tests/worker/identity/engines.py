@@ -140,7 +140,9 @@ class Stages:
         start = await self._decode.receive(request)
         end = -(-len(request.token_ids) // self._block_size)
         if start < end:
-            blocks = await self._prefill.export_blocks(request.key, start, end - start)
+            blocks = await asyncio.to_thread(
+                self._prefill.export_blocks, request.key, start, end - start
+            )
             await self._decode.import_blocks(request.key, start, memoryview(bytes(blocks)))
         stream = await self._decode.start_decode(request.key, first[-1])
         rest, reason = await drain(stream)

@@ -14,7 +14,7 @@ from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.transport import ByteStream, Exposure, Ledger
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.frames import Commit
+from vlm_worker.wire.frames import Commit, joined
 
 LIFE = Life(b"b" * 16, "pod")
 KEY = RequestKey("r-1", 1)
@@ -35,7 +35,7 @@ class Table:
         self.freed.append(lease.id)
 
     def offer(self, name: str = "t", key: RequestKey = KEY) -> Outgoing:
-        async def export(first: int, count: int, _: memoryview) -> memoryview:
+        def export(first: int, count: int, _: memoryview) -> memoryview:
             return memoryview(bytes(8 * count))
 
         outgoing = Outgoing(
@@ -148,7 +148,7 @@ async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> 
     table = Table()
     outgoing = table.offer()
     outgoing.advance(1)
-    async with aclosing(outgoing.frames(KEY, first_unit=0)) as frames:
+    async with aclosing(joined(outgoing.runs(KEY, first_unit=0))) as frames:
         await anext(frames)
         assert table.offers.cancel(KEY, CancelledError("stop"))
         table.offers.sweep()
@@ -163,7 +163,7 @@ async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> 
 async def test_a_lease_does_not_expire_under_a_stream_that_takes_frames() -> None:
     table = Table()
     outgoing = table.offer()
-    async with aclosing(outgoing.frames(KEY, first_unit=0)) as frames:
+    async with aclosing(joined(outgoing.runs(KEY, first_unit=0))) as frames:
         for unit in range(1, 9):
             outgoing.advance(unit)
             await anext(frames)
@@ -196,6 +196,9 @@ class Exposed:
         assert ledger.take(num_bytes)
         self.ledger, self.num_bytes = ledger, num_bytes
 
+    def room(self, position: int, num_bytes: int) -> None:
+        return None
+
     def place(self, position: int, data: memoryview) -> memoryview:
         return memoryview(b"")
 
@@ -209,7 +212,7 @@ class Exposed:
 async def read_all(outgoing: Outgoing, transport: Exposing) -> None:
     """As a consumer that has every frame, and may be reading on."""
     outgoing.finish(Commit(8, 32, 5))
-    frames = outgoing.frames(KEY, first_unit=0, transport=transport)
+    frames = joined(outgoing.runs(KEY, first_unit=0, transport=transport))
     assert len([frame async for frame in frames]) == 3, "where, what, and the end"
 
 
@@ -261,4 +264,4 @@ async def test_a_cancel_that_nobody_sees_needs_no_quarantine() -> None:
     outgoing.finish(Commit(0, 0))
     with pytest.raises(CancelledError):
         async with asyncio.timeout(5):
-            _ = [frame async for frame in outgoing.frames(KEY, first_unit=0)]
+            _ = [frame async for frame in joined(outgoing.runs(KEY, first_unit=0))]

@@ -96,6 +96,7 @@ async def pair(*flags: str) -> AsyncIterator[Pair]:
 
 async def kill(worker: Serving) -> None:
     """As a process that dies: every connection is cut, nobody is told."""
+    await worker.server._data.close()
     await worker.server._grpc.stop(grace=None)
 
 
@@ -131,10 +132,10 @@ def about(images: list[Any], key: RequestKey = KEY) -> Request:
 
 
 def encoding(
-    worker: Serving, image: Any, key: RequestKey = KEY
+    worker: Serving, image: Any, key: RequestKey = KEY, *, transfer_id: str = "e-1"
 ) -> tuple[Source, asyncio.Task[Any]]:
     """A picture that a worker encodes, behind its media pool; and where to fetch it."""
-    item = EncodeItem("e-1", 1, 28, 28, image.num_tokens, 0, "PNG")
+    item = EncodeItem(transfer_id, 1, 28, 28, image.num_tokens, 0, "PNG")
     call = EncodeCall(key, (item,), bytes(32))
 
     async def chunks() -> AsyncIterator[tuple[int, bytes]]:
@@ -155,5 +156,5 @@ def encoding(
 
     host = worker.parts.host
     fingerprint = host.embed_layout.fingerprint
-    source = Source(worker.client.address, host.life.boot_id, "e-1", fingerprint)
+    source = Source(worker.client.address, host.life.boot_id, transfer_id, fingerprint)
     return source, asyncio.create_task(run())

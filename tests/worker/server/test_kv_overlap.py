@@ -12,9 +12,10 @@ from worker.server.serving import KEY, TIMEOUT, request_of, serving
 
 from vlm_worker.core.inputs import StepInputs, StepOutput
 from vlm_worker.testing import answer_alone
-from vlm_worker.transfer.incoming import Pull
+from vlm_worker.transfer.incoming import Pull, checked
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.calls import Accepted, FetchCall, PrefillCall
+from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
 
@@ -45,8 +46,8 @@ async def test_all_but_the_last_chunk_has_come_before_the_last_chunk_is_computed
             accepted = (await anext(replies)).event
             assert isinstance(accepted, Accepted)
             life, end = prefill.server.state.boot_id, NUM_TOKENS // BLOCK
-            frames = prefill.client.fetch_kv(
-                FetchCall("t-1", life, layout.fingerprint, KEY, 0), timeout=TIMEOUT
+            frames = prefill.client.fetch(
+                Fetch.KV, FetchCall("t-1", life, layout.fingerprint, KEY, 0), timeout=TIMEOUT
             )
             reader = FrameReader(
                 TransferId(KEY, "t-1", life, layout.fingerprint),
@@ -54,7 +55,11 @@ async def test_all_but_the_last_chunk_has_come_before_the_last_chunk_is_computed
                 first_unit=0,
                 end_unit=end,
             )
-            pull = Pull(frames, reader, peer="prefill", no_progress_seconds=TIMEOUT)
+            pull = Pull(
+                checked(frames, reader, peer="prefill", no_progress_seconds=TIMEOUT),
+                reader,
+                peer="prefill",
+            )
             num_come = 0
             async with aclosing(pull.units()) as received:
                 async for units in received:

@@ -44,6 +44,7 @@ from vlm_worker.wire.calls import (
     PrefillCall,
     ReserveCall,
 )
+from vlm_worker.wire.data import Fetch
 
 
 async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_more() -> None:
@@ -55,7 +56,7 @@ async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_m
         assert leases.num_expired[LeaseKind.HELD] == 1, "a lost cancel is counted"
         late = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
         with pytest.raises(GoneError):
-            _ = [f async for f in p.client.fetch_kv(late, timeout=TIMEOUT)]
+            _ = [f async for f in p.client.fetch(Fetch.KV, late, timeout=TIMEOUT)]
 
 
 async def test_a_reservation_that_nobody_claims_ends_and_is_counted() -> None:
@@ -135,7 +136,7 @@ async def test_a_handle_of_prefill_before_its_restart_is_not_found() -> None:
         await accept(after, request_of())
         old = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
         with pytest.raises(GoneError, match="another life"):
-            _ = [f async for f in after.client.fetch_kv(old, timeout=TIMEOUT)]
+            _ = [f async for f in after.client.fetch(Fetch.KV, old, timeout=TIMEOUT)]
         assert await after.client.renew(accepted.boot_id, ["t-1"]) == {"t-1"}
 
 

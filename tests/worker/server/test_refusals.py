@@ -33,6 +33,7 @@ from vlm_worker.wire.calls import (
     PrefillCall,
     ReserveCall,
 )
+from vlm_worker.wire.data import Fetch
 
 
 async def test_the_same_attempt_twice_is_a_duplicate() -> None:
@@ -81,7 +82,7 @@ async def test_handles_of_another_life_or_nobody_are_gone() -> None:
         for boot_id in (other, hello.boot_id):
             call = FetchCall("t-9", boot_id, hello.layout_fingerprint, KEY)
             with pytest.raises(GoneError):
-                _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+                _ = [f async for f in worker.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
         assert await worker.client.renew(other, ["t-1"]) == {"t-1"}
         source = Source("127.0.0.1:1", other, "t-1", hello.layout_fingerprint)
         decode = DecodeCall(request_of(), "nothing", source, hello.boot_id)
@@ -94,7 +95,7 @@ async def test_an_unlike_layout_is_refused_before_a_byte_moves() -> None:
         accepted = await prefill_until_accepted(worker, request_of())
         call = FetchCall("t-1", accepted.boot_id, b"other layout 16b", KEY)
         with pytest.raises(IncompatibleError):
-            _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+            _ = [f async for f in worker.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
 
 
 async def test_another_request_cannot_fetch_what_is_not_its_own() -> None:
@@ -103,7 +104,7 @@ async def test_another_request_cannot_fetch_what_is_not_its_own() -> None:
         thief = RequestKey("r-2", 1)
         call = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, thief)
         with pytest.raises(GoneError):
-            _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+            _ = [f async for f in worker.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
 
 
 def picture_call(data: bytes, *, num_bytes: int | None = None) -> EncodeCall:

@@ -37,6 +37,7 @@ from vlm_worker.wire.calls import (
     PrefillCall,
     ReserveCall,
 )
+from vlm_worker.wire.data import Fetch
 
 
 async def test_hello_names_the_stages_and_both_fingerprints() -> None:
@@ -180,7 +181,7 @@ async def test_a_lease_that_nobody_renews_ends_and_frees_its_blocks() -> None:
         await worker.until_idle()
         call = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
         with pytest.raises(GoneError):
-            _ = [f async for f in worker.client.fetch_kv(call, timeout=TIMEOUT)]
+            _ = [f async for f in worker.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
 
 
 async def test_a_lease_that_is_renewed_outlives_its_seconds() -> None:

@@ -23,6 +23,7 @@ from vlm_worker.server.state import Phase
 from vlm_worker.testing import answer_alone, assert_idle
 from vlm_worker.transfer.transport import Ledger
 from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.data import Fetch
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
             "t-1", accepted.boot_id, accepted.layout_fingerprint, KEY,
             transport=host.transport.name, invitation=host.transport.invitation(),
         )  # fmt: skip
-        frames = [frame async for frame in p.client.fetch_kv(call, timeout=TIMEOUT)]
+        frames = [frame async for frame in p.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
         assert len(frames) > 2
         # it read everything, and then neither released nor renewed
         await until(lambda: host.offers.leases.count(LeaseKind.QUARANTINED) == 1)

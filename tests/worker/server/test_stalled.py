@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.testing import assert_idle
 from vlm_worker.wire import encode
 from vlm_worker.wire.calls import EncodeCall, EncodeItem
+from vlm_worker.wire.frames import Frame, Runs
 from vlm_worker.wire.methods import METHODS
 from vlm_worker.wire.options import SEND_PICTURES
 
@@ -57,17 +58,20 @@ async def test_a_consumer_that_takes_no_frame_loses_its_stream() -> None:
     async with serving("prefill", "--timer-scale=0.01") as worker:
         ended = False
 
-        async def frames() -> AsyncGenerator[bytes]:
+        async def runs() -> Runs:
             nonlocal ended
             try:
-                yield b"frame"
+                yield iter([Frame(b"frame", memoryview(b""))])
             finally:
                 ended = True
 
         class Stuck:
+            async def send_initial_metadata(self, metadata: Any) -> None:
+                assert dict(metadata) == {"vlm-data-port": str(worker.server.data_port)}
+
             async def write(self, _: Any) -> None:
                 await asyncio.Event().wait()
 
         with pytest.raises(PeerLostError, match="no frame was taken"):
-            await worker.server._service._send(frames(), Stuck())
+            await worker.server._service._send(runs(), Stuck())
         assert ended

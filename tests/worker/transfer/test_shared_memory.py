@@ -13,8 +13,6 @@ import pytest
 from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.transfer.shared_memory import SharedMemory
 
-NOTHING = memoryview(b"")
-
 
 def shared(directory: Path, *, leftover_seconds: float = 60.0) -> SharedMemory:
     return SharedMemory(directory, capacity_bytes=100_000, leftover_seconds=leftover_seconds)
@@ -124,7 +122,7 @@ def test_a_segment_that_shrinks_under_its_reader_is_an_error_and_no_signal(direc
     view = transport.view(exposure.opening, 50_000)
     os.truncate(directory / segments(directory)[0], 100)
     with pytest.raises(CorruptTransferError, match="ends before"):
-        view.take(40_000, 10_000, NOTHING)
+        view.take(40_000, memoryview(bytearray(10_000)))
     exposure.place(40_000, memoryview(b"x"))  # nor does it end its writer
     view.close()
     exposure.close()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError, PeerLostError
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.transfer.incoming import Pull
+from vlm_worker.transfer.incoming import Pull, checked
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId
+from vlm_worker.wire.frames import Commit, TransferId, joined
 
 KEY = RequestKey("r-1", 1)
 IDENTITY = TransferId(KEY, "t", b"b" * 16, b"f" * 16, "pod")
@@ -33,7 +33,7 @@ class Producer:
             IDENTITY, unit_bytes=UNIT, max_units=num_units, export=self._export, timers=timers
         )
 
-    async def _export(self, first: int, count: int, room: memoryview) -> memoryview:
+    def _export(self, first: int, count: int, room: memoryview) -> memoryview:
         self.exported.append(first)
         room[:] = b"".join(bytes([unit % 256]) * UNIT for unit in range(first, first + count))
         return room
@@ -45,8 +45,10 @@ class Producer:
         reader = FrameReader(
             IDENTITY, unit_bytes=UNIT, first_unit=first_unit, end_unit=self.num_units
         )
-        frames = self.outgoing.frames(KEY, first_unit=first_unit)
-        return Pull(frames, reader, peer="peer", no_progress_seconds=seconds)
+        frames = joined(self.outgoing.runs(KEY, first_unit=first_unit))
+        return Pull(
+            checked(frames, reader, peer="peer", no_progress_seconds=seconds), reader, peer="peer"
+        )
 
 
 async def received(pull: Pull) -> list[int]:
@@ -108,7 +110,7 @@ async def test_an_error_ends_readers_now_and_later() -> None:
 async def test_a_unit_beyond_the_end_is_refused() -> None:
     producer = Producer(5)
     producer.finish()
-    frames = producer.outgoing.frames(KEY, first_unit=6)
+    frames = joined(producer.outgoing.runs(KEY, first_unit=6))
     with pytest.raises(InvalidRequestError, match="beyond the 5 units"):
         _ = [frame async for frame in frames]
 
@@ -142,13 +144,15 @@ async def test_a_stream_that_ends_without_its_commit_is_corrupt() -> None:
     producer.finish()
 
     async def cut() -> AsyncGenerator[bytes]:
-        frames = [frame async for frame in producer.outgoing.frames(KEY, first_unit=0)]
+        frames = [frame async for frame in joined(producer.outgoing.runs(KEY, first_unit=0))]
         for frame in frames[:-1]:
             yield frame
 
     reader = FrameReader(IDENTITY, unit_bytes=UNIT, first_unit=0, end_unit=5)
     with pytest.raises(CorruptTransferError, match="without its commit"):
-        await received(Pull(cut(), reader, peer="peer", no_progress_seconds=5.0))
+        await received(
+            Pull(checked(cut(), reader, peer="peer", no_progress_seconds=5.0), reader, peer="peer")
+        )
 
 
 async def test_a_consumer_in_the_same_process_takes_the_whole_without_frames() -> None:
@@ -161,16 +165,50 @@ async def test_a_consumer_in_the_same_process_takes_the_whole_without_frames() -
         await producer.outgoing.whole(4)
 
 
-async def test_the_next_piece_is_exported_while_one_is_sent(
+async def test_a_piece_is_exported_when_the_one_before_has_been_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vlm_worker.transfer.ahead.EXPORT_BYTES", 2 * UNIT)
-    producer = Producer(6)
+    monkeypatch.setattr("vlm_worker.transfer.pieces.EXPORT_BYTES", 2 * UNIT)
+    producer = Producer(8)
     producer.finish()
-    async with aclosing(producer.outgoing.frames(KEY, first_unit=0)) as frames:
-        await anext(frames)
-        assert producer.exported == [0]
-        await asyncio.sleep(0)
-        assert producer.exported == [0, 2], "one ahead, and no more: there are two rooms"
+    async with aclosing(joined(producer.outgoing.runs(KEY, first_unit=0))) as frames:
+        for exported in ([0], [0, 2], [0, 2, 4], [0, 2, 4, 6]):
+            await anext(frames)
+            assert producer.exported == exported, "its room is the next one's"
     assert producer.outgoing.num_readers == 0
-    assert await received(producer.pull()) == list(range(6))
+    assert await received(producer.pull()) == list(range(8))
+
+
+async def test_a_short_rest_goes_with_the_piece_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlm_worker.transfer.pieces.EXPORT_BYTES", 2 * UNIT)
+    producer = Producer(5)
+    producer.finish()
+    assert await received(producer.pull()) == list(range(5))
+    assert producer.exported == [0, 2]
+
+
+async def test_units_are_prepared_before_they_are_exported() -> None:
+    producer = Producer(3)
+
+    async def prepare() -> None:
+        assert not producer.exported
+        producer.exported.append(-1)
+
+    outgoing = Outgoing(
+        IDENTITY, unit_bytes=UNIT, max_units=3, export=producer._export, prepare=prepare
+    )
+    outgoing.finish(Commit(3, 12, 5))
+    assert len([frame async for frame in joined(outgoing.runs(KEY, first_unit=0))]) == 2
+    assert producer.exported == [-1, 0]
+
+
+async def test_an_error_ends_a_run_that_is_being_sent() -> None:
+    producer = Producer(5)
+    producer.finish()
+    async with aclosing(producer.outgoing.runs(KEY, first_unit=0)) as runs:
+        async for run in runs:
+            next(run)
+            producer.outgoing.fail(GoneError("the lease expired"))
+            with pytest.raises(GoneError, match="expired"):
+                next(run)
+            break

@@ -11,21 +11,19 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from vlm_kernels.cpu import native
 from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.serve.transports import make_transport
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.transfer import nixl
-from vlm_worker.transfer.incoming import Pull
+from vlm_worker.transfer.incoming import Pull, checked
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.shared_memory import SharedMemory
-from vlm_worker.transfer.transport import ByteStream, Exposure, Ledger, Transport
+from vlm_worker.transfer.transport import ByteStream, Exposure, Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId
+from vlm_worker.wire.frames import Commit, TransferId, joined
 
 KEY = RequestKey("r-1", 1)
 IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
@@ -38,7 +36,7 @@ NOTHING = memoryview(b"")
 Make = Callable[[], Transport]
 
 
-@pytest.fixture(params=["stream", "shared-memory", "nixl"])
+@pytest.fixture(params=["stream", "shared-memory", "mapped", "nixl"])
 def make(request: pytest.FixtureRequest, directory: Path) -> Make:
     if request.param == "nixl":
         try:
@@ -48,26 +46,37 @@ def make(request: pytest.FixtureRequest, directory: Path) -> Make:
     makers: dict[str, Make] = {
         "stream": ByteStream,
         "shared-memory": lambda: shared(directory),
+        "mapped": lambda: shared(directory, native_library=native.path()),
         "nixl": lambda: nixl.Nixl(capacity_bytes=CAPACITY),
     }
     return makers[request.param]
 
 
-def shared(directory: Path, *, leftover_seconds: float = 60.0) -> SharedMemory:
-    return SharedMemory(directory, capacity_bytes=CAPACITY, leftover_seconds=leftover_seconds)
+def shared(directory: Path, *, native_library: str | None = None) -> SharedMemory:
+    return SharedMemory(
+        directory, capacity_bytes=CAPACITY, leftover_seconds=60.0, native_library=native_library
+    )
 
 
 class Producer:
-    """A transfer of DATA."""
+    """A transfer of DATA, or of others as long; made where there is room for them, or not."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(
+        self, transport: Transport, data: bytes = DATA, *, uses_room: bool = False
+    ) -> None:
         self.transport = transport
+        self.data = data
+        self.uses_room = uses_room
         self.outgoing = Outgoing(
             IDENTITY, unit_bytes=UNIT, max_units=NUM_UNITS, export=self._export
         )
 
-    async def _export(self, first: int, count: int, _: memoryview) -> memoryview:
-        return memoryview(DATA)[first * UNIT : (first + count) * UNIT]
+    def _export(self, first: int, count: int, room: memoryview) -> memoryview:
+        units = memoryview(self.data)[first * UNIT : (first + count) * UNIT]
+        if not self.uses_room:
+            return units
+        room[:] = units
+        return room
 
     def pull(self, consumer: Transport, *, first_unit: int = 0) -> Pull:
         reader = FrameReader(
@@ -77,13 +86,17 @@ class Producer:
             end_unit=NUM_UNITS,
             open_memory=lambda _, opening, size: consumer.view(opening, size),
         )
-        frames = self.outgoing.frames(
-            KEY,
-            first_unit=first_unit,
-            transport=self.transport,
-            invitation=consumer.invitation(),
+        frames = joined(
+            self.outgoing.runs(
+                KEY,
+                first_unit=first_unit,
+                transport=self.transport,
+                invitation=consumer.invitation(),
+            )
         )
-        return Pull(frames, reader, peer="peer", no_progress_seconds=10.0)
+        return Pull(
+            checked(frames, reader, peer="peer", no_progress_seconds=10.0), reader, peer="peer"
+        )
 
 
 async def received(pull: Pull) -> bytes:
@@ -105,6 +118,21 @@ async def test_what_was_sent_arrives_and_everything_comes_back(make: Make, first
     assert await received(producer.pull(theirs, first_unit=first_unit)) == DATA[first_unit * UNIT :]
     producer.outgoing.close()  # the consumer's release
     assert (ours.ledger.used, ours.ledger.num_exposed) == (0, 0)
+    for transport in (ours, theirs):
+        transport.close()
+
+
+@pytest.mark.parametrize("uses_room", [False, True])
+async def test_transfers_through_memory_that_was_used_before_arrive_as_well(
+    make: Make, uses_room: bool
+) -> None:
+    ours, theirs = make(), make()
+    for first_unit in (1, 1, 0, 3):
+        producer = Producer(ours, secrets.token_bytes(len(DATA)), uses_room=uses_room)
+        producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+        pull = producer.pull(theirs, first_unit=first_unit)
+        assert await received(pull) == producer.data[first_unit * UNIT :]
+        producer.outgoing.close()
     for transport in (ours, theirs):
         transport.close()
 
@@ -186,10 +214,35 @@ async def test_a_changed_byte_in_exposed_memory_is_caught(make: Make) -> None:
     producer.outgoing.close()
 
 
+async def test_what_an_earlier_transfer_left_is_never_taken_for_the_next(make: Make) -> None:
+    ours, theirs = make(), make()
+    if ours.expose(theirs.invitation(), 1) is None:
+        return
+    for transport, data in ((ours, DATA), (Tampering(ours, change=lambda _: b""), DATA[::-1])):
+        producer = Producer(transport, data)
+        producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+        pull = producer.pull(theirs)
+        if transport is ours:
+            assert await received(pull) == DATA
+        else:
+            with pytest.raises(CorruptTransferError, match="digest"):
+                await received(pull)
+        producer.outgoing.close()
+
+
+def with_one_bit_changed(data: memoryview) -> bytes:
+    changed = bytearray(data)
+    changed[len(changed) // 2] ^= 1
+    return bytes(changed)
+
+
 class Tampering(ByteStream):
     """A transport whose exposed bytes differ from those that the digest was made of."""
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(
+        self, inner: Transport, change: Callable[[memoryview], bytes] = with_one_bit_changed
+    ) -> None:
+        self.change = change
         self.inner = inner
         self.name = inner.name
         self.ledger = inner.ledger
@@ -200,9 +253,7 @@ class Tampering(ByteStream):
         place = exposure.place
 
         def tampered(position: int, data: memoryview) -> memoryview:
-            changed = bytearray(data)
-            changed[len(changed) // 2] ^= 1
-            return place(position, memoryview(changed))
+            return place(position, memoryview(self.change(data)))
 
         exposure.place = tampered  # type: ignore[method-assign]
         return exposure
@@ -215,48 +266,6 @@ def test_an_opening_that_leads_nowhere_is_corrupt(make: Make, opening: bytes) ->
     transport = make()
     with pytest.raises(CorruptTransferError):
         transport.view(opening, 100)
-
-
-# ---- the ledger --------------------------------------------------------------------------------
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """A ledger of 1000 bytes beside lists of what is out and what is lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ledger = Ledger(1000)
-        self.out: list[int] = []
-        self.lost: list[int] = []
-
-    @rule(num_bytes=st.integers(1, 600))
-    def take(self, num_bytes: int) -> None:
-        fits = sum(self.out) + sum(self.lost) + num_bytes <= 1000
-        assert self.ledger.take(num_bytes) == fits
-        if fits:
-            self.out.append(num_bytes)
-
-    @rule(data=st.data())
-    def end_one(self, data: st.DataObject) -> None:
-        if not self.out:
-            return
-        num_bytes = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
-        if data.draw(st.booleans()):
-            self.ledger.give_back(num_bytes)
-        else:
-            self.ledger.lose(num_bytes)
-            self.lost.append(num_bytes)
-
-    @invariant()
-    def the_books_add_up(self) -> None:
-        assert self.ledger.used == sum(self.out)
-        assert self.ledger.lost == sum(self.lost)
-        assert self.ledger.num_exposed == len(self.out)
-        assert (self.ledger.complaint is not None) == (sum(self.lost) > 50)
-
-
-LedgerMachine.TestCase.settings = hypothesis_settings(max_examples=40)
-TestLedger = LedgerMachine.TestCase
 
 
 # ---- the settings ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
 from vlm_worker.testing import ChecksumRunner, answer_alone, plain_positions
-from vlm_worker.transfer.incoming import Pull
+from vlm_worker.transfer.incoming import Pull, checked
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.types import (
     BlocksReady,
@@ -33,7 +33,7 @@ from vlm_worker.types import (
     TokenEvent,
 )
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId
+from vlm_worker.wire.frames import Commit, TransferId, joined
 
 BLOCK = 4
 NUM_BLOCKS = 8
@@ -116,8 +116,8 @@ class Pools:
         layout = ChecksumRunner(2).kv_layout
         assert layout is not None
 
-        async def export(first: int, count: int, room: memoryview) -> memoryview:
-            return await prefill.export_blocks(request.key, first, count, out=room)
+        def export(first: int, count: int, room: memoryview) -> memoryview:
+            return prefill.export_blocks(request.key, first, count, room)
 
         return Outgoing(
             TransferId(request.key, "t", b"b" * 16, layout.fingerprint, "pod"),
@@ -155,8 +155,12 @@ class Pools:
             first_unit=first,
             end_unit=-(-len(request.token_ids) // BLOCK),
         )
-        frames = outgoing.frames(key, first_unit=first)
-        pull = Pull(frames, reader, peer="peer", no_progress_seconds=HANG_SECONDS)
+        frames = joined(outgoing.runs(key, first_unit=first))
+        pull = Pull(
+            checked(frames, reader, peer="peer", no_progress_seconds=HANG_SECONDS),
+            reader,
+            peer="peer",
+        )
         async with aclosing(pull.units()) as received:
             async for units in received:
                 await decode.import_blocks(key, units.first_unit, units.data)

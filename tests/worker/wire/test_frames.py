@@ -7,14 +7,17 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker.wire.reading import read
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
+    HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_PAYLOAD_BYTES,
     Commit,
+    Frame,
     FrameWriter,
     TransferId,
 )
@@ -40,21 +43,25 @@ class Transfer:
 
     def frames(self, identity: TransferId = IDENTITY, *, waits: bool = False) -> list[bytes]:
         writer = FrameWriter(identity, unit_bytes=self.unit_bytes, first_unit=self.first_unit)
-        frames = []
+        frames: list[Frame] = []
         step = self.batch * self.unit_bytes
         for start in range(0, len(self.data), step):
             if waits:
                 frames.append(writer.wait())
             frames += writer.write(memoryview(self.data)[start : start + step])
-        return [*frames, writer.commit(self.commit)]
+        frames.append(writer.commit(self.commit))
+        return [frame.joined() for frame in frames]
 
-    def reader(self, identity: TransferId = IDENTITY) -> FrameReader:
+    def reader(
+        self, identity: TransferId = IDENTITY, *, into: memoryview | None = None
+    ) -> FrameReader:
         identity = dataclasses.replace(identity, pod_uid=None)
         return FrameReader(
             identity,
             unit_bytes=self.unit_bytes,
             first_unit=self.first_unit,
             end_unit=self.num_units,
+            into=into,
         )
 
 
@@ -69,11 +76,11 @@ def transfers(draw: st.DrawFn) -> Transfer:
     )
 
 
-def receive(reader: FrameReader, frames: list[bytes]) -> bytes:
+def receive(reader: FrameReader, frames: list[bytes], *, in_parts: bool = False) -> bytes:
     """All units; raises where anything is wrong, the missing commit included."""
     received = b""
     for frame in frames:
-        units = reader.read(frame)
+        units = read(reader, frame, in_parts=in_parts)
         if units is not None:
             assert units.data.nbytes == units.num_units * reader._unit_bytes
             received += bytes(units.data)
@@ -82,10 +89,10 @@ def receive(reader: FrameReader, frames: list[bytes]) -> bytes:
     return received
 
 
-@given(transfers(), st.booleans())
-def test_what_was_sent_arrives(transfer: Transfer, waits: bool) -> None:
+@given(transfers(), st.booleans(), st.booleans())
+def test_what_was_sent_arrives(transfer: Transfer, waits: bool, in_parts: bool) -> None:
     reader = transfer.reader()
-    assert receive(reader, transfer.frames(waits=waits)) == transfer.data
+    assert receive(reader, transfer.frames(waits=waits), in_parts=in_parts) == transfer.data
     assert reader.commit == transfer.commit
 
 
@@ -94,15 +101,16 @@ def test_a_unit_larger_than_a_frame_arrives_in_parts(unit_bytes: int) -> None:
     transfer = Transfer(unit_bytes, first_unit=1, num_units=3, batch=2)
     frames = transfer.frames()
     assert all(len(frame) <= MAX_FRAME_BYTES for frame in frames)
-    assert receive(transfer.reader(), frames) == transfer.data
+    for in_parts in (False, True):
+        assert receive(transfer.reader(), frames, in_parts=in_parts) == transfer.data
 
 
 def test_parts_that_disagree_on_their_units_are_caught() -> None:
     writer = FrameWriter(IDENTITY, unit_bytes=8)
     reader = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4).reader()
-    assert reader.read(writer._frame(memoryview(bytes(8)), num_units=2, offset=0)) is None
+    assert reader.read(writer._frame(memoryview(bytes(8)), num_units=2, offset=0).joined()) is None
     with pytest.raises(CorruptTransferError, match="after a part of others"):
-        reader.read(writer._frame(memoryview(bytes(16)), num_units=3, offset=8))
+        reader.read(writer._frame(memoryview(bytes(16)), num_units=3, offset=8).joined())
 
 
 @given(transfers(), st.data())
@@ -190,7 +198,7 @@ def test_an_answer_that_ended_with_its_first_token_may_be_committed_without_its_
     writer = FrameWriter(IDENTITY, unit_bytes=8)
     commit = Commit(0, 16, first_token_id=3, finish_reason=FinishReason.STOP)
     reader = transfer.reader()
-    assert receive(reader, [writer.commit(commit)]) == b""
+    assert receive(reader, [writer.commit(commit).joined()]) == b""
     assert reader.commit == commit
 
 
@@ -206,3 +214,21 @@ def test_a_frame_of_another_layout_is_refused_for_good() -> None:
     other = dataclasses.replace(IDENTITY, fingerprint=b"g" * 16)
     with pytest.raises(IncompatibleError):
         receive(transfer.reader(), transfer.frames(other))
+
+
+def test_units_lie_where_their_reader_wants_them_however_the_frames_come() -> None:
+    transfer = Transfer(unit_bytes=700_000, first_unit=2, num_units=5, batch=3)
+    for in_parts in (False, True):
+        into = memoryview(bytearray(len(transfer.data)))
+        reader = transfer.reader(into=into)
+        assert receive(reader, transfer.frames(), in_parts=in_parts) == b"", "it is there already"
+        assert into == transfer.data
+        assert reader.num_bytes == len(transfer.data)
+
+
+def test_no_memory_is_given_for_a_payload_that_is_not_due() -> None:
+    transfer = Transfer(unit_bytes=8, first_unit=0, num_units=4, batch=4)
+    head = memoryview(transfer.frames()[0])[:HEADER_BYTES]
+    for num_bytes in (0, 33, MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES + 1, 1 << 40):
+        with pytest.raises(CorruptTransferError):
+            transfer.reader().begin(head, num_bytes)

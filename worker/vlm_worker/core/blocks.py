@@ -14,7 +14,8 @@ Laws (reference: vLLM's block pool; tests/worker/core/test_blocks.py holds each 
     K4  a hit never covers the last token of a prompt that is to be prefilled (the scheduler's part)
     K5  a sequence's blocks never change under it: no deduplication after the fact
     K6  what was written wrongly is never published, and forgotten where it was
-    K10 of two cached blocks of one chain, the later is evicted first: what is cached can be hit
+    K7  of two cached blocks of one chain, the later is evicted first: what is cached can be hit
+    K8  a picture enters a hash by its content, never by its placeholders alone (`prefix`'s part)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ causal attention a visual token's KV depends on everything before it. A cache by
 serves the KV of another context, and gives another answer (tests/worker/identity/test_sharing.py).
 
 Placeholder tokens look alike for all pictures, so each picture that a block touches enters with its
-content key, its offset relative to the block (K9), and its own form, which places its tokens and,
+content key (K8), its offset relative to the block, and its own form, which places its tokens and,
 where a picture attends to itself in both directions, reaches back into its first blocks. Every
 field is framed or of fixed size.
 """

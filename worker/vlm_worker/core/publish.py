@@ -1,7 +1,8 @@
 """Blocks that are written become known to the prefix cache (K3).
 
 prompt    after each chunk: others may wait to share it
-answer    when the sequence leaves its row: nobody goes on from it before it has ended
+answer    when somebody comes who may go on from it, and when the sequence leaves its row: nobody
+          looks for it before, so that steps hash no answers
 """
 
 from __future__ import annotations
@@ -46,8 +47,36 @@ def publish_written(
 
 def publish_answer(sequence: Sequence, pool: BlockPool) -> None:
     """Publish what was written of the answer of a sequence that has left its row."""
-    start, end = sequence.request.num_prompt_tokens, sequence.num_computed_tokens
-    _publish(sequence, sequence.token_ids, pool, start=start, end=end)
+    _publish_answer(sequence, sequence.token_ids, pool, end=sequence.num_computed_tokens)
+
+
+def publish_answers_for(sequence: Sequence, table: SequenceTable, pool: BlockPool) -> None:
+    """Publish what was written of running answers that a new sequence may go on from.
+
+    Those are the ones with the same tokens where the first block that it does not find would be.
+
+    Args:
+        sequence: with the hashes of its full blocks.
+        table: where the answers run.
+        pool: where their blocks are.
+    """
+    start = len(pool.match(sequence.hashes)) * pool.block_size
+    end = start + pool.block_size
+    if end > sequence.num_tokens:
+        return
+    wanted, rows = sequence.token_ids[start:end], table.decode_rows
+    rows = rows[table.token_ids[rows, start] == wanted[0]]  # the rest is compared for few
+    rows = rows[table.num_computed[rows] >= end]
+    rows = rows[(table.token_ids[rows, start:end] == wanted).all(axis=1)]
+    for running, row in zip(table.members(rows), rows.tolist(), strict=True):
+        _publish_answer(running, table.token_ids[row], pool, end=int(table.num_computed[row]))
+
+
+def _publish_answer(
+    sequence: Sequence, token_ids: np.ndarray, pool: BlockPool, *, end: int
+) -> None:
+    start = sequence.request.num_prompt_tokens
+    _publish(sequence, token_ids, pool, start=start, end=end)
 
 
 def _publish(

@@ -23,7 +23,7 @@ from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import PromptShares
 from vlm_worker.core.entrance import Entrance
 from vlm_worker.core.plan import Outcome, Plan, Schedule
-from vlm_worker.core.publish import publish_answer, publish_written
+from vlm_worker.core.publish import publish_answer, publish_answers_for, publish_written
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.core.unread import Unread
@@ -101,10 +101,15 @@ class Scheduler:
         return self.entrance.kept_blocks
 
     def look_up(self, sequence: Sequence) -> int:
-        """Hash the tokens of a new sequence; returns `num_cached_tokens`."""
+        """Hash the tokens of a new sequence, and make running answers known to it.
+
+        Returns:
+            `num_cached_tokens`.
+        """
         sequence.extend_hashes(
             sequence.token_ids, num_tokens=sequence.num_tokens, block_size=self.pool.block_size
         )
+        publish_answers_for(sequence, self.table, self.pool)
         return self.num_cached_tokens(sequence)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:

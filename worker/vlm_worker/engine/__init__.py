@@ -1,7 +1,7 @@
 """The engine: one thread that alone touches scheduler and runner.
 
     engine ──commands──▶ thread ──turn──▶ state        what roles call; what runs it; what it owns
-    events ◀── outbox ◀────────────────────┤           what it says, once a turn
+    events ◀── outbox ◀────────────────────┤           what it says meanwhile
                                            │
       encoder_queue    one call of the encoder         pictures         who waits for an embedding
       stepping         one step of the language model  prompt_images    embeddings into prompts

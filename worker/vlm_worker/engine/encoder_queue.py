@@ -2,6 +2,8 @@
 
     push -> queue -> [a batch within the budget] -> runner.encode -> cache -> all who wait for it
 
+Where a runner can, a batch is encoded beside steps; one at a time, and a later turn finds it done.
+
 Nobody waits for a fuller batch: what is there when a turn comes is encoded. A call that is large
 enough to use the device well takes one picture of each request: the prompts, here or elsewhere,
 compute the first pictures while the next ones are encoded. While sequences decode the budget is
@@ -10,7 +12,9 @@ smaller, so that a long queue costs each of their tokens one short call and no m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 from vlm_worker.cache.embeddings import EmbeddingCache
@@ -35,6 +39,8 @@ class EncoderQueue:
     """Fills entries of the cache. Lives on the engine thread.
 
     `on_ready` is called with the key of every image that becomes READY, encoded here or put.
+    `on_ended` is called by another thread when a batch that was encoded beside steps has ended: the
+    next turn takes it in.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class EncoderQueue:
         self.work = WorkModel()
         self.busy = BusyMeter()
         self.on_ready: Callable[[bytes], None] = lambda _: None
+        self.on_ended: Callable[[], None] = lambda: None
         self.batch_started = 0.0
         self.num_images = 0
         self.num_visual_tokens = 0
@@ -61,11 +68,17 @@ class EncoderQueue:
         self._clock = clock
         self._queue = PictureQueue(ageing_seconds=settings.admission.ageing_seconds)
         self._num_pushed = 0
+        self._beside: tuple[list[Fill], Future[tuple[list[Any], float]]] | None = None
         self._waiters: dict[int, list[Settled]] = {}
 
     def __len__(self) -> int:
         """Pictures in the queue."""
         return len(self._queue)
+
+    @property
+    def beside_since(self) -> float | None:
+        """When the batch began that is encoded beside steps; None where there is none."""
+        return None if self._beside is None else self.batch_started
 
     @property
     def num_pixels(self) -> int:
@@ -104,16 +117,36 @@ class EncoderQueue:
         return num_failed
 
     def turn(self, *, decoding: bool) -> bool:
-        """Encode one batch, if there is one; whether there was."""
+        """Encode one batch, if there is one, or have it encoded; whether one has ended."""
+        begun = self._beside
+        if begun is not None:
+            fills, made = begun
+            if not made.done():
+                return False
+            self._beside = None
+            self._encoded(fills, *made.result())
         batch = self._next_batch(decoding=decoding)
         if not batch:
-            return False
-        num_tokens = sum(fill.image.num_tokens for fill in batch)
-        self.admitted_seconds += self.predict(num_tokens)
+            return begun is not None
+        self.admitted_seconds += self.predict(sum(fill.image.num_tokens for fill in batch))
         self.batch_started = self._clock()
+        call = functools.partial(self._encode, batch)
+        future = self._runner.beside(call)
+        if future is not None:
+            self._beside = batch, future
+            future.add_done_callback(lambda _: self.on_ended())
+            return begun is not None
+        self._encoded(batch, *call())
+        return True
+
+    def _encode(self, batch: list[Fill]) -> tuple[list[Any], float]:
+        """One embedding or exception per picture, and the seconds that they took."""
+        began = self._clock()
         results = encode_guarded(self._runner, [fill.image for fill in batch])
-        seconds = self._clock() - self.batch_started
-        self.work.observe(num_tokens, seconds)
+        return results, self._clock() - began
+
+    def _encoded(self, batch: list[Fill], results: list[Any], seconds: float) -> None:
+        self.work.observe(sum(fill.image.num_tokens for fill in batch), seconds)
         self.busy.encoded([fill.num_patches for fill in batch], seconds)
         for fill, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
@@ -122,7 +155,6 @@ class EncoderQueue:
                 self._fail(fill.entry, result)
             else:
                 self._complete(fill, result)
-        return True
 
     def _next_batch(self, *, decoding: bool) -> list[Fill]:
         """Pictures from the head of the queue, within the budget; at least one."""

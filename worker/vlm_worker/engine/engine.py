@@ -2,8 +2,8 @@
 
       asyncio loop                         engine thread, alone with scheduler and steps
       ------------                         ----------------------------------------------
-      submit, cancel, import --commands--> drain commands -> encode a batch -> run a step
-      EventStream, futures   <--events---- one delivery a turn
+      submit, cancel, import --commands--> do them, some copies -> encode a batch -> run a step
+      EventStream, futures   <--events---- delivered before each call of the model
       export_blocks ------- a thread that only copies, while a step may run
 
 Three ways through it, by role:
@@ -155,26 +155,21 @@ class Engine:
             GoneError: the request is no longer here.
             CorruptTransferError: the size differs from what the item needs.
         """
-        await self._ask(lambda state: state.put_embedding(key, item, rows))
+        await self._ask(lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes)
 
-    async def export_blocks(
-        self,
-        key: RequestKey,
-        first_block: int,
-        num_blocks: int,
-        *,
-        out: memoryview | None = None,
+    def export_blocks(
+        self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview | None = None
     ) -> memoryview:
         """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
 
-        It is made in `out`, of just so many bytes, where that is given.
+        It is made in `out`, of just so many bytes, where that is given, by the thread that calls:
+        any but the loop's, which is not to wait for it.
 
         Raises:
             GoneError: the request is no longer here.
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        copy = self._thread.exports.copy
-        return await asyncio.to_thread(copy, key, first_block, num_blocks, out)
+        return self._thread.exports.copy(key, first_block, num_blocks, out)
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -206,7 +201,10 @@ class Engine:
             GoneError: nothing is being received under this key.
             CorruptTransferError: not whole blocks, or not blocks of this request.
         """
-        await self._ask(lambda state: state.handover.import_blocks(key, first_block, data))
+        await self._ask(
+            lambda state: state.handover.import_blocks(key, first_block, data),
+            num_bytes=data.nbytes,
+        )
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
@@ -254,5 +252,5 @@ class Engine:
         """
         return await self._ask(lambda state: state.drain())
 
-    def _ask(self, work: Callable[[State], T]) -> Awaitable[T]:
-        return self._thread.ask(work)
+    def _ask(self, work: Callable[[State], T], *, num_bytes: int = 0) -> Awaitable[T]:
+        return self._thread.ask(work, num_bytes=num_bytes)

@@ -60,9 +60,7 @@ class Handover:
             raise GoneError(f"{key.request_id} attempt {key.attempt} has no reservation here")
         sequence = sequences.make(request, hold=False)
         num_tokens = sequence.num_tokens
-        sequence.extend_hashes(
-            sequence.token_ids, num_tokens=num_tokens, block_size=pool.block_size
-        )
+        sequences.scheduler.look_up(sequence)
         # the first token is known already, so that a hit may cover the whole prompt here
         shared = pool.match(sequence.hashes)
         needed = pool.blocks_for(num_tokens)

@@ -1,9 +1,9 @@
-"""What the engine thread has to say: collected in a turn, delivered on the loop in one call.
+"""What the engine thread has to say: collected, and delivered on the loop in one call.
 
 step k-1 ends -> books, commands, schedule, inputs -> post -> step k computes
                                                       |-> the loop hands out k-1's tokens meanwhile
 
-So the loop has the interpreter while the model's kernels do not need it, and not while the engine
+So the loop has the interpreter while kernels and copies do not need it, and not while the engine
 plans: two threads of Python take turns, and the engine would wait until the last token is out.
 """
 
@@ -54,7 +54,7 @@ class Outbox:
         self._letters.append(((future, result),))
 
     def post(self) -> None:
-        """Send what there is: the model is about to compute, or there is nothing to do."""
+        """Send what there is: the model is about to compute, bytes to be copied, or all is done."""
         if self._letters and self._send is not None:
             self._send(self.take())
 

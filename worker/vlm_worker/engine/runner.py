@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from vlm_worker.core.inputs import StepInputs, StepOutput
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
+
+T = TypeVar("T")
 
 Embedding = Any
 """An encoder output, opaque to the engine; `num_tokens` rows of `EmbedLayout.row_bytes`."""
@@ -39,6 +42,12 @@ class Runner(Protocol):
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
         """Encode pictures in one call; a failed item is an exception in its place."""
+
+    def beside(self, call: Callable[[], T]) -> Future[T] | None:
+        """Begin a call that encodes, in a thread of its own, while steps go on.
+
+        None where the device does one thing at a time: then the call has to be made in turn.
+        """
 
     def export_embedding(self, embedding: Embedding) -> memoryview:
         """The rows as bytes, `[num_tokens, row_bytes]`."""

@@ -109,9 +109,11 @@ class Sequences:
         start = self.scheduler.look_up(sequence)
         if not self._images.on_hand(sequence, start):
             sequence.lane = Lane.VISION
-        is_near = len(self.scheduler.waiting) < MAX_TRIES
-        needs_pictures = bool(self._images.needs(sequence, start))
-        if is_near and needs_pictures and self.scheduler.entrance.may_ask(sequence):
+        if (
+            len(self.scheduler.waiting) < MAX_TRIES  # else the steps ask, in the queue's order
+            and self._images.needs(sequence, start)
+            and self.scheduler.entrance.may_ask(sequence)
+        ):
             self.gather(sequence, start)
         self.scheduler.add(sequence)
 
@@ -126,11 +128,11 @@ class Sequences:
 
     def make(self, request: Request, *, hold: bool) -> Sequence:
         """A sequence for a request that can run here, or the error that says why it cannot."""
-        room = self.settings.max_num_batched_tokens - self.settings.max_num_seqs
+        settings = self.settings
         check_request(
             request,
-            max_model_len=self.settings.max_model_len,
-            max_image_tokens=room if self.settings.whole_images else None,
+            max_model_len=settings.max_model_len,
+            max_image_tokens=settings.min_prompt_tokens if settings.whole_images else None,
             vocab_size=self._vocab_size,
         )
         try:

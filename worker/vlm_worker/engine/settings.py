@@ -35,6 +35,8 @@ class EngineSettings:
         max_num_batched_tokens: tokens of one step; at least `max_num_seqs`.
         max_encode_tokens: visual tokens of one encoder call; one larger picture still runs, alone.
         max_encode_tokens_decoding: the same while sequences decode: what a token may wait for.
+        max_copy_bytes: what is written between two steps of what peers sent; one larger message is
+            still written, alone. One transfer has as much under way, and is not slowed down by it.
         max_image_tokens: visual tokens of the largest picture that may come, which the embedding
             cache must have room for; None is `max_model_len`.
         max_waiting: sequences in the queue; beyond it a request is answered OverloadedError.
@@ -66,6 +68,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 1024
     max_encode_tokens: int = 2048
     max_encode_tokens_decoding: int = 512
+    max_copy_bytes: int = 32 << 20
     max_image_tokens: int | None = None
     max_waiting: int = 256
     max_waiting_tokens: int = 1 << 20
@@ -91,13 +94,17 @@ class EngineSettings:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step"
             )
-        room = self.max_num_batched_tokens - self.max_num_seqs
-        if self.whole_images and (self.max_image_tokens or 0) > room:
+        if self.whole_images and (self.max_image_tokens or 0) > self.min_prompt_tokens:
             raise ValueError(
                 f"a picture of {self.max_image_tokens} tokens never fits into a step that may not "
                 f"cut it: max_num_batched_tokens ({self.max_num_batched_tokens}) less max_num_seqs "
-                f"({self.max_num_seqs}) is {room}"
+                f"({self.max_num_seqs}) is {self.min_prompt_tokens}"
             )
+
+    @property
+    def min_prompt_tokens(self) -> int:
+        """Tokens of prompts that a step has room for, however many sequences decode in it."""
+        return self.max_num_batched_tokens - self.max_num_seqs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

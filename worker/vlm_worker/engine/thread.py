@@ -1,8 +1,15 @@
-"""The engine thread: commands in, turns, letters out (`outbox`), and an honest death."""
+"""The engine thread: commands in, turns, letters out (`outbox`), and an honest death.
+
+all commands -> [post -> some copies] -> turn -> all commands ...
+
+Copies are commands that take long. What the last step brought is told before them, and so few are
+done between two steps that those who decode hardly wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import logging
 import queue
@@ -29,10 +36,15 @@ SNAPSHOT_SECONDS = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """Something to do on the thread, and what to say on the loop if it cannot be."""
+    """Something to do on the thread, and what to say on the loop if it cannot be.
+
+    Attributes:
+        num_bytes: what it copies; 0 is done at once.
+    """
 
     work: Callable[[State], None]
     refuse: Refuse
+    num_bytes: int = 0
 
 
 class EngineThread:
@@ -52,6 +64,8 @@ class EngineThread:
             runner, settings=settings, positions=positions, clock=clock, send=self._send
         )
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._copies: collections.deque[Command] = collections.deque()
+        self._state.pictures.queue.on_ended = self._wake
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Future[None] | None = None
@@ -81,36 +95,47 @@ class EngineThread:
     @property
     def healthy(self) -> bool:
         """Alive, stepping, and not failing every step."""
-        started = self._turn_started
-        stuck = started is not None and (
-            self._clock() - started > self._settings.stuck_step_seconds
-        )
+        begun = self._turn_started, self._state.pictures.queue.beside_since
+        longest = max((self._clock() - since for since in begun if since is not None), default=0.0)
+        stuck = longest > self._settings.stuck_step_seconds
         return self._thread.is_alive() and not stuck and not self._state.failing
 
     # ---- on the loop -----------------------------------------------------------------------------
-    def tell(self, work: Callable[[State], None], *, refuse: Refuse) -> None:
-        """Have something done; it answers through its own stream, or `refuse` does."""
+    def tell(self, work: Callable[[State], None], *, refuse: Refuse, num_bytes: int = 0) -> None:
+        """Have something done; it answers through its own stream, or `refuse` does.
+
+        What copies `num_bytes` may be overtaken by what copies none.
+        """
         if self._stopped is None or self._stopped.done():
             refuse(EngineError("the engine does not run"))
         else:
-            self._commands.put(Command(work, refuse=refuse))
+            self._commands.put(Command(work, refuse=refuse, num_bytes=num_bytes))
 
-    async def ask(self, work: Callable[[State], T]) -> T:
-        """Have something done and wait for its result or its WorkerError."""
+    async def ask(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
+        """Have something done and wait for its result or its WorkerError; see `tell`.
+
+        A copy is not begun once nobody waits for it: its memory may be somebody else's by then.
+        """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def answer(_: State) -> None:
+            if not (num_bytes and future.cancelled()):
+                self._answer(future, work)
 
         def refuse(error: EngineError) -> None:
             if not future.done():
                 future.set_exception(error)
 
-        self.tell(lambda _: self._answer(future, work), refuse=refuse)
+        self.tell(answer, refuse=refuse, num_bytes=num_bytes)
         return await future
 
     def _finish(self) -> None:
         """The thread is over: refuse what came too late for it."""
         assert self._stopped is not None
         while not self._commands.empty():
-            self._commands.get().refuse(EngineError("the engine does not run"))
+            self._copies.append(self._commands.get())
+        for command in self._copies:
+            command.refuse(EngineError("the engine does not run"))
         self._stopped.set_result(None)
 
     # ---- on the thread ---------------------------------------------------------------------------
@@ -129,7 +154,8 @@ class EngineThread:
     def _run(self) -> None:
         busy = False
         while not self._stopping:
-            self._do_commands(wait=not busy)
+            self._do_commands(wait=not busy and not self._copies)
+            self._do_copies()
             self._turn_started = self._clock()
             busy = self._state.turn()
             self._turn_started = None
@@ -140,14 +166,27 @@ class EngineThread:
                 self._state.outbox.post()
 
     def _do_commands(self, *, wait: bool) -> None:
-        """Do all commands that there are; with `wait`, at least one."""
+        """Do all commands that there are, and line up the copies; with `wait`, at least one."""
         while True:
             try:
                 command = self._commands.get(block=wait)
             except queue.Empty:
                 return
-            command.work(self._state)
+            if command.num_bytes:
+                self._copies.append(command)
+            else:
+                command.work(self._state)
             wait = False
+
+    def _do_copies(self) -> None:
+        """Do copies in order, as many as may lie between two steps; one at least."""
+        if self._copies:
+            self._state.outbox.post()
+        left = self._settings.max_copy_bytes
+        while self._copies and left > 0:
+            command = self._copies.popleft()
+            command.work(self._state)
+            left -= command.num_bytes
 
     def _answer(self, future: asyncio.Future[T], work: Callable[[State], T]) -> None:
         result: Any
@@ -190,3 +229,7 @@ class EngineThread:
 
     def _stop(self, _: State) -> None:
         self._stopping = True
+
+    def _wake(self) -> None:
+        """There may be something to do in a turn. Called by any thread."""
+        self._commands.put(Command(lambda _: None, refuse=lambda _: None))

@@ -162,18 +162,18 @@ async def _refused(_: Request, error: Exception) -> HttpResponse:
     return _json(error.body, status=error.status, headers=error.headers)
 
 
-async def _not_found(_: Request, error: Exception) -> HttpResponse:
+async def _not_found(request: Request, error: Exception) -> HttpResponse:
     """Starlette's own refusals, in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    code = {404: "unknown_path", 405: "method_not_allowed"}.get(
-        error.status_code, "invalid_request"
-    )
-    message = {
-        404: "There is nothing at this path.",
-        405: "This path does not take this method.",
-    }.get(error.status_code, "The request is not understood.")
+    headers = dict(error.headers or {})
+    code, message = "invalid_request", "The request is not understood."
+    if error.status_code == 404:
+        paths = ", ".join(route.path_format for route in request.app.routes)
+        code, message = "unknown_path", f"There is nothing at this path; there are {paths}."
+    elif error.status_code == 405:
+        code, message = "method_not_allowed", f"This path takes {headers['Allow']}."
     refusal = ApiError(error.status_code, message, code=code)
-    return _json(refusal.body, status=error.status_code, headers=dict(error.headers or {}))
+    return _json(refusal.body, status=error.status_code, headers=headers)
 
 
 def _json(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -104,8 +105,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock = socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
         raise OSError(
-            error.errno, f"cannot listen on {host} port {port}: {error.strerror}"
+            f"cannot listen on {host} port {port}: {why}; choose another address or port"
         ) from None
     # asyncio does so only for sockets that it made itself; each token would wait 40 ms for an ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -168,6 +168,31 @@ class FetchRequest(_message.Message):
     invitation: bytes
     def __init__(self, transfer_id: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_unit: _Optional[int] = ..., transport: _Optional[str] = ..., invitation: _Optional[bytes] = ...) -> None: ...
 
+class DataRequest(_message.Message):
+    __slots__ = ("embedding", "kv")
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    embedding: FetchRequest
+    kv: FetchRequest
+    def __init__(self, embedding: _Optional[_Union[FetchRequest, _Mapping]] = ..., kv: _Optional[_Union[FetchRequest, _Mapping]] = ...) -> None: ...
+
+class DataFailure(_message.Message):
+    __slots__ = ("code", "message", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    metadata: _containers.ScalarMap[str, bytes]
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
 class StageSpan(_message.Message):
     __slots__ = ("stage", "start_us", "end_us", "item")
     STAGE_FIELD_NUMBER: _ClassVar[int]

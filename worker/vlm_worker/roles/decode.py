@@ -30,6 +30,7 @@ from vlm_worker.wire.calls import (
     ReserveCall,
     Tokens,
 )
+from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frames import Commit, Units
 
 
@@ -139,11 +140,12 @@ class DecodeRole:
         async def write(units: Units) -> None:
             await host.engine.import_blocks(request.key, units.first_unit, units.data)
 
-        async with host.peers.hold(source) as client:
+        async with host.peers.hold(source) as peer:
             first = await host.engine.receive(request)
             transfer = pull(
                 host,
-                client.fetch_kv,
+                peer,
+                Fetch.KV,
                 source,
                 request.key,
                 fingerprint=self._layout.fingerprint,

@@ -19,8 +19,10 @@ from vlm_worker.errors import CorruptTransferError, Refusal
 from vlm_worker.roles.host import Host, Transfer
 from vlm_worker.roles.pulling import pull
 from vlm_worker.roles.times import CallClock
+from vlm_worker.transfer.pieces import room_of
 from vlm_worker.types import Source, StageSpan
 from vlm_worker.wire.calls import PrefillCall
+from vlm_worker.wire.data import Fetch
 
 _ATTEMPTS = 2
 _FOR_GOOD = frozenset({Refusal.EPOCH, Refusal.IDENTITY})
@@ -129,24 +131,25 @@ class Embeddings:
         key = self._call.request.key
         layout = self._host.embed_layout
         num_rows = self._call.request.items[item].num_tokens
-        rows = bytearray(num_rows * layout.row_bytes)
-        async with self._host.peers.hold(source) as client:
+        rows = room_of(num_rows * layout.row_bytes)
+        async with self._host.peers.hold(source) as peer:
             transfer = pull(
                 self._host,
-                client.fetch_embedding,
+                peer,
+                Fetch.EMBEDDING,
                 source,
                 key,
                 fingerprint=layout.fingerprint,
                 unit_bytes=layout.row_bytes,
                 first_unit=0,
                 end_unit=num_rows,
+                into=rows,
             )
             async with aclosing(transfer.units()) as received:
-                async for units in received:
-                    start = units.first_unit * layout.row_bytes
-                    rows[start : start + units.data.nbytes] = units.data
+                async for _ in received:
+                    pass
         self._host.on_transfer(Transfer("embed", time.monotonic() - begun, transfer.num_bytes))
-        return memoryview(rows)
+        return rows
 
 
 async def _next(stream: EventStream[PrefillEvent]) -> PrefillEvent | None:

@@ -28,7 +28,7 @@ from vlm_worker.wire.calls import (
     ItemReady,
     Reply,
 )
-from vlm_worker.wire.frames import Commit
+from vlm_worker.wire.frames import Commit, Runs
 
 
 class EncoderRole:
@@ -61,7 +61,7 @@ class EncoderRole:
             finally:
                 self._host.engine.release_known(call.key)
 
-    async def fetch(self, call: FetchCall) -> AsyncGenerator[bytes]:
+    def fetch(self, call: FetchCall) -> Runs:
         """The frames of one embedding, as soon as it is ready.
 
         Raises:
@@ -70,9 +70,7 @@ class EncoderRole:
         """
         layout = self._host.embed_layout
         outgoing = self._host.offers.find(call, fingerprint=layout.fingerprint)
-        async with aclosing(self._host.send(outgoing, call)) as frames:
-            async for frame in frames:
-                yield frame
+        return self._host.send(outgoing, call)
 
     async def _encode(
         self, call: EncodeCall, prepared: Sequence[Prepared], good: Sequence[int], clock: CallClock
@@ -133,10 +131,12 @@ class EncoderRole:
         """An item to be fetched: from `rows`, where the engine gave them, else from the engine."""
         layout = self._host.embed_layout
 
-        async def export(first: int, count: int, _: memoryview) -> memoryview:
-            whole = rows.get(index)
-            if whole is None:
-                whole = await self._host.engine.export_embedding(key, index)
+        async def prepare() -> None:
+            if index not in rows:
+                rows[index] = await self._host.engine.export_embedding(key, index)
+
+        def export(first: int, count: int, _: memoryview) -> memoryview:
+            whole = rows[index]
             if whole.nbytes != picture.num_tokens * layout.row_bytes:
                 raise InvalidRequestError("the embedding has another size than its layout")
             return whole.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
@@ -147,6 +147,7 @@ class EncoderRole:
             unit_bytes=layout.row_bytes,
             max_units=picture.num_tokens,
             export=export,
+            prepare=prepare,
             timers=self._host.timers,
         )
         self._host.offers.offer(transfer_id, key, outgoing, item=index)

@@ -12,8 +12,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
@@ -34,6 +33,7 @@ from vlm_worker.transfer.peers import Peers
 from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey
 from vlm_worker.wire.calls import CancelOutcome, FetchCall
+from vlm_worker.wire.frames import Runs
 
 logger = logging.getLogger(__name__)
 
@@ -205,18 +205,15 @@ class Host:
         """Count a transfer that was void."""
         self.num_refused[refusal] += 1
 
-    async def send(self, outgoing: Outgoing, call: FetchCall) -> AsyncGenerator[bytes]:
-        """The frames of what a consumer asked for; bytes by its transport, where it is ours."""
-        transport = self.transport if call.transport == self.transport.name else None
-        frames = outgoing.frames(
+    def send(self, outgoing: Outgoing, call: FetchCall, *, large: bool = False) -> Runs:
+        """What a consumer asked for (`Outgoing.runs`); bytes by its transport, where it is ours."""
+        return outgoing.runs(
             call.key,
             first_unit=call.first_unit,
-            transport=transport,
+            transport=self.transport if call.transport == self.transport.name else None,
             invitation=call.invitation,
+            large=large,
         )
-        async with aclosing(frames):
-            async for frame in frames:
-                yield frame
 
     async def delay(self, stage: str) -> None:
         """Wait as `--inject-delay-ms` says."""

@@ -9,6 +9,7 @@ submit ─▶ Accepted            decode may be called from here on
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -32,7 +33,7 @@ from vlm_worker.types import (
 )
 from vlm_worker.wire import calls
 from vlm_worker.wire.calls import Accepted, FetchCall, FirstToken, PrefillCall, PrefillDone, Reply
-from vlm_worker.wire.frames import Commit
+from vlm_worker.wire.frames import Commit, Runs
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,16 +91,14 @@ class PrefillRole:
                 if not finished:
                     host.run(host.abandon(key))
 
-    async def fetch(self, call: FetchCall) -> AsyncGenerator[bytes]:
+    def fetch(self, call: FetchCall, *, large: bool) -> Runs:
         """The frames of a prompt's KV, as it is written.
 
         Raises:
             GoneError, IncompatibleError: see `Offers.find`.
         """
         outgoing = self._host.offers.find(call, fingerprint=self._layout.fingerprint)
-        async with aclosing(self._host.send(outgoing, call)) as frames:
-            async for frame in frames:
-                yield frame
+        return self._host.send(outgoing, call, large=large)
 
     def _submit(self, call: PrefillCall) -> EventStream[PrefillEvent]:
         request = call.request
@@ -112,15 +111,12 @@ class PrefillRole:
     def _offer(self, call: PrefillCall) -> Outgoing:
         key = call.request.key
 
-        async def export(first: int, count: int, room: memoryview) -> memoryview:
-            return await self._host.engine.export_blocks(key, first, count, out=room)
-
         identity = self._host.life.transfer_id(key, call.transfer_id, self._layout.fingerprint)
         outgoing = Outgoing(
             identity,
             unit_bytes=self._layout.block_bytes,
             max_units=-(-len(call.request.token_ids) // self._layout.block_size),
-            export=export,
+            export=functools.partial(self._host.engine.export_blocks, key),
             timers=self._host.timers,
         )
         if call.hand_over:

@@ -5,28 +5,23 @@ FetchCall (with our transport's invitation) ─▶ frames ─▶ FrameReader ─
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from vlm_worker.errors import CorruptTransferError, Refusal
 from vlm_worker.roles.host import Host
 from vlm_worker.transfer.incoming import Pull
+from vlm_worker.transfer.peers import Peer
 from vlm_worker.transfer.transport import Transport, View
 from vlm_worker.types import RequestKey, Source
 from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
 
 
-class Fetch(Protocol):
-    """`WorkerClient.fetch_kv` or `fetch_embedding`."""
-
-    def __call__(self, call: FetchCall, *, timeout: float) -> AsyncGenerator[bytes]:
-        """The raw frames."""
-
-
 def pull(
     host: Host,
+    peer: Peer,
     fetch: Fetch,
     source: Source,
     key: RequestKey,
@@ -35,6 +30,7 @@ def pull(
     unit_bytes: int,
     first_unit: int,
     end_unit: int,
+    into: memoryview | None = None,
 ) -> Pull:
     """Begin a transfer; all sizes are what we ourselves know of layout and request."""
     transport = host.transport
@@ -53,14 +49,10 @@ def pull(
         first_unit=first_unit,
         end_unit=end_unit,
         open_memory=_opener(transport),
+        into=into,
     )
-    return Pull(
-        fetch(call, timeout=host.timers.fetch),
-        reader,
-        peer=source.address,
-        no_progress_seconds=host.timers.no_progress,
-        on_refused=host.refused,
-    )
+    units = peer.units(fetch, call, reader)
+    return Pull(units, reader, peer=source.address, on_refused=host.refused)
 
 
 def _opener(transport: Transport) -> Callable[[str, bytes, int], View] | None:

@@ -127,6 +127,7 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runn
             num_threads=settings.num_threads,
             packed_weights=settings.packed_weights,
             weights=settings.weights,
+            compile=settings.compile,
             max_graph_seqs=settings.max_requests,
             max_model_len=settings.max_model_len,
         )

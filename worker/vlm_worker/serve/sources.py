@@ -32,7 +32,9 @@ def fetch_model(
     if repository is None:
         path = Path(source.uri)
         if not path.is_dir():
-            raise ModelConfigError(f"--model: {path} is no directory")
+            raise ModelConfigError(
+                f"--model: {path} is no directory; name the folder of a model, or hf://ORG/NAME"
+            )
         return path
     progress(f"downloading {repository}")
     return _download(repository, source, progress, patterns)

@@ -7,8 +7,8 @@ from vlm_worker.transfer import nixl, shared_memory
 from vlm_worker.transfer.transport import ByteStream, Transport
 
 
-def make_transport(settings: WorkerSettings) -> Transport:
-    """The transport of a worker.
+def make_transport(settings: WorkerSettings, *, native_library: str | None = None) -> Transport:
+    """The transport of a worker; `native_library` is the file of the kernels in C++.
 
     Raises:
         ValueError: it cannot work here, with the flag and the fix.
@@ -19,7 +19,10 @@ def make_transport(settings: WorkerSettings) -> Transport:
         leftover = settings.timers.quarantine
         try:
             return shared_memory.SharedMemory(
-                directory, capacity_bytes=capacity, leftover_seconds=leftover
+                directory,
+                capacity_bytes=capacity,
+                leftover_seconds=leftover,
+                native_library=native_library,
             )
         except OSError as error:
             raise ValueError(

@@ -73,7 +73,11 @@ async def worker(
     server = WorkerServer(settings)
     try:
         await server.open()
-        ports = {"grpc_port": server.grpc_port, "http_port": server.http_port}
+        ports = {
+            "grpc_port": server.grpc_port,
+            "http_port": server.http_port,
+            "data_port": server.data_port,
+        }
         logger.info("listening", extra=ports)
 
         def report(message: str) -> None:
@@ -107,7 +111,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         delays=settings.delays,
         on_transfer=server.meters.observe,
         timers=settings.timers,
-        transport=make_transport(settings),
+        transport=make_transport(settings, native_library=loaded.native_library),
         strict=settings.strict,
     )
     engine.start(asyncio.get_running_loop())

@@ -27,9 +27,12 @@ from vlm_worker.roles.times import CallClock
 from vlm_worker.server.parts import Parts
 from vlm_worker.server.state import WorkerState
 from vlm_worker.wire import checks, decode, encode, identity, prefill
+from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.errors import status_of
+from vlm_worker.wire.frames import Runs, joined
 from vlm_worker.wire.methods import METHODS, PACKAGE, Method
-from vlm_worker.wire.options import CHUNK_BYTES, SEND_PICTURES
+from vlm_worker.wire.options import CHUNK_BYTES, DATA_PORT, SEND_PICTURES
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +43,14 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class Service:
     """All services of one process. `parts` is set when the model is loaded.
 
-    `live` counts the calls that are being answered, by name.
+    `live` counts the calls that are being answered, by name. `data_port` is what a fetch tells its
+    consumer, for the next ones; 0 where there is none.
     """
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self.parts: Parts | None = None
+        self.data_port = 0
         self.live: Counter[str] = Counter()
 
     def handlers(self) -> tuple[Any, ...]:
@@ -134,20 +139,39 @@ class Service:
         await _write_all(replies, encode.encode_reply_to, context)
 
     async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
-        role = _loaded(self._ready().encoder, "encoder")
-        await self._send(role.fetch(identity.fetch_call_of(request)), context)
+        await self._send(self._fetched(Fetch.EMBEDDING, identity.fetch_call_of(request)), context)
 
-    async def _send(self, frames: AsyncGenerator[bytes], context: Any) -> None:
+    async def _send(self, runs: Runs, context: Any) -> None:
         """Frames, as long as their consumer takes them: its lease does not outlive this."""
         timers = self._state.settings.timers
         within = timers.no_progress + timers.lease
-        async with aclosing(frames):
+        if self.data_port:
+            await context.send_initial_metadata(((DATA_PORT, str(self.data_port)),))
+        async with aclosing(joined(runs)) as frames:
             async for frame in frames:
                 try:
                     async with asyncio.timeout(within):
                         await context.write(frame)
                 except TimeoutError:
                     raise PeerLostError(f"no frame was taken for {within:g} s") from None
+
+    def _fetched(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> Runs:
+        match fetch:
+            case Fetch.EMBEDDING:
+                return _loaded(self._ready().encoder, "encoder").fetch(call)
+            case Fetch.KV:
+                return _loaded(self._ready().prefill, "prefill").fetch(call, large=large)
+
+    async def fetched(self, fetch: Fetch, call: FetchCall) -> Runs:
+        """What a consumer asks for over a data connection."""
+        name = fetch.method
+        self.live[name] += 1
+        try:
+            async with aclosing(self._fetched(fetch, call, large=True)) as runs:
+                async for run in runs:
+                    yield run
+        finally:
+            self.live[name] -= 1
 
     # ---- Prefill -------------------------------------------------------------------------------
 
@@ -158,8 +182,7 @@ class Service:
         await _write_all(replies, prefill.prefill_reply_to, context)
 
     async def _FetchKV(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
-        role = _loaded(self._ready().prefill, "prefill")
-        await self._send(role.fetch(identity.fetch_call_of(request)), context)
+        await self._send(self._fetched(Fetch.KV, identity.fetch_call_of(request)), context)
 
     # ---- Decode --------------------------------------------------------------------------------
 

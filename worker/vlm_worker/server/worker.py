@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from vlm_worker.server.data_port import DataPort
 from vlm_worker.server.http import HttpServer
 from vlm_worker.server.meters import Meters
 from vlm_worker.server.parts import Parts
@@ -42,8 +43,10 @@ class WorkerServer:
         self.meters = Meters(self.state, self._snapshot)
         self.grpc_port = 0
         self.http_port = 0
+        self.data_port = 0
         self._parts: Parts | None = None
         self._service = Service(self.state)
+        self._data = DataPort(self._service.fetched, settings.timers)
         self._health = HealthServicer()
         self._monitor: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
@@ -56,7 +59,7 @@ class WorkerServer:
         self._grpc: Any = None
 
     async def open(self) -> None:
-        """Listen on both ports; not ready yet.
+        """Listen on all ports; not ready yet.
 
         Raises:
             OSError: a port is taken, or the address is not ours.
@@ -75,6 +78,8 @@ class WorkerServer:
         add_HealthServicer_to_server(self._health, self._grpc)
         host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
         self.grpc_port = add_port(self._grpc, f"{host}:{settings.grpc_port}")
+        self.data_port = self._data.open(settings.bind, settings.data_port)
+        self._service.data_port = settings.announced_data_port or self.data_port
         await self._set_health(serving=False)
         await self._grpc.start()
 
@@ -106,13 +111,14 @@ class WorkerServer:
         await self._empty_within(parts, self.settings.timers.last_words)
 
     async def close(self) -> None:
-        """Close both ports and stop what runs behind them."""
+        """Close all ports and stop what runs behind them."""
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)
         if self._grpc is not None:
             await self._set_health(serving=False)
             await self._grpc.stop(grace=0.5)
+        await self._data.close()
         if self._parts is not None:
             await _close(self._parts)
         await self._http.stop()

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from vlm_worker.settings.flags import command_line
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.settings.values import (
+    MAX_PORT,
     GatewaySettings,
     Identity,
     ModelSource,
@@ -126,11 +127,14 @@ def _worker(
         bind=bind,
         grpc_port=args.grpc_port,
         http_port=args.worker_http_port,
+        data_port=_data_port(args),
+        announced_data_port=args.announced_data_port,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         device=args.device,
         packed_weights=args.packed_weights == "auto",
         weights=args.weights,
+        compile=args.compile == "auto",
         scaled_jpeg=args.jpeg_scaling == "dct",
         kv_memory_bytes=args.kv_memory_bytes,
         kv_memory_percent=args.kv_memory_percent,
@@ -150,6 +154,14 @@ def _worker(
         exposed_memory_bytes=args.exposed_memory_bytes,
         strict=args.strict,
     )
+
+
+def _data_port(args: argparse.Namespace) -> int:
+    """Two above gRPC's, past HTTP's, where nobody says otherwise: policies know it then."""
+    if args.data_port is not None:
+        return int(args.data_port)
+    port = args.grpc_port + 2 if args.grpc_port else 0
+    return port if port <= MAX_PORT else 0
 
 
 def _model(args: argparse.Namespace, fail: Callable[[str], NoReturn]) -> ModelSource:

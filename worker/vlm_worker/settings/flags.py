@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from vlm_worker.settings.values import DEFAULT_SHARED_MEMORY_DIR
+from vlm_worker.settings.values import DEFAULT_SHARED_MEMORY_DIR, MAX_PORT
 from vlm_worker.types import STAGES, Role, Stage
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -15,6 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PACKINGS = ("auto", "off")
 JPEG_SCALINGS = ("exact", "dct")
 WEIGHTS = ("auto", "int8", "int4")
+COMPILING = ("auto", "off")
 ADMISSION_POLICIES = ("fcfs", "dual_queue")
 CLIENT_PRIORITIES = ("later", "any")
 RUNNERS = ("model", "checksum")
@@ -63,7 +64,13 @@ def command_line() -> argparse.ArgumentParser:
     _add_engine(serve)
     _add_client_priority(serve)
     serve.set_defaults(
-        parser=serve, grpc_port=0, worker_http_port=0, admin_port=0, drain_timeout_seconds=5.0
+        parser=serve,
+        grpc_port=0,
+        data_port=0,
+        announced_data_port=None,
+        worker_http_port=0,
+        admin_port=0,
+        drain_timeout_seconds=5.0,
     )
     return parser
 
@@ -101,6 +108,10 @@ def _add_server(parser: argparse.ArgumentParser, *, http_port: int | None) -> No
     parser.add_argument("--bind", default="::", help="address that every server listens on")
     if http_port is None:
         parser.add_argument("--grpc-port", type=_port, default=9000)
+        parser.add_argument(
+            "--data-port", type=_port, help="of KV and embeddings (two above --grpc-port)"
+        )
+        parser.add_argument("--announced-data-port", type=_port, help=argparse.SUPPRESS)
     else:
         parser.add_argument("--http-port", type=_port, default=http_port)
 
@@ -121,6 +132,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="linear layers rounded: faster, less exact; int8 on a CPU also what they multiply, "
         "int4 on a GPU alone",
+    )
+    parser.add_argument(
+        "--compile",
+        choices=COMPILING,
+        default="auto",
+        help="layers that torch computes on a GPU are compiled at start: seconds there, and less "
+        "time for each picture",
     )
     parser.add_argument(
         "--jpeg-scaling",
@@ -210,8 +228,10 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a port, 0 to 65535 (0: any free one)")
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a port, 0 to {MAX_PORT} (0: any free one)"
+        )
     return int(text)
 
 
@@ -253,7 +273,7 @@ def _stages(text: str) -> frozenset[Stage]:
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} must read HOST:PORT")
     return text
 

@@ -29,6 +29,7 @@ class Timers:
         quarantine: what a peer may still read is kept so long after its request ended.
         ping: between two pings of an idle connection.
         ping_timeout: without an answer for so long, the connection is dead.
+        connect: a data connection is made within so long, or the fetch goes over gRPC.
         control: deadline of a call that is answered at once: Hello, Reserve, Cancel, renewals.
         cancel: deadline of a Cancel on behalf of a client that has left.
         fetch: deadline of one transfer.
@@ -52,6 +53,7 @@ class Timers:
     quarantine: float = 60.0
     ping: float = 10.0
     ping_timeout: float = 5.0
+    connect: float = 1.0
     control: float = 5.0
     cancel: float = 1.0
     fetch: float = 600.0

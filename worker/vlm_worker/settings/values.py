@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import Role, Stage
 
 HF_PREFIX = "hf://"
+MAX_PORT: Final = 65535
 DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have random names
 
 
@@ -77,10 +79,11 @@ class QueueSettings:
 class WorkerSettings:
     """One encoder, prefill or decode process. A port of 0 is any free one.
 
+    Consumers reach `data_port` at `announced_data_port`, where that is another.
     `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
-    `checksum` replaces the model by arithmetic, for fault tests. With `scaled_jpeg`, a JPEG is
-    decoded no larger than the model needs it: the same for all workers of a service. `delays` holds
-    seconds by stage.
+    `checksum` replaces the model by arithmetic, for fault tests. With `compile`, layers that torch
+    computes on a GPU are compiled at start. With `scaled_jpeg`, a JPEG is decoded no larger than
+    the model needs it: the same for all workers of a service. `delays` holds seconds by stage.
     `embedding_cache_bytes` are on the device, `embedding_cold_cache_bytes` behind them on the host
     (None: it depends on the device). `transport` is how bytes go between workers that both have it,
     by memory in `shared_memory_dir` for one; they expose at most `exposed_memory_bytes` at a time.
@@ -96,12 +99,15 @@ class WorkerSettings:
     bind: str = "::"
     grpc_port: int = 9000
     http_port: int = 9001
+    data_port: int = 9002
+    announced_data_port: int | None = None
     block_size: int = 64
     dtype: str = "auto"
     kv_dtype: str = "auto"
     device: str = "auto"
     packed_weights: bool = True
     weights: str = "auto"
+    compile: bool = True
     scaled_jpeg: bool = False
     kv_memory_bytes: int | None = None
     kv_memory_percent: int | None = None

@@ -1,4 +1,4 @@
-"""The consumer's side: frames in, checked units out, and a commit before anything counts.
+"""The consumer's side: checked units out, and a commit before anything counts.
 
 async for units in Pull(...):   whole units, in order
 pull.commit                     set when the iteration has ended without an error
@@ -16,23 +16,28 @@ from vlm_worker.wire.frames import Commit, Units
 
 
 class Pull:
-    """One transfer being read. `on_refused` is told what was wrong with one that is void."""
+    """One transfer being read. `on_refused` is told what was wrong with one that is void.
+
+    `received` gives what `reader` has checked, and has let go of its memory in the end.
+    """
 
     def __init__(
         self,
-        frames: AsyncGenerator[bytes],
+        received: AsyncGenerator[Units],
         reader: FrameReader,
         *,
         peer: str,
-        no_progress_seconds: float,
         on_refused: Callable[[Refusal], None] = lambda _: None,
     ) -> None:
-        self._frames = frames
+        self._received = received
         self._reader = reader
         self._peer = peer
-        self._no_progress_seconds = no_progress_seconds
         self._on_refused = on_refused
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the units so far."""
+        return self._reader.num_bytes
 
     @property
     def commit(self) -> Commit:
@@ -44,41 +49,48 @@ class Pull:
         """Whole units as they come.
 
         Raises:
-            PeerLostError: no frame for `no_progress_seconds`, or the producer is gone.
+            PeerLostError: no frame in time, or the producer is gone.
             CorruptTransferError: a frame is not as it must be, or the commit is missing.
             IncompatibleError: a frame is of another layout.
             WorkerError: what the producer raised.
         """
         try:
-            async with aclosing(self._checked()) as checked:
-                async for units in checked:
+            async with aclosing(self._received) as received:
+                async for units in received:
                     yield units
+            if self._reader.commit is None:
+                raise CorruptTransferError(
+                    f"{self._peer}: the transfer ended without its commit", refusal=Refusal.COMMIT
+                )
         except CorruptTransferError as error:
             self._on_refused(error.refusal)
             raise
         except IncompatibleError:
             self._on_refused(Refusal.LAYOUT)
             raise
-        finally:
-            self._reader.close()
 
-    async def _checked(self) -> AsyncGenerator[Units]:
-        async with aclosing(self._frames) as frames:
+
+async def checked(
+    frames: AsyncGenerator[bytes], reader: FrameReader, *, peer: str, no_progress_seconds: float
+) -> AsyncGenerator[Units]:
+    """The units of frames that come one by one.
+
+    Raises:
+        PeerLostError: no frame for `no_progress_seconds`.
+        WorkerError: what the producer raised, or the reader.
+    """
+    try:
+        async with aclosing(frames):
             while True:
                 try:
-                    async with asyncio.timeout(self._no_progress_seconds):
+                    async with asyncio.timeout(no_progress_seconds):
                         frame = await anext(frames, None)
                 except TimeoutError:
-                    raise PeerLostError(
-                        f"{self._peer}: no frame for {self._no_progress_seconds:g} s"
-                    ) from None
+                    raise PeerLostError(f"{peer}: no frame for {no_progress_seconds:g} s") from None
                 if frame is None:
-                    break
-                units = self._reader.read(frame)
+                    return
+                units = reader.read(frame)
                 if units is not None:
-                    self.num_bytes += units.data.nbytes
                     yield units
-        if self._reader.commit is None:
-            raise CorruptTransferError(
-                f"{self._peer}: the transfer ended without its commit", refusal=Refusal.COMMIT
-            )
+    finally:
+        reader.close()

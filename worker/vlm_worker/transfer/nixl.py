@@ -21,7 +21,7 @@ import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PLACED_BYTES, PLACED_VERSION
+from vlm_worker.wire.frames import MAX_LARGE_BYTES, MAX_OPENING_BYTES, PLACED_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,9 @@ class _NixlExposure:
         self._buffer: _Registered | None = _Registered(agent, num_bytes)
         self.opening = _ADDRESS.pack(self._buffer.address) + bytes(agent.get_agent_metadata())
 
+    def room(self, position: int, num_bytes: int) -> None:
+        """None: units are copied into the registered buffer."""
+
     def place(self, position: int, data: memoryview) -> memoryview:
         """Copy; nothing travels."""
         if self._buffer is None:
@@ -156,15 +159,15 @@ class _NixlView:
         except Exception as error:  # NIXL raises types of its own, by backend
             raise _failed(f"{type(error).__name__}") from error
         self._peer: str = name.decode() if isinstance(name, bytes) else name
-        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_PLACED_BYTES))
+        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_LARGE_BYTES))
 
-    def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
+    def take(self, position: int, room: memoryview) -> None:
         """Read into the landing buffer, and from there into memory of our own."""
         landing = self._landing
-        if travelled.nbytes or landing is None or num_bytes > len(landing.data):
-            raise _failed("its bytes travelled as well")
+        if landing is None:
+            raise _failed("a read failed before")
         try:
-            self._read(self._address + position, num_bytes, into=landing)
+            self._read(self._address + position, room.nbytes, into=landing)
         except Exception as error:  # as above
             # what was begun may still write there
             _ABANDONED.append(landing)
@@ -172,7 +175,7 @@ class _NixlView:
             if isinstance(error, CorruptTransferError):
                 raise
             raise _failed(f"{type(error).__name__}") from error
-        return memoryview(landing.data[:num_bytes].tobytes())
+        room[:] = landing.data[: room.nbytes].data
 
     def _read(self, address: int, num_bytes: int, *, into: _Registered) -> None:
         agent = self._agent

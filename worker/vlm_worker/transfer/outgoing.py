@@ -1,6 +1,6 @@
 """What a producer offers: units that become readable one by one, then a commit, or an error.
 
-    role ──advance(n) finish(commit) fail(error)──▶ Outgoing ──frames(first)──▶ a consumer's stream
+    role ──advance(n) finish(commit) fail(error)──▶ Outgoing ──runs(first)──▶ a consumer's stream
 
 Several streams may read at once; each gets every unit from its first on. Memory that a consumer
 reads by itself stays exposed until that one closes its stream, or until `close`.
@@ -10,22 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 
-from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError
+from vlm_worker.errors import CorruptTransferError, InvalidRequestError
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.transfer.ahead import Ahead, Export, room_of
+from vlm_worker.transfer.pieces import Export, Pieces, room_of
 from vlm_worker.transfer.transport import Exposure, Transport
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.frames import Commit, FrameWriter, TransferId
+from vlm_worker.wire.frames import Commit, Frame, FrameWriter, Runs, TransferId
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Reader:
+    """One consumer's stream, and when it has last taken a frame; any thread may write that."""
+
+    taken_at: float
+
+
+async def _nothing() -> None:
+    """Units can be exported as they are."""
 
 
 class Outgoing:
     """One transfer at its producer. The role that makes its units is the only writer.
 
-    It has at most `max_units`; what a consumer asks for is held to that.
+    It has at most `max_units`; what a consumer asks for is held to that. `prepare` is awaited
+    before units are exported.
     """
 
     def __init__(
@@ -35,6 +48,7 @@ class Outgoing:
         unit_bytes: int,
         max_units: int,
         export: Export,
+        prepare: Callable[[], Awaitable[None]] = _nothing,
         timers: Timers = PRODUCTION,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -43,9 +57,11 @@ class Outgoing:
         self._timers = timers
         self._clock = clock
         self._exposures: list[Exposure] = []
-        self._taken_at: dict[object, float] = {}
+        self._placing = threading.Lock()
+        self._readers: set[_Reader] = set()
         self._unit_bytes = unit_bytes
         self._export = export
+        self._prepare = prepare
         self._num_units = 0
         self._commit: Commit | None = None
         self._error: Exception | None = None
@@ -59,13 +75,13 @@ class Outgoing:
     @property
     def num_readers(self) -> int:
         """Streams that are open."""
-        return len(self._taken_at)
+        return len(self._readers)
 
     @property
     def has_live_reader(self) -> bool:
         """Whether a stream has taken a frame within the no-progress time."""
         since = self._clock() - self._timers.no_progress
-        return any(taken > since for taken in self._taken_at.values())
+        return any(reader.taken_at > since for reader in self._readers)
 
     @property
     def exposed_bytes(self) -> int:
@@ -74,13 +90,15 @@ class Outgoing:
 
     def close(self) -> None:
         """No consumer reads any more: what is exposed may be used again."""
-        while self._exposures:
-            self._exposures.pop().close()
+        with self._placing:
+            while self._exposures:
+                self._exposures.pop().close()
 
     def abandon(self) -> None:
         """A consumer never said that it stopped: what is exposed is never used again."""
-        while self._exposures:
-            self._exposures.pop().abandon()
+        with self._placing:
+            while self._exposures:
+                self._exposures.pop().abandon()
 
     def advance(self, num_units: int) -> None:
         """The first `num_units` units may be read."""
@@ -118,19 +136,22 @@ class Outgoing:
         await self.settled()
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
-        return await self._export(0, num_units, room_of(num_units * self._unit_bytes))
+        await self._prepare()
+        return self._export(0, num_units, room_of(num_units * self._unit_bytes))
 
-    async def frames(
+    async def runs(
         self,
         key: RequestKey,
         *,
         first_unit: int,
         transport: Transport | None = None,
         invitation: bytes = b"",
-    ) -> AsyncGenerator[bytes]:
+        large: bool = False,
+    ) -> Runs:
         """The frames from a unit on, as they become readable, made out to the consumer's attempt.
 
-        With `transport`, bytes go past the frames where the consumer's invitation allows it.
+        With `transport`, bytes go past the frames where the consumer's invitation allows it. Any
+        thread may go through a run, and digests are made there. `large` frames fit no gRPC message.
 
         Raises:
             InvalidRequestError: the transfer has no such unit.
@@ -144,77 +165,77 @@ class Outgoing:
         if transport is not None:
             num_bytes = (self._max_units - first_unit) * self._unit_bytes
             exposure = transport.expose(invitation, num_bytes)
-        reader = object()
-        self._taken_at[reader] = self._clock()
+        reader = _Reader(self._clock())
+        self._readers.add(reader)
         if exposure is not None:
             self._exposures.append(exposure)
         try:
-            async with aclosing(self._cut(key, first_unit, exposure, transport)) as frames:
-                async for frame in frames:
-                    yield frame
-                    self._taken_at[reader] = self._clock()
+            writer = self._writer(key, first_unit, exposure, large=large)
+            if exposure is not None and transport is not None:
+                yield iter([writer.open(transport.name, exposure.opening)])
+            async with aclosing(self._cut(writer, first_unit, exposure)) as runs:
+                async for run in runs:
+                    yield self._taken(run, reader)
         except (GeneratorExit, asyncio.CancelledError):
             # the consumer itself has closed its stream: it reads no more
             if exposure is not None and exposure in self._exposures:
                 self._exposures.remove(exposure)
-                exposure.close()
+                with self._placing:
+                    exposure.close()
             raise
         finally:
-            del self._taken_at[reader]
+            self._readers.remove(reader)
+
+    def _taken(self, run: Iterator[Frame], reader: _Reader) -> Iterator[Frame]:
+        """A run, noting when its frames are asked for: the one before has then been taken."""
+        for frame in run:
+            if self._error is not None:
+                raise self._error
+            yield frame
+            reader.taken_at = self._clock()
+
+    def _writer(
+        self, key: RequestKey, first_unit: int, exposure: Exposure | None, *, large: bool
+    ) -> FrameWriter:
+        def place(position: int, data: memoryview) -> memoryview:
+            assert exposure is not None
+            with self._placing:  # not into memory that was taken back meanwhile
+                return exposure.place(position, data)
+
+        return FrameWriter(
+            dataclasses.replace(self._identity, key=key),
+            unit_bytes=self._unit_bytes,
+            first_unit=first_unit,
+            place=None if exposure is None else place,
+            large=large,
+        )
 
     async def _cut(
-        self,
-        key: RequestKey,
-        first_unit: int,
-        exposure: Exposure | None,
-        transport: Transport | None,
-    ) -> AsyncGenerator[bytes]:
-        identity = dataclasses.replace(self._identity, key=key)
-        if exposure is None or transport is None:
-            writer = FrameWriter(identity, unit_bytes=self._unit_bytes, first_unit=first_unit)
-        else:
-            writer = FrameWriter(
-                identity,
-                unit_bytes=self._unit_bytes,
-                first_unit=first_unit,
-                place=exposure.place,
-            )
-            yield writer.open(transport.name, exposure.opening)
-        sent = first_unit
-        async with aclosing(Ahead(self._exported, self._unit_bytes)) as exports:
-            while True:
-                # taken before we look: what changes meanwhile is not missed
-                changed = self._changed
-                if self._error is not None:
-                    raise self._error
-                while sent < self._num_units:
-                    exports.begin(sent, self._num_units)
-                    data = await exports.take()
-                    if data is None:
-                        break
-                    sent += data.nbytes // self._unit_bytes
-                    exports.begin(sent, self._num_units)
-                    for frame in writer.write(data):
-                        yield frame
-                if self._commit is not None:
-                    yield writer.commit(self._commit)
-                    return
-                if not await _is_set(changed, seconds=self._timers.wait_frame):
-                    yield writer.wait()
+        self, writer: FrameWriter, first_unit: int, exposure: Exposure | None
+    ) -> AsyncGenerator[Iterator[Frame]]:
+        def room(unit: int, num_bytes: int) -> memoryview | None:
+            position = (unit - first_unit) * self._unit_bytes
+            with self._placing:
+                return None if exposure is None else exposure.room(position, num_bytes)
 
-    async def _exported(
-        self, first_unit: int, num_units: int, room: memoryview
-    ) -> memoryview | None:
-        """Units; None where the answer ended with its first token and nothing is kept."""
-        try:
-            data = await self._export(first_unit, num_units, room)
-        except GoneError:
-            if (await self.settled()).finish_reason is None:
-                raise
-            return None
-        if data.nbytes != room.nbytes:
-            raise CorruptTransferError("the export has another size than the layout")
-        return data
+        pieces = Pieces(
+            self._export, writer, unit_bytes=self._unit_bytes, first_unit=first_unit, room=room
+        )
+        while not pieces.is_committed:
+            # taken before we look: what changes meanwhile is not missed
+            changed = self._changed
+            if self._error is not None:
+                raise self._error
+            if pieces.next_unit < self._num_units and pieces.gone is None:
+                await self._prepare()
+                yield pieces.run(self._num_units, self._commit)
+                if pieces.gone is not None and (await self.settled()).finish_reason is None:
+                    raise pieces.gone
+            elif self._commit is not None:
+                # with a finish reason nothing may be kept: the answer ended with its first token
+                yield pieces.run(pieces.next_unit, self._commit)
+            elif not await _is_set(changed, seconds=self._timers.wait_frame):
+                yield iter([writer.wait()])
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

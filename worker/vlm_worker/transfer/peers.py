@@ -1,6 +1,7 @@
-"""Clients of the workers that this one pulls from, and the leases that it holds there.
+"""The workers that this one pulls from, and the leases that it holds there.
 
-    async with peers.hold(source) as client:    renewed from here on, released at the end
+    async with peers.hold(source) as peer:      renewed from here on, released at the end
+        peer.units(...)                         over a data connection, or over gRPC
 
 One renewal a peer carries all leases held there. Whoever pulls learns from the producer itself that
 a lease is gone: its stream ends with GoneError.
@@ -12,27 +13,67 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any, Final
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import WorkerError
 from vlm_worker.settings.timers import Timers
+from vlm_worker.transfer.data_link import DataLink, Threads, UnreachableError
+from vlm_worker.transfer.incoming import checked
 from vlm_worker.types import Source
+from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.checks import MAX_IDS
+from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Units
 
 logger = logging.getLogger(__name__)
 
 MAX_IDLE_PEERS: Final = 32
 
 
-class _Peer:
-    """One producer: the client, what is held there (boot id, transfer id), and who renews it."""
+class Peer:
+    """One producer: the ways to it, what is held there (boot id, transfer id), who renews it."""
 
-    def __init__(self, address: str, timers: Timers) -> None:
+    def __init__(self, address: str, threads: Threads, timers: Timers) -> None:
         self.client = WorkerClient(address, timers=timers)
         self.held: Counter[tuple[bytes, str]] = Counter()
         self.renewing: asyncio.Task[None] | None = None
+        self._data = DataLink(address, threads, timers)
+
+    async def close(self) -> None:
+        """End all connections."""
+        self._data.close()
+        await self.client.close()
+
+    async def units(
+        self, fetch: Fetch, call: FetchCall, reader: FrameReader
+    ) -> AsyncGenerator[Units]:
+        """A transfer's units, whole and checked; the way to it is this peer's own business.
+
+        Raises:
+            PeerLostError: no frame in time, or the producer is gone.
+            WorkerError: what the producer raised, or the reader.
+        """
+        if self._data.is_usable:
+            try:
+                async with aclosing(self._data.units(fetch, call, reader)) as units:
+                    async for some in units:
+                        yield some
+                return
+            except UnreachableError as error:
+                logger.warning("no data connection: over gRPC", extra={"error": str(error)})
+        timers, address = self.client.timers, self.client.address
+        frames = self.client.fetch(fetch, call, timeout=timers.fetch)
+        seconds = timers.no_progress
+        async with aclosing(
+            checked(frames, reader, peer=address, no_progress_seconds=seconds)
+        ) as units:
+            async for some in units:
+                yield some
+        self._data.learn(self.client.data_port)
 
 
 class Peers:
@@ -40,7 +81,8 @@ class Peers:
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
-        self._peers: dict[str, _Peer] = {}
+        self._threads = Threads()
+        self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -50,8 +92,9 @@ class Peers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for peer in self._peers.values():
-            await peer.client.close()
+            await peer.close()
         self._peers.clear()
+        self._threads.close()
 
     @property
     def num_held(self) -> int:
@@ -64,7 +107,7 @@ class Peers:
         return len(self._tasks) + sum(peer.renewing is not None for peer in self._peers.values())
 
     @contextlib.asynccontextmanager
-    async def hold(self, source: Source) -> AsyncIterator[WorkerClient]:
+    async def hold(self, source: Source) -> AsyncIterator[Peer]:
         """Keep the lease of a source while inside; release it at the end, whatever that is."""
         peer = self._peer(source.address)
         handle = (source.boot_id, source.transfer_id)
@@ -72,15 +115,15 @@ class Peers:
         if peer.renewing is None:
             peer.renewing = asyncio.create_task(self._renew(peer))
         try:
-            yield peer.client
+            yield peer
         finally:
             peer.held[handle] -= 1
             if not peer.held[handle]:
                 del peer.held[handle]
                 self._run(_release(peer.client, *handle))
 
-    def _peer(self, address: str) -> _Peer:
-        peer = self._peers.pop(address, None) or _Peer(address, self._timers)
+    def _peer(self, address: str) -> Peer:
+        peer = self._peers.pop(address, None) or Peer(address, self._threads, self._timers)
         self._peers[address] = peer  # the most recently used is last
         idle = [
             known
@@ -88,10 +131,10 @@ class Peers:
             if not other.held and other.renewing is None and other is not peer
         ]
         for known in idle[: max(0, len(idle) - MAX_IDLE_PEERS)]:
-            self._run(self._peers.pop(known).client.close())
+            self._run(self._peers.pop(known).close())
         return peer
 
-    async def _renew(self, peer: _Peer) -> None:
+    async def _renew(self, peer: Peer) -> None:
         """Renew all that is held at a peer, until nothing is."""
         try:
             while peer.held:

@@ -34,6 +34,12 @@ class Exposure(Protocol):
     opening: bytes
     num_bytes: int
 
+    def room(self, position: int, num_bytes: int) -> memoryview | None:
+        """Memory that the consumer reads: what is made there needs no copy to be placed.
+
+        None where there is none. It may be written to even when the exposure has ended.
+        """
+
     def place(self, position: int, data: memoryview) -> memoryview:
         """Put bytes in front of the consumer; returns what of them travels in the frame."""
 
@@ -47,8 +53,8 @@ class Exposure(Protocol):
 class View(Protocol):
     """The consumer's side of an exposure."""
 
-    def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
-        """Bytes at a position.
+    def take(self, position: int, room: memoryview) -> None:
+        """Fill `room`, memory of our own, with the bytes from a position on.
 
         Raises:
             CorruptTransferError: they are not there.
@@ -59,7 +65,7 @@ class View(Protocol):
 
 
 class Transport(Protocol):
-    """One way for bytes. Lives on one event loop.
+    """One way for bytes. Lives on one event loop; `view` and its `take` are for any thread.
 
     `name` stands in fetches and OPEN frames; only those who say the same one use it.
     """

@@ -3,15 +3,17 @@
     frame ─▶ size ─▶ header: whose, which, where ─▶ payload ─▶ digest ─▶ whole units, or the commit
 
 Nothing that a frame says is believed and nothing is allocated by it: unit size, first and last unit
-and identity come from our own layout and request, and a part of a unit is at most one unit.
+and identity come from our own layout and request, and a part of a unit is at most one unit. A frame
+is read whole, or its head first and its payload into the memory where its units shall lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
 from vlm_worker.wire.frames import (
@@ -21,14 +23,15 @@ from vlm_worker.wire.frames import (
     HEADER_BYTES,
     MAGIC,
     MAX_FRAME_BYTES,
+    MAX_LARGE_BYTES,
     MAX_OPENING_BYTES,
     NO_TOKEN,
     VERSION,
     Commit,
+    Header,
     Kind,
     TransferId,
     Units,
-    digest,
     max_payload,
     units_per_frame,
 )
@@ -37,8 +40,8 @@ from vlm_worker.wire.frames import (
 class Memory(Protocol):
     """Where a producer put the bytes of units; `transfer.transport.View`."""
 
-    def take(self, position: int, num_bytes: int, travelled: memoryview) -> memoryview:
-        """Bytes at a position; `travelled` is what came in the frame."""
+    def take(self, position: int, room: memoryview) -> None:
+        """Fill `room` with the bytes from a position on."""
 
     def close(self) -> None:
         """Read no more."""
@@ -48,24 +51,10 @@ Open = Callable[[str, bytes, int], Memory]
 """`open(transport, opening, num_bytes)`: where a transfer of so many bytes lies."""
 
 
-class _Header(NamedTuple):
-    magic: int
-    version: int
-    flags: int
-    sequence: int
-    num_bytes: int
-    first_unit: int
-    num_units: int
-    offset: int
-    attempt: int
-    transfer: bytes
-    pod: bytes
-    boot_id: bytes
-    fingerprint: bytes
-
-
 class FrameReader:
     """Takes frames in order and gives whole units, or the commit. One transfer, one reader.
+
+    `num_bytes` are those of whole units so far.
 
     Args:
         identity: what every frame must carry.
@@ -73,6 +62,8 @@ class FrameReader:
         first_unit: where the transfer begins.
         end_unit: where it ends, from what we ourselves know of the request.
         open_memory: finds memory that the producer shares; None refuses it.
+        into: memory for all units, from the first one on: that is where they are then, and none
+            are given. Without it each run has memory of its own.
     """
 
     def __init__(
@@ -83,7 +74,9 @@ class FrameReader:
         first_unit: int,
         end_unit: int,
         open_memory: Open | None = None,
+        into: memoryview | None = None,
     ) -> None:
+        assert into is None or into.nbytes == (end_unit - first_unit) * unit_bytes
         self._identity = identity
         self._transfer_hash = identity.transfer_hash
         self._pod_hash = identity.pod_hash
@@ -91,11 +84,18 @@ class FrameReader:
         self._first_unit = self._next_unit = first_unit
         self._end_unit = end_unit
         self._open_memory = open_memory
+        self._into = into
         self._memory: Memory | None = None
         self._sequence = 0
-        self._part: memoryview | None = None
+        self._run: memoryview | None = None
         self._part_bytes = 0
+        self._head: tuple[Header, bytes] | None = None
+        self._room: memoryview | None = None
+        self._digest: Any = None
+        self._num_come = 0
+        self._large = self._in_place = False
         self.commit: Commit | None = None
+        self.num_bytes = 0
 
     def read(self, frame: bytes) -> Units | None:
         """Check a frame; returns the units that it completes, None where there are none.
@@ -107,16 +107,62 @@ class FrameReader:
         if not HEADER_BYTES <= len(frame) <= MAX_FRAME_BYTES:
             raise CorruptTransferError(f"a frame of {len(frame)} bytes", refusal=Refusal.SIZE)
         view = memoryview(frame)
-        raw, check, travelled = (
-            view[: HEADER.size],
-            view[HEADER.size : HEADER_BYTES],
-            view[HEADER_BYTES:],
-        )
-        header = _Header(*HEADER.unpack(raw))
+        self._begin(view[:HEADER_BYTES])
+        self._digest.update(view[HEADER_BYTES:])
+        return self._end(view[HEADER_BYTES:])
+
+    def begin(self, head: memoryview, num_bytes: int) -> memoryview:
+        """The memory for the payload of `num_bytes` that follows this head; `end` is next.
+
+        Frames that come this way may be large.
+
+        Raises:
+            CorruptTransferError: no such payload is due.
+        """
+        self._large = True
+        header = self._begin(head)
+        self._in_place = header.flags == Kind.UNITS and self._memory is None
+        most = MAX_LARGE_BYTES if self._in_place else MAX_OPENING_BYTES
+        if not 0 <= num_bytes <= most:
+            raise self._refuse(Refusal.SIZE, f"a payload of {num_bytes} bytes")
+        if self._in_place:
+            self._room = self._part(self._due(header, num_bytes), num_bytes)
+        else:
+            self._room = memoryview(bytearray(num_bytes))
+        return self._room
+
+    def come(self, num_bytes: int) -> None:
+        """So many more bytes are where `begin` said, and in the cache: the time to check them."""
+        assert self._room is not None
+        self._digest.update(self._room[self._num_come : self._num_come + num_bytes])
+        self._num_come += num_bytes
+
+    def end(self) -> Units | None:
+        """As `read`, of the payload that has come."""
+        room, self._room, self._num_come = self._room, None, 0
+        assert room is not None
+        return self._end(room)
+
+    def close(self) -> None:
+        """Let go of the producer's memory, where there is any."""
+        if self._memory is not None:
+            self._memory.close()
+
+    def _begin(self, head: memoryview) -> Header:
+        header = Header(*HEADER.unpack(head[: HEADER.size]))
+        self._in_place = False
+        self._head = header, bytes(head[HEADER.size :])
+        self._digest = xxhash.xxh3_128(head[: HEADER.size])
+        return header
+
+    def _end(self, travelled: memoryview) -> Units | None:
+        assert self._head is not None
+        header, check = self._head
         payload = travelled
         if self._memory is not None and header.flags == Kind.UNITS:
             payload = self._taken(header, travelled)
-        if digest(raw, payload) != check:
+            self._digest.update(payload)
+        if self._digest.digest() != check:
             raise self._refuse(Refusal.DIGEST, "the digest differs")
         self._check(header, payload.nbytes)
         self._sequence += 1
@@ -132,12 +178,7 @@ class FrameReader:
                     raise self._refuse(Refusal.RANGE, "a wait frame has a payload")
         return None
 
-    def close(self) -> None:
-        """Let go of the producer's memory, where there is any."""
-        if self._memory is not None:
-            self._memory.close()
-
-    def _check(self, header: _Header, num_bytes: int) -> None:
+    def _check(self, header: Header, num_bytes: int) -> None:
         """Hold a frame, whose digest is right, to the transfer that it is read for."""
         ours = self._identity
         if self._pod_hash is None:
@@ -163,40 +204,63 @@ class FrameReader:
 
     # ---- units -----------------------------------------------------------------------------------
 
-    def _taken(self, header: _Header, travelled: memoryview) -> memoryview:
+    def _taken(self, header: Header, travelled: memoryview) -> memoryview:
         """The payload, from shared memory; where it lies is our own reckoning."""
         assert self._memory is not None
+        if travelled.nbytes or header.num_bytes > max_payload(large=True):
+            what = f"{travelled.nbytes} of {header.num_bytes} bytes travelled"
+            raise self._refuse(Refusal.MEMORY, what)
         position = (self._next_unit - self._first_unit) * self._unit_bytes + self._part_bytes
-        left = (self._end_unit - self._next_unit) * self._unit_bytes - self._part_bytes
-        if not 0 < header.num_bytes <= min(max_payload(placed=True), left):
-            raise self._refuse(Refusal.RANGE, f"{header.num_bytes} bytes where {left} are left")
-        return self._memory.take(position, header.num_bytes, travelled)
+        room = self._part(self._due(header, header.num_bytes), header.num_bytes)
+        self._memory.take(position, room)
+        self._in_place = True
+        return room
 
-    def _units(self, header: _Header, payload: memoryview) -> Units | None:
+    def _due(self, header: Header, num_bytes: int) -> int:
+        """The bytes of a run of units, part of which this payload is; all is held to our own."""
         first_unit, num_units, offset = header.first_unit, header.num_units, header.offset
         total = num_units * self._unit_bytes
         if first_unit != self._next_unit or offset != self._part_bytes:
             due = f"unit {self._next_unit}+{self._part_bytes} is due"
             raise self._refuse(Refusal.SEQUENCE, f"unit {first_unit}+{offset} where {due}")
-        if not 0 < num_units <= self._end_unit - first_unit or not payload.nbytes:
+        if not 0 < num_units <= self._end_unit - first_unit or not num_bytes:
             raise self._refuse(
                 Refusal.RANGE, f"{num_units} units where {self._end_unit} is the end"
             )
-        most = units_per_frame(self._unit_bytes, placed=self._memory is not None)
-        if num_units > most or offset + payload.nbytes > total:
+        most = units_per_frame(self._unit_bytes, large=self._large or self._memory is not None)
+        if num_units > most or offset + num_bytes > total:
             raise self._refuse(Refusal.RANGE, "it holds more than its units")
-        if payload.nbytes < total:
-            if self._part is None:  # for all of it at once: it never grows
-                self._part = np.empty(total, np.uint8).data
-            elif self._part.nbytes != total:
-                raise self._refuse(Refusal.RANGE, f"{num_units} units after a part of others")
-            self._part[offset : offset + payload.nbytes] = payload
-            self._part_bytes += payload.nbytes
-            if self._part_bytes < total:
-                return None
-            payload, self._part, self._part_bytes = self._part, None, 0
-        self._next_unit += num_units
-        return Units(first_unit, num_units, payload)
+        if self._run is not None and self._run.nbytes != total:
+            raise self._refuse(Refusal.RANGE, f"{num_units} units after a part of others")
+        return total
+
+    def _part(self, total: int, num_bytes: int) -> memoryview:
+        """Where the next bytes of a run lie, whose memory is all there from its first part on."""
+        if self._run is None and self._into is None:
+            self._run = np.empty(total, np.uint8).data
+        elif self._run is None and self._into is not None:
+            start = (self._next_unit - self._first_unit) * self._unit_bytes
+            self._run = self._into[start : start + total]
+        assert self._run is not None
+        return self._run[self._part_bytes : self._part_bytes + num_bytes]
+
+    def _units(self, header: Header, payload: memoryview) -> Units | None:
+        """The run of units, when all of it is there. The digest of this part was right."""
+        if not self._in_place:
+            total = self._due(header, payload.nbytes)
+            if payload.nbytes == total and self._into is None:
+                self._run = payload
+            else:
+                self._part(total, payload.nbytes)[:] = payload
+        assert self._run is not None
+        self._part_bytes += payload.nbytes
+        if self._part_bytes < self._run.nbytes:
+            return None
+        units = Units(header.first_unit, header.num_units, self._run)
+        self.num_bytes += self._run.nbytes
+        self._run, self._part_bytes = None, 0
+        self._next_unit += header.num_units
+        return None if self._into is not None else units
 
     def _open(self, payload: memoryview) -> None:
         if self._open_memory is None or self._sequence != 1:

@@ -1,6 +1,7 @@
 """Frames: bytes of KV blocks or embedding rows on their way, checked before anything uses them.
 
     | header 112 | payload ≤ 1 MiB - 112 |     digest = XXH3-128 over the rest of header and payload
+    | header 112 | payload ≤ 4 MiB |           where no gRPC message has to hold it
 
 A transfer is a run of units (blocks or rows) of a size that both sides know: whole units to a
 frame, or one large unit over several frames. While the producer itself waits, a WAIT frame shows
@@ -16,11 +17,14 @@ The digest is integrity, not authenticity: see wire/credentials.py.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import NamedTuple
 
 import xxhash
 
@@ -29,14 +33,12 @@ from vlm_worker.types import FinishReason, RequestKey
 MAX_FRAME_BYTES = 1 << 20
 VERSION = 1
 MAGIC = 0x4D465254  # "TRFM"
-# magic, version, flags, sequence, nbytes, first_unit, num_units, offset, attempt,
-# transfer, pod uid, boot id, fingerprint
 HEADER = struct.Struct("<IHHIIIIII16s16s16s16s")
 _DIGEST_BYTES = 16
 HEADER_BYTES = HEADER.size + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - HEADER_BYTES
-MAX_PLACED_BYTES = 4 << 20
-"""Of a payload that does not travel: few frames, and what is checked is still in the cache."""
+MAX_LARGE_BYTES = 4 << 20
+"""Of a payload that no gRPC message holds: few frames, and what is checked is yet in the cache."""
 PLACED_VERSION = 2
 """Of frames whose payload does not travel. Transports have it in their names: where consumer and
 producer are of two versions, payloads travel, and those frames are the same in both."""
@@ -47,6 +49,24 @@ COMMIT = struct.Struct("<IIIII")
 _OPEN = struct.Struct("<B")
 NO_TOKEN = 0xFFFFFFFF
 FINISH = (None, FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Header(NamedTuple):
+    """The fields of `HEADER`, of whose payload `num_bytes` speaks wherever it is."""
+
+    magic: int
+    version: int
+    flags: int
+    sequence: int
+    num_bytes: int
+    first_unit: int
+    num_units: int
+    offset: int
+    attempt: int
+    transfer: bytes
+    pod: bytes
+    boot_id: bytes
+    fingerprint: bytes
 
 
 class Kind(enum.IntEnum):
@@ -106,23 +126,40 @@ class Units:
     data: memoryview
 
 
+class Frame(NamedTuple):
+    """Header and digest, and what of the payload travels: a view, good until it is sent."""
+
+    head: bytes
+    payload: memoryview
+
+    def joined(self) -> bytes:
+        """The frame as one message."""
+        return b"".join(self)
+
+
+Runs = AsyncGenerator[Iterator[Frame]]
+"""The frames of a transfer: each run is to be sent before the next one is asked for."""
+
 Place = Callable[[int, memoryview], memoryview]
 """`place(position, data)` puts bytes of units in front of the consumer, `position` counted from the
 transfer's first; returns what of them has to travel in the frame."""
 
 
-def max_payload(*, placed: bool) -> int:
+def max_payload(*, large: bool) -> int:
     """Bytes of units that one frame speaks for, whether they travel in it or were placed."""
-    return MAX_PLACED_BYTES if placed else MAX_PAYLOAD_BYTES
+    return MAX_LARGE_BYTES if large else MAX_PAYLOAD_BYTES
 
 
-def units_per_frame(unit_bytes: int, *, placed: bool = False) -> int:
+def units_per_frame(unit_bytes: int, *, large: bool = False) -> int:
     """How many whole units fit into one frame; at least 1, as a large unit takes several frames."""
-    return max(1, max_payload(placed=placed) // unit_bytes)
+    return max(1, max_payload(large=large) // unit_bytes)
 
 
 class FrameWriter:
-    """Cuts units into frames, in order. One transfer, one writer. Without `place` all travels."""
+    """Cuts units into frames, in order. One transfer, one writer. Without `place` all travels.
+
+    `large` frames are for data connections; what is placed has no others.
+    """
 
     def __init__(
         self,
@@ -131,8 +168,10 @@ class FrameWriter:
         unit_bytes: int,
         first_unit: int = 0,
         place: Place | None = None,
+        large: bool = False,
     ) -> None:
         assert identity.pod_hash is not None
+        self._large = large or place is not None
         self._place = place
         self._position = 0
         self._identity = identity
@@ -142,12 +181,12 @@ class FrameWriter:
         self._next_unit = first_unit
         self._sequence = 0
 
-    def write(self, data: memoryview) -> Iterator[bytes]:
+    def write(self, data: memoryview) -> Iterator[Frame]:
         """Frames of the next whole units; `data` is `[n, unit_bytes]`."""
         flat = data.cast("B") if data.nbytes else data
         assert flat.nbytes % self._unit_bytes == 0
-        placed = self._place is not None
-        count, limit = units_per_frame(self._unit_bytes, placed=placed), max_payload(placed=placed)
+        count = units_per_frame(self._unit_bytes, large=self._large)
+        limit = max_payload(large=self._large)
         for start in range(0, flat.nbytes, count * self._unit_bytes):
             run = flat[start : start + count * self._unit_bytes]
             num_units = run.nbytes // self._unit_bytes
@@ -156,17 +195,17 @@ class FrameWriter:
                 yield self._frame(part, num_units=num_units, offset=offset)
             self._next_unit += num_units
 
-    def open(self, transport: str, opening: bytes) -> bytes:
+    def open(self, transport: str, opening: bytes) -> Frame:
         """The first frame, where units lie in memory that both reach."""
         name = transport.encode()
         payload = _OPEN.pack(len(name)) + name + opening
         return self._frame(memoryview(payload), num_units=0, offset=0, kind=Kind.OPEN)
 
-    def wait(self) -> bytes:
+    def wait(self) -> Frame:
         """A frame without units: the producer lives, and has nothing yet."""
         return self._frame(memoryview(b""), num_units=0, offset=0, kind=Kind.WAIT)
 
-    def commit(self, commit: Commit) -> bytes:
+    def commit(self, commit: Commit) -> Frame:
         """The last frame."""
         token = NO_TOKEN if commit.first_token_id is None else commit.first_token_id
         payload = COMMIT.pack(
@@ -180,7 +219,7 @@ class FrameWriter:
 
     def _frame(
         self, payload: memoryview, *, num_units: int, offset: int, kind: Kind = Kind.UNITS
-    ) -> bytes:
+    ) -> Frame:
         header = HEADER.pack(
             MAGIC,
             VERSION,
@@ -197,12 +236,25 @@ class FrameWriter:
             self._identity.fingerprint,
         )
         self._sequence += 1
-        check = digest(header, payload)
+        head = header + digest(header, payload)
         if kind is Kind.UNITS and self._place is not None:
             travels = self._place(self._position, payload)
             self._position += payload.nbytes
-            return b"".join((header, check, travels))
-        return b"".join((header, check, payload))
+            return Frame(head, travels)
+        return Frame(head, payload)
+
+
+async def joined(runs: Runs) -> AsyncGenerator[bytes]:
+    """The frames of runs, each one message; they are made on a thread."""
+    async with aclosing(runs):
+        async for run in runs:
+            while (frame := await asyncio.to_thread(_next_joined, run)) is not None:
+                yield frame
+
+
+def _next_joined(run: Iterator[Frame]) -> bytes | None:
+    frame = next(run, None)
+    return None if frame is None else frame.joined()
 
 
 def digest(header: memoryview | bytes, payload: memoryview) -> bytes:

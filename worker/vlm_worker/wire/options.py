@@ -13,6 +13,8 @@ CHUNK_BYTES = 1 << 20
 MAX_STREAMS = 1024
 SEND_PICTURES = "vlm-send-pictures"
 """In the initial metadata of an Encode that is taken: the chunks may come."""
+DATA_PORT = "vlm-data-port"
+"""In the initial metadata of a fetch: where the next ones may go (`wire/data.py`)."""
 
 Options = list[tuple[str, int]]
 

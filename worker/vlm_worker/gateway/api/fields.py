@@ -5,6 +5,7 @@ Every refusal names the part by its path, says the rule, and is a 400.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -23,6 +24,7 @@ class Fields:
             raise invalid(f"'{path}' must be an object.", param=path, code="invalid_type")
         self.path = path
         self._left: dict[str, Any] = dict(value)
+        self._known: set[str] = set()
 
     def at(self, name: str) -> str:
         """The path of a field."""
@@ -30,6 +32,7 @@ class Fields:
 
     def take(self, name: str) -> Any:
         """The raw value, or None."""
+        self._known.add(name)
         return self._left.pop(name, None)
 
     def has(self, name: str) -> bool:
@@ -121,8 +124,10 @@ class Fields:
         """Refuse what nobody took."""
         for name in self._left:
             where = self.at(name if len(name) <= 64 and name.isprintable() else "?")
+            meant = difflib.get_close_matches(name[:64], sorted(self._known), 1)
+            hint = f": is '{self.at(meant[0])}' meant?" if meant else "."
             raise invalid(
-                f"'{where}' is not a known parameter.", param=where, code="unknown_parameter"
+                f"'{where}' is not a known parameter{hint}", param=where, code="unknown_parameter"
             )
         return self
 

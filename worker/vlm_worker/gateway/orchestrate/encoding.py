@@ -21,7 +21,7 @@ from vlm_worker.wire.calls import (
 )
 
 # What an encoder may call wrong with a picture itself; all else is its own trouble.
-_PICTURE_CODES = frozenset(
+PICTURE_CODES = frozenset(
     {
         "invalid_image",
         "image_too_large",
@@ -116,6 +116,6 @@ class Encoding:
 
 
 def _of_item(failed: ItemFailed) -> Exception:
-    if failed.code in _PICTURE_CODES:
+    if failed.code in PICTURE_CODES:
         return InvalidImageError(failed.message, item=failed.item, code=failed.code)
     return EngineError(f"picture {failed.item}: {failed.code}: {failed.message}")

@@ -1,0 +1,48 @@
+"""The ledger of exposed memory adds up, whatever is taken, given back and lost."""
+
+from __future__ import annotations
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vlm_worker.transfer.transport import Ledger
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A ledger of 1000 bytes beside lists of what is out and what is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(1000)
+        self.out: list[int] = []
+        self.lost: list[int] = []
+
+    @rule(num_bytes=st.integers(1, 600))
+    def take(self, num_bytes: int) -> None:
+        fits = sum(self.out) + sum(self.lost) + num_bytes <= 1000
+        assert self.ledger.take(num_bytes) == fits
+        if fits:
+            self.out.append(num_bytes)
+
+    @rule(data=st.data())
+    def end_one(self, data: st.DataObject) -> None:
+        if not self.out:
+            return
+        num_bytes = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
+        if data.draw(st.booleans()):
+            self.ledger.give_back(num_bytes)
+        else:
+            self.ledger.lose(num_bytes)
+            self.lost.append(num_bytes)
+
+    @invariant()
+    def the_books_add_up(self) -> None:
+        assert self.ledger.used == sum(self.out)
+        assert self.ledger.lost == sum(self.lost)
+        assert self.ledger.num_exposed == len(self.out)
+        assert (self.ledger.complaint is not None) == (sum(self.lost) > 50)
+
+
+LedgerMachine.TestCase.settings = hypothesis_settings(max_examples=40)
+TestLedger = LedgerMachine.TestCase

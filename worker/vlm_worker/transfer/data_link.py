@@ -1,0 +1,204 @@
+"""The consumer's side of data connections: fetches to one worker, each on a thread of its own.
+
+    port, from the metadata of a fetch over gRPC ─▶ is_usable ─▶ units(...): checked in the thread
+    nobody there ─▶ UnreachableError ─▶ not usable for a while; the fetch goes over gRPC
+
+A connection is used again after a fetch that came to its end; any other is closed, which is how the
+producer learns that nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from vlm_worker.errors import PeerLostError
+from vlm_worker.settings.timers import Timers
+from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.credentials import open_data_connection
+from vlm_worker.wire.data import Fetch, receive_units, request_to, wait_for_answer
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Units
+
+MAX_FETCHES: Final = 64
+"""Over data connections at a time, to all workers: each holds a thread. Others go over gRPC."""
+MAX_IDLE: Final = 4
+UNREACHABLE_SECONDS: Final = 60.0
+"""A port that could not be reached, behind a firewall maybe, is not tried again for so long."""
+
+T = TypeVar("T")
+
+
+class UnreachableError(Exception):
+    """No data connection came to be; nothing was read."""
+
+
+class Threads:
+    """The threads of all data links of a worker: one for each fetch that is under way."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="data-fetch")
+        self.num_busy = 0
+
+    def start(self, work: Callable[..., T], *args: Any, **named: Any) -> asyncio.Future[T]:
+        """Do it on a thread."""
+        return asyncio.wrap_future(self._pool.submit(work, *args, **named))
+
+    def close(self) -> None:
+        """End them; what they do ends when its connection is closed."""
+        self._pool.shutdown(wait=False)
+
+
+class DataLink:
+    """Data connections to one worker; on one event loop. `learn` where it listens first."""
+
+    def __init__(self, address: str, threads: Threads, timers: Timers) -> None:
+        self._port: int | None = None
+        self._address = address
+        self._host = address.rpartition(":")[0].strip("[]")
+        self._threads = threads
+        self._timers = timers
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._unreachable_until = 0.0
+        self._closed = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a fetch may go this way."""
+        return (
+            self._port is not None
+            and not self._closed
+            and self._threads.num_busy < MAX_FETCHES
+            and time.monotonic() >= self._unreachable_until
+        )
+
+    def learn(self, port: int | None) -> None:
+        """Where the worker listens; None where it does not."""
+        if port != self._port:
+            self._port, self._unreachable_until = port, 0.0
+
+    async def units(
+        self, fetch: Fetch, call: FetchCall, reader: FrameReader
+    ) -> AsyncGenerator[Units]:
+        """Whole units as they come; the reader's `commit` is there when they have ended well.
+
+        Raises:
+            UnreachableError: nobody took the call.
+            WorkerError: what the producer raised, or the reader.
+        """
+        deadline = time.monotonic() + self._timers.fetch
+        self._threads.num_busy += 1  # before others ask whether there is a thread for them
+        try:
+            connection = await self._asked(request_to(fetch, call))
+        except BaseException:
+            self._threads.num_busy -= 1
+            raise
+        self._busy.add(connection)
+        running = self._threads.start(_first, connection, reader, self._address)
+        has_ended = False
+        try:
+            while True:
+                await asyncio.wait({running}, timeout=deadline - time.monotonic())
+                if not running.done():
+                    raise PeerLostError(f"{self._address}: no end of a transfer in time")
+                units = self._result(running)
+                if units is None:
+                    has_ended = True
+                    return
+                running = self._threads.start(receive_units, connection, reader, peer=self._address)
+                yield units
+        finally:
+            if not has_ended:
+                _shut(connection)
+            # not under a thread that reads from it, whatever becomes of us
+            running.add_done_callback(lambda done: self._leave(connection, reader, done, has_ended))
+            await asyncio.wait({running})
+
+    def close(self) -> None:
+        """Close all connections; what is being read ends as if the worker were lost."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+        for connection in self._busy:
+            _shut(connection)
+
+    async def _asked(self, request: bytes) -> socket.socket:
+        """A connection that has taken a request: one that is idle and lives, or a new one."""
+        while self._idle:
+            connection = self._idle.pop()
+            if _lives(connection) and _takes(connection, request):
+                return connection
+            connection.close()
+        try:
+            async with asyncio.timeout(self._timers.connect):
+                connection = await open_data_connection(self._host, self._port or 0, self._timers)
+            if _takes(connection, request):
+                return connection
+            connection.close()
+            raise ConnectionResetError("it was closed at once")
+        except OSError as error:  # TimeoutError is one
+            if not isinstance(error, ConnectionError):  # which costs nothing to hear
+                self._unreachable_until = time.monotonic() + UNREACHABLE_SECONDS
+            raise UnreachableError(f"{self._host}:{self._port}: {error}") from error
+
+    def _result(self, running: asyncio.Future[Units | None]) -> Units | None:
+        try:
+            return running.result()
+        except OSError as error:
+            raise PeerLostError(f"{self._address}: the data connection: {error}") from error
+
+    def _leave(
+        self,
+        connection: socket.socket,
+        reader: FrameReader,
+        done: asyncio.Future[Any],
+        has_ended: bool,
+    ) -> None:
+        done.exception()  # told already, or nobody's any more
+        reader.close()
+        self._busy.discard(connection)
+        self._threads.num_busy -= 1
+        if has_ended and not self._closed and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+
+def _takes(connection: socket.socket, request: bytes) -> bool:
+    """Send a request, for which an idle connection always has room: the answer comes sooner so."""
+    try:
+        return connection.send(request, socket.MSG_DONTWAIT) == len(request)
+    except OSError:
+        return False
+
+
+def _first(connection: socket.socket, reader: FrameReader, peer: str) -> Units | None:
+    """The answer to a request, as far as its first units; on a thread."""
+    try:
+        wait_for_answer(connection, peer=peer)
+    except OSError as error:
+        raise UnreachableError(f"{peer}: the data connection: {error}") from error
+    return receive_units(connection, reader, peer=peer)
+
+
+def _lives(connection: socket.socket) -> bool:
+    """Whether an idle connection is still open: nothing may have come over it."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake the thread that waits on it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,157 @@
+"""Files in memory, mapped: what a file has lost meanwhile reads as zeros, and is told.
+
+    Mapper.map(file) ─▶ Mapping ─▶ .part(position) ─▶ arrays, memoryviews     unmapped with the last
+
+A file that shrinks under a mapping is SIGBUS, which the native library answers
+(`guarded_mapping.cpp`); without that library nothing is mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import weakref
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+_INT, _BYTES, _BOOL = ctypes.c_int, ctypes.c_int64, ctypes.c_bool
+_MAP: Final = ctypes.CFUNCTYPE(
+    _INT, _INT, _BYTES, _BOOL, ctypes.POINTER(ctypes.c_void_p), use_errno=True
+)
+_IS_WHOLE: Final = ctypes.CFUNCTYPE(_BOOL, _INT)
+_UNMAP: Final = ctypes.CFUNCTYPE(None, _INT)
+
+
+class Mapper:
+    """Maps files, by the native library in a file."""
+
+    def __init__(self, library: str) -> None:
+        native = ctypes.CDLL(library)
+        self._map = _MAP(("triptych_map", native))
+        self._is_whole = _IS_WHOLE(("triptych_is_whole", native))
+        self._unmap = _UNMAP(("triptych_unmap", native))
+
+    def map(self, file: int, num_bytes: int, *, is_written: bool) -> Mapping:
+        """The first bytes of an open file, which may be closed.
+
+        Raises:
+            OSError: it cannot be mapped, or too many are.
+        """
+        address = ctypes.c_void_p()
+        number = self._map(file, num_bytes, is_written, ctypes.byref(address))
+        if number < 0 or address.value is None:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        mapping = Mapping(self, number, address.value, num_bytes, is_written=is_written)
+        weakref.finalize(mapping, self._unmap, number).atexit = False
+        return mapping
+
+    def is_whole(self, number: int) -> bool:
+        """See `Mapping.is_whole`."""
+        return bool(self._is_whole(number))
+
+
+class Mapping:
+    """Bytes of a file. They stay mapped while anything made of `bytes` is used, in any thread."""
+
+    def __init__(
+        self, mapper: Mapper, number: int, address: int, num_bytes: int, *, is_written: bool
+    ) -> None:
+        self._mapper = mapper
+        self._number = number
+        self.num_bytes = num_bytes
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (address, not is_written),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+        }
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """All of them, uint8 `[num_bytes]`."""
+        return np.asarray(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file had all that was used; for good: a mapping that lost a page is void."""
+        return self._mapper.is_whole(self._number)
+
+    def copy(self, position: int, *, into: memoryview) -> bool:
+        """Fill memory from a position; False where the file has not so much there."""
+        end = position + into.nbytes
+        if end > self.num_bytes:
+            return False
+        np.copyto(np.frombuffer(into, np.uint8), self.bytes[position:end])
+        return self.is_whole
+
+
+class KeptMappings:
+    """Mappings of other processes' files between two transfers: at most `capacity_bytes`.
+
+    What its owner has removed is dropped when the next one is taken or kept. For any thread.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._kept: dict[tuple[int, int], tuple[int, Mapping]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that are kept."""
+        return sum(mapping.num_bytes for _, mapping in self._kept.values())
+
+    def take(self, file: int, num_bytes: int) -> Mapping | None:
+        """The one of an open file, if it is kept and large enough."""
+        with self._lock:
+            self._drop_removed()
+            mapping = self._drop(_identity(file))
+        return None if mapping is None or mapping.num_bytes < num_bytes else mapping
+
+    def keep(self, file: int, mapping: Mapping) -> None:
+        """For the next transfer through this file; takes the descriptor over."""
+        with self._lock:
+            self._drop(_identity(file))
+            self._kept[_identity(file)] = (file, mapping)
+            self._drop_removed()
+            while self.num_bytes > self._capacity_bytes:
+                self._drop(next(iter(self._kept)))
+
+    def close(self) -> None:
+        """Drop all; keep none from now on."""
+        with self._lock:
+            self._capacity_bytes = 0
+            for identity in list(self._kept):
+                self._drop(identity)
+
+    def _drop_removed(self) -> None:
+        for identity, (file, _) in list(self._kept.items()):
+            if os.fstat(file).st_nlink == 0:
+                self._drop(identity)
+
+    def _drop(self, identity: tuple[int, int]) -> Mapping | None:
+        if identity not in self._kept:
+            return None
+        file, mapping = self._kept.pop(identity)
+        os.close(file)
+        return mapping
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """Nobody else's while the file is open, whatever its name."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def mapper_of(library: str | None) -> Mapper | None:
+    """None, said in the log, where there is no native library."""
+    if library is None:
+        logger.info("no native library: shared memory is read and written, not mapped")
+        return None
+    return Mapper(library)

@@ -1,0 +1,95 @@
+"""Units -> frames, a piece at a time, in whichever thread goes through them.
+
+A piece is copied, checked and sent before the next one: it is in the cache all the while, and no
+other thread is woken for it. What a slow network has not taken yet waits in its socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from vlm_worker.errors import CorruptTransferError, GoneError
+from vlm_worker.wire.frames import Commit, Frame, FrameWriter
+
+EXPORT_BYTES: Final = 4 << 20
+
+Export = Callable[[int, int, memoryview], memoryview]
+"""`export(first_unit, num_units, room)` gives `[num_units, unit_bytes]` that nobody writes to
+meanwhile: as they lie, or a copy in `room`, which has just so many bytes. In any thread."""
+
+
+class Pieces:
+    """The units of one transfer for one consumer.
+
+    Args:
+        unit_bytes: of one unit; a piece has as many as fit `EXPORT_BYTES`, one at least, and a
+            rest that is less than half of that.
+        first_unit: where the consumer begins.
+        room: `room(first_unit, num_bytes)` is where a piece had best be made, if there is such a
+            place.
+
+    Attributes:
+        next_unit: the first one that is not in a frame yet.
+        gone: why there are no more units, though there were to be.
+        is_committed: nothing comes any more.
+    """
+
+    def __init__(
+        self,
+        export: Export,
+        writer: FrameWriter,
+        *,
+        unit_bytes: int,
+        first_unit: int,
+        room: Callable[[int, int], memoryview | None],
+    ) -> None:
+        self.next_unit = first_unit
+        self.gone: GoneError | None = None
+        self.is_committed = False
+        self._export = export
+        self._writer = writer
+        self._unit_bytes = unit_bytes
+        self._batch = max(1, EXPORT_BYTES // unit_bytes)
+        self._room = room
+        self._own_room = memoryview(b"")
+
+    def run(self, end_unit: int, commit: Commit | None) -> Iterator[Frame]:
+        """The frames up to a unit, and the commit where that is known: good until the next frame.
+
+        Raises:
+            CorruptTransferError: an export has another size than its units.
+        """
+        while self.next_unit < end_unit:
+            try:
+                data = self._piece(end_unit)
+            except GoneError as error:
+                self.gone = error
+                return
+            self.next_unit += data.nbytes // self._unit_bytes
+            yield from self._writer.write(data)
+        if commit is not None:
+            self.is_committed = True
+            yield self._writer.commit(commit)
+
+    def _piece(self, end_unit: int) -> memoryview:
+        left, most = end_unit - self.next_unit, self._batch * 3 // 2
+        num_units = left if left <= most else self._batch
+        num_bytes = num_units * self._unit_bytes
+        room = self._room(self.next_unit, num_bytes)
+        if room is None:
+            if self._own_room.nbytes < num_bytes:
+                self._own_room = room_of(num_bytes)
+            room = self._own_room[:num_bytes]
+        data = self._export(self.next_unit, num_units, room)
+        if data.nbytes != num_bytes:
+            raise CorruptTransferError("the export has another size than the layout")
+        return data
+
+
+def room_of(num_bytes: int) -> memoryview:
+    """Memory that costs nothing until it is written."""
+    room: memoryview = np.empty(num_bytes, np.uint8).data
+    return room
