@@ -2,7 +2,7 @@
 
     python bench/run.py handoff          python bench/handoff.py [--rounds 2] [--only small]
 
-Two `vlm-worker` processes on this machine, random weights (`random_vlm`), bytes in the gRPC stream.
+Two `vlm-worker` processes on this machine, random weights (`random_vlm`), over data connections.
 
     small   575 tokens, 14 MB       at most 3 % of the time of prefill stays exposed
     large   3,584 tokens, 352 MB    KV heads as many as heads, chunks of 512 tokens; exposed at most

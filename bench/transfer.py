@@ -2,9 +2,9 @@
 
     python bench/run.py transfer         python bench/transfer.py [--rounds 7]
 
-One process offers units out of a pool (`Outgoing` behind gRPC), another pulls them through
-`WorkerClient`, checks every digest and writes them into a pool of its own. Blocks are gathered and
-scattered by a thread each, as engines do it; rows lie side by side. In the same rounds a raw TCP
+One process offers units out of a pool (`Outgoing`), another pulls them over a data connection or
+gRPC, checks every digest and writes them into a pool of its own. Blocks are gathered and scattered
+by a thread each, as engines do it; rows lie side by side. In the same rounds a raw TCP
 connection of the same two processes does `recv_into` into that pool, and one thread copies so many
 bytes by memcpy. A ratio is of speeds within a round.
 
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,23 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
 
+from vlm_kernels.cpu import native  # noqa: E402
 from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.serve.memory import keep_freed_memory  # noqa: E402
+from vlm_worker.server.data_port import DataPort  # noqa: E402
 from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
-from vlm_worker.transfer.incoming import Pull  # noqa: E402
+from vlm_worker.transfer.data_link import DataLink, Threads  # noqa: E402
+from vlm_worker.transfer.incoming import Pull, checked  # noqa: E402
 from vlm_worker.transfer.landing import Landing  # noqa: E402
 from vlm_worker.transfer.outgoing import Outgoing  # noqa: E402
 from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
 from vlm_worker.types import RequestKey  # noqa: E402
-from vlm_worker.wire import identity  # noqa: E402
 from vlm_worker.wire.calls import FetchCall  # noqa: E402
+from vlm_worker.wire.data import Fetch  # noqa: E402
 from vlm_worker.wire.frame_reader import FrameReader  # noqa: E402
-from vlm_worker.wire.frames import Commit, TransferId, Units  # noqa: E402
+from vlm_worker.wire.frames import Commit, Runs, TransferId, Units, joined  # noqa: E402
+from vlm_worker.wire.identity import fetch_call_of  # noqa: E402
 from vlm_worker.wire.methods import METHODS  # noqa: E402
 from vlm_worker.wire.options import server_options  # noqa: E402
 
@@ -55,6 +59,7 @@ SHARED = Path("/dev/shm")
 CAPACITY = 1 << 30
 BUFFER_BYTES = 8 << 20
 KEY = RequestKey("bench", 1)
+Received = AsyncGenerator[Units]
 BOOT, FINGERPRINT = bytes(16), bytes(16)
 GOALS = {"stream": ("tcp", 0.7), "shared-memory": ("memcpy", 0.4)}
 
@@ -87,28 +92,34 @@ def filled(load: Load) -> np.ndarray:
     return pool
 
 
+def shared_memory() -> SharedMemory:
+    """Of one of the two processes."""
+    return SharedMemory(
+        SHARED, capacity_bytes=CAPACITY, leftover_seconds=60, native_library=native.path()
+    )
+
+
 # ---- the producer's process ----------------------------------------------------------------------
 
 
 async def produce() -> None:
-    """Serve gRPC and raw TCP until standard input ends; the first line says where."""
+    """Serve data connections and raw TCP until standard input ends; the first line says where."""
     pools = {name: filled(load) for name, load in LOADS.items()}
-    shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
+    shared = shared_memory()
     released = ExitStack()  # their segments hold memory until they are closed
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
-    async def fetch(request: Any, context: Any) -> None:
-        call = identity.fetch_call_of(request)
+    def offered(call: FetchCall, *, large: bool) -> Runs:
         pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
         released.close()
 
-        async def export(first: int, count: int, room: memoryview) -> memoryview:
+        def export(first: int, count: int, room: memoryview) -> memoryview:
             if not load.is_scattered:
                 rows: memoryview = pool[first : first + count].reshape(-1).data
                 return rows
             ids = np.arange(first, first + count)
             out = np.frombuffer(room, np.uint8).reshape(count, -1)
-            await asyncio.to_thread(np.take, pool, ids, axis=0, out=out, mode="clip")
+            np.take(pool, ids, axis=0, out=out, mode="clip")
             return room
 
         outgoing = Outgoing(
@@ -118,37 +129,45 @@ async def produce() -> None:
             export=export,
         )
         outgoing.finish(Commit(load.num_units, load.num_units))
-        frames = outgoing.frames(
+        released.callback(outgoing.close)  # its consumer asks for the next one when it has read it
+        return outgoing.runs(
             KEY,
             first_unit=call.first_unit,
             transport=transports[call.transport],
             invitation=call.invitation,
+            large=large and load.is_scattered,
         )
-        async with aclosing(frames):
+
+    data = DataPort(lambda _, call: offered(call, large=True), PRODUCTION)
+    port = data.open("127.0.0.1", 0)
+    server = grpc.aio.server(options=server_options(PRODUCTION))
+    server.add_generic_rpc_handlers((over_grpc(lambda call: offered(call, large=False)),))
+    grpc_port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
+    print(json.dumps([grpc_port, port, listener.getsockname()[1]]), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    released.close()
+    shared.close()
+    await data.close()
+    await server.stop(None)
+
+
+def over_grpc(offered: Callable[[FetchCall], Runs]) -> Any:
+    """The handler of FetchKV."""
+
+    async def fetch(request: Any, context: Any) -> None:
+        async with aclosing(joined(offered(fetch_call_of(request)))) as frames:
             async for frame in frames:
                 await context.write(frame)
-        released.callback(
-            outgoing.close
-        )  # its consumer asks for the next one when it has read this
 
     method = METHODS["FetchKV"]
     handler = grpc.unary_stream_rpc_method_handler(
         fetch, method.request_from_bytes, method.response_to_bytes
     )
-    server = grpc.aio.server(options=server_options(PRODUCTION))
     service = method.path.split("/")[1]
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(service, {"FetchKV": handler}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
-    print(json.dumps([port, listener.getsockname()[1]]), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    released.close()
-    shared.close()
-    await server.stop(None)
+    return grpc.method_handlers_generic_handler(service, {"FetchKV": handler})
 
 
 def send_raw(listener: socket.socket, pools: dict[str, np.ndarray]) -> None:
@@ -165,19 +184,23 @@ def send_raw(listener: socket.socket, pools: dict[str, np.ndarray]) -> None:
 class Consumer:
     """Everything that fills `pool`, each in its own way."""
 
-    def __init__(self, grpc_port: int, raw_port: int) -> None:
+    def __init__(self, grpc_port: int, data_port: int, raw_port: int) -> None:
         self._client = WorkerClient(f"127.0.0.1:{grpc_port}")
+        self._threads = Threads()
+        self._link = DataLink("127.0.0.1:0", self._threads, PRODUCTION)
+        self._link.learn(data_port)
         self._raw = socket.socket()
         self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self._raw.connect(("127.0.0.1", raw_port))
-        self._shared = SharedMemory(SHARED, capacity_bytes=CAPACITY, leftover_seconds=60)
+        self._shared = shared_memory()
         self._sources = {name: filled(load) for name, load in LOADS.items()}
         self._pools = {name: np.zeros_like(pool) for name, pool in self._sources.items()}
         self.ways: dict[str, Callable[[str], Awaitable[None]]] = {
             "memcpy": self._memcpy,
             "tcp": self._tcp,
-            "stream": lambda name: self._pull(name, ByteStream()),
-            "shared-memory": lambda name: self._pull(name, self._shared),
+            "stream": lambda name: self._pull(name, ByteStream(), self._link.units),
+            "grpc": lambda name: self._pull(name, ByteStream(), self._over_grpc),
+            "shared-memory": lambda name: self._pull(name, self._shared, self._link.units),
         }
 
     def check(self, name: str) -> None:
@@ -189,6 +212,8 @@ class Consumer:
         """Leave."""
         self._raw.close()
         self._shared.close()
+        self._link.close()
+        self._threads.close()
         await self._client.close()
 
     async def _memcpy(self, name: str) -> None:
@@ -200,7 +225,16 @@ class Consumer:
         while left:
             left = left[self._raw.recv_into(left) :]
 
-    async def _pull(self, name: str, transport: Transport) -> None:
+    def _over_grpc(self, fetch: Fetch, call: FetchCall, reader: FrameReader) -> Received:
+        frames = self._client.fetch(fetch, call, timeout=60)
+        return checked(frames, reader, peer="bench", no_progress_seconds=10)
+
+    async def _pull(
+        self,
+        name: str,
+        transport: Transport,
+        over: Callable[[Fetch, FetchCall, FrameReader], Received],
+    ) -> None:
         load, pool = LOADS[name], self._pools[name]
         call = FetchCall(
             transfer_id=name,
@@ -217,16 +251,13 @@ class Consumer:
             first_unit=0,
             end_unit=load.num_units,
             open_memory=lambda _, opening, num_bytes: transport.view(opening, num_bytes),
+            into=None if load.is_scattered else pool.reshape(-1).data,
         )
-        frames = self._client.fetch_kv(call, timeout=60)
-        pull = Pull(frames, reader, peer="bench", no_progress_seconds=10)
+        pull = Pull(over(Fetch.KV, call, reader), reader, peer="bench")
 
         def put(units: Units) -> None:
-            end = units.first_unit + units.num_units
-            where: Any = np.s_[units.first_unit : end]
-            if load.is_scattered:
-                where = np.arange(units.first_unit, end)
-            pool[where] = np.frombuffer(units.data, np.uint8).reshape(-1, load.unit_bytes)
+            ids = np.arange(units.first_unit, units.first_unit + units.num_units)
+            pool[ids] = np.frombuffer(units.data, np.uint8).reshape(-1, load.unit_bytes)
 
         async def write(units: Units) -> None:
             await asyncio.to_thread(put, units)
@@ -235,8 +266,6 @@ class Consumer:
             async for units in received:
                 if load.is_scattered:
                     await landing.put(units)
-                else:
-                    put(units)
             await landing.settle()
 
 
