@@ -1,0 +1,156 @@
+"""The producer of `transfer.py`, and what both of its processes know."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
+
+from vlm_kernels.cpu import native  # noqa: E402
+from vlm_worker.serve.memory import keep_freed_memory  # noqa: E402
+from vlm_worker.server.data_port import DataPort  # noqa: E402
+from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
+from vlm_worker.transfer.outgoing import Outgoing  # noqa: E402
+from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
+from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
+from vlm_worker.types import RequestKey  # noqa: E402
+from vlm_worker.wire.calls import FetchCall  # noqa: E402
+from vlm_worker.wire.frames import Commit, Runs, TransferId, joined  # noqa: E402
+from vlm_worker.wire.identity import fetch_call_of  # noqa: E402
+from vlm_worker.wire.methods import METHODS  # noqa: E402
+from vlm_worker.wire.options import server_options  # noqa: E402
+
+SHARED = Path("/dev/shm")
+CAPACITY = 1 << 30
+BUFFER_BYTES = 8 << 20
+KEY = RequestKey("bench", 1)
+BOOT, FINGERPRINT = bytes(16), bytes(16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What is moved."""
+
+    num_units: int
+    unit_bytes: int
+    repeats: int
+    is_scattered: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all units."""
+        return self.num_units * self.unit_bytes
+
+
+LOADS = {
+    "embedding": Load(576, 8192, 10, is_scattered=False),
+    "kv": Load(175, 2 << 20, 1, is_scattered=True),
+}
+
+
+def filled(load: Load) -> np.ndarray:
+    """A pool with something in it, `[num_units, unit_bytes]`."""
+    pool = np.empty((load.num_units, load.unit_bytes), np.uint8)
+    pool[:] = np.arange(load.num_units, dtype=np.uint8)[:, None]
+    return pool
+
+
+def shared_memory() -> SharedMemory:
+    """Of one of the two processes."""
+    return SharedMemory(
+        SHARED, capacity_bytes=CAPACITY, leftover_seconds=60, native_library=native.path()
+    )
+
+
+async def produce() -> None:
+    """Serve data connections and raw TCP until standard input ends; the first line says where."""
+    pools = {name: filled(load) for name, load in LOADS.items()}
+    shared = shared_memory()
+    released = ExitStack()  # their segments hold memory until they are closed
+    transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
+
+    def offered(call: FetchCall, *, large: bool) -> Runs:
+        pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
+        released.close()
+
+        def export(first: int, count: int, room: memoryview) -> memoryview:
+            if not load.is_scattered:
+                rows: memoryview = pool[first : first + count].reshape(-1).data
+                return rows
+            ids = np.arange(first, first + count)
+            out = np.frombuffer(room, np.uint8).reshape(count, -1)
+            np.take(pool, ids, axis=0, out=out, mode="clip")
+            return room
+
+        outgoing = Outgoing(
+            TransferId(KEY, call.transfer_id, BOOT, FINGERPRINT, pod_uid="pod"),
+            unit_bytes=load.unit_bytes,
+            max_units=load.num_units,
+            export=export,
+        )
+        outgoing.finish(Commit(load.num_units, load.num_units))
+        released.callback(outgoing.close)  # its consumer asks for the next one when it has read it
+        return outgoing.runs(
+            KEY,
+            first_unit=call.first_unit,
+            transport=transports[call.transport],
+            invitation=call.invitation,
+            large=large and load.is_scattered,
+        )
+
+    data = DataPort(lambda _, call: offered(call, large=True), PRODUCTION)
+    port = data.open("127.0.0.1", 0)
+    server = grpc.aio.server(options=server_options(PRODUCTION))
+    server.add_generic_rpc_handlers((over_grpc(lambda call: offered(call, large=False)),))
+    grpc_port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
+    print(json.dumps([grpc_port, port, listener.getsockname()[1]]), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    released.close()
+    shared.close()
+    await data.close()
+    await server.stop(None)
+
+
+def over_grpc(offered: Callable[[FetchCall], Runs]) -> Any:
+    """The handler of FetchKV."""
+
+    async def fetch(request: Any, context: Any) -> None:
+        async with aclosing(joined(offered(fetch_call_of(request)))) as frames:
+            async for frame in frames:
+                await context.write(frame)
+
+    method = METHODS["FetchKV"]
+    handler = grpc.unary_stream_rpc_method_handler(
+        fetch, method.request_from_bytes, method.response_to_bytes
+    )
+    service = method.path.split("/")[1]
+    return grpc.method_handlers_generic_handler(service, {"FetchKV": handler})
+
+
+def send_raw(listener: socket.socket, pools: dict[str, np.ndarray]) -> None:
+    """Each line names a pool: all its bytes go out."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    for name in connection.makefile("r"):
+        connection.sendall(pools[name.strip()].reshape(-1).data)
+
+
+if __name__ == "__main__":
+    keep_freed_memory({})  # as vlm-worker does
+    asyncio.run(produce())
