@@ -33,7 +33,8 @@ def opaque(
 
     Args:
         schema: in torch's own notation. It returns a new tensor, of the type of its first argument;
-            or nothing, and marks what it writes into.
+            or nothing, and marks what it writes into. What it returns shares memory with no
+            argument.
         shape: of the new tensor, by the same arguments.
     """
     name = schema.partition("(")[0]
@@ -42,7 +43,7 @@ def opaque(
     def decorate(function: Function[P, T]) -> Function[P, T]:
         def run(*args: Any, **kwargs: Any) -> Any:
             found: Any = function(*args, **kwargs)
-            return found.contiguous() if returns else None
+            return _as_promised(found) if returns else None
 
         def like(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not returns:
@@ -65,3 +66,14 @@ def opaque(
         return call
 
     return decorate
+
+
+def _as_promised(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and at the start of its memory, as `like` says.
+
+    The compiler makes views of it by their offsets there, to write into them: with another start,
+    they would be views of other elements.
+    """
+    if x.is_contiguous() and x.storage_offset() == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
