@@ -42,11 +42,16 @@ class Accepted:
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What came of one plan."""
+    """What came of one plan.
 
-    written: tuple[str, ...]
+    Attributes:
+        written: what the API server answered to each write, by kind and name.
+        refused: kind and name, and the server's answer.
+    """
+
+    written: Mapping[Key, Manifest]
     conflicts: tuple[NameConflictError, ...]
-    refused: tuple[tuple[str, ClusterError], ...]  # kind and name, and the server's answer
+    refused: tuple[tuple[str, ClusterError], ...]
 
 
 async def apply_plan(
@@ -71,7 +76,8 @@ async def apply_plan(
     Raises:
         UnavailableError, LeaseLostError: nothing more can be written in this turn.
     """
-    written, conflicts, refused = [], [], []
+    written: dict[Key, Manifest] = {}
+    conflicts, refused = [], []
     accepted.contests = current(accepted.contests, now=observed.now)
     for manifest in objects:
         key = (manifest["kind"], manifest["metadata"]["name"])
@@ -81,17 +87,18 @@ async def apply_plan(
             if live is None:
                 live = await cluster.get(kind_of(manifest), namespace, key[1])
             _check_owner(live, key, uid)
-            if await _apply(
+            answer = await _apply(
                 cluster, manifest, live, key=key, uid=uid, accepted=accepted, now=observed.now
-            ):
-                written.append(label)
+            )
+            if answer is not None:
+                written[key] = answer
         except NameConflictError as error:
             conflicts.append(error)
         except (UnavailableError, ConflictError):
             raise
         except ClusterError as error:
             refused.append((label, error))
-    return Applied(tuple(written), tuple(conflicts), tuple(refused))
+    return Applied(written, tuple(conflicts), tuple(refused))
 
 
 async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None:
@@ -112,8 +119,10 @@ async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None
     return None
 
 
-async def claim_pool(cluster: Cluster, claim: Manifest, observed: Observed, *, uid: str) -> None:
-    """Write the autoscaler's number into a VLMPool, which may have to be made.
+async def claim_pool(
+    cluster: Cluster, claim: Manifest, observed: Observed, *, uid: str
+) -> Manifest:
+    """Write the autoscaler's number into a VLMPool, which may have to be made; returns it.
 
     Raises:
         NameConflictError: an object of that name is somebody else's.
@@ -126,6 +135,7 @@ async def claim_pool(cluster: Cluster, claim: Manifest, observed: Observed, *, u
     answer = await cluster.apply(claim, manager=names.MANAGER_AUTOSCALER)
     WRITES.labels(kind=key[0], verb="apply").inc()
     _check_owner(answer, key, uid)
+    return answer
 
 
 async def prune(
@@ -160,28 +170,28 @@ async def _apply(
     uid: str,
     accepted: Accepted,
     now: float,
-) -> bool:
-    """Apply one object where it differs; tells whether it wrote."""
+) -> Manifest | None:
+    """Apply one object where it differs; returns it as written, None where nothing was."""
     wanted = stamped(manifest)
     digest = wanted["metadata"]["annotations"][ANNOTATION_APPLIED]
     found: str | None = None
     if live is not None:
         if "deletionTimestamp" in live["metadata"]:
-            return False  # on its way out: it is made anew once it is gone
+            return None  # on its way out: it is made anew once it is gone
         version = digest, live["metadata"].get("resourceVersion")
         if accepted.compared.get(key) == version:
-            return False
+            return None
         found = difference(live, wanted)
         if found is None or accepted.paths.get(key) == (digest, found):
             accepted.digests[key] = digest
             accepted.compared[key] = version
-            return False
+            return None
         # a precondition: the object that we looked at, not one that took its name since
         wanted["metadata"]["uid"] = live["metadata"]["uid"]
         logger.info("differs", extra={"kind": key[0], "object": key[1], "field": found})
     if accepted.digests.get(key) == digest:  # it was as wanted, and somebody changed it
         if due(accepted.contests, key, now=now) > 0:
-            return False
+            return None
         accepted.contests = repaired(accepted.contests, key, found or "its existence", now=now)
     answer = await _write(cluster, wanted, existed=live is not None)
     accepted.digests[key] = digest
@@ -193,7 +203,7 @@ async def _apply(
         accepted.paths.pop(key, None)
     else:
         accepted.paths[key] = (digest, still)
-    return True
+    return answer
 
 
 async def _write(cluster: Cluster, wanted: Manifest, *, existed: bool) -> Manifest:

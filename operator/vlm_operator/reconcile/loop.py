@@ -119,12 +119,11 @@ class Loop:
             return await self._refuse(observed, body, error)
         self._book.note((self._namespace, self._name), class_uses(written, observed))
         contests = self._accepted.contests
-        failure_found, wrote = await carry_out(
-            self._cluster, intent, observed, accepted=self._accepted
-        )
-        if wrote:
+        done = await carry_out(self._cluster, intent, observed, accepted=self._accepted)
+        if done.wrote:
             self._seen = None  # what we saw is no longer what is there
-        view = self._view(written, intent, observed, failure_found)
+        # the echo of our own writes wakes nobody: a child made now is told of now
+        view = self._view(written, intent, observed.with_children(done.answers), done.failure)
         status = build_status(view, previous, now=observed.now)
         fights = contested(contests, self._accepted.contests)
         said = tuple(Event("ChildContested", message) for message in fights)
@@ -134,7 +133,7 @@ class Loop:
             self._seen = None
         self._report.count(view, intent)
         self._memory = intent.sizing.outcome.memory
-        return self._next(intent, failure_found)
+        return self._next(intent, done.failure)
 
     async def drain(self) -> float | None:
         """Let a deleted service finish; seconds until the next look, None when it may go.

@@ -9,6 +9,7 @@ prune    what nobody names any more, last
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from vlm_operator import names
 from vlm_operator.apply import (
@@ -20,7 +21,7 @@ from vlm_operator.apply import (
     claim_pool,
     prune,
 )
-from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, Cluster
+from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, Cluster, Manifest
 from vlm_operator.errors import (
     ClusterError,
     ConflictError,
@@ -33,10 +34,25 @@ from vlm_operator.state import Observed
 from vlm_operator.status import Failure, Told
 
 
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What became of an intent.
+
+    Attributes:
+        failure: the first thing that went wrong, None where nothing did.
+        wrote: whether anything was written.
+        answers: children as they were written, by kind and name.
+    """
+
+    failure: Failure | None
+    wrote: bool
+    answers: Mapping[tuple[str, str], Manifest] = dataclasses.field(default_factory=dict)
+
+
 async def carry_out(
     cluster: Cluster, intent: Intent, observed: Observed, *, accepted: Accepted
-) -> tuple[Failure | None, bool]:
-    """Write whatever differs; returns what went wrong, and whether anything was written.
+) -> Done:
+    """Write whatever differs.
 
     Raises:
         UnavailableError, ConflictError, LeaseLostError: the turn ends here; the next one goes on.
@@ -44,16 +60,18 @@ async def carry_out(
     service = intent.service
     count = await apply_gates(cluster, intent.gates, namespace=service.namespace, now=observed.now)
     if service.spec.paused:
-        return None, bool(count)
+        return Done(None, bool(count))
     refused = await _refused_template(cluster, intent, observed)
     if refused is not None:
-        return refused, bool(count)
+        return Done(refused, bool(count))
     conflicts: list[NameConflictError] = []
     unclaimed: list[tuple[str, ClusterError]] = []
+    claimed: dict[tuple[str, str], Manifest] = {}
     for role, number in intent.claims.items():
+        claim = pool_claim(service, role, number)
         try:
-            await claim_pool(cluster, pool_claim(service, role, number), observed, uid=service.uid)
-            count += 1
+            answer = await claim_pool(cluster, claim, observed, uid=service.uid)
+            claimed[names.KIND_POOL, claim["metadata"]["name"]] = answer
         except NameConflictError as error:
             conflicts.append(error)
         except (UnavailableError, ConflictError):
@@ -88,7 +106,8 @@ async def carry_out(
         conflicts=(*conflicts, *applied.conflicts),
         refused=(*refused_claims, *applied.refused),
     )
-    return _failure(applied), bool(count or applied.written or gone)
+    answers = {**claimed, **applied.written}
+    return Done(_failure(applied), bool(count or answers or gone), answers)
 
 
 async def _refused_template(cluster: Cluster, intent: Intent, observed: Observed) -> Failure | None:

@@ -125,6 +125,10 @@ class Observed:
         """One child, None where it does not exist."""
         return self.children.get((kind, name))
 
+    def with_children(self, newer: Mapping[tuple[str, str], Manifest]) -> Observed:
+        """The same with these children in the place of those of their kind and name."""
+        return dataclasses.replace(self, children={**self.children, **newer})
+
     def of_kind(self, kind: str) -> Iterator[Manifest]:
         """All children of a kind, by name."""
         for (found, _), manifest in sorted(self.children.items(), key=lambda item: item[0]):

@@ -8,6 +8,7 @@ from operator_support import World, body, pool
 
 from vlm_operator import names
 from vlm_operator.cluster import (
+    CHILD_KINDS,
     CONFIG_MAP,
     DEPLOYMENT,
     PDB,
@@ -103,6 +104,23 @@ def test_a_child_that_somebody_deletes_comes_back(kind):
     assert world.snapshot() != before
     world.turn()
     assert world.snapshot() == before
+
+
+@pytest.mark.parametrize("kind", CHILD_KINDS)
+def test_a_turn_leaves_nothing_to_the_next(kind):
+    # the echo of our own writes wakes nobody: what is left over would wait for the next tick
+    world = World(body(decode=pool(2)))
+    world.turn()
+    before = world.written()
+    world.turn()
+    assert world.cluster.writes[before:] == []
+    world.converge()
+    name = world.cluster.all(kind, labels={names.LABEL_SERVICE: "demo"})[0]["metadata"]["name"]
+    world.cluster.remove(kind, "ns", name)
+    world.turn()
+    before = world.written()
+    world.turn()
+    assert world.cluster.writes[before:] == []
 
 
 def test_a_child_that_somebody_edits_is_put_back():
