@@ -67,7 +67,7 @@ def settle(
         at_once: how many may drain at the same time.
         now: seconds since the epoch.
     """
-    alive = [pod for pod in pods if not pod.deleting and not pod.finished]
+    alive = _kept(pods, deployment.desired)
     excess = deployment.desired - want
     victims = _victims(alive, samples, max(0, excess), at_once=at_once)
     gone = [pod for pod in victims if _drained(pod, samples.get(pod.uid), timeout, now)]
@@ -82,6 +82,18 @@ def settle(
         gates=tuple(gate for gate in gates if gate is not None),
         draining=busy,
     )
+
+
+def _kept(pods: Iterable[PodState], desired: int) -> list[PodState]:
+    """The pods that are there and stay: not those that a lower `desired` has given up already.
+
+    Until the controllers end these they look like drained pods. Counted again, they would let the
+    Deployment shrink by pods that have not drained; told anything, they would take work again.
+    """
+    alive = [pod for pod in pods if not pod.deleting and not pod.finished]
+    marked = [pod for pod in alive if pod.deletion_cost == VICTIM_COST]
+    given_up = {pod.uid for pod in marked[: max(0, len(alive) - desired)]}
+    return [pod for pod in alive if pod.uid not in given_up]
 
 
 def _victims(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_operator.names import Role
-from vlm_operator.rollout import settle
+from vlm_operator.rollout import Gate, settle
 from vlm_operator.state import DeploymentState, KvTokens, PodState, Sample
 from vlm_operator.testing import sample_of
 
@@ -67,6 +67,15 @@ def pools(draw: st.DrawFn) -> list[PodState]:
     ]
 
 
+def obeying(item: PodState, gate: Gate | None) -> PodState:
+    """The pod once it has been told."""
+    if gate is None:
+        return item
+    if gate.accepting is not None:
+        item = dataclasses.replace(item, accepting=gate.accepting, gate_since=NOW)
+    return item if gate.cost is None else dataclasses.replace(item, deletion_cost=gate.cost)
+
+
 def settled(pods: list[PodState], *, want: int, inflight: int = 0, at_once: int = 1, silent=()):
     samples = {p.uid: sample_of(p, inflight=inflight) for p in pods if p.uid not in silent}
     live = deployment(Role.DECODE, "new", desired=len([p for p in pods if not p.deleting]))
@@ -94,6 +103,30 @@ def test_a_pod_with_requests_in_flight_is_kept_until_its_deadline(pods: list[Pod
         or (item.accepting is False and NOW - (item.gate_since or NOW) >= 600)
     ]
     assert live.desired - found.replicas <= len(may_go)
+
+
+@given(pools(), st.integers(0, 6), st.integers(1, 9), st.integers(0, 1))
+def test_a_pod_that_went_counts_once_however_late_the_controllers_end_it(
+    pods: list[PodState], want: int, at_once: int, inflight: int
+):
+    samples = {item.uid: sample_of(item, inflight=inflight) for item in pods}
+    alive = {item.uid for item in pods if not item.deleting}
+    live = deployment(Role.DECODE, "new", desired=len(alive))
+    may_go = {
+        item.uid
+        for item in pods
+        if not item.containers_ready
+        or (item.accepting is False and NOW - (item.gate_since or NOW) >= (600 if inflight else 2))
+    }
+    gone: set[str] = set()
+    for _ in range(4):
+        found = settle(live, pods, samples, want=want, timeout=600, at_once=at_once, now=NOW)
+        told = {gate.uid: gate for gate in found.gates}
+        assert not gone & told.keys(), "what went is told nothing more"
+        gone |= {uid for uid, gate in told.items() if gate.cost}
+        pods = [obeying(item, told.get(item.uid)) for item in pods]
+        live = dataclasses.replace(live, desired=found.replicas)
+    assert len(alive) - live.desired <= len(may_go & alive)
 
 
 @given(pools(), st.integers(1, 8), st.integers(1, 3))
