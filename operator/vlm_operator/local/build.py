@@ -1,5 +1,7 @@
 """The control plane's binaries: found in $KUBEBUILDER_ASSETS, in the cache, or built with Go.
 
+`python -m vlm_operator.local.build` finds or builds them, and says what is missing.
+
     cache/controlplane/<key>/{etcd,kube-apiserver,…,manifest.json}     key = what is built from
 
 A build happens in a folder of its own and is renamed into place, so the cache holds whole builds;
@@ -14,12 +16,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .errors import BuildError, ToolMissingError
+from .errors import BuildError, LocalError, ToolMissingError
 from .settings import LocalSettings
 
 KUBERNETES_VERSION = "v1.34.4"
@@ -197,3 +200,10 @@ def _lock(path: Path, *, progress: Progress) -> Iterator[None]:
             progress("control plane: another process is building it; waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+if __name__ == "__main__":
+    try:
+        find_binaries(LocalSettings.read(), progress=lambda line: print(line, flush=True))  # noqa: T201
+    except LocalError as problem:
+        sys.exit(str(problem))

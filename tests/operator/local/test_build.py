@@ -2,6 +2,8 @@
 
 import json
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +117,20 @@ def test_binaries_of_kubebuilder_assets_are_taken_before_any_other(tmp_path: Pat
     found = build.find_binaries(with_assets, progress=print)
     assert found["etcd"] == assets / "etcd"
     assert found["kube-scheduler"].parent != assets
+
+
+def test_the_command_builds_or_says_why_it_cannot(tmp_path: Path, make_go: MakeGo):
+    def build_from(ours: LocalSettings) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", build.__name__]
+        env = {**ours.environment, "XDG_CACHE_HOME": str(ours.cache)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    without = build_from(settings(tmp_path, path=str(tmp_path)))
+    assert without.returncode == 1
+    assert "Go is needed" in without.stderr
+    built = build_from(make_go())
+    assert (built.returncode, builds(tmp_path)) == (0, 1), built.stderr
+    assert "building, once" in built.stdout
 
 
 def test_the_manifest_has_every_binarys_size(make_go: MakeGo):
