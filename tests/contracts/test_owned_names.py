@@ -1,5 +1,6 @@
 """What the operator sets on a pod is what a user is refused to set: neither list falls behind."""
 
+import argparse
 import pathlib
 
 import pytest
@@ -11,12 +12,18 @@ from vlm_operator.api.pod import (
     OWNED_ENV,
     OWNED_ENV_PREFIX,
     OWNED_MOUNTS,
+    Engine,
 )
 from vlm_operator.names import Role
 from vlm_operator.pods import Images, gateway_template, worker_template
 from vlm_operator.rollout import current_revisions, keep_defaults
+from vlm_worker.settings.flags import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
+(COMMANDS,) = (
+    action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction)
+)
+WORKER_FLAGS = set(COMMANDS.choices["decode"]._option_string_actions)
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
 
 
@@ -47,6 +54,19 @@ def test_every_argument_is_owned(containers: list[dict[str, list[str]]]) -> None
     flags = {arg.split("=")[0] for item in containers for arg in item["args"] if arg[0] == "-"}
     assert flags <= set(OWNED_ARGS)
     assert "--model" in flags
+
+
+def test_every_port_of_a_worker_is_owned() -> None:
+    """Policies let peers in at fixed numbers."""
+    assert {"--data-port", "--grpc-port"} <= WORKER_FLAGS
+    assert {flag for flag in WORKER_FLAGS if flag.endswith("-port")} <= set(OWNED_ARGS)
+
+
+def test_the_arguments_that_the_page_shows_are_flags_of_workers_and_free() -> None:
+    shown = Engine.model_fields["args"].json_schema_extra["example"]
+    flags = {arg.split("=")[0] for arg in shown}
+    assert flags
+    assert flags <= WORKER_FLAGS - set(OWNED_ARGS)
 
 
 def test_every_variable_is_owned(containers: list[dict[str, list[dict[str, str]]]]) -> None:

@@ -22,10 +22,10 @@ from vlm_operator.api.placement import Labels
 # What the operator sets on every command line (docs/contract.md); a user cannot set it twice.
 OWNED_ARGS = (
     "--model", "--served-name", "--model-revision", "--model-cache", "--stages", "--bind",
-    "--grpc-port", "--http-port", "--admin-port", "--block-size", "--dtype", "--kv-dtype",
-    "--kv-memory-bytes", "--kv-memory-percent", "--kv-reserve-percent", "--max-model-len",
-    "--drain-timeout-seconds", "--compat", "--namespace", "--service", "--worker", "--config",
-    "--api-keys-dir",
+    "--grpc-port", "--http-port", "--data-port", "--announced-data-port", "--admin-port",
+    "--block-size", "--dtype", "--kv-dtype", "--kv-memory-bytes", "--kv-memory-percent",
+    "--kv-reserve-percent", "--max-model-len", "--drain-timeout-seconds", "--compat",
+    "--namespace", "--service", "--worker", "--config", "--api-keys-dir",
 )  # fmt: skip
 OWNED_ENV = ("POD_NAME", "POD_UID", "POD_IP", "POD_NAMESPACE", "NODE_NAME")
 OWNED_ENV_PREFIX = "TRIPTYCH_"
@@ -105,7 +105,7 @@ class Engine(Model):
     args: list[Argument] = field(
         [],
         "More arguments of `vlm-worker ROLE --help`.",
-        example=["--max-num-seqs=64"],
+        example=["--max-requests=64"],
         max_length=64,
     )
     env: list[EnvVar] = field([], "More environment variables.", keys="name", max_length=64)
