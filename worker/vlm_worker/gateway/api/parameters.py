@@ -50,7 +50,7 @@ def _refused(name: str, note: str) -> Parameter:
 
 
 _SHARED: Final = (
-    _supported("model", "the served name; any other is 404 `model_not_found`"),
+    _supported("model", "required: the served name; any other is 404 `model_not_found`"),
     _supported("temperature", "0 to 2, 0 is greedy; default: the model's `generation_config.json`"),
     _supported("top_p", "0 to 1, 0 is greedy; default: the model's `generation_config.json`"),
     _supported("seed", "-2^63 to 2^63-1; the same seed gives the same answer, on any pod"),
@@ -66,7 +66,8 @@ _SHARED: Final = (
 
 CHAT: Final = (
     _supported(
-        "messages", "roles system, developer (as system), user, assistant; see the parts below"
+        "messages",
+        "required: roles system, developer (as system), user, assistant; see the parts below",
     ),
     _supported("max_completion_tokens", "1 to the context; default: what the context leaves"),
     _supported("max_tokens", "the older name of `max_completion_tokens`; both only if they agree"),
@@ -98,7 +99,7 @@ CHAT: Final = (
 )
 
 COMPLETION: Final = (
-    _supported("prompt", "one string, or an array of one"),
+    _supported("prompt", "required: one string, or an array of one"),
     _supported("max_tokens", "1 to the context; default: 16, as with OpenAI"),
     *_SHARED,
     _supported("logprobs", "0 to 20 likeliest tokens beside each of the answer's; see below"),
