@@ -108,7 +108,7 @@ async def produce() -> None:
             first_unit=call.first_unit,
             transport=transports[call.transport],
             invitation=call.invitation,
-            large=large and load.is_scattered,
+            large=large,
         )
 
     data = DataPort(lambda _, call: offered(call, large=True), PRODUCTION)

@@ -61,7 +61,7 @@ class EncoderRole:
             finally:
                 self._host.engine.release_known(call.key)
 
-    def fetch(self, call: FetchCall) -> Runs:
+    def fetch(self, call: FetchCall, *, large: bool) -> Runs:
         """The frames of one embedding, as soon as it is ready.
 
         Raises:
@@ -70,7 +70,7 @@ class EncoderRole:
         """
         layout = self._host.embed_layout
         outgoing = self._host.offers.find(call, fingerprint=layout.fingerprint)
-        return self._host.send(outgoing, call)
+        return self._host.send(outgoing, call, large=large)
 
     async def _encode(
         self, call: EncodeCall, prepared: Sequence[Prepared], good: Sequence[int], clock: CallClock

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from vlm_worker.errors import InvalidRequestError, WorkerError
 from vlm_worker.settings.timers import Timers
+from vlm_worker.transfer.running import started
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import data_connection, open_data_port
 from vlm_worker.wire.data import (
@@ -117,17 +118,15 @@ class DataPort:
         self, connection: socket.socket, send: Callable[[socket.socket, Any], None], what: Any
     ) -> None:
         """Send; returns no earlier, not even when cancelled: a thread uses what we own."""
-        loop = asyncio.get_running_loop()
-        sending = loop.run_in_executor(self._threads, send, connection, what)
+        sending = started(self._threads, send, connection, what)
         try:
-            await asyncio.wait({sending})
+            await sending.wait()
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            while not sending.done():
+            while not sending.has_ended:
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait({sending})
-            sending.exception()  # nobody's any more
+                    await sending.wait()
             raise
         sending.result()
 

@@ -158,7 +158,7 @@ class Service:
     def _fetched(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> Runs:
         match fetch:
             case Fetch.EMBEDDING:
-                return _loaded(self._ready().encoder, "encoder").fetch(call)
+                return _loaded(self._ready().encoder, "encoder").fetch(call, large=large)
             case Fetch.KV:
                 return _loaded(self._ready().prefill, "prefill").fetch(call, large=large)
 

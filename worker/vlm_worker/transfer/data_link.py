@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from vlm_worker.errors import PeerLostError
 from vlm_worker.settings.timers import Timers
+from vlm_worker.transfer.running import Running, started
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import open_data_connection
 from vlm_worker.wire.data import Fetch, receive_units, request_to, wait_for_answer
@@ -45,9 +46,9 @@ class Threads:
         self._pool = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="data-fetch")
         self.num_busy = 0
 
-    def start(self, work: Callable[..., T], *args: Any, **named: Any) -> asyncio.Future[T]:
+    def start(self, work: Callable[..., T], *args: Any) -> Running[T]:
         """Do it on a thread."""
-        return asyncio.wrap_future(self._pool.submit(work, *args, **named))
+        return started(self._pool, work, *args)
 
     def close(self) -> None:
         """End them; what they do ends when its connection is closed."""
@@ -92,7 +93,6 @@ class DataLink:
             UnreachableError: nobody took the call.
             WorkerError: what the producer raised, or the reader.
         """
-        deadline = time.monotonic() + self._timers.fetch
         self._threads.num_busy += 1  # before others ask whether there is a thread for them
         try:
             connection = await self._asked(request_to(fetch, call))
@@ -101,24 +101,30 @@ class DataLink:
             raise
         self._busy.add(connection)
         running = self._threads.start(_first, connection, reader, self._address)
-        has_ended = False
+        has_ended = is_late = False
+
+        def expire() -> None:
+            nonlocal is_late
+            is_late = True
+            _shut(connection)  # a thread that reads hears of it
+
+        deadline = asyncio.get_running_loop().call_later(self._timers.fetch, expire)
         try:
             while True:
-                await asyncio.wait({running}, timeout=deadline - time.monotonic())
-                if not running.done():
-                    raise PeerLostError(f"{self._address}: no end of a transfer in time")
-                units = self._result(running)
+                await running.wait()
+                units = self._result(running, is_late=is_late)
                 if units is None:
                     has_ended = True
                     return
-                running = self._threads.start(receive_units, connection, reader, peer=self._address)
+                running = self._threads.start(receive_units, connection, reader, self._address)
                 yield units
         finally:
+            deadline.cancel()
             if not has_ended:
                 _shut(connection)
             # not under a thread that reads from it, whatever becomes of us
-            running.add_done_callback(lambda done: self._leave(connection, reader, done, has_ended))
-            await asyncio.wait({running})
+            running.then(lambda: self._leave(connection, reader, has_ended=has_ended))
+            await running.wait()
 
     def close(self) -> None:
         """Close all connections; what is being read ends as if the worker were lost."""
@@ -147,20 +153,17 @@ class DataLink:
                 self._unreachable_until = time.monotonic() + UNREACHABLE_SECONDS
             raise UnreachableError(f"{self._host}:{self._port}: {error}") from error
 
-    def _result(self, running: asyncio.Future[Units | None]) -> Units | None:
+    def _result(self, running: Running[Units | None], *, is_late: bool) -> Units | None:
         try:
             return running.result()
-        except OSError as error:
+        except (OSError, UnreachableError) as error:
+            if is_late:
+                raise PeerLostError(f"{self._address}: no end of a transfer in time") from None
+            if isinstance(error, UnreachableError):
+                raise
             raise PeerLostError(f"{self._address}: the data connection: {error}") from error
 
-    def _leave(
-        self,
-        connection: socket.socket,
-        reader: FrameReader,
-        done: asyncio.Future[Any],
-        has_ended: bool,
-    ) -> None:
-        done.exception()  # told already, or nobody's any more
+    def _leave(self, connection: socket.socket, reader: FrameReader, *, has_ended: bool) -> None:
         reader.close()
         self._busy.discard(connection)
         self._threads.num_busy -= 1

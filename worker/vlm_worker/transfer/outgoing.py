@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -17,7 +18,7 @@ from contextlib import aclosing
 
 from vlm_worker.errors import CorruptTransferError, InvalidRequestError
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.transfer.pieces import Export, Pieces, room_of
+from vlm_worker.transfer.pieces import Export, Pieces, piece_bytes_of, room_of
 from vlm_worker.transfer.transport import Exposure, Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Commit, Frame, FrameWriter, Runs, TransferId
@@ -161,19 +162,27 @@ class Outgoing:
             raise InvalidRequestError(
                 f"first_unit {first_unit} is beyond the {self._max_units} units", param="first_unit"
             )
-        exposure = None
-        if transport is not None:
-            num_bytes = (self._max_units - first_unit) * self._unit_bytes
-            exposure = transport.expose(invitation, num_bytes)
+        num_bytes = (self._max_units - first_unit) * self._unit_bytes
+        exposure = None if transport is None else transport.expose(invitation, num_bytes)
         reader = _Reader(self._clock())
         self._readers.add(reader)
         if exposure is not None:
             self._exposures.append(exposure)
         try:
             writer = self._writer(key, first_unit, exposure, large=large)
+            opening = None
             if exposure is not None and transport is not None:
-                yield iter([writer.open(transport.name, exposure.opening)])
-            async with aclosing(self._cut(writer, first_unit, exposure)) as runs:
+                opening = writer.open(transport.name, exposure.opening)
+            pieces = Pieces(
+                self._export,
+                writer,
+                unit_bytes=self._unit_bytes,
+                first_unit=first_unit,
+                piece_bytes=piece_bytes_of(num_bytes, large=large or opening is not None),
+                room=functools.partial(self._room, first_unit, exposure),
+                opening=opening,
+            )
+            async with aclosing(self._cut(pieces, writer)) as runs:
                 async for run in runs:
                     yield self._taken(run, reader)
         except (GeneratorExit, asyncio.CancelledError):
@@ -210,17 +219,18 @@ class Outgoing:
             large=large,
         )
 
-    async def _cut(
-        self, writer: FrameWriter, first_unit: int, exposure: Exposure | None
-    ) -> AsyncGenerator[Iterator[Frame]]:
-        def room(unit: int, num_bytes: int) -> memoryview | None:
-            position = (unit - first_unit) * self._unit_bytes
-            with self._placing:
-                return None if exposure is None else exposure.room(position, num_bytes)
+    def _room(
+        self, first_unit: int, exposure: Exposure | None, unit: int, num_bytes: int
+    ) -> memoryview | None:
+        """Where the units from one on had best be made."""
+        position = (unit - first_unit) * self._unit_bytes
+        with self._placing:
+            return None if exposure is None else exposure.room(position, num_bytes)
 
-        pieces = Pieces(
-            self._export, writer, unit_bytes=self._unit_bytes, first_unit=first_unit, room=room
-        )
+    async def _cut(self, pieces: Pieces, writer: FrameWriter) -> AsyncGenerator[Iterator[Frame]]:
+        if pieces.next_unit >= self._num_units and self._commit is None:
+            # what goes before all units need not wait for them
+            yield pieces.run(pieces.next_unit, None)
         while not pieces.is_committed:
             # taken before we look: what changes meanwhile is not missed
             changed = self._changed

@@ -15,6 +15,10 @@ from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.wire.frames import Commit, Frame, FrameWriter
 
 EXPORT_BYTES: Final = 4 << 20
+LEAST_BYTES: Final = 1 << 19
+"""Of a piece: what wakes a consumer has to be worth more than the waking."""
+NUM_PIECES: Final = 8
+"""Of a small transfer: a consumer checks one while the next one is made."""
 
 Export = Callable[[int, int, memoryview], memoryview]
 """`export(first_unit, num_units, room)` gives `[num_units, unit_bytes]` that nobody writes to
@@ -25,11 +29,13 @@ class Pieces:
     """The units of one transfer for one consumer.
 
     Args:
-        unit_bytes: of one unit; a piece has as many as fit `EXPORT_BYTES`, one at least, and a
+        unit_bytes: of one unit; a piece has as many as fit `piece_bytes`, one at least, and a
             rest that is less than half of that.
         first_unit: where the consumer begins.
+        piece_bytes: see `piece_bytes_of`.
         room: `room(first_unit, num_bytes)` is where a piece had best be made, if there is such a
             place.
+        opening: the frame that comes before all others, if there is one.
 
     Attributes:
         next_unit: the first one that is not in a frame yet.
@@ -44,7 +50,9 @@ class Pieces:
         *,
         unit_bytes: int,
         first_unit: int,
+        piece_bytes: int,
         room: Callable[[int, int], memoryview | None],
+        opening: Frame | None = None,
     ) -> None:
         self.next_unit = first_unit
         self.gone: GoneError | None = None
@@ -52,8 +60,9 @@ class Pieces:
         self._export = export
         self._writer = writer
         self._unit_bytes = unit_bytes
-        self._batch = max(1, EXPORT_BYTES // unit_bytes)
+        self._batch = max(1, piece_bytes // unit_bytes)
         self._room = room
+        self._opening = opening
         self._own_room = memoryview(b"")
 
     def run(self, end_unit: int, commit: Commit | None) -> Iterator[Frame]:
@@ -62,6 +71,9 @@ class Pieces:
         Raises:
             CorruptTransferError: an export has another size than its units.
         """
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            yield opening
         while self.next_unit < end_unit:
             try:
                 data = self._piece(end_unit)
@@ -87,6 +99,15 @@ class Pieces:
         if data.nbytes != num_bytes:
             raise CorruptTransferError("the export has another size than the layout")
         return data
+
+
+def piece_bytes_of(num_bytes: int, *, large: bool) -> int:
+    """Of a transfer's pieces: a few of a small one, so that both sides are at work all the while.
+
+    Where frames are not `large`, they are cut out of pieces that are.
+    """
+    share = max(LEAST_BYTES, min(EXPORT_BYTES, num_bytes // NUM_PIECES))
+    return 1 << (share.bit_length() - 1) if large else EXPORT_BYTES
 
 
 def room_of(num_bytes: int) -> memoryview:

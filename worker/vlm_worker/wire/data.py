@@ -99,7 +99,7 @@ def send_failure(connection: socket.socket, error: Exception) -> None:
     _send(connection, RECORD.pack(_Record.FAILURE, len(data)), memoryview(data))
 
 
-def receive_units(connection: socket.socket, reader: FrameReader, *, peer: str) -> Units | None:
+def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> Units | None:
     """The next units of a fetch; None when its commit has come.
 
     Raises:
@@ -107,22 +107,24 @@ def receive_units(connection: socket.socket, reader: FrameReader, *, peer: str) 
         PeerLostError: nothing came for the connection's timeout.
         WorkerError: what the producer raised, or the reader.
     """
-    record, head = memoryview(bytearray(RECORD.size)), memoryview(bytearray(HEADER_BYTES))
+    start = memoryview(bytearray(RECORD.size + HEADER_BYTES))
+    record, head = start[: RECORD.size], start[RECORD.size :]
     while reader.commit is None:
-        _receive(connection, record, peer=peer)
+        num_come = _receive(connection, start, peer=peer, least=RECORD.size)
         kind, length = RECORD.unpack(record)
         if kind == _Record.FAILURE and length <= MAX_FAILURE_BYTES:
-            data = memoryview(bytearray(length))
-            _receive(connection, data, peer=peer)
-            raise _failure_of(bytes(data), peer=peer)
+            data = memoryview(bytearray(length + HEADER_BYTES))
+            data[:HEADER_BYTES] = head
+            _receive(connection, data[num_come - RECORD.size : length], peer=peer)
+            raise _failure_of(bytes(data[:length]), peer=peer)
         if kind != _Record.FRAME or length < HEADER_BYTES:
             raise CorruptTransferError(
                 f"a record of kind {kind} with {length} bytes", refusal=Refusal.SIZE
             )
-        _receive(connection, head, peer=peer)
+        _receive(connection, start[num_come:], peer=peer)
         room = reader.begin(head, length - HEADER_BYTES)
-        for start in range(0, room.nbytes, CHECKED_BYTES):
-            part = room[start : start + CHECKED_BYTES]
+        for position in range(0, room.nbytes, CHECKED_BYTES):
+            part = room[position : position + CHECKED_BYTES]
             _receive(connection, part, peer=peer)
             reader.come(part.nbytes)
         units = reader.end()
@@ -133,7 +135,7 @@ def receive_units(connection: socket.socket, reader: FrameReader, *, peer: str) 
 
 def wait_for_answer(connection: socket.socket, *, peer: str) -> None:
     """Wait for the first byte. Raises as `receive_units`."""
-    _receive(connection, memoryview(bytearray(1)), peer=peer, flags=socket.MSG_PEEK)
+    _receive(connection, memoryview(bytearray(1)), peer=peer, least=1, flags=socket.MSG_PEEK)
 
 
 def _failure_of(data: bytes, *, peer: str) -> Exception:
@@ -157,14 +159,24 @@ def _send(connection: socket.socket, head: bytes, payload: memoryview) -> None:
 
 
 def _receive(
-    connection: socket.socket, room: memoryview, *, peer: str, flags: int = socket.MSG_WAITALL
-) -> None:
-    """Fill `room`."""
-    while room.nbytes:
+    connection: socket.socket,
+    room: memoryview,
+    *,
+    peer: str,
+    least: int | None = None,
+    flags: int = 0,
+) -> int:
+    """Fill `room`, or so much of it as has come with its `least` first bytes; returns how much."""
+    num_bytes, least = 0, room.nbytes if least is None else least
+    while num_bytes < least:
+        left = room[num_bytes:]
         try:
-            num_bytes = connection.recv_into(room, room.nbytes, flags)
+            num_come = connection.recv_into(
+                left, left.nbytes, flags | (socket.MSG_WAITALL if least == room.nbytes else 0)
+            )
         except BlockingIOError:  # the timeout of a socket that blocks
             raise PeerLostError(f"{peer}: no byte of a frame in time") from None
-        if not num_bytes:
+        if not num_come:
             raise ConnectionResetError("it was closed")
-        room = room[num_bytes:]
+        num_bytes += num_come
+    return num_bytes

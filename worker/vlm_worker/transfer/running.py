@@ -1,0 +1,67 @@
+"""Calls that block, on threads of their own, as an event loop sees them.
+
+    started(pool, work) ─▶ Running ── wait ─▶ result     two turns of the loop after the thread's end
+
+An awaited `concurrent.futures.Future` takes four turns, and is cancelled with whoever waits for it:
+what a thread uses may be closed no earlier than the thread has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Running(Generic[T]):
+    """One call. Of one event loop, and of one task that waits for it."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended: Future[T] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._then: list[Callable[[], object]] = []
+        self.has_ended = False
+        future.add_done_callback(self._tell)
+
+    async def wait(self) -> None:
+        """Until it has ended, however. A cancel leaves it alone."""
+        if not self.has_ended:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def result(self) -> T:
+        """What it returned; raises what it raised. Once, when it has ended."""
+        ended, self._ended = self._ended, None  # which knows us, and holds what may be large
+        assert ended is not None
+        return ended.result()
+
+    def then(self, do: Callable[[], object]) -> None:
+        """Do this on the loop when it has ended, now maybe; nobody asks for its result any more."""
+        if self.has_ended:
+            self._ended = None
+            do()
+        else:
+            self._then.append(do)
+
+    def _tell(self, future: Future[T]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._end, future)
+
+    def _end(self, future: Future[T]) -> None:
+        self.has_ended = True
+        if not self._then:
+            self._ended = future
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        while self._then:
+            self._then.pop()()
+
+
+def started(pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Running[T]:
+    """Do it on a thread of the pool."""
+    return Running(pool.submit(work, *args))
