@@ -3,10 +3,11 @@
     python bench/run.py transfer         python bench/transfer.py [--rounds 7]
 
 One process offers units out of a pool (`Outgoing`), another pulls them over a data connection or
-gRPC, checks every digest and writes them into a pool of its own. Blocks are gathered and scattered
-by a thread each, as engines do it; rows lie side by side. In the same rounds a raw TCP
-connection of the same two processes does `recv_into` into that pool, and one thread copies so many
-bytes by memcpy. A ratio is of speeds within a round.
+gRPC, writes them into a pool of its own and checks every digest. Blocks are gathered, and written
+each to its place, by the threads of the transfer, and another thread is told of them, as engines
+do it; rows lie side by side. In the same rounds a raw TCP connection of the same two processes
+does `recv_into` into that pool, and one thread copies so many bytes by memcpy. A ratio is of speeds
+within a round.
 
     embedding   576 rows of 8 KiB                       stream          / TCP       goal 0.7
     KV          175 blocks of 2 MiB, 350 MB             shared memory   / memcpy    goal 0.4
@@ -49,6 +50,7 @@ from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId, Units
+from vlm_worker.wire.rooms import Rooms
 
 PRODUCER = Path(__file__).with_name("transfer_producer.py")
 Received = AsyncGenerator[Units]
@@ -125,22 +127,25 @@ class Consumer:
             first_unit=0,
             end_unit=load.num_units,
             open_memory=lambda _, opening, num_bytes: transport.view(opening, num_bytes),
-            into=None if load.is_scattered else pool.reshape(-1).data,
+            into=Rooms([row.data for row in pool], is_followed=True)
+            if load.is_scattered
+            else Rooms([pool.reshape(-1).data]),
         )
         pull = Pull(over(Fetch.KV, call, reader), reader, peer="bench")
 
-        def put(units: Units) -> None:
-            ids = np.arange(units.first_unit, units.first_unit + units.num_units)
-            pool[ids] = np.frombuffer(units.data, np.uint8).reshape(-1, load.unit_bytes)
+        missing = set(range(load.num_units))
 
-        async def write(units: Units) -> None:
-            await asyncio.to_thread(put, units)
+        def confirm(units: Units) -> None:
+            missing.difference_update(range(units.first_unit, units.first_unit + units.num_units))
 
-        async with Landing(write) as landing, aclosing(pull.units()) as received:
+        async def tell(units: Units) -> None:
+            await asyncio.to_thread(confirm, units)
+
+        async with Landing(tell) as landing, aclosing(pull.units()) as received:
             async for units in received:
-                if load.is_scattered:
-                    await landing.put(units)
+                await landing.put(units)
             await landing.settle()
+        assert not (missing and load.is_scattered)
 
 
 async def consume(num_rounds: int) -> None:

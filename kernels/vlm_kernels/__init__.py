@@ -20,7 +20,8 @@
     merge_tokens       averages of visual tokens, or the best of them
     resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
     sampling           logits to tokens
-    gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks)
+    gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks); or their
+                       own memory (block_memory)
     opaque             a kernel as one operation of what torch compiles
 
 merge_tokens and resize_patches are for others to call: the worker has no use for them
@@ -33,7 +34,7 @@ behind (`kv_rows`): one block is one contiguous piece.
 from vlm_kernels.add_rms_norm import add_rms_norm
 from vlm_kernels.attention_plan import AttentionPlan, plan_attention
 from vlm_kernels.dense_attention import dense_attention
-from vlm_kernels.gather_blocks import gather_blocks, scatter_blocks
+from vlm_kernels.gather_blocks import block_memory, gather_blocks, scatter_blocks
 from vlm_kernels.layer_norm import layer_norm
 from vlm_kernels.merge_tokens import merge_tokens
 from vlm_kernels.packed_linear import Activation, packed_linear
@@ -55,6 +56,7 @@ __all__ = [
     "PackedWeights",
     "QuantisedWeights",
     "add_rms_norm",
+    "block_memory",
     "dense_attention",
     "gather_blocks",
     "layer_norm",

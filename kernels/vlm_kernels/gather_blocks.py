@@ -75,6 +75,26 @@ def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarra
     kv_cache.flatten(1).index_copy_(0, ids, staged.to(kv_cache.device))
 
 
+def block_memory(kv_cache: torch.Tensor, ids_I: np.ndarray) -> list[memoryview]:
+    """The blocks themselves, to be written by whoever has them.
+
+    Args:
+        kv_cache: `[N, ...]`, contiguous, in host memory.
+        ids_I: int64 block ids, each below N.
+
+    Returns:
+        I times C bytes.
+
+    Raises:
+        ValueError: an id is not of the cache or not int64, or the cache is not in host memory.
+    """
+    _check_ids(kv_cache, ids_I)
+    if kv_cache.device.type != "cpu":
+        raise ValueError(f"kv_cache is on {kv_cache.device}, not in host memory")
+    blocks = _host_bytes(kv_cache)
+    return [blocks[block].data for block in ids_I]
+
+
 def _move(kv_cache: torch.Tensor, data_IC: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
     """Blocks to one piece on their GPU, or with `data_IC` back; returns the piece."""
     from vlm_kernels.gpu.gather_blocks import move_blocks

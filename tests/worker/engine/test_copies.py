@@ -45,7 +45,7 @@ async def receive(engine: Engine, *, num_blocks: int) -> RequestKey:
     length = num_blocks * 4
     request = Request(RequestKey("peer", 0), (3,) * length, length, SamplingParams(2))
     await engine.reserve(request.key, length + 1)
-    assert await engine.receive(request) == 0
+    assert (await engine.receive(request)).first_block == 0
     return request.key
 
 

@@ -73,7 +73,7 @@ async def test_blocks_that_cannot_be_copied_are_asked_for_and_sent_again(start: 
     request = text(length=8)
     (first, *_) = tokens(await events(here.submit_prefill(request, hold=True)))
     await there.reserve(request.key, 9)
-    assert await there.receive(request) == 0
+    assert (await there.receive(request)).first_block == 0
     with pytest.raises(EngineError, match="the device is full"):
         await asyncio.to_thread(here.export_blocks, request.key, 0, 2)
     blocks = await asyncio.to_thread(here.export_blocks, request.key, 0, 2)

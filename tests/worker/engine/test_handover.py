@@ -11,6 +11,7 @@ from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import CancelOutcome, NeedItems
+from vlm_worker.engine.handover import Receipt
 from vlm_worker.errors import (
     CorruptTransferError,
     GoneError,
@@ -148,7 +149,7 @@ async def test_receiving_needs_a_reservation_and_every_block(start: Any) -> None
     with pytest.raises(GoneError):
         await engine.receive(request)
     await engine.reserve(request.key, 11)
-    assert await engine.receive(request) == 0
+    assert await engine.receive(request) == Receipt(first_block=0)
     block = memoryview(bytes(4 * 8))
     await engine.import_blocks(request.key, 1, block)
     for first, data in ((1, block), (3, block), (0, block[:-1]), (0, block[:0])):
@@ -182,7 +183,7 @@ async def test_decode_finds_a_prefix_that_it_has(start: Any) -> None:
     await events(engine.submit_prefill(text("before", length=12), hold=False))
     request = text("after", length=12)
     await engine.reserve(request.key, 13)
-    assert await engine.receive(request) == 3  # all of it
+    assert await engine.receive(request) == Receipt(first_block=3)  # all of it
     first = answer_alone(request)[0]
     told = await events(await engine.start_decode(request.key, first))
     assert [first, *tokens(told)] == answer_alone(request)

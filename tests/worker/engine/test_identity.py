@@ -121,7 +121,7 @@ class Line:
     async def _hand_over(self, work: Work, request: Request, answer: list[int]) -> FinishReason:
         await self._reserve(request)
         stream = self.prefill.submit_prefill(request, hold=True)
-        first = await self.decode.receive(request)
+        first = (await self.decode.receive(request)).first_block
         fetched = [first]
         reason = await self._listen(stream, work, request, answer, fetched=fetched)
         if reason is not None:

@@ -126,7 +126,7 @@ def mark_gateway(marks: Marks) -> None:
 def mark_worker(marks: Marks, parts: Parts) -> None:
     """Every stage of a worker, by the seams that its roles have."""
     host, engine = parts.host, parts.engine
-    delay, import_blocks, start = host.delay, engine.import_blocks, engine.start_decode
+    delay, confirm_blocks, start = host.delay, engine.confirm_blocks, engine.start_decode
 
     async def at_delay(stage: str) -> None:
         await marks.at(_DELAYS.get(stage, stage))
@@ -134,12 +134,12 @@ def mark_worker(marks: Marks, parts: Parts) -> None:
 
     imports: Counter[str] = Counter()
 
-    async def at_import(key: Any, first_block: int, data: memoryview) -> None:
+    async def at_import(key: Any, first_block: int, num_blocks: int) -> None:
         imports[key.request_id] += 1
         stage = _IMPORTS.get(imports[key.request_id])
         if stage:
             await marks.at(stage)
-        await import_blocks(key, first_block, data)
+        await confirm_blocks(key, first_block, num_blocks)
 
     async def at_start(key: Any, first_token_id: int) -> Any:
         await marks.at("decode_queue")
@@ -153,7 +153,7 @@ def mark_worker(marks: Marks, parts: Parts) -> None:
 
     engine.submit_prefill = at_submit  # type: ignore[method-assign]
     host.delay = at_delay  # type: ignore[method-assign]
-    engine.import_blocks = at_import  # type: ignore[method-assign]
+    engine.confirm_blocks = at_import  # type: ignore[method-assign]
     engine.start_decode = at_start  # type: ignore[method-assign]
     if parts.encoder is not None:
         _mark_encoder(marks, parts.encoder)

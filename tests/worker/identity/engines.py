@@ -137,7 +137,7 @@ class Stages:
         ended = first[-1] == EOS and not self._ignore_eos
         if not apart or ended or num_tokens == self._max_tokens:
             return first, False
-        start = await self._decode.receive(request)
+        start = (await self._decode.receive(request)).first_block
         end = -(-len(request.token_ids) // self._block_size)
         if start < end:
             blocks = await asyncio.to_thread(

@@ -79,18 +79,18 @@ async def test_all_chunks_come_in_during_one_step_of_others(
     async with pair("--max-requests=1", f"--max-batched-tokens={STEP_TOKENS}") as two:
         prefill, decode = two.prefill, two.decode
         engine, request = decode.parts.host.engine, request_of(NUM_TOKENS)
-        import_blocks, begun = engine.import_blocks, list[int]()
+        confirm_blocks, begun = engine.confirm_blocks, list[int]()
         execute, may_run = prefill.runner.execute, threading.Semaphore(0)
 
-        async def import_and_tell(key: RequestKey, first_block: int, data: memoryview) -> None:
+        async def confirm_and_tell(key: RequestKey, first_block: int, num_blocks: int) -> None:
             begun.append(first_block)
-            await import_blocks(key, first_block, data)
+            await confirm_blocks(key, first_block, num_blocks)
 
         def execute_in_turn(inputs: StepInputs) -> StepOutput:
             assert may_run.acquire(timeout=TIMEOUT)
             return execute(inputs)
 
-        monkeypatch.setattr(engine, "import_blocks", import_and_tell)
+        monkeypatch.setattr(engine, "confirm_blocks", confirm_and_tell)
         monkeypatch.setattr(prefill.runner, "execute", execute_in_turn)
         answering = asyncio.create_task(two.answer(request))
         await until(lambda: prefill.parts.host.offers.left["readers"])

@@ -73,16 +73,16 @@ async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_
         two.prefill.runner.faults.step_seconds = 0.05
         request = request_of(400, max_tokens=4)
         task = asyncio.create_task(two.answer(request))
-        imported: list[int] = []
+        confirmed: list[int] = []
         engine = two.decode.parts.engine
-        write = engine.import_blocks
+        confirm = engine.confirm_blocks
 
-        async def counted(key: RequestKey, first_block: int, data: memoryview) -> None:
-            await write(key, first_block, data)
-            imported.append(first_block)
+        async def counted(key: RequestKey, first_block: int, num_blocks: int) -> None:
+            await confirm(key, first_block, num_blocks)
+            confirmed.append(first_block)
 
-        engine.import_blocks = counted  # type: ignore[method-assign]
-        await until(lambda: imported or task.done())
+        engine.confirm_blocks = counted  # type: ignore[method-assign]
+        await until(lambda: confirmed or task.done())
         await kill(two.prefill)
         with pytest.raises(ExceptionGroup) as failed:
             await task

@@ -148,7 +148,7 @@ class Pools:
     ) -> asyncio.Task[list[int]]:
         """Receive and start; the task gives the whole answer."""
         key = request.key
-        first = await decode.receive(request)
+        first = (await decode.receive(request)).first_block
         reader = FrameReader(
             dataclasses.replace(outgoing._identity, pod_uid=None),
             unit_bytes=outgoing._unit_bytes,

@@ -14,8 +14,9 @@ def read(reader: FrameReader, frame: bytes, *, in_parts: bool) -> Units | None:
     if len(frame) < HEADER_BYTES:
         raise CorruptTransferError("no head", refusal=Refusal.SIZE)
     view = memoryview(frame)
-    room = reader.begin(view[:HEADER_BYTES], len(frame) - HEADER_BYTES)
-    room[:] = view[HEADER_BYTES:]
-    reader.come(room.nbytes // 3)
-    reader.come(room.nbytes - room.nbytes // 3)
+    payload = view[HEADER_BYTES:]
+    for room in reader.begin(view[:HEADER_BYTES], payload.nbytes):
+        room[:], payload = payload[: room.nbytes], payload[room.nbytes :]
+        reader.come(room[: room.nbytes // 3])
+        reader.come(room[room.nbytes // 3 :])
     return reader.end()

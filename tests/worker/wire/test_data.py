@@ -22,30 +22,22 @@ from worker.wire.test_frames import Transfer, transfers
 from vlm_worker.errors import (
     CorruptTransferError,
     IncompatibleError,
-    InvalidRequestError,
     PeerLostError,
     Refusal,
     WorkerError,
 )
-from vlm_worker.types import RequestKey
-from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import data_connection
 from vlm_worker.wire.data import (
-    LENGTH,
-    MAX_REQUEST_BYTES,
     RECORD,
-    Fetch,
     receive_units,
-    request_of,
-    request_to,
     send_run,
 )
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import HEADER_BYTES, MAX_LARGE_BYTES, MAX_PAYLOAD_BYTES, Frame, Kind
+from vlm_worker.wire.rooms import Rooms
 
 FRAME, FAILURE = 0, 1
 NUM_DAMAGES = 1_500
-CALL = FetchCall("t-1", b"b" * 16, b"f" * 16, RequestKey("r-1", 1), 3, "shared-memory.2", b"me")
 
 
 def framed(frames: Iterable[bytes]) -> list[Frame]:
@@ -93,16 +85,24 @@ def sent_and_received(runs: list[list[Frame]], reader: FrameReader) -> bytes:
             sending.join()
 
 
-@given(transfer=transfers(), waits=st.booleans(), run=st.integers(1, 5), in_place=st.booleans())
-@example(transfer=Transfer(MAX_PAYLOAD_BYTES + 1, 1, 2, 1), waits=True, run=2, in_place=False)
-@example(transfer=Transfer(400_000, 0, 4, 3), waits=True, run=3, in_place=True)
-def test_what_was_sent_arrives(transfer: Transfer, waits: bool, run: int, in_place: bool) -> None:
+@given(
+    transfer=transfers(),
+    waits=st.booleans(),
+    run=st.integers(1, 5),
+    place=st.sampled_from(["nowhere", "one piece", "pieces"]),
+)
+@example(transfer=Transfer(MAX_PAYLOAD_BYTES + 1, 1, 2, 1), waits=True, run=2, place="nowhere")
+@example(transfer=Transfer(400_000, 0, 4, 3), waits=True, run=3, place="one piece")
+@example(transfer=Transfer(700_000, 1, 7, 3), waits=True, run=3, place="pieces")
+def test_what_was_sent_arrives(transfer: Transfer, waits: bool, run: int, place: str) -> None:
     frames = framed(transfer.frames(waits=waits))
     runs = [frames[start : start + run] for start in range(0, len(frames), run)]
-    into = memoryview(bytearray(len(transfer.data))) if in_place else None
-    reader = transfer.reader(into=into)
+    memory = memoryview(bytearray(len(transfer.data)))
+    step = max(1, len(memory) if place == "one piece" else transfer.unit_bytes)
+    pieces = [memory[start : start + step] for start in range(0, len(memory), step)]
+    reader = transfer.reader(into=None if place == "nowhere" else Rooms(pieces))
     data = sent_and_received(runs, reader)
-    assert (data if into is None else into) == transfer.data
+    assert (data if place == "nowhere" else memory) == transfer.data
     assert reader.commit == transfer.commit
 
 
@@ -272,25 +272,3 @@ def test_a_connection_that_idles_is_probed() -> None:
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         idle, interval, count = (ours.getsockopt(socket.IPPROTO_TCP, one) for one in options)
         assert idle + interval * count <= 30, "seconds until a peer that is gone is noticed"
-
-
-# ---- requests ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fetch", Fetch)
-def test_a_request_comes_back_as_itself(fetch: Fetch) -> None:
-    data = request_to(fetch, CALL)
-    (length,) = LENGTH.unpack_from(data)
-    assert length == len(data) - LENGTH.size <= MAX_REQUEST_BYTES
-    assert request_of(data[LENGTH.size :]) == (fetch, CALL)
-
-
-@given(st.binary(max_size=300), st.integers(0, 100))
-def test_a_request_that_nobody_understands_is_refused(data: bytes, cut: int) -> None:
-    honest = request_to(Fetch.KV, CALL)[LENGTH.size :]
-    for request in (data, honest[:cut] + data):
-        try:
-            _, call = request_of(request)
-        except InvalidRequestError:
-            continue
-        assert isinstance(call, FetchCall)

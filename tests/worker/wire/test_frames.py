@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from vlm_worker.wire.frames import (
     FrameWriter,
     TransferId,
 )
+from vlm_worker.wire.rooms import Rooms
 
 IDENTITY = TransferId(RequestKey("r-1", 1), "t-1", b"b" * 16, b"f" * 16, "pod-1")
 
@@ -52,9 +54,7 @@ class Transfer:
         frames.append(writer.commit(self.commit))
         return [frame.joined() for frame in frames]
 
-    def reader(
-        self, identity: TransferId = IDENTITY, *, into: memoryview | None = None
-    ) -> FrameReader:
+    def reader(self, identity: TransferId = IDENTITY, *, into: Rooms | None = None) -> FrameReader:
         identity = dataclasses.replace(identity, pod_uid=None)
         return FrameReader(
             identity,
@@ -80,9 +80,10 @@ def receive(reader: FrameReader, frames: list[bytes], *, in_parts: bool = False)
     """All units; raises where anything is wrong, the missing commit included."""
     received = b""
     for frame in frames:
+        before = reader.num_bytes
         units = read(reader, frame, in_parts=in_parts)
         if units is not None:
-            assert units.data.nbytes == units.num_units * reader._unit_bytes
+            assert units.data.nbytes == reader.num_bytes - before
             received += bytes(units.data)
     if reader.commit is None:
         raise CorruptTransferError("no commit")
@@ -218,12 +219,27 @@ def test_a_frame_of_another_layout_is_refused_for_good() -> None:
 
 def test_units_lie_where_their_reader_wants_them_however_the_frames_come() -> None:
     transfer = Transfer(unit_bytes=700_000, first_unit=2, num_units=5, batch=3)
-    for in_parts in (False, True):
-        into = memoryview(bytearray(len(transfer.data)))
-        reader = transfer.reader(into=into)
+    size = len(transfer.data)
+    for in_parts, piece_bytes in itertools.product((False, True), (size, 700_000, 300_000)):
+        pieces = [bytearray(piece_bytes) for _ in range(size // piece_bytes)]
+        reader = transfer.reader(into=Rooms([memoryview(piece) for piece in pieces]))
         assert receive(reader, transfer.frames(), in_parts=in_parts) == b"", "it is there already"
-        assert into == transfer.data
-        assert reader.num_bytes == len(transfer.data)
+        assert b"".join(pieces) == transfer.data
+        assert reader.num_bytes == size
+
+
+def test_units_that_lie_elsewhere_are_followed_where_somebody_wants_to_hear_of_them() -> None:
+    transfer = Transfer(unit_bytes=10, first_unit=2, num_units=9, batch=3)
+    pieces = [bytearray(10) for _ in range(7)]
+    into = Rooms([memoryview(piece) for piece in pieces], is_followed=True)
+    reader = transfer.reader(into=into)
+    told = [reader.read(frame) for frame in transfer.frames()]
+    assert [(one.first_unit, one.num_units, one.data.nbytes) for one in told if one] == [
+        (2, 3, 0),
+        (5, 3, 0),
+        (8, 1, 0),
+    ]
+    assert b"".join(pieces) == transfer.data
 
 
 def test_no_memory_is_given_for_a_payload_that_is_not_due() -> None:

@@ -8,6 +8,8 @@
       guard            calls of the model may fail     sequences        in, found, ended
                                                        room             whether one more may wait
                                                        handover         KV to and from peers
+                                                       exports, loans   blocks that peers' threads
+                                                                        read, or write
 
 `runner` is what it asks of a model; `settings` what it is told, and tells when asked; `sink` what
 hangs on a sequence; `usage` what answers had taken. What to compute is decided in `core/`.

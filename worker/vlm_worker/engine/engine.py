@@ -11,7 +11,8 @@ Three ways through it, by role:
     encoder   encode -> ItemReady -> export_embedding -> release_embedding
     prefill   submit_prefill(hold=True) -> [NeedItems -> put_embedding]
               -> BlocksReady -> export_blocks -> TokenEvent -> release
-    decode    reserve -> receive -> import_blocks -> start_decode -> TokenEvent ... FinishedEvent
+    decode    reserve -> receive -> [a thread writes -> confirm_blocks, or import_blocks]
+              -> start_decode -> TokenEvent ... FinishedEvent
 
 Where prefill and decode of a request meet in one engine, `adopt_local` continues what is held,
 without a copy. Every submission gets its last word; whoever gives up says so with `cancel`.
@@ -31,6 +32,7 @@ from vlm_worker.engine.events import (
     ItemFailed,
     PrefillEvent,
 )
+from vlm_worker.engine.handover import Receipt
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import EngineSettings, EngineStats
@@ -182,17 +184,18 @@ class Engine:
         """
         await self._ask(lambda state: state.handover.reserve(key, num_tokens))
 
-    async def receive(self, request: Request) -> int:
-        """Turn the reservation into blocks; returns the first block that a peer has to deliver.
+    async def receive(self, request: Request, *, in_place: bool = False) -> Receipt:
+        """Turn the reservation into blocks; tells which of them a peer has to deliver.
 
-        Blocks before it are in the local prefix cache. The request has `ceil(len(token_ids) /
-        block_size)` blocks; where that is returned, nothing is missing.
+        The request has `ceil(len(token_ids) / block_size)` blocks; where that is the first one to
+        be delivered, nothing is missing. With `in_place` their memory is lent where that can be:
+        the caller has one thread write there, confirms, and returns the loan in any case.
 
         Raises:
             GoneError: no such reservation.
             OverloadedError: the reservation was too small, and there is no more room.
         """
-        return await self._ask(lambda state: state.handover.receive(request))
+        return await self._ask(lambda state: state.handover.receive(request, in_place=in_place))
 
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """Write whole blocks `first_block ...` that a peer sent; they may come in any order.
@@ -205,6 +208,22 @@ class Engine:
             lambda state: state.handover.import_blocks(key, first_block, data),
             num_bytes=data.nbytes,
         )
+
+    async def confirm_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> None:
+        """Blocks whose memory was lent are written, and were checked; in any order.
+
+        Raises:
+            GoneError: nothing is being received under this key.
+            CorruptTransferError: not blocks of this request, or they came before.
+        """
+        await self._ask(lambda state: state.handover.confirm_blocks(key, first_block, num_blocks))
+
+    def return_blocks(self, key: RequestKey) -> None:
+        """Nobody writes into memory that was lent under this key any more; idempotent.
+
+        Until then it is given to nobody else, even where the request has ended.
+        """
+        self._thread.tell(lambda state: state.handover.loans.give_back(key), refuse=lambda _: None)
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.

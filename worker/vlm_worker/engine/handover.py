@@ -1,19 +1,23 @@
 """KV that passes from one engine to another, or from prefill to decode within one.
 
 prefill side   `exports` (while prefill runs, and while held)
-decode side    reserve -> receive -> import_blocks ... -> start_decode
+decode side    reserve -> receive -> import_blocks or confirm_blocks ... -> start_decode
 both in one    adopt: what is held goes on here, without a copy
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence as Seq
+
 import numpy as np
 
 from vlm_worker.core.admission import check_reservation
-from vlm_worker.core.sequence import Status
+from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import answer_limit, stop_ids
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.guard import guarded
+from vlm_worker.engine.loans import Loans
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Sequences
@@ -27,6 +31,20 @@ from vlm_worker.errors import (
 from vlm_worker.types import FinishReason, Request, RequestKey
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Receipt:
+    """What `receive` says.
+
+    Attributes:
+        first_block: that a peer has to deliver; those before it are in the local prefix cache.
+        memory: of each block from there on, lent to whoever receives them, until `return_blocks`;
+            None where the engine writes (`import_blocks`).
+    """
+
+    first_block: int
+    memory: Seq[memoryview] | None = None
+
+
 class Handover:
     """Moves sequences between engines. Lives on the engine thread."""
 
@@ -35,6 +53,7 @@ class Handover:
         self._sequences = sequences
         self._outbox = outbox
         self._pool = sequences.pool
+        self.loans = Loans(runner, sequences.pool)
 
     def reserve(self, key: RequestKey, num_tokens: int) -> None:
         """See `Engine.reserve`."""
@@ -52,7 +71,7 @@ class Handover:
             )
         sequences.reservations[key] = count
 
-    def receive(self, request: Request) -> int:
+    def receive(self, request: Request, *, in_place: bool) -> Receipt:
         """See `Engine.receive`."""
         key, sequences, pool = request.key, self._sequences, self._pool
         reserved = sequences.reservations.get(key)
@@ -76,27 +95,31 @@ class Handover:
         sequence.num_computed_tokens = num_tokens
         sequence.sink = Sink(missing=set(range(len(shared), needed)))
         sequences.live[key] = sequence
-        return len(shared)
+        memory = self.loans.lend(key, blocks) if in_place else None
+        return Receipt(len(shared), memory)
 
     def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """See `Engine.import_blocks`."""
         sequence = self._sequences.get(key, status=Status.RECEIVING)
         layout = self._runner.kv_layout
         assert layout is not None
-        missing = sequence.sink.missing
         count, rest = divmod(data.nbytes, layout.block_bytes)
         numbers = range(first_block, first_block + count)
-        if rest or not count or not missing.issuperset(numbers):
+        if rest:
             raise CorruptTransferError(
-                f"{data.nbytes} bytes came for block {first_block} on; a block has "
-                f"{layout.block_bytes} bytes, and blocks {sorted(missing)} are missing"
+                f"{data.nbytes} bytes came; a block has {layout.block_bytes}"
             )
+        _check_missing(sequence, numbers)
         blocks = [sequence.blocks[number] for number in numbers]
         guarded("writing KV blocks", lambda: self._runner.import_blocks(blocks, data))
-        missing.difference_update(numbers)
-        for number in numbers:
-            if number < len(sequence.hashes):
-                self._pool.publish(sequence.blocks[number], sequence.hashes[number])
+        self._note(sequence, numbers)
+
+    def confirm_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> None:
+        """See `Engine.confirm_blocks`."""
+        sequence = self._sequences.get(key, status=Status.RECEIVING)
+        numbers = range(first_block, first_block + num_blocks)
+        _check_missing(sequence, numbers)
+        self._note(sequence, numbers)
 
     def start_decode(
         self, key: RequestKey, first_token_id: int, stream: EventStream[PrefillEvent]
@@ -117,6 +140,13 @@ class Handover:
         else:
             self._sequences.scheduler.resume(sequence)
 
+    def _note(self, sequence: Sequence, numbers: range) -> None:
+        """These blocks are whole: whoever has the same tokens may share them."""
+        sequence.sink.missing.difference_update(numbers)
+        for number in numbers:
+            if number < len(sequence.hashes):
+                self._pool.publish(sequence.blocks[number], sequence.hashes[number])
+
     def adopt(self, request: Request, stream: EventStream[PrefillEvent]) -> None:
         """See `Engine.adopt_local`."""
         sequence = self._sequences.live.get(request.key)
@@ -130,3 +160,11 @@ class Handover:
             self._sequences.scheduler.resume(sequence)
         else:
             sequence.sink.adopter = stream
+
+
+def _check_missing(sequence: Sequence, numbers: range) -> None:
+    missing = sequence.sink.missing
+    if not numbers or not missing.issuperset(numbers):
+        raise CorruptTransferError(
+            f"blocks {numbers.start} to {numbers.stop} came, and {sorted(missing)} are missing"
+        )

@@ -61,6 +61,12 @@ class Runner(Protocol):
         Called by other threads than the engine's, while a step may run.
         """
 
+    def block_memory(self, block_ids: Sequence[int]) -> list[memoryview] | None:
+        """The memory of whole blocks, for another thread to write while steps use others.
+
+        None where no thread may: then `import_blocks` writes, between steps.
+        """
+
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer."""
 

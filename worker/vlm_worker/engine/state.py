@@ -79,7 +79,9 @@ class State:
     def inflight(self) -> int:
         """See `EngineStats.inflight`."""
         sequences = self.sequences
-        return len(sequences.live) + len(sequences.reservations) + self.pictures.num_pinned
+        live, loans = sequences.live, self.handover.loans
+        held = len(sequences.reservations) + loans.num_without(live) + self.pictures.num_pinned
+        return len(live) + held
 
     def turn(self) -> bool:
         """One batch of pictures, one step; False when there is nothing to do but wait."""
@@ -114,7 +116,7 @@ class State:
     def violations(self) -> list[str]:
         """What should have come back by now, and has not. Asked when there is nothing to do."""
         self.pictures.cache.expire(now=self._clock())
-        if self.sequences.live or self.sequences.reservations:
+        if self.sequences.live or self.sequences.reservations or self.handover.loans:
             return []
         pool, index = self.sequences.pool, self.pictures.cache.index
         left = {

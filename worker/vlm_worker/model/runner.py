@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from vlm_kernels import AttentionPlan, gather_blocks, plan_attention, scatter_blocks
+from vlm_kernels import AttentionPlan, block_memory, gather_blocks, plan_attention, scatter_blocks
 from vlm_worker.core.families import Family
 from vlm_worker.core.inputs import StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, EngineError
@@ -151,6 +151,12 @@ class ModelRunner:
         room = None if out is None else np.frombuffer(out, np.uint8).reshape(len(ids), -1)
         with self._streams.steps():
             return gather_blocks(self._kv_cache, ids, room).reshape(-1).data
+
+    def block_memory(self, block_ids: Sequence[int]) -> list[memoryview] | None:
+        """The memory of whole blocks, `[block_bytes]` each; None where it is a GPU's."""
+        if self._kv_cache.device.type != "cpu":
+            return None
+        return block_memory(self._kv_cache, np.asarray(block_ids, np.int64))
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""

@@ -2,7 +2,8 @@
 
 Reserve ─▶ room, under a lease
 Decode  ─┬─ KV of our own boot id: adopt it, no copy
-         └─ elsewhere: receive ─▶ pull blocks while prefill writes them ─▶ commit ─▶ start
+         └─ elsewhere: receive ─▶ pull blocks into their place while prefill writes them
+                               ─▶ commit ─▶ start
          ─▶ Tokens, Tokens, ..., Finished
 """
 
@@ -19,8 +20,16 @@ from vlm_worker.roles.host import Host, Transfer
 from vlm_worker.roles.offers import check_fingerprint
 from vlm_worker.roles.pulling import pull
 from vlm_worker.roles.times import CallClock
+from vlm_worker.transfer.incoming import Pull
 from vlm_worker.transfer.landing import Landing
-from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, StageSpan, TokenEvent
+from vlm_worker.types import (
+    FailedEvent,
+    FinishedEvent,
+    KVLayout,
+    RequestKey,
+    StageSpan,
+    TokenEvent,
+)
 from vlm_worker.wire.calls import (
     DecodeCall,
     DecodeEvent,
@@ -32,6 +41,7 @@ from vlm_worker.wire.calls import (
 )
 from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frames import Commit, Units
+from vlm_worker.wire.rooms import Rooms
 
 
 class DecodeRole:
@@ -136,36 +146,53 @@ class DecodeRole:
         """All blocks that are not in our own prefix cache, written as they come."""
         host, request, source = self._host, call.request, call.kv
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
-
-        async def write(units: Units) -> None:
-            await host.engine.import_blocks(request.key, units.first_unit, units.data)
-
         async with host.peers.hold(source) as peer:
-            first = await host.engine.receive(request)
-            transfer = pull(
-                host,
-                peer,
-                Fetch.KV,
-                source,
-                request.key,
-                fingerprint=self._layout.fingerprint,
-                unit_bytes=self._layout.block_bytes,
-                first_unit=first,
-                end_unit=-(-len(request.token_ids) // self._layout.block_size),
-            )
-            begun: float | None = None
-            async with Landing(write) as landing, aclosing(transfer.units()) as received:
-                async for units in received:
-                    begun = begun or time.monotonic()
-                    await landing.put(units)
-                await landing.settle()
-            begun = begun or time.monotonic()
+            try:
+                receipt = await host.engine.receive(request, in_place=True)
+                transfer = pull(
+                    host,
+                    peer,
+                    Fetch.KV,
+                    source,
+                    request.key,
+                    fingerprint=self._layout.fingerprint,
+                    unit_bytes=self._layout.block_bytes,
+                    first_unit=receipt.first_block,
+                    end_unit=-(-len(request.token_ids) // self._layout.block_size),
+                    into=None
+                    if receipt.memory is None
+                    else Rooms(receipt.memory, is_followed=True),
+                )
+                begun = await self._land(request.key, transfer, in_place=receipt.memory is not None)
+            finally:
+                host.engine.return_blocks(request.key)  # the transfer has ended: nobody writes
             await host.delay("kv_transfer")
         num_tokens, due = transfer.commit.num_tokens, len(request.token_ids)
         if num_tokens != due:
             raise CorruptTransferError(f"KV of {num_tokens} tokens, the request has {due}")
         host.on_transfer(Transfer("kv", time.monotonic() - begun, transfer.num_bytes))
         return transfer.commit
+
+    async def _land(self, key: RequestKey, transfer: Pull, *, in_place: bool) -> float:
+        """Tell the engine of blocks that lie in their place, or give it those that do not.
+
+        Returns:
+            When the first ones came, by `time.monotonic`.
+        """
+        engine, begun = self._host.engine, None
+
+        async def write(units: Units) -> None:
+            if in_place:
+                await engine.confirm_blocks(key, units.first_unit, units.num_units)
+            else:
+                await engine.import_blocks(key, units.first_unit, units.data)
+
+        async with Landing(write) as landing, aclosing(transfer.units()) as received:
+            async for units in received:
+                begun = begun or time.monotonic()
+                await landing.put(units)
+            await landing.settle()
+        return begun or time.monotonic()
 
 
 def _ended_by_first_token(

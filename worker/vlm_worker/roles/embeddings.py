@@ -23,6 +23,7 @@ from vlm_worker.transfer.pieces import room_of
 from vlm_worker.types import Source, StageSpan
 from vlm_worker.wire.calls import PrefillCall
 from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.rooms import Rooms
 
 _ATTEMPTS = 2
 _FOR_GOOD = frozenset({Refusal.EPOCH, Refusal.IDENTITY})
@@ -143,7 +144,7 @@ class Embeddings:
                 unit_bytes=layout.row_bytes,
                 first_unit=0,
                 end_unit=num_rows,
-                into=rows,
+                into=Rooms([rows]),
             )
             async with aclosing(transfer.units()) as received:
                 async for _ in received:

@@ -17,6 +17,7 @@ from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
+from vlm_worker.wire.rooms import Rooms
 
 
 def pull(
@@ -30,7 +31,7 @@ def pull(
     unit_bytes: int,
     first_unit: int,
     end_unit: int,
-    into: memoryview | None = None,
+    into: Rooms | None = None,
 ) -> Pull:
     """Begin a transfer; all sizes are what we ourselves know of layout and request."""
     transport = host.transport

@@ -60,6 +60,7 @@ class ChecksumRunner:
         gate: steps and encoder calls wait until it is set; clear it to keep one in flight.
         num_steps: calls of `execute`.
         batch_sizes: images of each encoder call.
+        lends_memory: other threads may write into blocks; without it, it is as a GPU.
     """
 
     def __init__(self, num_blocks: int = 65, *, block_size: int = 4, has_kv: bool = True) -> None:
@@ -68,6 +69,7 @@ class ChecksumRunner:
         self.gate.set()
         self.num_steps = 0
         self.batch_sizes: list[int] = []
+        self.lends_memory = True
         self._never = threading.Event()
         self._layout = KVLayout("checksum", 1, 1, 1, block_size, "float32")
         self._has_kv = has_kv
@@ -162,6 +164,12 @@ class ChecksumRunner:
             return data
         out[:] = data
         return out
+
+    def block_memory(self, block_ids: Sequence[int]) -> list[memoryview] | None:
+        """The numbers' own bytes."""
+        if not self.lends_memory:
+            return None
+        return [self._kv[block].data.cast("B") for block in block_ids]
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks."""

@@ -15,10 +15,12 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 from vlm_worker.errors import PeerLostError
 from vlm_worker.settings.timers import Timers
+from vlm_worker.transfer.come import MAX_UNTAKEN, Come
 from vlm_worker.transfer.running import Running, started
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import open_data_connection
@@ -100,7 +102,8 @@ class DataLink:
             self._threads.num_busy -= 1
             raise
         self._busy.add(connection)
-        running = self._threads.start(_first, connection, reader, self._address)
+        come = Come(most=None if reader.is_in_place else MAX_UNTAKEN)
+        running = self._threads.start(_receive_all, connection, reader, self._address, come)
         has_ended = is_late = False
 
         def expire() -> None:
@@ -110,21 +113,22 @@ class DataLink:
 
         deadline = asyncio.get_running_loop().call_later(self._timers.fetch, expire)
         try:
-            while True:
-                await running.wait()
-                units = self._result(running, is_late=is_late)
-                if units is None:
-                    has_ended = True
-                    return
-                running = self._threads.start(receive_units, connection, reader, self._address)
-                yield units
+            if reader.is_followed:
+                async with aclosing(come.units()) as all_units:
+                    async for units in all_units:
+                        yield units
+            await running.wait()
+            self._check(running, is_late=is_late)
+            has_ended = True
         finally:
             deadline.cancel()
             if not has_ended:
                 _shut(connection)
-            # not under a thread that reads from it, whatever becomes of us
-            running.then(lambda: self._leave(connection, reader, has_ended=has_ended))
-            await running.wait()
+            come.give_up()
+            try:
+                await running.end()
+            finally:  # not under a thread that reads from it, whatever becomes of us
+                self._leave(connection, reader, has_ended=has_ended)
 
     def close(self) -> None:
         """Close all connections; what is being read ends as if the worker were lost."""
@@ -153,9 +157,9 @@ class DataLink:
                 self._unreachable_until = time.monotonic() + UNREACHABLE_SECONDS
             raise UnreachableError(f"{self._host}:{self._port}: {error}") from error
 
-    def _result(self, running: Running[Units | None], *, is_late: bool) -> Units | None:
+    def _check(self, running: Running[None], *, is_late: bool) -> None:
         try:
-            return running.result()
+            running.result()
         except (OSError, UnreachableError) as error:
             if is_late:
                 raise PeerLostError(f"{self._address}: no end of a transfer in time") from None
@@ -181,13 +185,17 @@ def _takes(connection: socket.socket, request: bytes) -> bool:
         return False
 
 
-def _first(connection: socket.socket, reader: FrameReader, peer: str) -> Units | None:
-    """The answer to a request, as far as its first units; on a thread."""
+def _receive_all(connection: socket.socket, reader: FrameReader, peer: str, come: Come) -> None:
+    """The answer to a request, to its commit; on a thread."""
     try:
-        wait_for_answer(connection, peer=peer)
-    except OSError as error:
-        raise UnreachableError(f"{peer}: the data connection: {error}") from error
-    return receive_units(connection, reader, peer=peer)
+        try:
+            wait_for_answer(connection, peer=peer)
+        except OSError as error:
+            raise UnreachableError(f"{peer}: the data connection: {error}") from error
+        while (units := receive_units(connection, reader, peer)) is not None:
+            come.put(units)
+    finally:
+        come.end()
 
 
 def _lives(connection: socket.socket) -> bool:

@@ -1,8 +1,8 @@
 """Calls that block, on threads of their own, as an event loop sees them.
 
-    started(pool, work) ─▶ Running ── wait ─▶ result     two turns of the loop after the thread's end
+    started(pool, work) ─▶ Running ── wait ─▶ result     two turns of the loop after its end
 
-An awaited `concurrent.futures.Future` takes four turns, and is cancelled with whoever waits for it:
+An awaited `concurrent.futures.Future` takes four turns, and is cancelled with whoever waits for it;
 what a thread uses may be closed no earlier than the thread has ended.
 """
 
@@ -33,6 +33,20 @@ class Running(Generic[T]):
         if not self.has_ended:
             self._waiter = self._loop.create_future()
             await self._waiter
+
+    async def end(self) -> None:
+        """Wait until it has ended, however often we are cancelled meanwhile.
+
+        What a thread uses, or writes to, may be somebody else's after that.
+        """
+        cancelled = None
+        while not self.has_ended:
+            try:
+                await self.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     def result(self) -> T:
         """What it returned; raises what it raised. Once, when it has ended."""

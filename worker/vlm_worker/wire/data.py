@@ -122,11 +122,11 @@ def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> 
                 f"a record of kind {kind} with {length} bytes", refusal=Refusal.SIZE
             )
         _receive(connection, start[num_come:], peer=peer)
-        room = reader.begin(head, length - HEADER_BYTES)
-        for position in range(0, room.nbytes, CHECKED_BYTES):
-            part = room[position : position + CHECKED_BYTES]
-            _receive(connection, part, peer=peer)
-            reader.come(part.nbytes)
+        for room in reader.begin(head, length - HEADER_BYTES):
+            for position in range(0, room.nbytes, CHECKED_BYTES):
+                part = room[position : position + CHECKED_BYTES]
+                _receive(connection, part, peer=peer)
+                reader.come(part)
         units = reader.end()
         if units is not None:
             return units

@@ -119,7 +119,7 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Units:
-    """Whole units, checked: `data` is `[num_units, unit_bytes]`."""
+    """Whole units, checked: `data` is `[num_units, unit_bytes]`; empty where they lie elsewhere."""
 
     first_unit: int
     num_units: int
