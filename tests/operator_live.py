@@ -101,7 +101,8 @@ class Live:
     def writes(self) -> list[tuple[str, str, str]]:
         """The operator's writes so far, its Lease apart: verb, resource, name."""
         found = []
-        for line in self.plane.audit_log.read_text().splitlines():
+        text = self.plane.audit_log.read_text()
+        for line in text[: text.rfind("\n") + 1].splitlines():  # the last may still be written
             entry = json.loads(line)
             about = entry.get("objectRef", {})
             if entry["user"].get("username", "") != USER or entry["verb"] not in WRITES:
@@ -133,6 +134,13 @@ def _until(holds: Callable[[], Any], *, seconds: float = 30) -> float:
             raise AssertionError(f"not within {seconds} s")
         time.sleep(0.05)  # noqa: TID251
     return time.monotonic() - began
+
+
+def pass_time(seconds: float) -> None:
+    """Let real time pass: the only way to see that nothing happens in it."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(0.2, left))  # noqa: TID251
 
 
 def plain_children(plane: ControlPlane, namespace: str, service: str) -> str:

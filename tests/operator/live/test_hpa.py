@@ -169,7 +169,9 @@ def test_an_hpa_scales_a_pool_of_mode_external_both_ways(live: Live, metrics: Me
     metrics.waiting = 50
     live.until(lambda: encoders() == [3], seconds=SYNC_SECONDS)
     assert live.get("vlmp", "hpa-encoder")["spec"]["replicas"] == 5, "its number stays its own"
-    assert "maxReplicas is 3" in live.condition("hpa", "ScalingActive")["message"]
+    live.until(  # the Deployment is written before the status
+        lambda: "maxReplicas is 3" in live.condition("hpa", "ScalingActive")["message"], seconds=1
+    )
     metrics.waiting = 5
     live.until(lambda: encoders() == [1], seconds=SYNC_SECONDS)
     live.kubectl("-n", "live", "delete", "hpa,vlm", "hpa")
