@@ -243,7 +243,7 @@ async def kill(pod: Object) -> None:
     async def gone() -> bool:
         return not await asyncio.to_thread(process.exists)
 
-    await until(gone, seconds=5, awaited=f"process {pid} to be gone")
+    await until(gone, seconds=30, awaited=f"process {pid} to be gone")
 
 
 def elapsed(began: float) -> str:

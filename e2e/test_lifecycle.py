@@ -68,7 +68,7 @@ async def test_pods_of_all_roles_appear_and_the_service_is_ready_when_the_last_i
     last = max(_condition(pod, "Ready")["lastTransitionTime"] for pod in await _pods(api))
     gap = _seconds(_condition(service, "Ready")["lastTransitionTime"]) - _seconds(last)
     print(f"Ready {gap:.0f} s after the last pod")
-    assert -1 <= gap <= 3  # promised: 1 s; both stamps are whole seconds
+    assert -1 <= gap <= 4  # promised: 1 s, and not at the next tick; stamps are whole seconds
 
 
 async def test_each_role_is_on_the_node_type_that_suits_it(api: Client):
@@ -84,9 +84,9 @@ async def test_an_idle_operator_writes_nothing_but_its_lease(
 ):
     await ready(api)
     await _until_quiet(applied)
-    size = applied.audit_log.stat().st_size
+    _, told = _operators_writes(applied, since=0)
     await asyncio.sleep(seconds)  # the absence of writes has no event to wait for
-    assert _operators_writes(applied, since=size) == []
+    assert _operators_writes(applied, since=told)[0] == []
 
 
 async def test_a_picture_is_answered_for_through_the_gateway_pod(api: Client):
@@ -122,7 +122,7 @@ async def test_a_killed_decode_worker_starts_again_and_answers(api: Client):
     async def restarted() -> bool:
         one = await api.get(f"{PODS}/{pod['metadata']['name']}")
         [status] = one["status"]["containerStatuses"]
-        return bool(status["restartCount"] == 1 and status["ready"])
+        return bool(status["restartCount"] >= 1 and status["ready"])
 
     await until(restarted, seconds=START_SECONDS, awaited="the decode worker to be back")
     assert not _exists(pid)
@@ -179,29 +179,35 @@ async def _answer(api: Client) -> str:
 
 async def _until_quiet(cluster: ControlPlane) -> None:
     """Wait for a tick of the autoscaler, and a bit, without a write by the operator."""
-    since = cluster.audit_log.stat().st_size
+    since = 0
 
     async def quiet() -> bool:
         nonlocal since
-        start, since = since, cluster.audit_log.stat().st_size
-        return _operators_writes(cluster, since=start) == []
+        writes, since = _operators_writes(cluster, since=since)
+        return writes == []
 
     await until(quiet, seconds=60, awaited="the operator to be quiet", every=6)
 
 
-def _operators_writes(cluster: ControlPlane, *, since: int) -> list[str]:
-    """What the operator's user wrote after byte `since` of the audit log, leases apart."""
+def _operators_writes(cluster: ControlPlane, *, since: int) -> tuple[list[str], int]:
+    """What the operator's user wrote after byte `since` of the audit log, leases apart.
+
+    Returns:
+        The writes, and the byte up to which lines are whole: the last may still be written.
+    """
     with cluster.audit_log.open("rb") as log:
         log.seek(since)
-        lines = log.read().splitlines()
-    entries = [json.loads(line) for line in lines if line.endswith(b"}") and line.startswith(b"{")]
-    return [
+        text = log.read()
+    whole = text.rfind(b"\n") + 1
+    entries = [json.loads(line) for line in text[:whole].splitlines()]
+    writes = [
         f"{entry['verb']} {entry['requestURI']}"
         for entry in entries
         if entry["user"].get("username", "") == OPERATOR
         and entry["verb"] in WRITES
         and entry["objectRef"]["resource"] != "leases"
     ]
+    return writes, since + whole
 
 
 def _role(pod: Object) -> str:
