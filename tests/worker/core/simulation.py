@@ -202,6 +202,22 @@ class Simulation:
             assert self.table.block_table[row, :num_blocks].tolist() == sequence.blocks
             assert self.table.num_computed[row] <= num_blocks * BLOCK_SIZE
             assert not self.table.block_table[row, num_blocks:].any()
+        self.check_columns()
+
+    def check_columns(self) -> None:
+        """What steps have added to, is what the rows say."""
+        kept = self.table.decoding
+        rows = self.table.decoding_of(self.table.decode_rows.copy())
+        assert kept is not rows
+        assert kept.members == rows.members
+        assert kept.num_kv_tokens == rows.num_kv_tokens
+        for name in ("token_ids", "num_computed", "context_lens", "indices", "positions", "room"):
+            assert np.array_equal(getattr(kept, name), getattr(rows, name)), name
+        has_room = kept.num_computed < kept.room
+        assert np.array_equal(kept.slots[has_room], rows.slots[has_room])
+        width = rows.block_table.shape[1]
+        assert np.array_equal(kept.block_table[:, :width], rows.block_table)
+        assert not kept.block_table[:, width:].any()
 
     def run(self, todo: list[Work]) -> None:
         pending = sorted(todo, key=lambda work: work.at)

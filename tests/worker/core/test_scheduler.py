@@ -180,7 +180,7 @@ def test_kv_that_a_peer_may_be_reading_is_not_preempted() -> None:
 def test_the_halves_of_a_plan_are_the_plan() -> None:
     rows = np.array([4, 0, 2, 1, 3])
     counts = np.array([1, 1, 1, 5, 6])
-    plan = Plan(rows, counts, np.array([True, True, True, False, True]), 3)
+    plan = Plan(rows, counts, np.array([True, True, True, False, True]), rows[:3])
     first, second = plan.halves()
     assert first.rows.tolist() + second.rows.tolist() == rows.tolist()
     assert first.counts.tolist() + second.counts.tolist() == counts.tolist()

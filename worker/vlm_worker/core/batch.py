@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 
+from vlm_worker.core.decoding import Decoding
 from vlm_worker.core.inputs import EditedRow, ImageRows, SampleParams, StepInputs
 from vlm_worker.core.plan import Plan
 from vlm_worker.core.sequence import Sequence
@@ -30,32 +31,30 @@ class BatchBuilder:
         self._positions: np.ndarray | None = None  # [P, size]; P is known with the first sequence
         self._arange64 = np.arange(self._size + 1, dtype=np.int64)
         self._arange32 = np.arange(self._size + 1, dtype=np.int32)
-        self._sampled: tuple[np.ndarray, SampleParams] | None = None
+        self._known: tuple[Decoding, StepInputs] | None = None
 
     def build(self, plan: Plan) -> StepInputs:
         """The arrays of one step."""
+        if plan.num_decodes == len(plan):
+            return self._build_decodes(self._table.decoding_of(plan.decodes))
         table, num_decodes, num_rows = self._table, plan.num_decodes, len(plan)
         positions = self._position_buffer(plan)
         context = table.num_computed[plan.rows]
-        self._fill_decodes(plan.rows[:num_decodes], context[:num_decodes], positions)
+        if num_decodes:
+            self._fill_decodes(table.decoding_of(plan.decodes), positions)
         image_rows: list[ImageRows] = []
         spans: list[tuple[tuple[int, int], ...]] = [()] * num_rows
-        if num_rows == num_decodes:
-            query_start, num_tokens = self._arange32[: num_rows + 1], num_rows
-            sample_rows = self._arange64[:num_rows]
-        else:
-            query_start = np.zeros(num_rows + 1, np.int32)
-            np.cumsum(plan.counts, out=query_start[1:])
-            num_tokens = int(query_start[-1])
-            sample_rows = query_start[1:][plan.samples].astype(np.int64) - 1
-            for s in range(num_decodes, num_rows):
-                sequence = table.sequences[plan.rows[s]]
-                assert sequence is not None
-                start, at = int(context[s]), int(query_start[s])
-                self._fill_chunk(sequence, start, int(plan.counts[s]), at, positions)
-                image_rows += rows_of_images(sequence, start, int(plan.counts[s]), at)
-                if self._whole_images:
-                    spans[s] = tuple((item.offset, item.end) for item in sequence.items)
+        query_start = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(plan.counts, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        for s in range(num_decodes, num_rows):
+            sequence = table.sequences[plan.rows[s]]
+            assert sequence is not None
+            start, at = int(context[s]), int(query_start[s])
+            self._fill_chunk(sequence, start, int(plan.counts[s]), at, positions)
+            image_rows += rows_of_images(sequence, start, int(plan.counts[s]), at)
+            if self._whole_images:
+                spans[s] = tuple((item.offset, item.end) for item in sequence.items)
         width = int(table.num_blocks[plan.rows].max())
         return StepInputs(
             token_ids=self._ids[:num_tokens],
@@ -66,18 +65,41 @@ class BatchBuilder:
             block_table=table.block_table[:, :width][plan.rows],
             spans=tuple(spans),
             image_rows=tuple(image_rows),
-            sample_rows=sample_rows,
-            sampling=self._sampling(plan),
+            sample_rows=query_start[1:][plan.samples].astype(np.int64) - 1,
+            sampling=self._sampling(plan.sampled_rows),
         )
 
-    def _fill_decodes(self, rows: np.ndarray, context: np.ndarray, positions: np.ndarray) -> None:
-        table, block_size, count = self._table, self._table.block_size, len(rows)
-        self._ids[:count] = table.token_ids[rows, context]
-        np.add(context, table.position_delta[rows], out=positions[:, :count])
-        slots, index = self._slots[:count], context // block_size
-        np.subtract(table.block_table[rows, index], index, out=slots)
-        slots *= block_size  # block * block_size + context % block_size
-        slots += context
+    def _build_decodes(self, decoding: Decoding) -> StepInputs:
+        """A step in which all decode: of the columns themselves, and the same while these are."""
+        inputs = self._known[1] if self._known and self._known[0] is decoding else None
+        if inputs is None:
+            count = len(decoding.rows)
+            inputs = StepInputs(
+                token_ids=decoding.token_ids,
+                positions=decoding.positions,
+                slot_mapping=decoding.slots,
+                query_start=self._arange32[: count + 1],
+                context_lens=decoding.context_lens,
+                block_table=decoding.block_table,
+                spans=((),) * count,
+                image_rows=(),
+                sample_rows=self._arange64[:count],
+                sampling=self._sampling(decoding.rows, indices=decoding.indices),
+            )
+        if inputs.block_table is not decoding.block_table:
+            inputs = dataclasses.replace(inputs, block_table=decoding.block_table)
+        self._known = decoding, inputs
+        if self._table.logit_edits:
+            edited = self._edited(decoding.rows)
+            sampling = dataclasses.replace(inputs.sampling, edited=edited)
+            return dataclasses.replace(inputs, sampling=sampling)
+        return inputs
+
+    def _fill_decodes(self, decoding: Decoding, positions: np.ndarray) -> None:
+        count = len(decoding.rows)
+        self._ids[:count] = decoding.token_ids
+        positions[:, :count] = decoding.positions
+        self._slots[:count] = decoding.slots
 
     def _fill_chunk(
         self, sequence: Sequence, start: int, count: int, at: int, positions: np.ndarray
@@ -101,27 +123,24 @@ class BatchBuilder:
             self._positions = np.zeros((sequence.positions.shape[0], self._size), np.int64)
         return self._positions
 
-    def _sampling(self, plan: Plan) -> SampleParams:
-        table, rows = self._table, plan.sampled_rows
-        index = table.num_tokens[rows] - table.num_prompt[rows]
-        edited = self._edited(rows)
-        if self._sampled is not None and self._sampled[0] is rows:
-            return dataclasses.replace(self._sampled[1], index=index, edited=edited)
+    def _sampling(self, rows: np.ndarray, *, indices: np.ndarray | None = None) -> SampleParams:
+        """How rows are sampled; `indices` are the tokens' own in their answers, where known."""
+        table = self._table
+        if indices is None:
+            indices = table.num_tokens[rows] - table.num_prompt[rows]
         temperature = table.temperature[rows]
         num_logprobs = table.num_logprobs[rows]
-        params = SampleParams(
+        return SampleParams(
             greedy=not temperature.any(),
             temperature=temperature,
             top_p=table.top_p[rows],
             top_k=table.top_k[rows],
             min_p=table.min_p[rows],
             seed=table.seed[rows],
-            index=index,
+            index=indices,
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
-            edited=edited,
+            edited=self._edited(rows),
         )
-        self._sampled = (rows, params)
-        return params
 
     def _edited(self, rows: np.ndarray) -> tuple[EditedRow, ...]:
         """The sampled rows whose logits are edited, each with its tokens so far."""

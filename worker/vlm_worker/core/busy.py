@@ -89,7 +89,7 @@ class BusyMeter:
 
     def stepped(self, work: StepWork, seconds: float) -> None:
         """One step of the language model."""
-        num_tokens = int(work.chunks.sum())
+        num_tokens = int(work.chunks.sum()) if len(work.chunks) else 0
         share = self._prefill_share(num_tokens, work.num_decodes)
         if num_tokens:
             squares = float((work.chunks * (work.before + work.chunks / 2)).sum())

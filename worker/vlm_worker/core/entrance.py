@@ -80,6 +80,8 @@ class Entrance:
 
     def enter_ready(self) -> None:
         """Let those enter that have all their blocks."""
+        if not self.ready:
+            return
         for sequence in list(itertools.islice(self.ready, self._num_places)):
             del self.ready[sequence]
             self._table.enter(sequence)
@@ -174,6 +176,8 @@ class Entrance:
 
     def revoke_claims(self) -> list[Sequence]:
         """Take back what claims can no longer have, all of them together; returns whose."""
+        if not self._claims.num_blocks:
+            return []
         revoked = list(self._claims.revoke(keep=self._unclaimable))
         for sequence in revoked:
             if sequence.stalled:
@@ -236,8 +240,7 @@ class Entrance:
 
     def _raise(self, sequence: Sequence) -> None:
         """Make one that waited for long as important as any that runs: it keeps what it gets."""
-        running = self._table.running
-        sequence.raised_priority = max((s.priority for s in running), default=MIN_PRIORITY)
+        sequence.raised_priority = self._table.top_priority(least=MIN_PRIORITY)
 
     def _enter(self, sequence: Sequence, shared: list[int], *, reason: AdmissionReason) -> None:
         if reason is AdmissionReason.AGED:

@@ -20,13 +20,14 @@ class Plan:
         rows: int64 [S], rows of the SequenceTable.
         counts: int64 [S], new tokens of each.
         samples: bool [S], whether the last new token's logits are sampled.
-        num_decodes: how many of the first rows decode.
+        decodes: int64 [D], those of `rows` that decode; the first ones, and the table's own array
+            where all of its `decode_rows` are here.
     """
 
     rows: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
-    num_decodes: int
+    decodes: np.ndarray
 
     def __len__(self) -> int:
         """Sequences."""
@@ -40,17 +41,24 @@ class Plan:
         ones = np.ones(len(decodes), np.int64)
         if not chunks:
             samples = np.ones(len(decodes), np.bool_)
-            return cls(decodes, ones, samples, len(decodes)) if len(decodes) else None
+            return cls(decodes, ones, samples, decodes) if len(decodes) else None
         chunk_rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
         chunk_counts = np.array([count for _, count in chunks], np.int64)
         rows = np.concatenate([decodes, chunk_rows])
         counts = np.concatenate([ones, chunk_counts])
         samples = table.num_computed[rows] + counts == table.num_tokens[rows]
-        return cls(rows, counts, samples, len(decodes))
+        return cls(rows, counts, samples, decodes)
+
+    @property
+    def num_decodes(self) -> int:
+        """How many of the first rows decode."""
+        return len(self.decodes)
 
     @property
     def num_tokens(self) -> int:
         """New tokens."""
+        if self.num_decodes == len(self.rows):
+            return self.num_decodes
         return int(self.counts.sum())
 
     @property
@@ -69,13 +77,9 @@ class Plan:
         return self._slice(keep)
 
     def _slice(self, index: slice | np.ndarray) -> Plan:
-        decodes = np.arange(len(self)) < self.num_decodes
-        return Plan(
-            self.rows[index],
-            self.counts[index],
-            self.samples[index],
-            int(decodes[index].sum()),
-        )
+        rows, decodes = self.rows[index], np.arange(len(self)) < self.num_decodes
+        num_decodes = int(decodes[index].sum())
+        return Plan(rows, self.counts[index], self.samples[index], rows[:num_decodes])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +100,34 @@ class Schedule:
     preempted: list[Sequence]
     stalled: list[tuple[Sequence, int]]
     roomless: list[Sequence]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Said:
+    """Who got a token, its index in the answer, and whose answer ended with it, and why."""
+
+    sequences: list[Sequence]
+    indices: list[int]
+    finished: list[tuple[Sequence, FinishReason]]
+
+    @classmethod
+    def of(
+        cls, sequences: list[Sequence], indices: list[int], stopped: np.ndarray, full: np.ndarray
+    ) -> Said:
+        """Of sequences of which a stop token ended some, and their length others: bool arrays."""
+        finished = [
+            (sequences[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
+            for i in (stopped | full).nonzero()[0].tolist()
+        ]
+        return cls(sequences, indices, finished)
+
+    def before(self, other: Said) -> Said:
+        """Both, this one first."""
+        return Said(
+            self.sequences + other.sequences,
+            self.indices + other.indices,
+            self.finished + other.finished,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

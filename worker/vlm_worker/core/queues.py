@@ -34,6 +34,8 @@ MAX_UNFIT: Final = 2
 """So many of one lane that do not fit are looked at in a wave; then it is the other's turn."""
 
 
+LANES: Final = tuple(Lane)  # a class of an Enum is slow to walk through
+
 T = TypeVar("T")
 
 
@@ -96,13 +98,13 @@ class Waiting:
         self.num_tokens = 0
         self.num_changes = 0
         self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
-        self._ranked: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in Lane}
-        self._aging: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in Lane}
+        self._ranked: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in LANES}
+        self._aging: dict[Lane, Heap[Sequence]] = {lane: Heap() for lane in LANES}
         self._reserved: Heap[Sequence] = Heap()
         self._stalled: Heap[Sequence] = Heap()
         self._asleep_ranked: Heap[Sequence] = Heap()
         self._asleep_aging: Heap[Sequence] = Heap()
-        self._count = dict.fromkeys(Lane, 0)
+        self._count = dict.fromkeys(LANES, 0)
         self._last_first = Lane.VISION
 
     def __len__(self) -> int:
@@ -196,7 +198,7 @@ class Wave:
     def __init__(self, waiting: Waiting, *, now: float) -> None:
         self._waiting = waiting
         self._now = now
-        self._entered = dict.fromkeys(Lane, 0)
+        self._entered = dict.fromkeys(LANES, 0)
         self._seen: list[Sequence] = []
         self._reason = AdmissionReason.ORDER
         self._turns: tuple[Turn, ...] = ()

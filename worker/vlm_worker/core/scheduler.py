@@ -22,13 +22,12 @@ import numpy as np
 from vlm_worker.core.blocks import BlockPool
 from vlm_worker.core.chunks import PromptShares
 from vlm_worker.core.entrance import Entrance
-from vlm_worker.core.plan import Outcome, Plan, Schedule
+from vlm_worker.core.plan import Outcome, Plan, Said, Schedule
 from vlm_worker.core.publish import publish_answer, publish_answers_for, publish_written
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.table import SequenceTable
 from vlm_worker.core.unread import Unread
 from vlm_worker.core.waves import AdmissionRules, precedence
-from vlm_worker.types import FinishReason
 
 
 class Scheduler:
@@ -67,6 +66,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._whole_images = whole_images
         self._long_prefill_tokens = long_prefill_tokens
+        self._last_plan: Plan | None = None
 
     # ---- entering and leaving --------------------------------------------------------------------
 
@@ -145,34 +145,31 @@ class Scheduler:
         shares.give_rest()
         stalled = [(sequence, start) for sequence, start in shares.stalled if sequence.may_pin]
         assert shares.left >= 0, "more is planned than the budget has"
-        plan = Plan.of(self.table, decodes, shares.chunks)
+        plan = self._plan(decodes, shares.chunks)
         return Schedule(plan, admitted, preempted, stalled, roomless)
 
     def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
         """Record a step: int64 `sampled` holds a token for each of the plan's sampled rows."""
-        table = self.table
-        failed = self._fail(plan.sampled_rows[sampled < 0])
-        if failed:
+        failed = []
+        if len(sampled) and sampled.min() < 0:
+            failed = self._fail(plan.sampled_rows[sampled < 0])
             plan = plan.without({row for _, row in failed})
             sampled = sampled[sampled >= 0]
-        table.num_computed[plan.rows] += plan.counts
-        prefilled = publish_written(plan, table, self.pool)
-        rows = plan.sampled_rows
-        num_tokens = table.num_tokens[rows]
-        table.token_ids[rows, num_tokens] = sampled
-        table.num_tokens[rows] = num_tokens + 1
-        stopped = (table.stop_ids[rows] == sampled[:, None]).any(axis=1)
-        full = num_tokens + 1 >= table.limit[rows]
+        said = self._decoded(plan, sampled[: plan.num_decodes])
+        prefilled: list[tuple[Sequence, int, int]] = []
+        if plan.num_decodes < len(plan):
+            firsts, prefilled = self._prefilled(plan, sampled[plan.num_decodes :])
+            said = said.before(firsts)
         outcome = Outcome(
-            sequences=table.members(rows),
+            sequences=said.sequences,
             token_ids=sampled.tolist(),
-            indices=(num_tokens - table.num_prompt[rows]).tolist(),
-            finished=[],
+            indices=said.indices,
+            finished=said.finished,
             held=[],
             prefilled=prefilled,
             failed=[sequence for sequence, _ in failed],
         )
-        self._settle(outcome, np.flatnonzero(stopped | full), stopped)
+        self._settle(outcome)
         return outcome
 
     # ---- parts of schedule -----------------------------------------------------------------------
@@ -180,19 +177,30 @@ class Scheduler:
     def _grow(self, preempted: list[Sequence]) -> np.ndarray:
         """Give every decoding sequence the block that its token needs; returns their rows."""
         table, pool = self.table, self.pool
-        rows = table.decode_rows
-        full = rows[table.num_computed[rows] == table.num_blocks[rows] * pool.block_size]
+        if not len(table.decode_rows):
+            return table.decode_rows
+        decoding = table.decoding
+        full = (decoding.num_computed == decoding.room).nonzero()[0]
+        if not len(full):
+            return decoding.rows
         blocks = pool.take(len(full))
         if blocks is not None:
             table.append_blocks(full, blocks)
-            return rows
-        for sequence in sorted(table.members(full), key=precedence):
+            return decoding.rows
+        members = [decoding.members[at] for at in full.tolist()]
+        for sequence in sorted(members, key=precedence):
             if sequence.row is None:  # preempted by a more important one in this pass
                 continue
             block = self._take_one(sequence, preempted)
             if block is not None:
-                table.append_blocks(np.array([sequence.row]), block)
+                table.append_blocks((table.decode_rows == sequence.row).nonzero()[0], block)
         return table.decode_rows
+
+    def _plan(self, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]) -> Plan | None:
+        """The step's plan; the last one where just the same decode."""
+        if chunks or self._last_plan is None or self._last_plan.rows is not decodes:
+            self._last_plan = Plan.of(self.table, decodes, chunks)
+        return self._last_plan
 
     def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
         """A block for `sequence`, at others' cost; None if it is itself preempted."""
@@ -241,12 +249,35 @@ class Scheduler:
             failed.append((sequence, row))
         return failed
 
-    def _settle(self, outcome: Outcome, done: np.ndarray, stopped: np.ndarray) -> None:
+    def _decoded(self, plan: Plan, token_ids: np.ndarray) -> Said:
+        """Record the tokens of those who decode."""
+        if not plan.num_decodes:
+            return Said([], [], [])
+        decoding = self.table.decoding_of(plan.decodes)
+        indices = decoding.indices.tolist()
+        ends = self.table.advance(decoding, token_ids)
+        return Said.of(decoding.members, indices, *ends)
+
+    def _prefilled(
+        self, plan: Plan, token_ids: np.ndarray
+    ) -> tuple[Said, list[tuple[Sequence, int, int]]]:
+        """Record the chunks of prompts, and the tokens of those that are complete.
+
+        Returns:
+            What was said; and `Outcome.prefilled`.
+        """
+        table, start = self.table, plan.num_decodes
+        table.num_computed[plan.rows[start:]] += plan.counts[start:]
+        prefilled = publish_written(plan, table, self.pool)
+        rows = plan.rows[start:][plan.samples[start:]]
+        indices = (table.num_tokens[rows] - table.num_prompt[rows]).tolist()
+        ends = table.append_tokens(rows, token_ids)
+        return Said.of(table.members(rows), indices, *ends), prefilled
+
+    def _settle(self, outcome: Outcome) -> None:
         """Let finished sequences go, and hold those whose prefill is over."""
-        for i in done.tolist():
-            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
-            outcome.finished.append((outcome.sequences[i], reason))
-            self.remove(outcome.sequences[i])
+        for sequence, _ in outcome.finished:
+            self.remove(sequence)
         for sequence, _, _ in outcome.prefilled:
             if (
                 sequence.hold

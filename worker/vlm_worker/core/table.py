@@ -11,10 +11,12 @@ sequence enters or leaves, fills a block, or runs a chunk of its prompt.
 from __future__ import annotations
 
 import bisect
+import itertools
 
 import numpy as np
 
 from vlm_worker.core.blocks import NULL_BLOCK
+from vlm_worker.core.decoding import Decoding
 from vlm_worker.core.inputs import LogitEdits
 from vlm_worker.core.sequence import Sequence, Status
 
@@ -34,6 +36,7 @@ class SequenceTable:
         stop_ids: int64 [N, K], padded with NO_TOKEN
         temperature, top_p, min_p: float32 [N]; top_k: int32 [N]; seed: uint64 [N]
         num_logprobs: int64 [N]; -1 where none are wanted
+        priority: int64 [N]
         logit_edits: of the rows that want any
     """
 
@@ -68,12 +71,13 @@ class SequenceTable:
         self.min_p = np.zeros(num_rows, np.float32)
         self.seed = np.zeros(num_rows, np.uint64)
         self.num_logprobs = np.full(num_rows, -1, np.int64)
+        self.priority = np.zeros(num_rows, np.int64)
         self.logit_edits: dict[int, LogitEdits] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._ordered_rows = np.zeros(num_rows, np.int64)  # of `running`, in its order
         self._decode_rows: np.ndarray | None = None
         self._prompts: list[Sequence] | None = None
-        self._member_rows: np.ndarray | None = None
-        self._members: list[Sequence] = []
+        self._decoding: Decoding | None = None
 
     def __len__(self) -> int:
         """Running sequences."""
@@ -83,6 +87,10 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         """Sequences that can still enter."""
         return len(self._free_rows)
+
+    def top_priority(self, *, least: int) -> int:
+        """The largest of those who run, and `least`."""
+        return int(self.priority[self._running_rows].max(initial=least))
 
     @property
     def steps_until_one_ends(self) -> float:
@@ -101,6 +109,21 @@ class SequenceTable:
         return self._decode_rows
 
     @property
+    def decoding(self) -> Decoding:
+        """The columns of `decode_rows`: the same until membership changes, or some go on alone."""
+        if self._decoding is None:
+            decode = (~self.prefilling[self._running_rows]).tolist()
+            members = list(itertools.compress(self.running, decode))
+            self._decoding = self._gather(self.decode_rows, members)
+        return self._decoding
+
+    def decoding_of(self, rows: np.ndarray) -> Decoding:
+        """The columns of `decode_rows`, or of some of these rows alone."""
+        if rows is self._decode_rows:
+            return self.decoding
+        return self._gather(rows, self.members(rows))
+
+    @property
     def prompts(self) -> list[Sequence]:
         """Sequences with prompt tokens to compute, oldest first."""
         if self._prompts is None:
@@ -110,16 +133,11 @@ class SequenceTable:
 
     @property
     def _running_rows(self) -> np.ndarray:
-        return np.array([sequence.row for sequence in self.running], np.int64)
+        return self._ordered_rows[: len(self.running)]
 
     def members(self, rows: np.ndarray) -> list[Sequence]:
-        """The sequences of some rows; remembered for `decode_rows`, which come every step."""
-        if rows is self._member_rows:
-            return self._members
-        members = [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
-        if rows is self._decode_rows:
-            self._member_rows, self._members = rows, members
-        return members
+        """The sequences of some rows."""
+        return [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
 
     def enter(self, sequence: Sequence) -> int:
         """Give a sequence a row, from its own fields; it is RUNNING then."""
@@ -129,7 +147,10 @@ class SequenceTable:
         sequence.move(Status.RUNNING)
         sequence.row = row
         self.sequences[row] = sequence
-        bisect.insort(self.running, sequence, key=_arrival)
+        at = bisect.bisect_right(self.running, sequence.arrival, key=_arrival)
+        self._ordered_rows[at + 1 : len(self.running) + 1] = self._running_rows[at:]
+        self._ordered_rows[at] = row
+        self.running.insert(at, sequence)
         self.token_ids[row, : sequence.num_tokens] = sequence.token_ids
         self.num_tokens[row] = sequence.num_tokens
         self.num_computed[row] = sequence.num_computed_tokens
@@ -146,10 +167,11 @@ class SequenceTable:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed & (2**64 - 1)
         self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        self.priority[row] = sequence.priority
         edits = LogitEdits.of(sampling)
         if edits is not None:
             self.logit_edits[row] = edits
-        self._members_changed()
+        self._members_changed(prefilling=prefilling)
         return row
 
     def leave(self, sequence: Sequence) -> None:
@@ -161,23 +183,60 @@ class SequenceTable:
         self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
         self.logit_edits.pop(row, None)
         self.sequences[row] = None
-        del self.running[bisect.bisect_left(self.running, sequence.arrival, key=_arrival)]
+        at = bisect.bisect_left(self.running, sequence.arrival, key=_arrival)
+        del self.running[at]
+        self._ordered_rows[at : len(self.running)] = self._ordered_rows[
+            at + 1 : len(self.running) + 1
+        ]
         sequence.row = None
         self._free_rows.append(row)
-        self._members_changed()
+        self._members_changed(prefilling=bool(self.prefilling[row]))
 
-    def append_blocks(self, rows: np.ndarray, blocks: list[int]) -> None:
-        """One more KV block for each of some running sequences."""
+    def append_blocks(self, at: np.ndarray, blocks: list[int]) -> None:
+        """One more KV block for each of those at some places of `decoding`: theirs are full."""
+        decoding = self.decoding
+        rows = decoding.rows[at]
         count = self.num_blocks[rows]
         self.block_table[rows, count] = blocks
         self.num_blocks[rows] = count + 1
-        for sequence, block in zip(self.members(rows), blocks, strict=True):
-            sequence.blocks.append(block)
+        for place, block in zip(at.tolist(), blocks, strict=True):
+            decoding.members[place].blocks.append(block)
+        table, width = decoding.block_table, int(count.max()) + 1
+        if width > table.shape[1]:
+            table = self.block_table[:, :width][decoding.rows]
+        else:
+            table[at, count] = blocks
+        decoding.append_blocks(at, blocks, table)
+
+    def advance(self, decoding: Decoding, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All of what `decoding_of` gave computed one token, and have the next.
+
+        Returns:
+            See `Decoding.advance`.
+        """
+        if decoding is not self._decoding:  # others stay behind
+            self._decoding = None
+        ends = decoding.advance(token_ids)
+        rows, num_computed = decoding.rows, decoding.num_computed
+        self.token_ids[rows, num_computed] = token_ids
+        self.num_computed[rows] = num_computed
+        self.num_tokens[rows] = num_computed + 1
+        return ends
+
+    def append_tokens(
+        self, rows: np.ndarray, token_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that are complete with this step have one token more; returns as `advance` does."""
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        self.num_tokens[rows] = num_tokens + 1
+        stopped = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        return stopped, num_tokens + 1 >= self.limit[rows]
 
     def end_prefill(self, row: int) -> None:
         """All known tokens of the row are computed: it decodes from now on."""
         self.prefilling[row] = False
-        self._members_changed()
+        self._members_changed(prefilling=False)
 
     def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         missing = len(ids) - self.stop_ids.shape[1]
@@ -186,8 +245,28 @@ class SequenceTable:
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(ids)] = ids
 
-    def _members_changed(self) -> None:
-        self._decode_rows = self._prompts = self._member_rows = None
+    def _members_changed(self, *, prefilling: bool) -> None:
+        """Somebody came or went; while prefilling, whoever decodes goes on."""
+        self._prompts = None
+        if not prefilling:
+            self._decode_rows = self._decoding = None
+
+    def _gather(self, rows: np.ndarray, members: list[Sequence]) -> Decoding:
+        num_computed, num_blocks = self.num_computed.take(rows), self.num_blocks.take(rows)
+        width = int(num_blocks.max(initial=1))
+        return Decoding(
+            rows,
+            members,
+            token_ids=self.token_ids[rows, num_computed],
+            num_computed=num_computed,
+            num_prompt=self.num_prompt.take(rows),
+            position_delta=self.position_delta.take(rows),
+            room=num_blocks * self.block_size,
+            block_table=self.block_table[:, :width][rows],
+            block_size=self.block_size,
+            limit=self.limit.take(rows),
+            stop_ids=self.stop_ids[rows],
+        )
 
 
 def answer_limit(sequence: Sequence, *, max_model_len: int) -> int:

@@ -103,7 +103,7 @@ def turns(
         rules: the bounds.
         last_first: the lane that went first in the last wave that admitted anybody.
     """
-    backed_up = [lane for lane in Lane if backlog[lane] > 2 * rules.bound(lane)]
+    backed_up = [lane for lane, num in backlog.items() if num > 2 * rules.bound(lane)]
     first = backed_up[0] if len(backed_up) == 1 else _other(last_first)
     second = _other(first)
     half = max(rules.bound(second) // 2, 1)

@@ -16,6 +16,7 @@ from vlm_worker.core.inputs import StepOutput
 from vlm_worker.core.plan import Outcome, Plan, Schedule
 from vlm_worker.core.prefix import PrefixCounts
 from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.engine.guard import StepGuard
 from vlm_worker.engine.outbox import Outbox
 from vlm_worker.engine.prompt_images import PromptImages
@@ -58,6 +59,8 @@ class Stepping:
         self._outbox = outbox
         self._clock = clock
         self._scheduler.entrance.max_running = self.limit.limit.value
+        self._listened_to: list[Sequence] = []
+        self._streams: list[EventStream[PrefillEvent] | None] = []
 
     def turn(self) -> bool:
         """Run one step, if there is anything to run; whether another turn may bring more."""
@@ -81,7 +84,7 @@ class Stepping:
                     self._fail(self._scheduler.table.sequences[row], result.outcome)
             else:
                 outcome = self._scheduler.update(result.plan, result.outcome.token_ids)
-                self._deliver(outcome, result.outcome.finite)
+                self._deliver(outcome, result.outcome.finite if outcome.failed else result.outcome)
         seconds = self._clock() - started
         self._measured(schedule.plan, seconds)
         self.busy.stepped(work, seconds)
@@ -101,12 +104,12 @@ class Stepping:
         """What the step is to compute; asked before it does."""
         plan = schedule.plan
         assert plan is not None
-        computed, num_decodes = self._scheduler.table.num_computed[plan.rows], plan.num_decodes
+        table, num_decodes = self._scheduler.table, plan.num_decodes
         return StepWork(
             num_decodes=num_decodes,
-            kv_tokens=int(computed[:num_decodes].sum()),
+            kv_tokens=table.decoding.num_kv_tokens if num_decodes else 0,
             chunks=plan.counts[num_decodes:],
-            before=computed[num_decodes:],
+            before=table.num_computed[plan.rows[num_decodes:]],
             num_prompts=len(schedule.admitted),
         )
 
@@ -133,10 +136,10 @@ class Stepping:
         for sequence, num_computed, num_blocks in outcome.prefilled:
             if sequence.status is not Status.FINISHED:
                 self._advanced(sequence, num_computed, num_blocks)
-        streams = [sequence.sink.stream for sequence in outcome.sequences]
         indices, token_ids = outcome.indices, outcome.token_ids
         cached, logprobs = _cached(outcome), _logprobs(outcome, output)
-        self._outbox.emit_all(streams, map(TokenEvent, indices, token_ids, cached, logprobs))
+        events = map(TokenEvent, indices, token_ids, cached, logprobs)
+        self._outbox.emit_all(self._streams_of(outcome.sequences), events)
         self.num_output_tokens += len(outcome.sequences)
         for sequence, reason in outcome.finished:
             self._sequences.finish(sequence, reason)
@@ -144,6 +147,13 @@ class Stepping:
             self._pass_on(sequence)
         for sequence in outcome.failed:
             self._fail(sequence, EngineError("the model's logits are not finite"))
+
+    def _streams_of(self, sequences: list[Sequence]) -> list[EventStream[PrefillEvent] | None]:
+        """Who listens to each. While the same decode, the same do: they change with the prefill."""
+        if sequences is not self._listened_to:
+            self._listened_to = sequences
+            self._streams = [sequence.sink.stream for sequence in sequences]
+        return self._streams
 
     def _advanced(self, sequence: Sequence, num_computed: int, num_blocks: int) -> None:
         """A chunk is done: images behind it are free, blocks before it may be read."""

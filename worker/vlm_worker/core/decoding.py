@@ -1,0 +1,92 @@
+"""The decoding sequences as columns in the order of their step: what it reads and writes, as it is.
+
+    table      row 0 1 2 3 ...      every running sequence, wherever it has a row
+    Decoding   rows 2 0 3           those that decode, oldest first, side by side
+
+Its arrays are inputs of a step, and a step in which nobody comes or goes adds one to some of them:
+nothing is looked up by row. The table makes another when membership changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from vlm_worker.core.sequence import Sequence
+
+
+class Decoding:
+    """Of D sequences, each with one known token that is not computed. Written by the table alone.
+
+    Attributes:
+        rows: int64 [D], of the SequenceTable.
+        members: the sequences themselves, never another list.
+        token_ids: int64 [D], the token that is not computed.
+        num_computed: int64 [D]; `context_lens` is the same in int32.
+        num_kv_tokens: all of them.
+        indices: int64 [D], of the next token in its answer.
+        positions: int64 [P, D], of the token that is not computed.
+        slots: int64 [D], where its KV goes; of no meaning while its block is not there.
+        room: int64 [D], tokens that its blocks hold.
+        block_table: int32 [D, B] for the B blocks of the longest; another array when B grows.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        members: list[Sequence],
+        *,
+        token_ids: np.ndarray,
+        num_computed: np.ndarray,
+        num_prompt: np.ndarray,
+        position_delta: np.ndarray,
+        room: np.ndarray,
+        block_table: np.ndarray,
+        block_size: int,
+        limit: np.ndarray,
+        stop_ids: np.ndarray,
+    ) -> None:
+        self.rows, self.members = rows, members
+        self.token_ids = token_ids.astype(np.int64)
+        self.num_computed = num_computed
+        self.context_lens = num_computed.astype(np.int32)
+        self.num_kv_tokens = int(num_computed.sum())
+        self.indices = num_computed + 1 - num_prompt
+        num_axes = members[0].positions.shape[0] if members else 1
+        self.positions = np.empty((num_axes, len(rows)), np.int64)
+        np.add(num_computed, position_delta, out=self.positions)
+        self.room = room
+        self.block_table = block_table
+        self._block_size = block_size
+        self._ends_at = limit - 1  # the token that is then not computed is the last one
+        self._stop_ids = np.ascontiguousarray(stop_ids.T)
+        index = np.minimum(num_computed, room - 1) // block_size
+        first = block_table[np.arange(len(rows)), index].astype(np.int64) * block_size
+        self.slots = first + num_computed % block_size
+
+    def append_blocks(self, at: np.ndarray, blocks: Seq[int], block_table: np.ndarray) -> None:
+        """One more block for those at some places, whose blocks are all full.
+
+        `block_table` is as this one, with these blocks.
+        """
+        self.block_table = block_table
+        self.room[at] += self._block_size
+        self.slots[at] = np.array(blocks, np.int64) * self._block_size
+
+    def advance(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each has computed its token, and has the next one of int64 `token_ids` [D].
+
+        Returns:
+            Bool [D]: whose answer a stop token ends, and whose its length.
+        """
+        self.token_ids[:] = token_ids
+        self.num_kv_tokens += len(self.rows)
+        self.num_computed += 1
+        self.context_lens += 1
+        self.indices += 1
+        self.positions += 1
+        self.slots += 1
+        hits = self._stop_ids == token_ids
+        stopped = hits[0] if len(hits) == 1 else hits.any(axis=0)
+        return stopped, self.num_computed >= self._ends_at
