@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from vlm_worker.engine.loop_calls import LoopCalls
 from vlm_worker.engine.outbox import Letter, deliver
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
@@ -67,7 +68,7 @@ class EngineThread:
         self._copies: collections.deque[Command] = collections.deque()
         self._state.pictures.queue.on_ended = self._wake
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls = LoopCalls()
         self._stopped: asyncio.Future[None] | None = None
         self._stopping = False
         self.exports = self._state.sequences.exports
@@ -78,7 +79,7 @@ class EngineThread:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread; events are delivered on `loop`."""
-        self._loop = loop
+        self._calls.open(loop)
         self._stopped = loop.create_future()
         self._thread.start()
 
@@ -136,6 +137,7 @@ class EngineThread:
             self._copies.append(self._commands.get())
         for command in self._copies:
             command.refuse(EngineError("the engine does not run"))
+        self._calls.close()
         self._stopped.set_result(None)
 
     # ---- on the thread ---------------------------------------------------------------------------
@@ -221,9 +223,8 @@ class EngineThread:
         self._call_loop(deliver, letters)
 
     def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(callback, *args)
+            self._calls.call(callback, *args)
         except RuntimeError:  # the loop is closed: nobody listens any more
             self._stopping = True
 
