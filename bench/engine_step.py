@@ -5,26 +5,36 @@
 The engine on its thread, over a model of arithmetic that holds no lock for 5 ms a step, as a real
 one in C++ does; meanwhile the event loop hands out the tokens. What is counted is the time on the
 engine's thread from the end of one decode step to the start of the next: books, events, schedule,
-inputs. Medians of rounds, by running sequences; `cpu_us_per_sequence` is the thread's processor
-time of it, which leaves out what others on the machine, and the loop, keep it waiting.
+inputs, and all that it waits for. A round is one run of each number of running sequences, and its
+figure the median of that run's steps; `cpu_us_per_sequence` is the thread's processor time of it,
+which leaves out what others on the machine, and the loop, keep it waiting.
+
+These are microseconds, and the core has a speed of its own. So each step of the model begins with a
+piece of work that never changes (`core_speed`), as cold as the engine's own; figures are medians of
+the rounds in which that took alike, `rounds` says of how many, and `us_per_step_by_round` has all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from core_speed import Counted, core_seconds
+from probes import MOST_MOVED
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 
-from vlm_worker.core.inputs import StepInputs, StepOutput  # noqa: E402
+from vlm_worker.core.inputs import SampleParams, StepInputs, StepOutput  # noqa: E402
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings  # noqa: E402
 from vlm_worker.testing.runner import ChecksumRunner  # noqa: E402
@@ -46,8 +56,14 @@ class TimedRunner(ChecksumRunner):
         super().__init__(num_blocks, block_size=BLOCK_SIZE)
         self.faults.step_seconds = STEP_SECONDS
         self.between: list[tuple[float, float]] = []
+        self.probes: list[float] = []
         self._num_running = num_running
         self._ended: tuple[float, float] | None = None
+
+    def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
+        """After the wait, the probe first."""
+        self.probes.append(core_seconds())
+        return super().choose(contexts, params)
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """One step."""
@@ -70,30 +86,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    medians: dict[int, list[float]] = {number: [] for number in RUNNING}
-    cpu: dict[int, list[float]] = {number: [] for number in RUNNING}
+    rounds: dict[int, list[Round]] = {number: [] for number in RUNNING}
     for round_number in range(args.rounds):
         for num_running in RUNNING:
-            walls, cpus = zip(*asyncio.run(measure(num_running, round_number)), strict=True)
-            medians[num_running].append(statistics.median(walls) * 1e6)
-            cpu[num_running].append(statistics.median(cpus) * 1e6)
-    for num_running, microseconds in medians.items():
-        each = statistics.median(microseconds) / num_running
-        line = {
-            "bench": "engine_step",
-            "running": num_running,
-            "us_per_step": round(statistics.median(microseconds), 1),
-            "us_per_step_by_round": [round(one, 1) for one in microseconds],
-            "us_per_sequence": round(each, 2),
-            "cpu_us_per_sequence": round(statistics.median(cpu[num_running]) / num_running, 2),
-        }
-        if num_running == max(RUNNING):
-            line |= {"goal": GOAL_AT_256, "met": each <= GOAL_AT_256}
-        print(json.dumps(line), flush=True)
+            rounds[num_running].append(asyncio.run(measure(num_running, round_number)))
+    for num_running in RUNNING:
+        print(json.dumps(figures(num_running, rounds[num_running])), flush=True)
 
 
-async def measure(num_running: int, round_number: int) -> list[tuple[float, float]]:
-    """Seconds between steps, and of processor time, of one run in which all decode together."""
+def figures(num_running: int, rounds: Sequence[Round]) -> dict[str, Any]:
+    """One line of results."""
+    counted = Counted.of([one.probe for one in rounds])
+    microseconds = [one.wall * 1e6 for one in rounds]
+    each = counted.median(microseconds) / num_running
+    line = {
+        "bench": "engine_step",
+        "running": num_running,
+        "us_per_step": round(counted.median(microseconds), 1),
+        "us_per_step_by_round": [round(one, 1) for one in microseconds],
+        "us_per_sequence": round(each, 2),
+        "cpu_us_per_sequence": round(
+            counted.median([one.cpu for one in rounds]) * 1e6 / num_running, 2
+        ),
+        **counted.fields,
+    }
+    if num_running == max(RUNNING):
+        met = each <= GOAL_AT_256 if counted.probes_moved <= MOST_MOVED else None
+        line |= {"goal": GOAL_AT_256, "met": met}
+    return line
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Round:
+    """Medians of one run, in seconds: between steps, processor time of it, and the probe."""
+
+    wall: float
+    cpu: float
+    probe: float
+
+
+async def measure(num_running: int, round_number: int) -> Round:
+    """One run in which all decode together."""
     runner = TimedRunner(num_running)
     settings = EngineSettings(
         max_model_len=MAX_MODEL_LEN,
@@ -108,7 +141,8 @@ async def measure(num_running: int, round_number: int) -> list[tuple[float, floa
     requests = [request(round_number * num_running + i) for i in range(num_running)]
     await asyncio.gather(*(answer(engine, one) for one in requests))
     await engine.stop()
-    return runner.between
+    walls, cpus = zip(*runner.between, strict=True)
+    return Round(*(statistics.median(each) for each in (walls, cpus, runner.probes)))
 
 
 async def answer(engine: Engine, request: Request) -> None:

@@ -1,0 +1,68 @@
+"""How fast this core runs Python and numpy at this moment, by work that never changes.
+
+A figure in microseconds moves with the core's own speed: its clock, what a neighbour leaves of the
+caches, how cold they are after the model. So a benchmark of Python in microseconds times this work
+beside its own, in the same rounds. Rounds count whose probes are within `probes.MOST_MOVED` of each
+other, around the median, and how many of how many did is said; where fewer than
+`probes.LEAST_ROUNDS` do, all count, `probes_moved` is larger than that, and the table of goals says
+that the machine was busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from probes import LEAST_ROUNDS, alike
+
+_COUNTS = np.arange(256, dtype=np.int64)
+_KNOWN = {number: [number] for number in range(256)}
+NUM_PASSES = 4
+
+
+def core_seconds() -> float:
+    """This thread's processor time for a fixed piece of bookkeeping: some 100 us."""
+    began = time.thread_time()
+    for _ in range(NUM_PASSES):
+        counts = _COUNTS + 1
+        counts[counts > 128] -= 1
+        for number in counts.take(_COUNTS).tolist():
+            _KNOWN[number & 255][0] = number
+    return time.thread_time() - began
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counted:
+    """The rounds that count, of `num_rounds`, and how far their probes moved."""
+
+    rounds: Sequence[int]
+    num_rounds: int
+    probe_us: float
+    probes_moved: float
+
+    @classmethod
+    def of(cls, probes: Sequence[float]) -> Counted:
+        """By the seconds that the probe took in each round."""
+        rounds = alike(probes)
+        if len(rounds) < LEAST_ROUNDS:
+            rounds = list(range(len(probes)))
+        kept = [probes[i] for i in rounds]
+        moved = max(kept) / min(kept)
+        return cls(rounds, len(probes), statistics.median(kept) * 1e6, moved)
+
+    def median(self, values: Sequence[float]) -> float:
+        """Of the rounds that count, of one value a round."""
+        return statistics.median(values[i] for i in self.rounds)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As lines of results have them."""
+        return {
+            "probe_us": round(self.probe_us, 1),
+            "probes_moved": round(self.probes_moved, 2),
+            "rounds": [len(self.rounds), self.num_rounds],
+        }
