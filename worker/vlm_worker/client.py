@@ -204,12 +204,16 @@ class WorkerClient:
         timeout: float | None,
         told: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
-        """The messages of a call; `told` gets the initial metadata, before the first of them."""
+        """The messages of a call; `told` gets the initial metadata, before the first of them.
+
+        Of a call that fails there is none.
+        """
         call = self._call(name, request, timeout)
         try:
-            if told is not None:
-                told(dict(await call.initial_metadata()))
             async for message in call:
+                if told is not None:
+                    told(dict(await call.initial_metadata()))
+                    told = None
                 yield message
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, peer=self.address) from None

@@ -35,6 +35,7 @@ bool put_zeros(char* at) {
     char* const begin = mapping.begin.load();
     const int64_t size = mapping.size.load();
     if (begin == nullptr || at < begin || at - begin >= size) continue;
+    if (mapping.begin.load() != begin) continue;  // unmapped meanwhile: the size is of another one
     mapping.is_whole.store(false);
     const int64_t kept = (at - begin) / page_bytes * page_bytes;
     const int flags = MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;

@@ -146,6 +146,14 @@ async def test_what_a_producer_refuses_arrives_as_itself() -> None:
         assert len(whole) == NUM_BLOCKS * UNIT_BYTES
 
 
+async def test_a_fetch_that_fails_over_grpc_unlearns_nothing() -> None:
+    async with behind("prefill") as (p, door), learned(p) as (peer, good):
+        gone = dataclasses.replace(good, transfer_id="t-2")
+        with pytest.raises(GoneError):
+            _ = [frame async for frame in peer.client.fetch(Fetch.KV, gone, timeout=5)]
+        assert peer.client.data_port == door.port
+
+
 @contextlib.asynccontextmanager
 async def learned(p: Serving) -> AsyncIterator[tuple[Peer, FetchCall]]:
     """A consumer that knows where the data port is, and what it may fetch."""

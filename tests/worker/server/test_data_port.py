@@ -25,6 +25,7 @@ from worker.transfer.fetching import (
 from worker.wire.test_errors import ERRORS
 
 from vlm_worker.errors import EngineError, PeerLostError, WorkerError
+from vlm_worker.server.data_port import DataPort
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.transfer.data_link import UnreachableError
 from vlm_worker.wire.calls import FetchCall
@@ -126,6 +127,18 @@ async def test_requests_are_answered_in_turn_however_their_bytes_come() -> None:
             assert await reader.readexactly(once) == first
 
 
+async def test_a_port_that_closes_as_somebody_comes_closes_that_connection_too() -> None:
+    port = DataPort(Producer(ONE).serve, PRODUCTION)
+    number = port.open("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", number)) as theirs:
+        while len(port._tasks) == 1:  # noqa: ASYNC110  the very turn in which it is accepted
+            await asyncio.sleep(0)
+        assert not port.num_connections
+        await port.close()
+        theirs.settimeout(SECONDS)
+        assert theirs.recv(1) == b""
+
+
 # ---- consumers that do not keep to it ------------------------------------------------------------
 
 
@@ -136,7 +149,7 @@ async def test_requests_are_answered_in_turn_however_their_bytes_come() -> None:
         LENGTH.pack(2**32 - 1),
         REQUEST + LENGTH.pack(2**31),
         bytes(range(256)) * 64,
-        b"GET / HTTP/1.1\r\nHost: there\\r\\n\\r\\n",
+        b"GET / HTTP/1.1\r\nHost: there\r\n\r\n",
     ],
     ids=["too long", "endless", "after one", "garbage", "another protocol"],
 )
@@ -155,7 +168,7 @@ async def test_what_is_no_request_closes_its_connection_and_no_other(said: bytes
         await until(lambda: served.num_connections == 1)
 
 
-@pytest.mark.parametrize("data", [b"", b"\\x07", b"\\x12\\x02\\x08\\x01", bytes(40)])
+@pytest.mark.parametrize("data", [b"", b"\x07", b"\x12\x02\x08\x01", bytes(40)])
 async def test_a_request_that_nobody_understands_is_told_so(data: bytes) -> None:
     async with (
         listening(Producer(ONE).serve) as (_, port),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.wire.reading import read
 
-from vlm_worker.errors import CorruptTransferError, IncompatibleError
+from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
@@ -240,6 +240,17 @@ def test_units_that_lie_elsewhere_are_followed_where_somebody_wants_to_hear_of_t
         (8, 1, 0),
     ]
     assert b"".join(pieces) == transfer.data
+
+
+def test_units_that_lie_elsewhere_unheard_of_may_not_end_early() -> None:
+    """Whoever waits for the end alone believes that all of them are there."""
+    transfer = Transfer(unit_bytes=10, first_unit=0, num_units=4, batch=4)
+    writer = FrameWriter(IDENTITY, unit_bytes=10, first_unit=0)
+    early = writer.commit(Commit(4, 16, finish_reason=FinishReason.STOP)).joined()
+    assert transfer.reader().read(early) is None, "an answer may end with its first token"
+    with pytest.raises(CorruptTransferError, match="all units are due") as refused:
+        transfer.reader(into=Rooms([memoryview(bytearray(40))])).read(early)
+    assert refused.value.refusal is Refusal.COMMIT
 
 
 def test_no_memory_is_given_for_a_payload_that_is_not_due() -> None:

@@ -65,10 +65,11 @@ class DataPort:
             self._listener.close()
         self._threads.shutdown(wait=False)
 
-    def _run(self, work: Any) -> None:
+    def _run(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -80,9 +81,13 @@ class DataPort:
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
             if self.num_connections < MAX_CONNECTIONS:
-                self._run(self._talk(connection))
+                self._begin(connection)
             else:
                 connection.close()  # its fetches go over gRPC
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Talk; it is closed in the end, even where the port closes before its task has begun."""
+        self._run(self._talk(connection)).add_done_callback(lambda _: connection.close())
 
     async def _talk(self, connection: socket.socket) -> None:
         """Serve one consumer until it leaves, or does not keep to the protocol."""

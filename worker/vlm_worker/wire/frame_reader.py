@@ -64,8 +64,8 @@ class FrameReader:
         end_unit: where it ends, from what we ourselves know of the request.
         open_memory: finds memory that the producer shares; None refuses it.
         into: memory for all units, from the first one on: that is where they are then, checked or
-            not, and none are given; if it is followed, they are given without their bytes. Without
-            it each run has memory of its own.
+            not. If it is followed, they are given without their bytes; if not, none are, and the
+            transfer may not end without all of them. Without it each run has memory of its own.
     """
 
     def __init__(
@@ -257,6 +257,8 @@ class FrameReader:
         if num_frames != self._sequence - 1 or finish >= len(FINISH) or not self._assembly.is_whole:
             raise self._refuse(Refusal.COMMIT, "the commit does not fit the frames before it")
         reason = FINISH[finish]
+        if reason is not None and not self._assembly.is_followed:
+            raise self._refuse(Refusal.COMMIT, f"it ends as {reason.value}, and all units are due")
         next_unit = self._assembly.next_unit
         if reason is None and (num_units != self._end_unit or next_unit != num_units):
             raise self._refuse(

@@ -62,9 +62,9 @@ async def ask(
     ]
     text, ttft = [], 0.0
     stages: Mapping[str, float] = {}
-    began = time.perf_counter()
     try:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            began = time.perf_counter()
             stream = await client.chat.completions.create(
                 model=model,
                 messages=messages,
