@@ -23,11 +23,7 @@ class Decoding:
         rows: int64 [D], of the SequenceTable.
         members: the sequences themselves, never another list.
         token_ids: int64 [D], the token that is not computed.
-        num_computed: int64 [D]; `context_lens` is the same in int32.
-        num_kv_tokens: all of them.
-        indices: int64 [D], of the next token in its answer.
-        positions: int64 [P, D], of the token that is not computed.
-        slots: int64 [D], where its KV goes; of no meaning while its block is not there.
+        context_lens: int32 [D], tokens that have KV; `num_kv_tokens` is their sum.
         room: int64 [D], tokens that its blocks hold.
         block_table: int32 [D, B] for the B blocks of the longest; another array when B grows.
     """
@@ -49,13 +45,8 @@ class Decoding:
     ) -> None:
         self.rows, self.members = rows, members
         self.token_ids = token_ids.astype(np.int64)
-        self.num_computed = num_computed
         self.context_lens = num_computed.astype(np.int32)
         self.num_kv_tokens = int(num_computed.sum())
-        self.indices = num_computed + 1 - num_prompt
-        num_axes = members[0].positions.shape[0] if members else 1
-        self.positions = np.empty((num_axes, len(rows)), np.int64)
-        np.add(num_computed, position_delta, out=self.positions)
         self.room = room
         self.block_table = block_table
         self._block_size = block_size
@@ -63,7 +54,35 @@ class Decoding:
         self._stop_ids = np.ascontiguousarray(stop_ids.T)
         index = np.minimum(num_computed, room - 1) // block_size
         first = block_table[np.arange(len(rows)), index].astype(np.int64) * block_size
-        self.slots = first + num_computed % block_size
+        num_axes = members[0].positions.shape[0] if members else 1
+        self._counts = np.empty((3 + num_axes, len(rows)), np.int64)  # all that grow by one
+        self.num_computed[:] = num_computed
+        self.indices[:] = num_computed + 1 - num_prompt
+        self.slots[:] = first + num_computed % block_size
+        self.positions[:] = num_computed + position_delta
+
+    @property
+    def num_computed(self) -> np.ndarray:
+        """Int64 [D], tokens of each that have KV; `context_lens` is the same in int32."""
+        column: np.ndarray = self._counts[0]
+        return column
+
+    @property
+    def indices(self) -> np.ndarray:
+        """Int64 [D], of the next token in its answer."""
+        column: np.ndarray = self._counts[1]
+        return column
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Int64 [D], where the next KV goes; of no meaning while there is no block for it."""
+        column: np.ndarray = self._counts[2]
+        return column
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Int64 [P, D], of the token that is not computed."""
+        return self._counts[3:]
 
     def append_blocks(self, at: np.ndarray, blocks: Seq[int], block_table: np.ndarray) -> None:
         """One more block for those at some places, whose blocks are all full.
@@ -82,11 +101,8 @@ class Decoding:
         """
         self.token_ids[:] = token_ids
         self.num_kv_tokens += len(self.rows)
-        self.num_computed += 1
+        self._counts += 1
         self.context_lens += 1
-        self.indices += 1
-        self.positions += 1
-        self.slots += 1
         hits = self._stop_ids == token_ids
         stopped = hits[0] if len(hits) == 1 else hits.any(axis=0)
         return stopped, self.num_computed >= self._ends_at

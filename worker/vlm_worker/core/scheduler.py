@@ -150,11 +150,12 @@ class Scheduler:
 
     def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
         """Record a step: int64 `sampled` holds a token for each of the plan's sampled rows."""
-        failed = []
-        if len(sampled) and sampled.min() < 0:
+        token_ids, failed = sampled.tolist(), []
+        if min(token_ids, default=0) < 0:
             failed = self._fail(plan.sampled_rows[sampled < 0])
             plan = plan.without({row for _, row in failed})
             sampled = sampled[sampled >= 0]
+            token_ids = sampled.tolist()
         said = self._decoded(plan, sampled[: plan.num_decodes])
         prefilled: list[tuple[Sequence, int, int]] = []
         if plan.num_decodes < len(plan):
@@ -162,7 +163,7 @@ class Scheduler:
             said = said.before(firsts)
         outcome = Outcome(
             sequences=said.sequences,
-            token_ids=sampled.tolist(),
+            token_ids=token_ids,
             indices=said.indices,
             finished=said.finished,
             held=[],
