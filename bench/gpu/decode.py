@@ -11,6 +11,7 @@ measured where it is installed. The caches of a case are rotated past the L2 cac
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from shapes import Heads, Steps, models
-from timing import Bench, report
+from timing import Bench, Case, report
 from torch.nn import functional
 
 from vlm_kernels import paged_attention
@@ -29,14 +30,15 @@ GATHER_BYTES = 8 << 30
 """Beyond this a copy of the batch does not fit beside it."""
 
 
-def cases(bench: Bench) -> Iterator[dict[str, Any]]:
+def cases(bench: Bench) -> Iterator[Case]:
     """One line per model and batch."""
     for heads in models(bench):
         for batch, total in ((2, 40),) if bench.is_smoke else BATCHES:
-            yield measure(bench, heads, f"b{batch}/ctx{total}", [total] * batch)
+            name = f"b{batch}/ctx{total}"
+            yield functools.partial(measure, bench, heads, name, [total] * batch)
         low, high, count = (8, 40, 3) if bench.is_smoke else (64, 8192, 16)
         mixed = np.random.default_rng(0).integers(low, high, count)
-        yield measure(bench, heads, f"b{count}/mixed", mixed.tolist())
+        yield functools.partial(measure, bench, heads, f"b{count}/mixed", mixed.tolist())
 
 
 def measure(bench: Bench, heads: Heads, name: str, totals: list[int]) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def gather(bench: Bench, steps: Steps) -> Callable[[], Any]:
 
 
 def flashinfer_or_none(bench: Bench, steps: Steps) -> Callable[[], Any] | None:
-    """FlashInfer's decode on its own layout; None where it is not installed, or fails."""
+    """FlashInfer's decode on its own layout; None where it is not installed."""
     try:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
     except ImportError:

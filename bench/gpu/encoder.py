@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from shapes import TINY, Heads, Steps
 from step import Decoder
-from timing import Bench, captured
+from timing import Bench, Case, captured
 from torch.nn import functional
 
 from vlm_kernels import varlen_attention
@@ -36,7 +36,7 @@ STEPS_A_ROUND = 100
 Tower = Callable[[], torch.Tensor]
 
 
-def cases(bench: Bench) -> Iterator[dict[str, Any]]:
+def cases(bench: Bench) -> Iterator[Case]:
     """One line per size of a call."""
     heads = TINY[0] if bench.is_smoke else Heads("llava-7b", 32, 32, 128)
     batch, total = (2, 20) if bench.is_smoke else (BATCH, TOTAL)
@@ -44,7 +44,7 @@ def cases(bench: Bench) -> Iterator[dict[str, Any]]:
     layers, inner = (1, 48) if bench.is_smoke else (32, 11008)
     step = _step(bench, steps, Decoder(bench, steps, num_layers=layers, inner=inner))
     for num_patches in (16,) if bench.is_smoke else PATCHES:
-        yield measure(bench, step, num_patches)
+        yield functools.partial(measure, bench, step, num_patches)
 
 
 def measure(bench: Bench, step: Callable[[], torch.Tensor], num_patches: int) -> dict[str, Any]:

@@ -8,28 +8,34 @@ torch's own attention, sequence by sequence, over contiguous KV, with the backen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from shapes import Heads, Steps, models
-from timing import Bench, report
+from timing import Bench, Case, report
 from torch.nn import functional
 
 from vlm_kernels import paged_attention, varlen_attention
 
 PROMPTS = ((576,), (2048,), (8192,), (1024,) * 8, (64, 128, 576, 1200, 3000))
 WINDOWS = ((64,) * 64, (1024,) * 4)
-TOWER = Heads("qwen2.5-vl tower", 16, 16, 80)
+TOWER, TINY_TOWER = Heads("qwen2.5-vl tower", 16, 16, 80), Heads("tiny tower", 2, 2, 80)
 
 
-def cases(bench: Bench) -> Iterator[dict[str, Any]]:
+def cases(bench: Bench) -> Iterator[Case]:
     """One line per model and prompts, then the tower's windows."""
     for heads in models(bench):
         for lengths in ((20, 9),) if bench.is_smoke else PROMPTS:
-            yield prompts(bench, heads, lengths)
+            yield functools.partial(prompts, bench, heads, lengths)
     for lengths in ((16, 5),) if bench.is_smoke else WINDOWS:
-        yield pictures(bench, TOWER, lengths)
+        yield functools.partial(pictures, bench, tower(bench), lengths)
+
+
+def tower(bench: Bench) -> Heads:
+    """Of this run."""
+    return TINY_TOWER if bench.is_smoke else TOWER
 
 
 def prompts(bench: Bench, heads: Heads, lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ operations one after the other; `compiled` what torch.compile makes of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from shapes import Heads, Steps, models
-from timing import Bench, report
+from timing import Bench, Case, report
 
 from vlm_kernels import add_rms_norm, rope_store_kv, silu_mul
 from vlm_kernels.add_rms_norm import add_rms_norm_reference
@@ -24,14 +25,14 @@ from vlm_kernels.silu_mul import silu_mul_reference
 SHAPES = ((1, 4096), (64, 4096), (256, 3584), (4096, 4096), (4096, 8192))
 
 
-def cases(bench: Bench) -> Iterator[dict[str, Any]]:
+def cases(bench: Bench) -> Iterator[Case]:
     """One line per operation and shape."""
     for rows, size in ((3, 50),) if bench.is_smoke else SHAPES:
-        yield norm(bench, rows, size)
-        yield gate(bench, rows, size)
+        yield functools.partial(norm, bench, rows, size)
+        yield functools.partial(gate, bench, rows, size)
     for heads in models(bench)[:2]:
         for rows in (4,) if bench.is_smoke else (1, 256, 4096):
-            yield rotation(bench, heads, rows)
+            yield functools.partial(rotation, bench, heads, rows)
 
 
 def norm(bench: Bench, rows: int, size: int) -> dict[str, Any]:

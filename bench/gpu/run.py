@@ -1,14 +1,15 @@
 """GPU kernels against the limits of the GPU that they run on, in one command.
 
-    python bench/gpu/run.py                    all cases, about 10 minutes; goals G1 to G6
+    python bench/gpu/run.py                    all cases but tune; goals G1 to G6
     python bench/gpu/run.py decode rows        some
     python bench/gpu/run.py tune               try tile sizes, and write the winners to configs.json
     python bench/gpu/run.py --smoke            tiny shapes under Triton's interpreter, without a GPU
 
 It needs numpy, torch for CUDA with its triton, and gcc or clang; nothing of this project has to be
-installed. JSON lines, the machine and its limits first, what became of each goal last, to
-bench/results/gpu.jsonl as they are found; of a smoke run to the output alone, since its times say
-nothing. A case that fails is a line with its error, and the others go on.
+installed. JSON lines, the machine and its limits first, what became of each goal last, as they are
+found: to bench/results/gpu.jsonl, of some cases to a file that names them beside it, of a smoke run
+to the output alone, since its times say nothing. What fails is a line with its error, and the
+others go on.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PACKAGES = [str(Path(__file__).parents[2] / name) for name in ("kernels", "worker")]
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.jsonl"
+
+Cases = Callable[[Any], Iterator[Callable[[], dict[str, Any]]]]
+"""Of a `timing.Bench`."""
 
 
 def main() -> int:
@@ -54,7 +59,7 @@ def main() -> int:
         _interpret()
     torch.manual_seed(0)
     lines: list[dict[str, Any]] = []
-    results = Path(os.devnull) if args.smoke else RESULTS
+    results = Path(os.devnull) if args.smoke else results_of(args.cases)
     with torch.inference_mode(), results.open("w") as file:
 
         def say(line: dict[str, Any]) -> None:
@@ -63,10 +68,32 @@ def main() -> int:
             lines.append(line)
 
         bench = Bench.probed(rounds=1 if args.smoke else args.rounds, is_smoke=args.smoke)
-        for line in _lines(bench, {name: cases[name] for name in chosen}):
+        for line in _machine(bench):
             say(line)
+        for name in chosen:
+            for line in measured(name, cases[name], bench):
+                say(line)
         say({"reached": reached(lines)})
     return int(any("error" in line for line in lines))
+
+
+def results_of(named: Sequence[str]) -> Path:
+    """Where lines go: those of all cases together, never over those of some."""
+    return RESULTS.with_stem("-".join((RESULTS.stem, *named)))
+
+
+def measured(name: str, cases: Cases, bench: Any) -> Iterator[dict[str, Any]]:
+    """A line of each case of one module; of one that fails, its error."""
+    found = cases(bench)
+    for number in itertools.count():
+        try:
+            case = next(found, None)
+            if case is None:
+                return
+            line = case()
+        except Exception as error:  # noqa: BLE001  a compiler or a device may raise anything
+            line = {"case": f"{name}, number {number}", "error": repr(error)[:500]}
+        yield line
 
 
 def reached(lines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
@@ -96,21 +123,21 @@ def _missing(*, is_smoke: bool) -> str | None:
     return None
 
 
-def _cases() -> dict[str, Callable[[Any], Iterator[dict[str, Any]]]]:
+def _cases() -> dict[str, Cases]:
     import decode
     import encoder
+    import moves
     import prefill
     import rows
     import step
     import tune
+    import weights
 
-    modules = (decode, prefill, rows, step, encoder, tune)
+    modules = (decode, prefill, rows, weights, moves, step, encoder, tune)
     return {module.__name__: module.cases for module in modules}
 
 
-def _lines(
-    bench: Any, cases: Mapping[str, Callable[[Any], Iterator[dict[str, Any]]]]
-) -> Iterator[dict[str, Any]]:
+def _machine(bench: Any) -> Iterator[dict[str, Any]]:
     import torch
     import triton
 
@@ -118,11 +145,6 @@ def _lines(
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     yield {"machine": platform.machine(), "device": name, **versions}
     yield {"limits": {key: round(value) for key, value in dataclasses.asdict(bench.limits).items()}}
-    for name, case in cases.items():
-        try:
-            yield from case(bench)
-        except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
-            yield {"case": name, "error": repr(error)[:500]}
 
 
 def _interpret() -> None:

@@ -11,13 +11,14 @@ The rest of a server's step is not in it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from shapes import TINY, Heads, Steps
-from timing import Bench, captured, report
+from timing import Bench, Case, captured, report
 from torch.nn import functional
 
 from vlm_kernels import add_rms_norm, paged_attention, rope_store_kv, silu_mul
@@ -86,17 +87,17 @@ class Decoder:
         return functional.linear(x + residual, self.head).argmax(-1)
 
 
-def cases(bench: Bench) -> Iterator[dict[str, Any]]:
+def cases(bench: Bench) -> Iterator[Case]:
     """One line per batch."""
     heads = TINY[0] if bench.is_smoke else Heads("llava-7b", 32, 32, 128)
-    num_layers, inner = (1, 48) if bench.is_smoke else (32, 11008)
     for batch, total in ((2, 20),) if bench.is_smoke else BATCHES:
-        steps = Steps(heads, [1] * batch, [total] * batch)
-        yield measure(bench, steps, Decoder(bench, steps, num_layers=num_layers, inner=inner))
+        yield functools.partial(measure, bench, Steps(heads, [1] * batch, [total] * batch))
 
 
-def measure(bench: Bench, steps: Steps, decoder: Decoder) -> dict[str, Any]:
+def measure(bench: Bench, steps: Steps) -> dict[str, Any]:
     """The step alone, and with its plan made in Python before each replay."""
+    num_layers, inner = (1, 48) if bench.is_smoke else (32, 11008)
+    decoder = Decoder(bench, steps, num_layers=num_layers, inner=inner)
     batch = len(steps.totals)
     x = bench.randn(batch, steps.heads.num_heads * steps.heads.head_dim)
     table = bench.randn(batch, steps.heads.head_dim)

@@ -19,7 +19,13 @@ import torch
 L2_BYTES = 200 << 20
 """What is read between two reads of the same: more than any L2 cache (60 MB on an H200)."""
 
+COPIES = 32
+"""At most, of what a case reads, and calls in one measurement, so that each copy has its turn."""
+
 Call = Callable[[], Any]
+
+Case = Callable[[], dict[str, Any]]
+"""Measures something, and says so in a line."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Bench:
     @property
     def calls(self) -> int:
         """In one measurement."""
-        return 1 if self.is_smoke else 8
+        return 1 if self.is_smoke else COPIES
 
     @classmethod
     def probed(cls, *, rounds: int, is_smoke: bool) -> Bench:
@@ -62,7 +68,7 @@ class Bench:
         a, b = self.randn(size, size), self.randn(size, size)
         took = self.medians(
             {
-                "read": lambda: source.view(torch.int32).sum(),
+                "read": lambda: source.view(torch.float32).sum(),  # of int32, torch sums a copy
                 "copy": lambda: target.copy_(source),
                 "product": lambda: a @ b,
             }
@@ -83,13 +89,15 @@ class Bench:
         return {name: statistics.median(values) for name, values in seconds.items()}
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """Random numbers, in pieces: a large tensor has no float32 copy."""
-        x = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return x.normal_()
+        """Random numbers, made in their own type: no float32 copy of a large tensor."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_()
 
     def rotating(self, num_bytes: int, make: Callable[[], Any]) -> Iterator[Any]:
-        """Endless turns of as many copies as are more than an L2 cache, at least two."""
-        copies = 2 if self.is_smoke else max(2, min(16, L2_BYTES // num_bytes + 1))
+        """Endless turns of copies that are more than an L2 cache together, at least two.
+
+        Of less than 2 MB, all `COPIES` fit into it, and are measured there.
+        """
+        copies = 2 if self.is_smoke else max(2, min(COPIES, L2_BYTES // num_bytes + 1))
         return itertools.cycle([make() for _ in range(copies)])
 
     def _repeated(self, call: Call) -> Call:
