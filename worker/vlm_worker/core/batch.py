@@ -39,7 +39,7 @@ class BatchBuilder:
             return self._build_decodes(self._table.decoding_of(plan.decodes))
         table, num_decodes, num_rows = self._table, plan.num_decodes, len(plan)
         positions = self._position_buffer(plan)
-        context = table.num_computed[plan.rows]
+        context = table.num_computed.take(plan.rows)
         if num_decodes:
             self._fill_decodes(table.decoding_of(plan.decodes), positions)
         image_rows: list[ImageRows] = []
@@ -55,7 +55,7 @@ class BatchBuilder:
             image_rows += rows_of_images(sequence, start, int(plan.counts[s]), at)
             if self._whole_images:
                 spans[s] = tuple((item.offset, item.end) for item in sequence.items)
-        width = int(table.num_blocks[plan.rows].max())
+        width = int(table.num_blocks.take(plan.rows).max())
         return StepInputs(
             token_ids=self._ids[:num_tokens],
             positions=positions[:, :num_tokens],
@@ -127,16 +127,16 @@ class BatchBuilder:
         """How rows are sampled; `indices` are the tokens' own in their answers, where known."""
         table = self._table
         if indices is None:
-            indices = table.num_tokens[rows] - table.num_prompt[rows]
-        temperature = table.temperature[rows]
-        num_logprobs = table.num_logprobs[rows]
+            indices = table.num_tokens.take(rows) - table.num_prompt.take(rows)
+        temperature = table.temperature.take(rows)
+        num_logprobs = table.num_logprobs.take(rows)
         return SampleParams(
             greedy=not temperature.any(),
             temperature=temperature,
-            top_p=table.top_p[rows],
-            top_k=table.top_k[rows],
-            min_p=table.min_p[rows],
-            seed=table.seed[rows],
+            top_p=table.top_p.take(rows),
+            top_k=table.top_k.take(rows),
+            min_p=table.min_p.take(rows),
+            seed=table.seed.take(rows),
             index=indices,
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
             edited=self._edited(rows),

@@ -52,14 +52,15 @@ class Decoding:
         self._block_size = block_size
         self._ends_at = limit - 1  # the token that is then not computed is the last one
         self._stop_ids = np.ascontiguousarray(stop_ids.T)
-        index = np.minimum(num_computed, room - 1) // block_size
-        first = block_table[np.arange(len(rows)), index].astype(np.int64) * block_size
+        index, offset = np.divmod(num_computed, block_size)
+        np.minimum(index, block_table.shape[1] - 1, out=index)  # where the next block lacks
+        blocks = block_table[np.arange(len(rows)), index].astype(np.int64)
         num_axes = members[0].positions.shape[0] if members else 1
         self._counts = np.empty((3 + num_axes, len(rows)), np.int64)  # all that grow by one
         self.num_computed[:] = num_computed
-        self.indices[:] = num_computed + 1 - num_prompt
-        self.slots[:] = first + num_computed % block_size
-        self.positions[:] = num_computed + position_delta
+        np.subtract(num_computed + 1, num_prompt, out=self.indices)
+        np.add(blocks * block_size, offset, out=self.slots)
+        np.add(num_computed, position_delta, out=self.positions)
 
     @property
     def num_computed(self) -> np.ndarray:

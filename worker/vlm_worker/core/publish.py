@@ -66,6 +66,8 @@ def publish_answers_for(sequence: Sequence, table: SequenceTable, pool: BlockPoo
         return
     wanted, rows = sequence.token_ids[start:end], table.decode_rows
     rows = rows[table.token_ids[rows, start] == wanted[0]]  # the rest is compared for few
+    if not len(rows):
+        return
     rows = rows[table.num_computed[rows] >= end]
     rows = rows[(table.token_ids[rows, start:end] == wanted).all(axis=1)]
     for running, row in zip(table.members(rows), rows.tolist(), strict=True):

@@ -265,7 +265,7 @@ class SequenceTable:
             block_table=self.block_table[:, :width][rows],
             block_size=self.block_size,
             limit=self.limit.take(rows),
-            stop_ids=self.stop_ids[rows],
+            stop_ids=self.stop_ids.take(rows, axis=0),
         )
 
 
