@@ -118,6 +118,14 @@ def test_every_variant_computes_the_definition(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 4, 5, 8])
+def test_heads_that_share_keys_keep_maxima_of_their_own(num_groups: int, variant: str) -> None:
+    batch = decoding([100, 33], num_kv_heads=2, num_groups=num_groups, head_dim=32, block_size=16)
+    growth = 2.0 ** (torch.arange(batch.q.shape[1]) % 5 - 2)  # the largest in no order of heads
+    batch.q.mul_(growth.flip(0)[:, None])
+    check(batch)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-36])
 def test_queries_of_next_to_nothing_weigh_all_positions_alike(size: float, variant: str) -> None:
     batch = decoding([70, 5], dtype=torch.float32, kv_dtype=torch.int8)

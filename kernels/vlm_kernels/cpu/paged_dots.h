@@ -64,7 +64,7 @@ struct PairProducts {
     for (int h = 0; h < heads; h++) {
       Floats four[4];
       for (int i = 0; i < 4; i++) four[i] = Dots::to_floats(sums[h][i]);
-      sum_four(four, out[h]);
+      store_four(out[h], sum_four(four));
     }
   }
 

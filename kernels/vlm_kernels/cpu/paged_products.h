@@ -56,7 +56,7 @@ struct FloatProducts {
         for (int i = 0; i < 4; i++) sums[h][i] = sums[h][i] + k[i].b * b;
       }
     }
-    for (int h = 0; h < heads; h++) sum_four(sums[h], out[h]);
+    for (int h = 0; h < heads; h++) store_four(out[h], sum_four(sums[h]));
   }
 
   static float weigh(const float* w, Weights* weights) {

@@ -35,37 +35,49 @@ inline Floats soft_cap(Floats s, float cap) {
   return (x < 0 ? -y : y) * cap;
 }
 
-// Turns the products of q and k into weights of the values; brings the sums so far to the new
-// maximum by the factor that it returns.
-template <class KV>
-inline float softmax(float* scores, const Tile<KV>& tile, float scale, float cap, float* maximum,
-                     float* total) {
-  for (int i = 0; i < TILE; i += WIDTH) {
-    Floats s = load(scores + i) * scale;
-    if constexpr (HAS_SCALES<KV>) s = s * load(tile.key_scales + i);
-    store(scores + i, cap > 0 ? soft_cap(s, cap) : s);
-  }
-  for (int i = tile.count; i < TILE; i++) scores[i] = NOTHING;  // unused memory may hold anything
-  Floats most = broadcast(NOTHING);
-  for (int i = 0; i < TILE; i += WIDTH) {
-    const Floats s = load(scores + i);
-    most = s > most ? s : most;
-  }
-  const float now = std::max(*maximum, largest(most));
-  const float factor = *maximum == now ? 1.f : std::exp(*maximum - now);
-  Floats added = {};
-  for (int i = 0; i < TILE; i += WIDTH) {
-    const Floats w = exp_of_negative(load(scores + i) - now);
-    added = added + w;
-    if constexpr (HAS_SCALES<KV>) {
-      store(scores + i, w * load(tile.value_scales + i));
-    } else {
-      store(scores + i, w);
+// Turns the products of q and k into weights of the values, and adds these to the totals; `factors`
+// bring the sums so far to the new maxima. What is across registers is done for all heads at once:
+// head by head, the steps of it would be waited for one after the other.
+template <int heads, class KV>
+inline void softmax(float (*scores)[TILE], const Tile<KV>& tile, const float* scales, float cap,
+                    float* maxima, float* totals, float* factors) {
+  static_assert(heads <= 4 && 4 <= WIDTH, "one fold, one register of factors");
+  Floats most[4] = {};
+  for (int h = 0; h < heads; h++) {
+    for (int i = 0; i < TILE; i += WIDTH) {
+      Floats s = load(scores[h] + i) * scales[h];
+      if constexpr (HAS_SCALES<KV>) s = s * load(tile.key_scales + i);
+      store(scores[h] + i, cap > 0 ? soft_cap(s, cap) : s);
+    }
+    for (int i = tile.count; i < TILE; i++) scores[h][i] = NOTHING;  // memory may hold anything
+    most[h] = broadcast(maxima[h]);
+    for (int i = 0; i < TILE; i += WIDTH) {
+      const Floats s = load(scores[h] + i);
+      most[h] = s > most[h] ? s : most[h];
     }
   }
-  *total = *total * factor + sum(added);
-  *maximum = now;
-  return factor;
+  Four was = {};
+  for (int h = 0; h < heads; h++) was[h] = maxima[h];
+  const Four now = largest_of_four(most);
+  const Four change = was == now ? Four{} + 1.f : exp_of_negative(was - now);
+  Floats added[4] = {};
+  for (int h = 0; h < heads; h++) {
+    for (int i = 0; i < TILE; i += WIDTH) {
+      const Floats w = exp_of_negative(load(scores[h] + i) - now[h]);
+      added[h] = added[h] + w;
+      if constexpr (HAS_SCALES<KV>) {
+        store(scores[h] + i, w * load(tile.value_scales + i));
+      } else {
+        store(scores[h] + i, w);
+      }
+    }
+  }
+  const Four sums = sum_four(added);
+  for (int h = 0; h < heads; h++) {
+    factors[h] = change[h];
+    totals[h] = totals[h] * change[h] + sums[h];
+    maxima[h] = now[h];
+  }
 }
 
 // How all tiles of a part are computed.
@@ -81,15 +93,14 @@ void attend(const Way& way, const typename Products::Query* q, const float* lack
             float* sums, float* totals, float* maxima) {
   alignas(64) float scores[heads][TILE];
   typename Products::Weights weights[heads];
-  float factors[heads], units[heads];
+  float scales[heads], factors[heads], units[heads];
   for (int i = 0; i < tile.count; i += 4) {
     Products::template scores<heads>(q, tile.keys + i, next.keys + i, way.head_dim,
                                      reinterpret_cast<float(*)[TILE]>(&scores[0][i]));
   }
-  for (int h = 0; h < heads; h++) {
-    factors[h] = softmax(scores[h], tile, way.scale * lacks[h], way.softcap, maxima + h, totals + h);
-    units[h] = Products::weigh(scores[h], weights + h);
-  }
+  for (int h = 0; h < heads; h++) scales[h] = way.scale * lacks[h];
+  softmax<heads>(scores, tile, scales, way.softcap, maxima, totals, factors);
+  for (int h = 0; h < heads; h++) units[h] = Products::weigh(scores[h], weights + h);
   constexpr int columns = NUM_REGISTERS == 16 || heads > 2 ? 2 : 4;
   int64_t d = 0;
   for (; d + (columns - 1) * PAIR < way.head_dim; d += columns * PAIR) {

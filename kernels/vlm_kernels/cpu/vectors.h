@@ -28,6 +28,7 @@ constexpr int NUM_REGISTERS = 16;
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
+typedef float Four __attribute__((vector_size(16)));
 
 inline Floats broadcast(float x) { return Floats{} + x; }
 
@@ -38,6 +39,8 @@ inline Floats load(const float* from) {
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline void store_four(float* to, Four x) { std::memcpy(to, &x, sizeof(x)); }
 
 // 2 * WIDTH values in two registers. Which value lies where is the type's own, `place`: floats and
 // int8 lie one after the other; of bfloat16, even ones lie in `a` and odd ones in `b`, which takes
@@ -83,29 +86,67 @@ inline int place(int i) {
   return sizeof(T) == 2 ? (i % 2) * WIDTH + i / 2 : i;
 }
 
-// The sums of four registers.
-inline void sum_four(const Floats x[4], float sums[4]) {
 #if defined(__AVX512F__)
-  const __m512 s[4] = {(__m512)x[0], (__m512)x[1], (__m512)x[2], (__m512)x[3]};
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(s[0], s[1]), _mm512_unpackhi_ps(s[0], s[1]));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3]));
-  const __m512d l = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d h = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(l), _mm512_castpd_ps(h));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+inline Floats low_of(Floats a, Floats b) {
+  return (Floats)_mm512_unpacklo_ps((__m512)a, (__m512)b);
+}
+inline Floats high_of(Floats a, Floats b) {
+  return (Floats)_mm512_unpackhi_ps((__m512)a, (__m512)b);
+}
+inline Floats low_pairs_of(Floats a, Floats b) {
+  return (Floats)_mm512_unpacklo_pd((__m512d)a, (__m512d)b);
+}
+inline Floats high_pairs_of(Floats a, Floats b) {
+  return (Floats)_mm512_unpackhi_pd((__m512d)a, (__m512d)b);
+}
 #elif defined(__AVX2__)
-  const __m256 ab = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
-  const __m256 cd = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
-  const __m256 abcd = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
-#else
-  for (int i = 0; i < 4; i++) {
-    float sum = 0;
-    for (int lane = 0; lane < WIDTH; lane++) sum += x[i][lane];
-    sums[i] = sum;
-  }
+inline Floats low_of(Floats a, Floats b) {
+  return (Floats)_mm256_unpacklo_ps((__m256)a, (__m256)b);
+}
+inline Floats high_of(Floats a, Floats b) {
+  return (Floats)_mm256_unpackhi_ps((__m256)a, (__m256)b);
+}
+inline Floats low_pairs_of(Floats a, Floats b) {
+  return (Floats)_mm256_unpacklo_pd((__m256d)a, (__m256d)b);
+}
+inline Floats high_pairs_of(Floats a, Floats b) {
+  return (Floats)_mm256_unpackhi_pd((__m256d)a, (__m256d)b);
+}
 #endif
+
+// Of each of four registers what `fold` makes of its lanes, all four in one tree: lane after lane
+// would be a chain of steps that wait for each other, as long as a register is wide.
+template <class Fold>
+inline Four fold_four(const Floats x[4], Fold fold) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  const Floats ab = fold(low_of(x[0], x[1]), high_of(x[0], x[1]));
+  const Floats cd = fold(low_of(x[2], x[3]), high_of(x[2], x[3]));
+  const Floats abcd = fold(low_pairs_of(ab, cd), high_pairs_of(ab, cd));
+#if defined(__AVX512F__)
+  const __m512 all = (__m512)abcd;
+  const __m256 half = fold(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+#else
+  const __m256 half = (__m256)abcd;
+#endif
+  return (Four)fold(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+  Four out;
+  for (int i = 0; i < 4; i++) {
+    float folded = x[i][0];
+    for (int lane = 1; lane < WIDTH; lane++) folded = fold(folded, x[i][lane]);
+    out[i] = folded;
+  }
+  return out;
+#endif
+}
+
+inline Four sum_four(const Floats x[4]) {
+  return fold_four(x, [](auto a, auto b) { return a + b; });
+}
+
+// NaN is not counted.
+inline Four largest_of_four(const Floats x[4]) {
+  return fold_four(x, [](auto a, auto b) { return b > a ? b : a; });
 }
 
 inline float largest(Floats x) {
@@ -125,23 +166,25 @@ inline float sum(Floats x) {
 //   e^x = 2^n e^r,  n = round(x / ln 2),  |r| <= ln 2 / 2,  e^r by a polynomial of degree 7
 //
 // Its coefficients, and ln 2 in two parts, are those of expf in Cephes (S. Moshier).
-inline Floats exp_of_negative(Floats x) {
-  const Floats shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats biased = x * 1.44269504f + shift;
-  const Floats n = biased - shift;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+template <class V>
+inline V exp_of_negative(V x) {
+  typedef uint32_t Ints __attribute__((vector_size(sizeof(V))));
+  const V shift = V{} + 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  const V biased = x * 1.44269504f + shift;
+  const V n = biased - shift;
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.f;
-  Bits power;
+  Ints power;
   std::memcpy(&power, &biased, sizeof(power));
   power = (power << 23) + (127u << 23);  // the integer's low bits move to the exponent
-  Floats scale;
+  V scale;
   std::memcpy(&scale, &power, sizeof(scale));
-  return x < -87.f ? Floats{} : p * scale;
+  return x < -87.f ? V{} : p * scale;
 }
 
 }  // namespace triptych
