@@ -52,6 +52,7 @@ def add_rms_norm(
     if not gpu.serves(x_TD.device):
         h_TD = x_TD + residual_TD
         return rms_norm(h_TD, weight_D, eps=eps), h_TD
+    gpu.check_floats("add_rms_norm: x", x_TD)
     from vlm_kernels.gpu.rms_norm import rms_norm as launch
 
     x_TD, residual_TD = (x if x.stride(1) == 1 else x.contiguous() for x in (x_TD, residual_TD))

@@ -34,12 +34,15 @@ def gather_blocks(
         uint8 `[I, C]`.
 
     Raises:
-        ValueError: an id is not of the cache or not int64, or `out_IC` has another shape.
+        ValueError: an id is not of the cache or not int64, or `out_IC` has another shape or type,
+            or cannot be filled.
     """
     _check_ids(kv_cache, ids_I)
     if out_IC is None:
         out_IC = np.empty((len(ids_I), _block_bytes(kv_cache)), np.uint8)
     _check_bytes(kv_cache, ids_I, out_IC)
+    if not out_IC.flags.c_contiguous or not out_IC.flags.writeable:
+        raise ValueError("out_IC must be contiguous, and writeable")
     ids, out = torch.from_numpy(ids_I).to(kv_cache.device), torch.from_numpy(out_IC)
     if gpu.serves(kv_cache.device):
         out.copy_(_move(kv_cache, None, ids))
@@ -60,10 +63,13 @@ def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarra
         data_IC: uint8 `[I, C]`; may be read-only.
 
     Raises:
-        ValueError: an id is not of the cache or not int64, or the bytes are not as many.
+        ValueError: an id is not of the cache, not int64 or there twice, or the bytes are not as
+            many.
     """
     _check_ids(kv_cache, ids_I)
     _check_bytes(kv_cache, ids_I, data_IC)
+    if len(np.unique(ids_I)) != len(ids_I):
+        raise ValueError("a block is written twice")
     ids = torch.from_numpy(ids_I).to(kv_cache.device)
     if gpu.serves(kv_cache.device):
         _move(kv_cache, torch.from_numpy(data_IC.copy()).to(kv_cache.device), ids)
@@ -115,8 +121,8 @@ def _block_bytes(kv_cache: torch.Tensor) -> int:
 
 
 def _check_bytes(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarray) -> None:
-    if data_IC.shape != (len(ids_I), _block_bytes(kv_cache)):
-        raise ValueError(f"{data_IC.shape} bytes for {len(ids_I)} blocks")
+    if data_IC.shape != (len(ids_I), _block_bytes(kv_cache)) or data_IC.dtype != np.uint8:
+        raise ValueError(f"{data_IC.shape} bytes for {len(ids_I)} blocks, of {data_IC.dtype}")
 
 
 def _check_ids(kv_cache: torch.Tensor, ids_I: np.ndarray) -> None:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import torch
 
+from vlm_kernels import gpu
+
 SCALE_BYTES = 4
 LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
 """Types of quantised rows, and their greatest elements."""
@@ -41,6 +43,12 @@ def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
             f"head_dim {head_dim}: a slot of {size} does not divide {kv_cache.shape[-1]} elements"
         )
     return kv_cache.shape[-1] // size
+
+
+def check_cache_type(kv_cache: torch.Tensor) -> None:
+    """Raise ValueError where kernels for GPUs know no such rows."""
+    if kv_cache.dtype not in LIMITS:
+        gpu.check_floats("kv_cache", kv_cache)
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,8 +80,14 @@ def _check(
         raise ValueError(
             f"merge_tokens: x is {x_TD.dtype} {tuple(x_TD.shape)} with strides {x_TD.stride()}"
         )
-    if sources_I.dtype != torch.int64 or edges_N1.dtype != torch.int64:
-        raise ValueError("merge_tokens: sources and edges must be int64")
+    if gpu.serves(x_TD.device):
+        gpu.check_floats("merge_tokens: x", x_TD)
+    for name, x in (("sources", sources_I), ("edges", edges_N1)):
+        if x.dtype != torch.int64 or x.dim() != 1 or x.device.type != "cpu":
+            raise ValueError(
+                f"merge_tokens: {name} are {x.dtype} {tuple(x.shape)} on {x.device}: must be int64 "
+                f"in one axis, on the CPU"
+            )
     if len(sources_I) and not 0 <= sources_I.min() <= sources_I.max() < len(x_TD):
         raise ValueError(f"merge_tokens: a source is not in 0 to {len(x_TD) - 1}")
     rises = len(edges_N1) > 0 and bool((edges_N1.diff() > 0).all())
@@ -90,6 +96,7 @@ def _check(
     if weights_I is not None and (
         weights_I.shape != sources_I.shape
         or weights_I.dtype != torch.float32
+        or weights_I.device.type != "cpu"
         or not bool((weights_I > 0).all())
     ):
         raise ValueError("merge_tokens: weights must be positive float32, one per source")

@@ -23,8 +23,6 @@ from vlm_kernels.opaque import opaque
 GROUPS = (32, 128)
 """Of int4."""
 
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantisedWeights:
@@ -111,13 +109,14 @@ def quantised_linear(
     """
     if x_MK.dim() != 2 or x_MK.shape[1] != weights.num_inputs:
         raise ValueError(f"quantised_linear: x {tuple(x_MK.shape)}, {weights.num_inputs} inputs")
-    if x_MK.dtype not in TYPES or x_MK.stride(1) != 1:
+    if x_MK.dtype not in gpu.FLOATS or x_MK.stride(1) != 1:
         raise ValueError(
             f"quantised_linear: x is {x_MK.dtype} with strides {x_MK.stride()}, the last must be 1"
         )
-    if x_MK.device != weights.codes.device:
+    if not x_MK.device == weights.codes.device == weights.scales.device:
         raise ValueError(
-            f"quantised_linear: x is on {x_MK.device}, weights on {weights.codes.device}"
+            f"quantised_linear: x is on {x_MK.device}, codes on {weights.codes.device}, scales on "
+            f"{weights.scales.device}"
         )
     if bias_N is not None and (
         bias_N.shape != weights.codes.shape[:1]

@@ -114,7 +114,11 @@ def resize_patches(rgb: torch.Tensor, cut: Cut, table: torch.Tensor) -> torch.Te
     if table.shape != (3, 256) or not table.is_contiguous() or table.device != rgb.device:
         raise ValueError(f"resize_patches: the table is {tuple(table.shape)} on {table.device}")
     whole = cut.patch * cut.merge
-    if min(cut.height, cut.width, cut.times) < 1 or cut.height % whole or cut.width % whole:
+    if (
+        min(cut.height, cut.width, cut.patch, cut.merge, cut.times) < 1
+        or cut.height % whole
+        or cut.width % whole
+    ):
         raise ValueError(f"resize_patches: {cut} is not of whole merged tokens of {whole} pixels")
     if not gpu.serves(rgb.device):
         return resize_patches_reference(rgb, cut, table)

@@ -63,6 +63,7 @@ def rms_norm(
             f"{weight_D.device}"
         )
     if gpu.serves(x_TD.device):
+        gpu.check_floats("rms_norm: x", x_TD)
         from vlm_kernels.gpu.rms_norm import rms_norm as launch
 
         x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()

@@ -71,20 +71,26 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
     )
 
 
-def check_rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
-    """Raise ValueError where a shape, type or stride does not fit."""
+def check_rope(
+    x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, heads: str = "x"
+) -> None:
+    """Raise ValueError where a shape, type or stride does not fit; `heads` is what x is called."""
+    if x_THD.dim() != 3:
+        raise ValueError(f"rope: {heads} {tuple(x_THD.shape)}: must be [T, H, D]")
     num_tokens, _, head_dim = x_THD.shape
     for name, table in (("cos", cos_TD), ("sin", sin_TD)):
         if table.shape != (num_tokens, head_dim) or head_dim % 2:
-            raise ValueError(f"rope: x {tuple(x_THD.shape)}, {name} {tuple(table.shape)}")
+            raise ValueError(f"rope: {heads} {tuple(x_THD.shape)}, {name} {tuple(table.shape)}")
         is_known = table.dtype in {x_THD.dtype, torch.float32} and table.dtype == cos_TD.dtype
         if not is_known or table.device != x_THD.device:
             raise ValueError(
-                f"rope: x is {x_THD.dtype} on {x_THD.device}, {name} {table.dtype} on "
+                f"rope: {heads} is {x_THD.dtype} on {x_THD.device}, {name} {table.dtype} on "
                 f"{table.device}"
             )
     if x_THD.stride(2) != 1:
-        raise ValueError(f"rope: x has strides {x_THD.stride()}, the last must be 1")
+        raise ValueError(f"rope: {heads} has strides {x_THD.stride()}, the last must be 1")
+    if gpu.serves(x_THD.device):
+        gpu.check_floats(f"rope: {heads}", x_THD)
 
 
 @functools.cache

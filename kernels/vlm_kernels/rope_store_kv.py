@@ -40,8 +40,8 @@ def rope_store_kv(
     Raises:
         ValueError: a shape, type, stride or layer does not fit.
     """
-    check_rope(q_THD, cos_TD, sin_TD)
-    check_rope(k_THD, cos_TD, sin_TD)
+    check_rope(q_THD, cos_TD, sin_TD, heads="q")
+    check_rope(k_THD, cos_TD, sin_TD, heads="k")
     check_store(k_THD, v_THD, kv_cache, layer, slots_T)
     is_of_one_type = q_THD.dtype == k_THD.dtype == cos_TD.dtype
     if not gpu.serves(kv_cache.device) or not is_of_one_type:

@@ -45,6 +45,7 @@ def silu_mul(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tensor:
         )
     if not gpu.serves(gate_MN.device):
         return silu_mul_reference(gate_MN, up_MN)
+    gpu.check_floats("silu_mul: gate", gate_MN)
     from vlm_kernels.gpu.silu_mul import silu_mul as launch
 
     return launch(gate_MN, up_MN)

@@ -22,6 +22,7 @@ from vlm_kernels.kv_rows import (
     LIMITS,
     NATIVE_TYPES,
     block_size_of,
+    check_cache_type,
     layer_views,
     quantise,
     split_pieces,
@@ -123,6 +124,11 @@ def check_store(
     slots_T: torch.Tensor,
 ) -> None:
     """Raise ValueError where a shape, or on a GPU a type, stride or device, does not fit."""
+    if kv_cache.dim() != 5 or kv_cache.shape[2] != 2 or slots_T.dim() != 1:
+        raise ValueError(
+            f"kv_cache {tuple(kv_cache.shape)}, slots {tuple(slots_T.shape)}: must be "
+            f"[N, L, 2, H, P * D] and [T]"
+        )
     num_tokens, num_heads, head_dim = len(slots_T), kv_cache.shape[3], k_THD.shape[-1]
     if not k_THD.shape == v_THD.shape == (num_tokens, num_heads, head_dim):
         raise ValueError(
@@ -134,6 +140,9 @@ def check_store(
         raise ValueError(f"kv_cache {tuple(kv_cache.shape)}, layer {layer}")
     if not gpu.serves(kv_cache.device):
         return
+    gpu.check_floats("store_kv: k", k_THD)
+    gpu.check_floats("store_kv: v", v_THD)
+    check_cache_type(kv_cache)
     if slots_T.dtype != torch.int64 or not slots_T.is_contiguous():
         raise ValueError(f"slots are {slots_T.dtype}: must be contiguous int64")
     if (k_THD.stride(2), v_THD.stride(2)) != (1, 1):

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vlm_kernels.kv_rows import block_size_of, layer_views
+from vlm_kernels import gpu
+from vlm_kernels.kv_rows import block_size_of, check_cache_type, layer_views
 
 if TYPE_CHECKING:
     from vlm_kernels.attention_plan import AttentionPlan
-    from vlm_kernels.gpu.attention_step import TiledStep
-
-QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+    from vlm_kernels.gpu.attention_step import CacheShape, TiledStep
 
 
 def plan_tiled(
@@ -42,16 +41,25 @@ def plan_tiled(
 
     Raises:
         ValueError: a block is not in the cache, a sequence is longer than its row of the block
-            table, a span ends behind its sequence, or heads do not come in whole groups.
+            table or has no query, a span ends behind its sequence, heads do not come in whole
+            groups, or a window is empty.
     """
     from vlm_kernels.gpu.attention_step import plan_tiles
 
     num_groups = _num_groups(num_heads, kv_cache)
-    num_kv = context_lens + np.diff(query_start)
+    num_queries = np.diff(query_start)
+    if query_start[0] != 0 or (num_queries < 1).any() or (context_lens < 0).any():
+        raise ValueError(
+            f"plan_attention: query_start {query_start.tolist()}, context_lens "
+            f"{context_lens.tolist()}: each sequence needs a query, and no negative past"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"plan_attention: a window of {window} tokens sees nothing")
+    num_kv = context_lens + num_queries
     check_blocks(num_kv, block_table, kv_cache, head_dim=head_dim)
     return plan_tiles(
         query_start, context_lens, block_table, num_groups=num_groups,
-        num_kv_heads=kv_cache.shape[3], device=kv_cache.device, spans=spans, window=window,
+        cache=_shape(kv_cache, head_dim), device=kv_cache.device, spans=spans, window=window,
     )  # fmt: skip
 
 
@@ -89,9 +97,8 @@ def plan_captured(
                 f"plan_captured: {name} is {array.dtype} {tuple(array.shape)} on {array.device}"
             )
     tiles = decode_tiles(
-        first_S, limit_S, table_SB, num_groups=num_groups, num_kv_heads=kv_cache.shape[3],
-        longest=table_SB.shape[1] * block_size_of(kv_cache, head_dim),
-    )  # fmt: skip
+        first_S, limit_S, table_SB, num_groups=num_groups, cache=_shape(kv_cache, head_dim)
+    )
     return AttentionPlan(None, None, (), tiles)
 
 
@@ -108,6 +115,12 @@ def check_blocks(
             f"plan_attention: {len(num_kv)} sequences of up to {num_kv.max()} positions, a block "
             f"table {block_table.shape} of {num_slots} slots a row"
         )
+
+
+def _shape(kv_cache: torch.Tensor, head_dim: int) -> CacheShape:
+    from vlm_kernels.gpu.attention_step import CacheShape
+
+    return CacheShape(len(kv_cache), kv_cache.shape[3], block_size_of(kv_cache, head_dim))
 
 
 def _num_groups(num_heads: int | None, kv_cache: torch.Tensor) -> int:
@@ -134,22 +147,36 @@ def attend_tiled(
     """
     from vlm_kernels.gpu.paged_attention import paged_attention
 
+    if q_THD.dim() != 3 or kv_cache.dim() != 5 or kv_cache.shape[2] != 2:
+        raise ValueError(
+            f"paged_attention: q {tuple(q_THD.shape)}, kv_cache {tuple(kv_cache.shape)}: must be "
+            f"[T, H * G, D] and [N, L, 2, H, P * D]"
+        )
     num_tokens, num_heads, head_dim = q_THD.shape
     if not 0 <= layer < kv_cache.shape[1] or not kv_cache.is_contiguous():
         raise ValueError(
             f"paged_attention: kv_cache {tuple(kv_cache.shape)} with strides {kv_cache.stride()}, "
             f"layer {layer}"
         )
-    expected = (len(tiles.first), kv_cache.shape[3] * tiles.num_groups)
+    expected = (len(tiles.first), tiles.cache.num_kv_heads * tiles.num_groups)
     if (num_tokens, num_heads) != expected:
         raise ValueError(
             f"paged_attention: q is {tuple(q_THD.shape)}; the plan is of {expected[0]} tokens and "
             f"{expected[1]} heads"
         )
-    if q_THD.stride(2) != 1 or q_THD.device != kv_cache.device or q_THD.dtype not in QUERY_TYPES:
+    gpu.check_floats("paged_attention: q", q_THD)
+    check_cache_type(kv_cache)
+    if q_THD.stride(2) != 1 or not q_THD.device == kv_cache.device == tiles.first.device:
         raise ValueError(
-            f"paged_attention: q is {q_THD.dtype} with strides {q_THD.stride()} on {q_THD.device}; "
-            f"the last must be 1, the cache is on {kv_cache.device}"
+            f"paged_attention: q has strides {q_THD.stride()} on {q_THD.device}; the last must be "
+            f"1, the cache is on {kv_cache.device}, the plan on {tiles.first.device}"
         )
+    if _shape(kv_cache, head_dim) != tiles.cache:
+        raise ValueError(
+            f"paged_attention: kv_cache is {_shape(kv_cache, head_dim)}, the plan is of "
+            f"{tiles.cache}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"paged_attention: softcap {softcap} must be above 0")
     kv, factors = layer_views(kv_cache, layer, head_dim)
     return paged_attention(q_THD, kv, factors, tiles, scale=scale, softcap=softcap)

@@ -101,12 +101,16 @@ def varlen_attention(
 def _check_launch(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, cu_C1: torch.Tensor
 ) -> None:
+    gpu.check_floats("varlen_attention: q", q_THD)
     if (
-        not q_THD.shape == k_THD.shape == v_THD.shape
+        q_THD.dim() != 3
+        or not q_THD.shape == k_THD.shape == v_THD.shape
         or not q_THD.dtype == k_THD.dtype == v_THD.dtype
     ):
         shapes = [f"{x.dtype} {tuple(x.shape)}" for x in (q_THD, k_THD, v_THD)]
-        raise ValueError(f"varlen_attention: q, k, v are {', '.join(shapes)}, must be alike")
+        raise ValueError(
+            f"varlen_attention: q, k, v are {', '.join(shapes)}, must be alike, [T, H, D]"
+        )
     if any(x.stride(2) != 1 for x in (q_THD, k_THD, v_THD)):
         raise ValueError("varlen_attention: the last stride of q, k and v must be 1")
     if cu_C1.dtype != torch.int32 or cu_C1.dim() != 1 or not cu_C1.is_contiguous():

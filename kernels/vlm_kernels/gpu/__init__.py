@@ -16,8 +16,9 @@ tuned at run time; `configs.json` holds what `bench/gpu` found best per device a
 for all others.
 
 Legend of shape suffixes: T tokens, D head size or features, H heads, G query heads per KV head,
-M N K rows, columns and inner axis of a product, P slots per KV block, S sequences, B blocks of one,
-C segments, I what is moved or merged, N what it becomes; a 1 is one more (`cu_C1`: C + 1 edges).
+M N K rows, columns and inner axis of a product, P slots per KV block, N blocks of a cache, S
+sequences, B blocks of one, C segments, I what is moved or merged, N what it becomes; a 1 is one
+more (`cu_C1`: C + 1 edges). What differs in a file stands under its mathematics.
 """
 
 from __future__ import annotations
@@ -32,10 +33,19 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What kernels compute on."""
+
 
 def serves(device: torch.device) -> bool:
     """Whether tensors on this device go to the kernels here."""
     return device.type == "cuda" and _can_launch()
+
+
+def check_floats(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError where a kernel does not compute on such elements."""
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{name} is {x.dtype}: must be float32, float16 or bfloat16")
 
 
 def num_processors(device: torch.device) -> int:

@@ -26,6 +26,15 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a plan was checked against, so that no other cache is read by it."""
+
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TiledStep:
     """What one step reads, on the device, the same for all layers of one window.
 
@@ -35,6 +44,7 @@ class TiledStep:
         first: int32 `[T]`, the least position that each query sees.
         limit: int32 `[T]`, one behind the greatest.
         num_groups: G, whole groups in each tile.
+        cache: that `block_table` is of.
     """
 
     launches: tuple[Launch, ...]
@@ -42,6 +52,7 @@ class TiledStep:
     first: torch.Tensor
     limit: torch.Tensor
     num_groups: int
+    cache: CacheShape
 
 
 def plan_tiles(
@@ -50,12 +61,22 @@ def plan_tiles(
     block_table: np.ndarray,
     *,
     num_groups: int,
-    num_kv_heads: int,
+    cache: CacheShape,
     device: torch.device,
     spans: Sequence[Sequence[tuple[int, int]]] = (),
     window: int | None = None,
 ) -> TiledStep:
     """Cut one step into tiles and bring them to the device, in one copy.
+
+    Args:
+        query_start: as of `plan_attention`, checked, like what follows.
+        context_lens: likewise.
+        block_table: likewise.
+        num_groups: G.
+        cache: that `block_table` is of.
+        device: where the step is computed.
+        spans: as of `plan_attention`.
+        window: likewise.
 
     Raises:
         ValueError: a span ends behind its sequence.
@@ -71,7 +92,9 @@ def plan_tiles(
                 tiles=on_device,
                 num_rows=launch.num_rows,
                 num_splits=num_splits(
-                    len(launch.tiles) * num_kv_heads, launch.longest, num_processors=processors
+                    len(launch.tiles) * cache.num_kv_heads,
+                    launch.longest,
+                    num_processors=processors,
                 ),
             )
             for launch, on_device in zip(cut, tiles, strict=True)
@@ -80,6 +103,7 @@ def plan_tiles(
         first=first_T,
         limit=limit_T,
         num_groups=num_groups,
+        cache=cache,
     )
 
 
@@ -89,23 +113,33 @@ def decode_tiles(
     table_SB: torch.Tensor,
     *,
     num_groups: int,
-    num_kv_heads: int,
-    longest: int,
+    cache: CacheShape,
 ) -> TiledStep:
     """One query per sequence, of arrays on the device that are filled later; nothing is copied.
 
-    Sequences of up to `longest` positions are split as if they had so many: of a shorter one the
-    last splits are empty.
+    Sequences are split as if each filled its row of the table: of a shorter one the last splits are
+    empty.
+
+    Args:
+        first_S: int32, the least position that each query sees.
+        limit_S: int32, one behind the greatest.
+        table_SB: int32.
+        num_groups: G.
+        cache: that the table is of.
     """
     num_seqs, device = len(first_S), first_S.device
     seqs = torch.arange(num_seqs, dtype=torch.int32, device=device)
-    splits = num_splits(num_seqs * num_kv_heads, longest, num_processors=gpu.num_processors(device))
+    splits = num_splits(
+        num_seqs * cache.num_kv_heads,
+        table_SB.shape[1] * cache.block_size,
+        num_processors=gpu.num_processors(device),
+    )
     launch = Launch(
         tiles=torch.stack([seqs, seqs, torch.ones_like(seqs)], dim=1),
         num_rows=decode_rows(num_groups),
         num_splits=splits,
     )
-    return TiledStep((launch,), table_SB, first_S, limit_S, num_groups)
+    return TiledStep((launch,), table_SB, first_S, limit_S, num_groups, cache)
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

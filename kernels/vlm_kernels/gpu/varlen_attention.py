@@ -1,5 +1,8 @@
 """Attention inside segments in Triton:  o_i = sum_j softmax_j(scale * q_i . k_j) v_j.
 
+Shapes: T packed tokens, H heads, D head size, C segments; j runs over the segment
+`[cu_c, cu_(c+1))` of i.
+
 Reference: `vlm_kernels.varlen_attention.varlen_attention_reference`; tiles are FlashAttention's
 (arXiv 2205.14135).
 
@@ -40,10 +43,11 @@ def _attend(
         begins = tl.load(cu_ptr + middle) // TILE_M + middle <= tile
         segment = tl.where(begins, middle, segment)
         behind = tl.where(begins, behind, middle)
-    start = tl.load(cu_ptr + segment)
+    # edges of a wrong tensor lie anywhere: what is read lies in [0, num_tokens)
+    start = tl.maximum(tl.load(cu_ptr + segment), 0)
     end = tl.minimum(tl.load(cu_ptr + segment + 1), num_tokens)
     row = start + (tile - start // TILE_M - segment) * TILE_M + tl.arange(0, TILE_M)
-    live = row < end
+    live = (row >= start) & (row < end)
     column = tl.arange(0, TILE_D)
     inside = column < D
     stored = live[:, None] & inside[None]
@@ -83,10 +87,10 @@ def varlen_attention(
     """Launch.
 
     Args:
-        q_THD: inner axes have stride 1, here and below.
-        k_THD: as many heads.
+        q_THD: `[T, H, D]`; inner axes have stride 1, here and below.
+        k_THD: of the same shape.
         v_THD: likewise.
-        cu_C1: int32 on the device, rising from 0 to T; an empty segment is allowed.
+        cu_C1: int32 `[C + 1]` on the device, rising from 0 to T; an empty segment is allowed.
         scale: of scores.
 
     Returns:

@@ -69,7 +69,7 @@ def attend(dtype: torch.dtype, num_processors: int) -> None:
     gpu.num_processors = lambda device: num_processors
     step = attention_step.plan_tiles(
         np.array([0, 1, 65], np.int32), np.array([1000, 0], np.int32), np.ones((2, 64), np.int32),
-        num_groups=7, num_kv_heads=4, device=torch.device("cpu"),
+        num_groups=7, cache=attention_step.CacheShape(8, 4, 16), device=torch.device("cpu"),
     )  # fmt: skip
     paged_attention.paged_attention(ones(65, 28, 128), *views(dtype), step, scale=0.1, softcap=30)
 

@@ -39,4 +39,13 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         gather_blocks(cache, np.array([1], np.int32))
     with pytest.raises(ValueError, match="bytes for 1 blocks"):
         scatter_blocks(cache, np.array([1], np.int64), np.ones((1, 127), np.uint8))
+    with pytest.raises(ValueError, match="of float32"):
+        scatter_blocks(cache, np.array([1], np.int64), np.ones((1, 128), np.float32))
+    with pytest.raises(ValueError, match="a block is written twice"):
+        scatter_blocks(cache, np.array([1, 2, 1]), np.ones((3, 128), np.uint8))
+    constant, apart = np.ones((1, 128), np.uint8), np.ones((1, 256), np.uint8)[:, ::2]
+    constant.flags.writeable = False
+    for out in (constant, apart):
+        with pytest.raises(ValueError, match="out_IC must be contiguous, and writeable"):
+            gather_blocks(cache, np.array([1]), out)
     assert not cache.any()

@@ -148,6 +148,42 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         attend(dataclasses.replace(batch, q=batch.q[:, :3]), device)
     with pytest.raises(ValueError, match="the last must be 1"):
         attend(dataclasses.replace(batch, q=batch.q.transpose(1, 2).contiguous().mT), device)
+    with pytest.raises(ValueError, match=r"q is torch.int32: must be float32, float16 or bfloat16"):
+        attend(dataclasses.replace(batch, q=batch.q.int()), device)
+    with pytest.raises(ValueError, match="a window of 0 tokens sees nothing"):
+        attend(dataclasses.replace(batch, window=0), device)
+    with pytest.raises(ValueError, match=r"softcap 0.0 must be above 0"):
+        attend(dataclasses.replace(batch, softcap=0.0), device)
+    for changes in (
+        {"query_start": np.array([0, 0, 4], np.int32)},
+        {"query_start": np.array([1, 2, 5], np.int32)},
+        {"context_lens": np.array([-1, 14], np.int32)},
+    ):
+        with pytest.raises(ValueError, match="each sequence needs a query, and no negative past"):
+            attend(dataclasses.replace(batch, **changes), device)
+
+
+def test_a_plan_reads_no_other_cache_than_it_was_made_for(device: torch.device) -> None:
+    batch = make_batch([(9, 1), (14, 3)])
+    cache, q = batch.kv_cache.to(device), batch.q.to(device)
+    plan = plan_attention(
+        batch.query_start, batch.context_lens, batch.block_table, cache,
+        head_dim=q.shape[-1], dtype=q.dtype, num_heads=q.shape[1],
+    )  # fmt: skip
+    for other in (cache[:-1], cache[..., : cache.shape[-1] // 2].contiguous()):
+        with pytest.raises(ValueError, match=r"kv_cache is CacheShape.* the plan is of CacheShape"):
+            paged_attention(q, other, 1, plan, scale=1)
+    with pytest.raises(ValueError, match="the plan is of 4 tokens and 4 heads"):
+        paged_attention(q[:3], cache, 1, plan, scale=1)
+    with pytest.raises(ValueError, match="layer 2"):
+        paged_attention(q, cache, 2, plan, scale=1)
+    for form in (cache[:, :, :1].contiguous(), cache[0]):
+        with pytest.raises(
+            ValueError, match=r"must be \[T, H \* G, D\] and \[N, L, 2, H, P \* D\]"
+        ):
+            paged_attention(q, form, 1, plan, scale=1)
+    with pytest.raises(ValueError, match=r"kv_cache is torch.float64"):
+        paged_attention(q, cache.double(), 1, plan, scale=1)
 
 
 class TestTiles:

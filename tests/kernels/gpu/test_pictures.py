@@ -106,6 +106,15 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
     for weights in (torch.tensor([1.0, 0]), torch.ones(2).double()):
         with pytest.raises(ValueError, match="weights must be positive float32"):
             merge_tokens(x, torch.tensor([0, 1]), edges, weights)
+    for name, sources, rising in (
+        ("sources", torch.tensor([0, 1]).int(), edges),
+        ("sources", torch.tensor([[0, 1]]), edges),
+        ("edges", torch.tensor([0, 1]), edges.int()),
+    ):
+        with pytest.raises(ValueError, match=f"{name} are .*must be int64 in one axis, on the CPU"):
+            merge_tokens(x, sources, rising)
+    with pytest.raises(ValueError, match=r"x is torch.float64"):
+        merge_tokens(x.double(), torch.tensor([0, 1]), edges)
     rgb, cut, values = picture(9, 9).to(device), Cut(28, 28, 14, 2, 1), table().to(device)
     with pytest.raises(ValueError, match=r"rgb is torch\.float32"):
         resize_patches(rgb.float(), cut, values)
@@ -113,3 +122,5 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         resize_patches(rgb, cut, values[:2])
     with pytest.raises(ValueError, match="whole merged tokens of 28 pixels"):
         resize_patches(rgb, dataclasses.replace(cut, width=14), values)
+    with pytest.raises(ValueError, match="whole merged tokens of 0 pixels"):
+        resize_patches(rgb, dataclasses.replace(cut, merge=0), values)

@@ -79,6 +79,8 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         quantised_linear(x.int(), weights)
     with pytest.raises(ValueError, match="the bias is"):
         quantised_linear(x, weights, torch.zeros(4, device=device))
+    with pytest.raises(ValueError, match=r"codes on .*, scales on meta"):
+        quantised_linear(x, dataclasses.replace(weights, scales=weights.scales.to("meta")))
     for group in (64, 128):
         with pytest.raises(ValueError, match=f"group {group} of 96"):
             quantise_weights(torch.ones(3, 96), group=group)

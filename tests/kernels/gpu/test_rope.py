@@ -82,9 +82,20 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         rope(x, table[:, :7], table)
     with pytest.raises(ValueError, match=r"sin torch.bfloat16"):
         rope(x, table, table.bfloat16())
+    with pytest.raises(ValueError, match=r"x \(2, 24\): must be \[T, H, D\]"):
+        rope(x.flatten(1), table, table)
+    with pytest.raises(ValueError, match=r"x is torch.int32: must be float32, float16 or bfloat16"):
+        rope(x.int(), table.int(), table.int())
     with pytest.raises(ValueError, match="the last must be 1"):
         rope(x.transpose(1, 2).contiguous().mT, table, table)
     cache = torch.zeros(3, 1, 2, 3, 4 * 8, device=device)
     with pytest.raises(ValueError, match="layer 1"):
         rope_store_kv(x, x, x, table, table, cache, 1, torch.tensor([0, 1], device=device))
+    slots = torch.tensor([0, 1], device=device)
+    for name, q, k in (("q", x[:1], x), ("k", x, x[:1])):
+        with pytest.raises(ValueError, match=rf"rope: {name} \(1, 3, 8\), cos \(2, 8\)"):
+            rope_store_kv(q, k, x, table, table, cache, 0, slots)
+    with pytest.raises(ValueError, match=r"v \(2, 2, 8\): must be \[2 slots, 3, D\]"):
+        rope_store_kv(x, x, x[:, :2], table, table, cache, 0, slots)
     assert (x == 1).all()
+    assert not cache.any()

@@ -81,3 +81,10 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         silu_mul(x, x[:, :7])
     with pytest.raises(ValueError, match="the last must be 1"):
         silu_mul(x.T, x.T)
+    for name, call in (
+        ("rms_norm: x", lambda: rms_norm(x.int(), w.int(), eps=EPS)),
+        ("add_rms_norm: x", lambda: add_rms_norm(x.double(), x.double(), w.double(), eps=EPS)),
+        ("silu_mul: gate", lambda: silu_mul(x.int(), x.int())),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} is torch.*must be float32, float16 or bflo"):
+            call()

@@ -76,6 +76,8 @@ def test_a_row_that_is_not_finite_reads_as_such(
         pytest.param([0, 3], torch.ones(2, 2, 8), 5, "layer 5", id="layer"),
         pytest.param([0, 3], torch.ones(2, 8, 2).mT, 0, "the last must be 1", id="strides"),
         pytest.param([0.5, 3], torch.ones(2, 2, 8), 0, "int64", id="type"),
+        pytest.param([0, 3], torch.ones(2, 2, 8).int(), 0, "k is torch.int32", id="type of k"),
+        pytest.param([[0, 3]], torch.ones(1, 2, 8), 0, "slots .1, 2.: must be", id="two axes"),
     ],
 )
 def test_what_does_not_fit_raises_before_anything_runs(
@@ -85,3 +87,14 @@ def test_what_does_not_fit_raises_before_anything_runs(
     with pytest.raises(ValueError, match=message):
         store_kv(k.to(device), k.to(device), cache, layer, torch.tensor(slots, device=device))
     assert not cache.any()
+
+
+def test_a_cache_of_another_form_raises_before_anything_runs(device: torch.device) -> None:
+    k, slots = torch.ones(1, 2, 8, device=device), torch.tensor([0], device=device)
+    for shape in ((3, 2, 2, 4 * 8), (3, 2, 1, 2, 4 * 8)):
+        with pytest.raises(ValueError, match=r"kv_cache .* must be \[N, L, 2, H, P \* D\]"):
+            store_kv(k, k, torch.zeros(shape, device=device), 0, slots)
+    with pytest.raises(ValueError, match=r"kv_cache is torch.float64"):
+        store_kv(k, k, torch.zeros(3, 2, 2, 2, 32, device=device).double(), 0, slots)
+    with pytest.raises(ValueError, match="a slot of 7 does not divide 32 elements"):
+        store_kv(k[..., :7], k[..., :7], torch.zeros(3, 2, 2, 2, 32, device=device), 0, slots)

@@ -57,3 +57,23 @@ def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> 
         varlen_attention(q, q.mT.contiguous().mT, q, cu.int(), scale=1)
     with pytest.raises(ValueError, match="not int32"):
         varlen_attention(q, q, q, cu, scale=1)
+    with pytest.raises(ValueError, match=r"q is torch.int32"):
+        varlen_attention(q.int(), q.int(), q.int(), cu.int(), scale=1)
+    for x in (q[0], q[None]):
+        with pytest.raises(ValueError, match=r"must be alike, \[T, H, D\]"):
+            varlen_attention(x, x, x, cu.int(), scale=1)
+    for wrong in (cu[:1], cu[None]):
+        with pytest.raises(ValueError, match="cu "):
+            varlen_attention(q, q, q, wrong.int(), scale=1)
+
+
+@pytest.mark.parametrize("edges", [[-9, 4], [0, 900], [3, 1, 4], [900, 1000]], ids=str)
+def test_edges_that_lie_elsewhere_read_and_write_nothing_there(
+    edges: list[int], device: torch.device
+) -> None:
+    field = torch.full((44, 1, 16), 1e4, device=device)
+    q = field[20:24]
+    q.copy_(torch.randn(4, 1, 16))
+    got = varlen_attention(q, q, q, torch.tensor(edges, dtype=torch.int32, device=device), scale=0)
+    means = got.nan_to_num(0)  # NaN is what no program wrote
+    assert means.abs().max() <= q.abs().max(), "what lies beside q was read"
