@@ -1,9 +1,10 @@
 """What each kernel is launched with: the winners in `configs.json`, else the kernel's own default.
 
-    {"NVIDIA H200": {"paged_attention/decode": {"d128": {"TILE_N": 64, "num_warps": 4}}}}
+    {"NVIDIA H200": {"paged_attention": {"d128/m16": {"TILE_N": 64, "num_warps": 4}}}}
+     device           kernel               shape      what replaces the default's
 
-Read once; `bench/gpu` writes it. There is no autotuning at run time: it costs start-up, and two
-pods of one pool would compute in different orders.
+Read once; `bench/gpu/run.py tune` writes it. There is no autotuning at run time: it costs start-up,
+and two pods of one pool would compute in different orders.
 """
 
 from __future__ import annotations

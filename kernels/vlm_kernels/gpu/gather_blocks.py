@@ -1,5 +1,7 @@
 """Move whole blocks in Triton:  piece[i] = cache[ids[i]], and back.
 
+Shapes: N blocks of C bytes in the cache, I of them moved.
+
 Reference: `vlm_kernels.gather_blocks.gather_blocks_reference`.
 
 Tiles: a program moves TILE_N words of one block, the widest words that a block is made
@@ -43,7 +45,7 @@ def move_blocks(
     Args:
         cache: uint8 `[N, C]`, contiguous.
         piece: uint8 `[I, C]`, contiguous; is written, or with `into_cache` is read.
-        ids_I: int64 on the device; all different where the cache is written.
+        ids_I: int64 `[I]` on the device, 0 to N - 1; all different where the cache is written.
         into_cache: which way.
     """
     if not len(ids_I):

@@ -1,5 +1,8 @@
 """Merge tokens in Triton:  y_n = sum_i share_i x_(s_i), over the sources of kept token n.
 
+Shapes: T tokens, D features, N that are kept, I sources; kept token n has the sources
+`[edges_n, edges_(n+1))`.
+
 Reference: `vlm_kernels.merge_tokens.merge_tokens_reference`, whose weights are shares here.
 
 Tiles: a program makes TILE_D features of one kept token and walks its sources in their order, so
@@ -37,10 +40,10 @@ def merge_tokens(
     """Launch.
 
     Args:
-        x_TD: rows may lie apart, the inner axis has stride 1.
-        sources_I: int64.
-        edges_N1: int64.
-        share_I: float32; the shares of one kept token sum to 1.
+        x_TD: `[T, D]`; rows may lie apart, the inner axis has stride 1.
+        sources_I: int64 `[I]`, rows of x.
+        edges_N1: int64 `[N + 1]`, strictly rising from 0 to I.
+        share_I: float32 `[I]`; the shares of one kept token sum to 1.
 
     Returns:
         `[N, D]` contiguous, every element written.

@@ -7,6 +7,10 @@ and window (`attention_tiles`). Of quantised KV, `k_j = ks_j * K_j` with one fac
 head: the factors of keys multiply scores, those of values multiply weights, so that elements are
 only converted.
 
+Shapes: T packed queries, H KV heads with G query heads each, D head size, N blocks of P slots, S
+sequences with up to B blocks each; position j of sequence s is slot `j % P` of block
+`table[s, j // P]`.
+
 Reference: `vlm_kernels.paged_attention.paged_attention_reference`; blocks are PagedAttention's
 (arXiv 2309.06180), tiles FlashAttention's (2205.14135), splits Flash-Decoding's.
 
@@ -161,7 +165,7 @@ def paged_attention(
     """Launch.
 
     Args:
-        q_THD: packed queries; the inner axis has stride 1.
+        q_THD: packed queries `[T, H * G, D]`; the inner axis has stride 1.
         kv: one layer, `[N, 2, H, P, D]`, the inner axis of stride 1; float, int8 or float8.
         factors: float32 `[N, 2, H, P]` of quantised KV, strides as they are; else None.
         step: from `plan_tiles`.

@@ -1,5 +1,7 @@
 """Products with quantised weights in Triton:  y = x W^T + b,  W_nk = s_ng * c_nk.
 
+Shapes: M rows of x, K inputs, N outputs; g is the group of inputs that k lies in, K long for int8.
+
 Reference: `vlm_kernels.quantised_linear.quantised_linear_reference`.
 
 Tiles: a program makes `[TILE_M, TILE_N]` of y and walks K. Codes are converted to x's type, which
@@ -92,11 +94,11 @@ def quantised_linear(
     """Launch.
 
     Args:
-        x_MK: rows may lie apart, the inner axis has stride 1.
+        x_MK: `[M, K]`; rows may lie apart, the inner axis has stride 1.
         codes: int8 `[N, K]`, or uint8 `[N, K / 2]`; contiguous.
         scales: float32 `[N, K / group]`, contiguous.
         group: inputs that share a scale.
-        bias_N: contiguous, of x's type, or None.
+        bias_N: `[N]`, contiguous, of x's type, or None.
 
     Returns:
         `[M, N]` contiguous, every element written.

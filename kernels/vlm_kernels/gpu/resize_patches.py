@@ -2,6 +2,8 @@
 
     patch [P, P] = Wy [P, R] @ rgb [R, C] @ Wx^T [C, P]      R x C pixels that the patch is made of
 
+Shapes: a picture `[H, W, 3]` of bytes becomes N patches of P x P pixels, `[N, 3 * times * P * P]`.
+
 Reference: `vlm_kernels.resize_patches.resize_patches_reference`.
 
 Tiles: a program makes one patch of one channel. It walks its source rows TILE_R at a time, and

@@ -3,6 +3,8 @@
     h_t = x_t + r_t                                      where there is a residual
     y_t = (h_t / sqrt(mean(h_t^2) + eps)) * w            h is written too; of Gemma 1 + w
 
+Shapes: T rows, D features.
+
 Reference: `vlm_kernels.rms_norm.rms_norm_reference`, `vlm_kernels.add_rms_norm`'s with a residual.
 
 Tiles: a program takes TILE_T whole rows, which stay in registers between the mean and the product,
@@ -62,14 +64,15 @@ def rms_norm(
     """Launch.
 
     Args:
-        x_TD: rows may lie apart, the inner axis has stride 1.
-        weight_D: contiguous, of the same type.
-        residual_TD: as x; is added before.
+        x_TD: `[T, D]`; rows may lie apart, the inner axis has stride 1.
+        weight_D: `[D]`, contiguous, of the same type.
+        residual_TD: `[T, D]`, as x; is added before.
         eps: added to the mean square.
         adds_one: the factor is 1 + w.
 
     Returns:
-        The normalised rows, and what was normalised: x itself without a residual.
+        The normalised rows `[T, D]`, contiguous, every element written; and what was normalised,
+        likewise, or x itself without a residual.
     """
     num_rows, size = x_TD.shape
     y_TD = x_TD.new_empty(num_rows, size)

@@ -2,6 +2,9 @@
 
     (a, b) = (a * cos_a - b * sin_a, b * cos_b + a * sin_b)      a, b the halves of a head
 
+Shapes: T tokens, H heads, D head size; cos and sin are tables `[T, D]`, so positions of one axis
+and of several (M-RoPE) are one kernel; the cache is N blocks of P slots.
+
 Reference: `vlm_kernels.rope.rope_reference`, then `vlm_kernels.store_kv.store_kv_reference`.
 
 Tiles: a program takes one token and TILE_H heads; both halves of a head are in the registers of one
@@ -138,8 +141,8 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
     """Launch: rotate in place.
 
     Args:
-        x_THD: the inner axis has stride 1.
-        cos_TD: contiguous, of the same type, or float32.
+        x_THD: `[T, H, D]`; the inner axis has stride 1.
+        cos_TD: `[T, D]`, contiguous, of the same type, or float32.
         sin_TD: likewise.
     """
     num_tokens, num_heads, head_dim = x_THD.shape
@@ -166,14 +169,14 @@ def rope_store_kv(
     """Launch: rotate queries in place, write rotated keys and values into their slots.
 
     Args:
-        q_THD: inner axes have stride 1, here and below.
-        k_THD: stays as it is.
+        q_THD: `[T, heads, D]`; inner axes have stride 1, here and below.
+        k_THD: `[T, H, D]`, stays as it is.
         v_THD: likewise.
-        cos_TD: contiguous, of the type of q and k.
+        cos_TD: `[T, D]`, contiguous, of the type of q and k.
         sin_TD: likewise.
         kv: one layer, `[N, 2, H, P, D]`.
         scales: float32 `[N, 2, H, P]` of a quantised cache; else None.
-        slots_T: int64.
+        slots_T: int64 `[T]`; one that is not in the cache is skipped.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THD.shape, k_THD.shape[1]
     num_blocks, _, _, block_size, _ = kv.shape

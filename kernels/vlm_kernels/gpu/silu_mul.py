@@ -1,5 +1,7 @@
 """SiLU·mul in Triton:  y = silu(g) * u,  silu(g) = g / (1 + exp(-g)).
 
+Shapes: M rows, N columns.
+
 Reference: `vlm_kernels.silu_mul.silu_mul_reference`.
 
 Tiles: a program takes TILE_N elements of one row of both; rows may lie apart, as the two halves of
@@ -34,7 +36,7 @@ def silu_mul(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tensor:
     """Launch.
 
     Args:
-        gate_MN: rows may lie apart, the inner axis has stride 1.
+        gate_MN: `[M, N]`; rows may lie apart, the inner axis has stride 1.
         up_MN: of the same shape and type.
 
     Returns:

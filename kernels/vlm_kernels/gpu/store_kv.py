@@ -1,5 +1,8 @@
 """Store KV in Triton:  cache[slot of t] = (k_t, v_t), rounded or quantised on the way.
 
+Shapes: T new tokens, H KV heads, D head size, N blocks of P slots; slot s is slot `s % P` of block
+`s // P`.
+
 Reference: `vlm_kernels.store_kv.store_kv_reference`.
 
 Tiles: a program writes one token, TILE_H of its heads, key and value: reads are whole rows, writes
@@ -62,11 +65,11 @@ def store_kv(
     """Launch.
 
     Args:
-        k_THD: keys; the inner axis has stride 1.
+        k_THD: keys `[T, H, D]`; the inner axis has stride 1.
         v_THD: values, likewise.
         kv: one layer, `[N, 2, H, P, D]`, the inner axis of stride 1.
         scales: float32 `[N, 2, H, P]` of a quantised cache; else None.
-        slots_T: int64.
+        slots_T: int64 `[T]`, all different, those that are skipped apart.
     """
     num_tokens, num_heads, head_dim = k_THD.shape
     num_blocks, _, _, block_size, _ = kv.shape
