@@ -129,9 +129,8 @@ class DataPort:
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            while not sending.has_ended:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await sending.wait()
+            with contextlib.suppress(asyncio.CancelledError):  # there is one already
+                await sending.end()
             raise
         sending.result()
 

@@ -12,13 +12,11 @@ from typing import Final
 import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError
-from vlm_worker.wire.frames import Commit, Frame, FrameWriter
+from vlm_worker.wire.frames import MAX_PAYLOAD_BYTES, Commit, Frame, FrameWriter
 
 EXPORT_BYTES: Final = 4 << 20
-LEAST_BYTES: Final = 1 << 19
-"""Of a piece: what wakes a consumer has to be worth more than the waking."""
 NUM_PIECES: Final = 8
-"""Of a small transfer: a consumer checks one while the next one is made."""
+"""Of a transfer that is not large: a consumer checks one while the next one is made."""
 
 Export = Callable[[int, int, memoryview], memoryview]
 """`export(first_unit, num_units, room)` gives `[num_units, unit_bytes]` that nobody writes to
@@ -102,12 +100,14 @@ class Pieces:
 
 
 def piece_bytes_of(num_bytes: int, *, large: bool) -> int:
-    """Of a transfer's pieces: a few of a small one, so that both sides are at work all the while.
+    """Of the pieces of a transfer: small ones, so that both sides are at work, but not too small.
 
-    Where frames are not `large`, they are cut out of pieces that are.
+    What is digested and then copied is best below the 1 MiB of a core's own cache, and less costs
+    more steps than it saves. Where frames are not `large`, they are cut out of pieces that are.
     """
-    share = max(LEAST_BYTES, min(EXPORT_BYTES, num_bytes // NUM_PIECES))
-    return 1 << (share.bit_length() - 1) if large else EXPORT_BYTES
+    if not large:
+        return EXPORT_BYTES
+    return min(EXPORT_BYTES, max(MAX_PAYLOAD_BYTES, num_bytes // NUM_PIECES))
 
 
 def room_of(num_bytes: int) -> memoryview:

@@ -24,7 +24,6 @@ class Running(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._ended: Future[T] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._then: list[Callable[[], object]] = []
         self.has_ended = False
         future.add_done_callback(self._tell)
 
@@ -54,26 +53,14 @@ class Running(Generic[T]):
         assert ended is not None
         return ended.result()
 
-    def then(self, do: Callable[[], object]) -> None:
-        """Do this on the loop when it has ended, now maybe; nobody asks for its result any more."""
-        if self.has_ended:
-            self._ended = None
-            do()
-        else:
-            self._then.append(do)
-
     def _tell(self, future: Future[T]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._end, future)
 
     def _end(self, future: Future[T]) -> None:
-        self.has_ended = True
-        if not self._then:
-            self._ended = future
+        self.has_ended, self._ended = True, future
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        while self._then:
-            self._then.pop()()
 
 
 def started(pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Running[T]:
