@@ -144,14 +144,19 @@ class WorkerClient:
         request = pb.ReleaseLeaseRequest(transfer_id=transfer_id, boot_id=boot_id)
         await self._unary("ReleaseLease", request, timeout=timeout)
 
-    def fetch(
+    async def fetch(
         self, fetch: Fetch, call: calls.FetchCall, *, timeout: float
     ) -> AsyncGenerator[bytes]:
         """The raw frames (wire/frames.py reads them) of an embedding, or of KV blocks.
 
         They come while prefill still writes these.
         """
-        return self._stream(fetch.method, identity.fetch_call_to(call), timeout, self._learn)
+        told: dict[str, Any] = {}
+        request = identity.fetch_call_to(call)
+        async with aclosing(self._stream(fetch.method, request, timeout, told.update)) as frames:
+            async for frame in frames:
+                self._learn(told)  # of a call that fails there is none
+                yield frame
 
     # ---- gRPC ----------------------------------------------------------------------------------
 
@@ -204,16 +209,12 @@ class WorkerClient:
         timeout: float | None,
         told: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
-        """The messages of a call; `told` gets the initial metadata, before the first of them.
-
-        Of a call that fails there is none.
-        """
+        """The messages of a call; `told` gets the initial metadata, before the first of them."""
         call = self._call(name, request, timeout)
         try:
+            if told is not None:  # what is asked for there may have to come before any message
+                told(dict(await call.initial_metadata()))
             async for message in call:
-                if told is not None:
-                    told(dict(await call.initial_metadata()))
-                    told = None
                 yield message
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, peer=self.address) from None
