@@ -6,11 +6,13 @@
     make bench ARGS="all"           every one
     make bench ARGS=--table         measures nothing: the tables of what was measured last
     make bench ARGS=--document      writes them into docs/performance.md
+    make bench ARGS="--machine=amx" keeps what it measures apart: of another machine than the rest
 
 Each script interleaves what it compares in rounds and prints JSON lines; they are gathered, with
 what the machine is and how long each took, in bench/results/latest.jsonl; what was not run again
-stays there. One beside which the machine had other work is run once more, after all others, if time
-is left. A run that is cut, by its time or by a signal, still prints the table of what there is.
+stays there, if it is of this machine. One beside which the machine had other work is run once more,
+after all others, if time is left. A run that is cut, by its time or by a signal, still prints the
+table of what there is.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*GROUPS, *ALL)))
     parser.add_argument("--table", action="store_true", help="measure nothing; every table")
     parser.add_argument("--document", action="store_true", help=f"the same, into {DOCUMENT.name}")
+    parser.add_argument("--machine", type=_name, help="of another machine: a file of its own")
     parser.add_argument("--minutes", type=float, help="at most; 10 for the goals alone")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - {*GROUPS, *ALL})
@@ -104,13 +107,17 @@ def main() -> int:
     minutes = args.minutes or (DAY_MINUTES if args.names else GOALS_MINUTES)
     only_tables = args.table or args.document
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    runs = {} if only_tables else measured(chosen(args.names), seconds=60 * minutes)
-    lines = table.recorded()
-    pictures.write_all(lines, table.RESULTS)
+    file = LATEST.with_name(f"{table.OTHER}{args.machine}.jsonl") if args.machine else LATEST
+    runs = {} if only_tables else measured(chosen(args.names), file, seconds=60 * minutes)
+    elsewhere = table.elsewhere()
+    lines = elsewhere.get(args.machine, []) if args.machine else table.recorded()
+    if not args.machine:
+        pictures.write_all(lines, table.RESULTS)
     for name in tables.TABLES if only_tables else ("goals",):
         print(f"{name}\n\n{tables.said(name, lines)}\n")
     if args.document:
-        DOCUMENT.write_text(tables.filled(DOCUMENT.read_text(), lines))
+        text = tables.filled(DOCUMENT.read_text(), table.recorded(), elsewhere)
+        DOCUMENT.write_text(text)
     return max((run.status for run in runs.values()), default=0)
 
 
@@ -139,7 +146,13 @@ class Run:
         return -len(self.lines), not self.is_quiet, json.loads(self.lines[-1])["by_others"]
 
 
-def measured(names: Sequence[str], *, seconds: float) -> dict[str, Run]:
+def _name(text: str) -> str:
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a word: letters, digits, underscores")
+    return text
+
+
+def measured(names: Sequence[str], file: Path, *, seconds: float) -> dict[str, Run]:
     """Run, print and keep what fits into so many seconds; what began but did not end, too."""
     end, runs = time.monotonic() + seconds - MARGIN_SECONDS, dict[str, Run]()
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
@@ -149,20 +162,25 @@ def measured(names: Sequence[str], *, seconds: float) -> dict[str, Run]:
                 subprocess.run(
                     [sys.executable, HERE / "peers" / "peer_model.py", model], check=True
                 )
-            _measure_all(names, model, end, runs)
+            _measure_all(names, model, end, runs, file)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
     return runs
 
 
-def _measure_all(names: Sequence[str], model: Path, end: float, runs: dict[str, Run]) -> None:
+def _measure_all(
+    names: Sequence[str], model: Path, end: float, runs: dict[str, Run], file: Path
+) -> None:
     """All in turn, then those again beside which the machine had other work; fills `runs`."""
-    earlier = LATEST.read_text().splitlines() if LATEST.exists() else []
+    earlier = file.read_text().splitlines() if file.exists() else []
+    if earlier and json.loads(earlier[0]) != _machine():
+        print(f"{file.name} is of another machine, and begins anew", flush=True)
+        earlier = []
     for name in names:
         left = end - time.monotonic()
         if left > 0:
             runs[name] = _measure(name, model, left)
-            _write(earlier, runs)
+            _write(file, earlier, runs)
         else:
             print(f"== {name} is left out: the time is over", flush=True)
     for name, run in list(runs.items()):
@@ -170,16 +188,16 @@ def _measure_all(names: Sequence[str], model: Path, end: float, runs: dict[str, 
         if not run.is_quiet and run.seconds < left:
             print("the machine had other work: once more", flush=True)
             runs[name] = min(run, _measure(name, model, left), key=Run.disturbance)
-            _write(earlier, runs)
+            _write(file, earlier, runs)
 
 
-def _write(earlier: Sequence[str], runs: Mapping[str, Run]) -> None:
+def _write(file: Path, earlier: Sequence[str], runs: Mapping[str, Run]) -> None:
     """Replace what was said earlier of benchmarks that now gave figures."""
     new = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
     kept = [line for line in earlier if _name_of(line) not in {"machine", *new}]
     lines = [json.dumps(_machine()), *kept, *(line for said in new.values() for line in said)]
-    LATEST.parent.mkdir(exist_ok=True)
-    LATEST.write_text("\n".join(lines) + "\n")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(lines) + "\n")
 
 
 def _name_of(line: str) -> str:

@@ -20,6 +20,7 @@ Line = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("latest.jsonl", "peers.jsonl")
+OTHER = "machine-"
 MOST_BY_OTHERS = 0.1
 """Of the processors' time."""
 
@@ -195,10 +196,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def recorded(folder: Path = RESULTS) -> list[Line]:
     """What the latest runs left, of this machine and of peers."""
-    files = [folder / name for name in FILES]
-    return [
-        json.loads(line)
-        for file in files
-        if file.exists()
-        for line in file.read_text().splitlines()
-    ]
+    return [line for name in FILES for line in _lines(folder / name)]
+
+
+def elsewhere(folder: Path = RESULTS) -> dict[str, list[Line]]:
+    """What runs on other machines left, by the name that each was given."""
+    files = {file.stem.removeprefix(OTHER): file for file in sorted(folder.glob(f"{OTHER}*.jsonl"))}
+    return {name: _lines(file) for name, file in files.items()}
+
+
+def _lines(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,8 +1,8 @@
 """The tables of docs/performance.md, made of recorded lines; each has its place there. Pure.
 
-<!-- table decode -->
-...
-<!-- end -->
+<!-- table decode -->           <!-- table goals at amx -->      of a machine elsewhere, by name
+...                             ...
+<!-- end -->                    <!-- end -->
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from table import Line
 
 Cells = list[Sequence[str]]
 
-MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table (\w+)(?: at (\w+))? -->\n).*?(?=<!-- end -->)", re.DOTALL)
 UNTIMED = frozenset({"int8_accuracy"})
 MIDDLE_AND_TAIL = ("p50_ms", "p95_ms")
 CASES = {
@@ -26,13 +26,20 @@ CASES = {
 }
 
 
-def filled(text: str, lines: Sequence[Line]) -> str:
-    """The document with every table as the lines have it now.
+def filled(
+    text: str, lines: Sequence[Line], elsewhere: Mapping[str, Sequence[Line]] | None = None
+) -> str:
+    """The document with every table as the lines have it now, of this machine or of one elsewhere.
 
     Raises:
-        KeyError: the document marks a table that is none of `TABLES`.
+        KeyError: the document marks a table that is none of `TABLES`, or a machine of no lines.
     """
-    return MARKED.sub(lambda found: f"{found[1]}\n{said(found[2], lines)}\n\n", text)
+
+    def written(found: re.Match[str]) -> str:
+        of = (elsewhere or {})[found[3]] if found[3] else lines
+        return f"{found[1]}\n{said(found[2], of)}\n\n"
+
+    return MARKED.sub(written, text)
 
 
 def said(name: str, lines: Sequence[Line]) -> str:

@@ -130,14 +130,29 @@ def test_the_table_has_a_row_a_goal(tmp_path: Path) -> None:
 
 
 def test_what_no_time_is_left_for_keeps_what_was_said_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     latest = tmp_path / "latest.jsonl"
     latest.write_text(json.dumps(line(0.5)) + "\n")
-    monkeypatch.setattr(run, "LATEST", latest)
-    assert run.measured(["speed"], seconds=0.0) == {}
+    assert run.measured(["speed"], latest, seconds=0.0) == {}
     assert "speed is left out" in capsys.readouterr().out
     assert json.loads(latest.read_text())["share"] == 0.5
+
+
+def test_figures_of_two_machines_never_stand_in_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = run.Run(0, 1.0, [json.dumps(line(0.5)), json.dumps({"bench": "speed.took"})])
+    monkeypatch.setattr(run, "_measure", lambda *_: speed)
+    monkeypatch.setattr(run.Run, "is_quiet", True)
+    file = tmp_path / "latest.jsonl"
+    for cpu, want in (("one", ["others", "speed"]), ("another", ["speed"])):
+        machine = {"bench": "machine", "cpu": cpu}
+        file.write_text(f"{json.dumps(machine)}\n{json.dumps({'bench': 'others'})}\n")
+        monkeypatch.setattr(run, "_machine", lambda: {"bench": "machine", "cpu": "one"})
+        run.measured(["speed"], file, seconds=60.0)
+        kept = [json.loads(text)["bench"] for text in file.read_text().splitlines()]
+        assert [name for name in kept if "." not in name] == ["machine", *want]
 
 
 @given(st.floats(0, 1), st.floats(0, 1))

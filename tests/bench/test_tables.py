@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from table import recorded
+from table import elsewhere, recorded
 from tables import TABLES, filled, said
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -39,13 +39,24 @@ def test_filling_touches_nothing_else_and_twice_is_once() -> None:
     assert once.endswith("|\n\n<!-- end -->\nafter\n")
     assert "old" not in once
     assert filled(once, lines) == once
-    whole = DOCUMENT.read_text()
-    assert filled(filled(whole, []), recorded()) == filled(whole, recorded())
+    whole, others = DOCUMENT.read_text(), elsewhere()
+    empty: dict[str, list[dict[str, object]]] = {name: [] for name in others}
+    again = filled(filled(whole, [], empty), recorded(), others)
+    assert again == filled(whole, recorded(), others)
 
 
-def test_an_unknown_table_is_an_error() -> None:
+def test_a_table_of_another_machine_is_of_its_own_lines() -> None:
+    lines = [{"bench": "cache", "model": "m", "repeated": HIT, "text again": HIT}]
+    lines[0]["picture again"] = HIT
+    text = filled("<!-- table cache at amx -->\n<!-- end -->\n", [], {"amx": lines})
+    assert text.startswith("<!-- table cache at amx -->\n\n|")
+
+
+def test_an_unknown_table_or_machine_is_an_error() -> None:
     with pytest.raises(KeyError, match="guesses"):
         filled("<!-- table guesses -->\n<!-- end -->\n", [])
+    with pytest.raises(KeyError, match="atari"):
+        filled("<!-- table cache at atari -->\n<!-- end -->\n", [])
 
 
 def test_what_was_not_measured_is_no_table() -> None:
