@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vlm_kernels import gather_blocks, scatter_blocks
+from vlm_kernels import block_memory, gather_blocks, scatter_blocks
 from vlm_kernels.gather_blocks import gather_blocks_reference
 
 
@@ -34,6 +34,23 @@ def test_blocks_are_gathered_into_memory_that_is_given(cache: torch.Tensor) -> N
     assert (around[[0, 3]] == 7).all(), "what lies beside it is not touched"
     with pytest.raises(ValueError, match="for 2 blocks"):
         gather_blocks(cache, at, around[:3])
+
+
+def test_the_memory_of_blocks_is_the_cache_itself(cache: torch.Tensor) -> None:
+    other = torch.zeros_like(cache)
+    ids = np.array([5, 0, 6], np.int64)
+    for room, block in zip(block_memory(other, ids), gather_blocks(cache, ids), strict=True):
+        room[:] = block.tobytes()
+    want = torch.zeros_like(cache)
+    scatter_blocks(want, ids, gather_blocks(cache, ids))
+    assert torch.equal(other.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_there_is_no_memory_of_blocks_elsewhere(cache: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="host memory"):
+        block_memory(cache.to("meta"), np.array([0], np.int64))
+    with pytest.raises(ValueError, match="block"):
+        block_memory(cache, np.array([len(cache)], np.int64))
 
 
 def test_scatter_undoes_gather_and_touches_nothing_else(cache: torch.Tensor) -> None:

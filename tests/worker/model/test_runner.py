@@ -101,6 +101,9 @@ def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str, kv_d
     arrived = other.start(seen, leaving.answer, max_tokens=8)
     blocks = bytes(home.export_blocks(leaving.blocks.tolist()))
     away.import_blocks(arrived.blocks.tolist(), memoryview(blocks))
+    memory = away.block_memory(arrived.blocks.tolist())
+    assert memory is not None
+    assert b"".join(memory) == blocks, "written, or lent to be written: the same place"
     arrived.num_computed = leaving.num_computed
     assert away.export_blocks(arrived.blocks.tolist()) == blocks
     stepper.generate([staying], max_tokens=8, chunk=4096, eos=None)
