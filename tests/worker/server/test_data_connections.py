@@ -91,7 +91,7 @@ async def test_requests_at_once_have_a_connection_each() -> None:
         asked = [request(number) for number in range(1, 5)]
         two.prefill.runner.gate.clear()
         asking = [asyncio.create_task(two.answer(one)) for one in asked]
-        await until(lambda: two.prefill.server.left["FetchKV calls"] == len(asked))
+        await until(lambda: two.prefill.server.left.get("FetchKV calls") == len(asked))
         assert len(door.connections) == len(asked)
         two.prefill.runner.gate.set()
         assert await asyncio.gather(*asking) == [answer_alone(one) for one in asked]
