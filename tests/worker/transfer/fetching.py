@@ -140,7 +140,7 @@ async def nothing_left() -> AsyncIterator[None]:
     yield
     await until(lambda: asyncio.all_tasks() - tasks <= {asyncio.current_task()})
     await until(lambda: running() <= threads)
-    assert sockets() <= files
+    await until(lambda: sockets() <= files)  # gRPC closes its own in threads that it keeps
 
 
 def frames_of(transfer: Transfer) -> Iterator[Frame]:
