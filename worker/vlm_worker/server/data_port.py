@@ -27,6 +27,7 @@ from vlm_worker.wire.data import (
     request_of,
     send_failure,
     send_run,
+    shut,
 )
 from vlm_worker.wire.frames import Runs
 
@@ -104,7 +105,6 @@ class DataPort:
         finally:
             self.num_connections -= 1
             requests.close()
-            connection.close()
 
     async def _answer(self, connection: socket.socket, request: bytes) -> None:
         """Frames as long as their consumer takes them, or why there are none."""
@@ -127,8 +127,7 @@ class DataPort:
         try:
             await sending.wait()
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            shut(connection)
             with contextlib.suppress(asyncio.CancelledError):  # there is one already
                 await sending.end()
             raise

@@ -10,7 +10,6 @@ producer learns that nobody reads any more.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -24,7 +23,7 @@ from vlm_worker.transfer.come import MAX_UNTAKEN, Come
 from vlm_worker.transfer.running import Running, started
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import open_data_connection
-from vlm_worker.wire.data import Fetch, receive_units, request_to, wait_for_answer
+from vlm_worker.wire.data import Fetch, receive_units, request_to, shut, wait_for_answer
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Units
 
@@ -109,7 +108,7 @@ class DataLink:
         def expire() -> None:
             nonlocal is_late
             is_late = True
-            _shut(connection)  # a thread that reads hears of it
+            shut(connection)  # a thread that reads hears of it
 
         deadline = asyncio.get_running_loop().call_later(self._timers.fetch, expire)
         try:
@@ -123,7 +122,7 @@ class DataLink:
         finally:
             deadline.cancel()
             if not has_ended:
-                _shut(connection)
+                shut(connection)
             come.give_up()
             try:
                 await running.end()
@@ -136,7 +135,7 @@ class DataLink:
         while self._idle:
             self._idle.pop().close()
         for connection in self._busy:
-            _shut(connection)
+            shut(connection)
 
     async def _asked(self, request: bytes) -> socket.socket:
         """A connection that has taken a request: one that is idle and lives, or a new one."""
@@ -207,9 +206,3 @@ def _lives(connection: socket.socket) -> bool:
     except OSError:
         return False
     return False
-
-
-def _shut(connection: socket.socket) -> None:
-    """Wake the thread that waits on it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

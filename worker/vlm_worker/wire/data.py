@@ -12,6 +12,7 @@ take one belong on a thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import socket
 import struct
@@ -136,6 +137,12 @@ def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> 
 def wait_for_answer(connection: socket.socket, *, peer: str) -> None:
     """Wait for the first byte. Raises as `receive_units`."""
     _receive(connection, memoryview(bytearray(1)), peer=peer, least=1, flags=socket.MSG_PEEK)
+
+
+def shut(connection: socket.socket) -> None:
+    """Wake the thread that blocks on it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _failure_of(data: bytes, *, peer: str) -> Exception:
