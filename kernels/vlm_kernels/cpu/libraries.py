@@ -56,13 +56,18 @@ class Variant:
 V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "xsave"})
 """Flags of what a compiler may use for x86-64-v3."""
 
+AVX512BF16 = Variant(
+    "avx512bf16",
+    V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+    ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+)
 VARIANTS = (
     Variant(
-        "avx512bf16",
-        V3
-        | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+        "amx",
+        AVX512BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
+        (*AVX512BF16.options, "-DTRIPTYCH_AVX512BF16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
+    AVX512BF16,
     Variant("avx2", V3, ("-march=x86-64-v3",)),
     Variant("portable", frozenset(), ()),
 )

@@ -90,6 +90,9 @@ def load(path: Path) -> ctypes.CDLL:
         found = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeError(f"{path} cannot be loaded: {error}") from error
+    ask_for_tiles = getattr(found, "triptych_ask_for_tiles", None)  # of those that use them
+    if ask_for_tiles is not None and not ask_for_tiles():
+        raise NativeError("the system does not let this process use tiles of AMX")
     process = ctypes.CDLL(None)  # torch's dependencies are global symbols
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     if all(hasattr(process, name) for name in names):
