@@ -2,6 +2,7 @@
 
     make bench-peers                               all that can be set up here
     make bench-peers ARGS="openvino --rounds 5"    ours and these
+    make bench-peers ARGS="openvino --install-only"    set these up, and measure nothing
 
 One engine answers while the others rest. Printed are medians over the rounds, and how far ours is
 ahead of each; JSON lines go to `bench/results/peers.jsonl`.
@@ -93,8 +94,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("peers", nargs="*", choices=[*environments.ENGINES], metavar="PEER")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
+    parser.add_argument("--install-only", action="store_true", help="set up, and measure nothing")
     args = parser.parse_args()
     names = list(dict.fromkeys((OURS, *(args.peers or environments.ENGINES))))
+    if args.install_only:
+        return _install(names)
     with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
         processes = _start(names, Path(folder))
         if OURS not in processes:
@@ -106,6 +110,20 @@ def main() -> int:
     lines = table.recorded()
     print(tables.said("peers", lines), tables.said("goals", lines), sep="\n\n")
     return 0
+
+
+def _install(names: Sequence[str]) -> int:
+    """Set every engine up; returns the exit status: 1 where one cannot be."""
+    status = 0
+    for name in names:
+        try:
+            environments.prepare(environments.ENGINES[name])
+        except environments.UnavailableError as error:
+            print(f"{name}: cannot be set up: {error}", flush=True)
+            status = 1
+        else:
+            print(f"{name}: set up", flush=True)
+    return status
 
 
 def _write(seconds: Seconds, bandwidths: Sequence[float]) -> None:
