@@ -10,13 +10,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.guards import among_nan, assert_guards_stand, bf16, poisoned_results
+from kernels.variants import each_variant
 from torch.nn import functional
 
 from vlm_kernels import packed_linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel, packed_linear_reference
 from vlm_kernels.packed_weights import PackedWeights, mix_biases, pack, pack_gated
 
-needs_kernel = pytest.mark.skipif(not has_kernel(), reason="this CPU multiplies by torch")
+module = importlib.import_module("vlm_kernels.packed_linear")
+variant = each_variant(
+    module,
+    kernel="_bfloat16_kernel",
+    symbol="triptych_linear_bf16",
+    arguments=module.BFLOAT16_ARGUMENTS,
+    needs="avx512_bf16",
+)
+
+
+@pytest.fixture
+def needs_kernel() -> None:
+    """What torch does not promise of its own sums."""
+    if not has_kernel():
+        pytest.skip("torch multiplies: its sums depend on how many rows there are")
+
 
 ROWS = st.sampled_from([1, 2, 5, 6, 7, 12, 13, 14, 15, 16, 17, 24, 29, 43, 56, 57, 61])
 
@@ -78,10 +94,13 @@ def test_an_activated_product_is_its_definition_on_any_shape(
     close(packed_linear(x, weights, bias, activation=activation), want)
 
 
-@needs_kernel
+@pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize(
     ("rows", "num_in"),
-    [*((rows, 320) for rows in (2, 6, 7, 16, 17, 40, 56, 57)), (175, 3072), (60, 30_000)],
+    [
+        *((rows, 320) for rows in (2, 6, 7, 16, 17, 31, 40, 56, 57)),
+        *((175, 3072), (60, 30_000), (1100, 70)),
+    ],
 )
 def test_a_row_is_the_same_among_others_as_alone(rows: int, num_in: int) -> None:
     """However many blocks of rows pass by a panel: with many inputs, a block is of few rows."""
@@ -92,10 +111,11 @@ def test_a_row_is_the_same_among_others_as_alone(rows: int, num_in: int) -> None
     assert torch.equal(together, alone)
 
 
-@needs_kernel
-def test_the_number_of_threads_changes_nothing() -> None:
+@pytest.mark.usefixtures("needs_kernel")
+@pytest.mark.parametrize("rows", [9, 77, 530])
+def test_the_number_of_threads_changes_nothing(rows: int) -> None:
     torch.manual_seed(0)
-    x, weights, before = bf16(9, 128), pack(bf16(1000, 128)), torch.get_num_threads()
+    x, weights, before = bf16(rows, 128), pack(bf16(1000, 128)), torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 5):
@@ -172,7 +192,6 @@ def test_without_a_library_the_definition_computes(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(1)
     x, weights = bf16(5, 62), pack(bf16(70, 62))
     fast = packed_linear(x, weights)
-    module = importlib.import_module("vlm_kernels.packed_linear")
     monkeypatch.setattr(module, "_bfloat16_kernel", lambda: None)
     assert not has_kernel()
     close(fast, packed_linear(x, weights))

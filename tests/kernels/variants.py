@@ -12,27 +12,35 @@ import pytest
 from vlm_kernels.cpu import libraries, native
 
 
-def each_variant(module: Any) -> Any:
+def each_variant(
+    module: Any, *, kernel: str = "_kernel", symbol: str = "", arguments: Any = (), needs: str = ""
+) -> Any:
     """An automatic fixture: each test of a file, once with each variant, and once with torch.
 
-    `module` has `SYMBOL`, `ARGUMENTS`, and `_kernel()`, which is replaced.
+    Args:
+        module: where the kernel is replaced.
+        kernel: the name of what gives it there.
+        symbol: of the library, the module's `SYMBOL` if not said.
+        arguments: its types, likewise `ARGUMENTS`.
+        needs: a flag of the CPU that a variant must use to have it.
     """
+    symbol, arguments = symbol or module.SYMBOL, arguments or module.ARGUMENTS
+    names = [v.name for v in libraries.supported() if not needs or needs in v.needs]
 
-    @pytest.fixture(
-        params=[*(v.name for v in libraries.supported()), "torch"], scope="module", autouse=True
-    )
+    @pytest.fixture(params=[*names, "torch"], scope="module", autouse=True)
     def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-        kernel = None if request.param == "torch" else _kernel_of(module, request.param)
+        is_torch = request.param == "torch"
+        found = None if is_torch else _kernel_of(request.param, symbol, arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_kernel", lambda: kernel)
+            patch.setattr(module, kernel, lambda: found)
             yield request.param
 
     return variant
 
 
-def _kernel_of(module: Any, name: str) -> Any:
+def _kernel_of(name: str, symbol: str, arguments: Any) -> Any:
     try:
-        return native.typed(library_of(name), module.SYMBOL, *module.ARGUMENTS)
+        return native.typed(library_of(name), symbol, *arguments)
     except libraries.NativeError as error:
         pytest.skip(str(error))
 

@@ -10,9 +10,24 @@
 
 #ifdef TRIPTYCH_AVX512BF16
 
+#ifdef TRIPTYCH_AMX
+#include "linear_amx.h"
+#else
 #include "linear_tiles.h"
+#endif
 
 namespace {
+
+#ifdef TRIPTYCH_AMX
+
+struct Bfloat16Dot {
+  template <int sums, int x, int w>
+  static void add() { triptych::multiply_bfloat16<sums, x, w>(); }
+  static __m512 load(const uint8_t* sums) { return _mm512_load_ps(sums); }
+  static __m512 value(const triptych::Job&, int, int, __m512 sum) { return sum; }
+};
+
+#else
 
 struct Bfloat16Dot {
   using Sum = __m512;
@@ -22,6 +37,8 @@ struct Bfloat16Dot {
   }
   static __m512 value(const triptych::Job&, int, int, Sum sum) { return sum; }
 };
+
+#endif
 
 }  // namespace
 

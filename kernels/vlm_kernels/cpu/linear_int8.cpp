@@ -25,17 +25,27 @@ using namespace triptych;
 
 #ifdef TRIPTYCH_AVX512BF16
 
+#ifdef TRIPTYCH_AMX
+#include "linear_amx.h"
+#else
 #include "linear_tiles.h"
+#endif
 
 namespace {
 
 struct Int8Dot {
   // not __m512i: GCC keeps an array of those on the stack, where their lanes are cast
-  typedef int32_t Sum __attribute__((vector_size(LINE)));
+  typedef int32_t Sum __attribute__((vector_size(64)));
 
+#ifdef TRIPTYCH_AMX
+  template <int sums, int x, int w>
+  static void add() { multiply_int8<sums, x, w>(); }
+  static Sum load(const uint8_t* sums) { return (Sum)_mm512_load_si512(sums); }
+#else
   static Sum add(Sum sum, __m512i x, __m512i line) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, x, line);
   }
+#endif
   static __m512 value(const Job& job, int row, int column, Sum sum) {
     const __m512i offset = _mm512_loadu_si512(job.w_offset + column);
     const __m512i exact = _mm512_sub_epi32((__m512i)sum, offset);

@@ -1,7 +1,7 @@
 // Tiles of AMX: eight registers of up to 16 rows of 64 bytes each, and the products of two of them.
 //
 //   C [16][16] floats += A [16][32] bfloat16 . B [32][16] bfloat16, which lies as [16][16][2]
-//   C [16][16] int32  += A [16][64] int8     . B [64][16] int8,     which lies as [16][16][4]
+//   C [16][16] int32  += A [16][64] uint8    . B [64][16] int8,     which lies as [16][16][4]
 //
 // What a kernel does with tiles stands between the two ends of a `Tiles`: it says how large each is,
 // and clears them, since others (oneDNN) work in the same threads and say it for themselves.
@@ -74,7 +74,7 @@ inline void multiply_bfloat16() {
 
 template <int c, int a, int b>
 inline void multiply_int8() {
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
 }
 
 }  // namespace triptych

@@ -14,7 +14,6 @@ from worker.identity.questions import SHAPES
 
 from vlm_kernels.native_layers import has_layers
 from vlm_worker.core.families import load_family
-from vlm_worker.model import linear
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.vision import Embedding, PatchProjection, PictureEncoder, use_patch_projection
@@ -75,10 +74,8 @@ def test_the_shipped_model_projects() -> None:
 @pytest.mark.parametrize("family_name", ["qwen2_5_vl", "qwen2_vl"])
 @pytest.mark.parametrize("weights", ["auto", "int8"])
 def test_a_block_in_one_call_gives_what_its_kernels_give_one_by_one(
-    family_name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family_name: str, weights: str, tmp_path: Path
 ) -> None:
-    # where oneDNN would multiply (AMX), too: what is asked is whether the two ways agree
-    monkeypatch.setattr(linear, "_uses_kernel", lambda: True)
     model_dir = make_checkpoint(tmp_path / family_name, family_name)
     family = load_family(model_dir)
     model = load_model(model_dir, [Stage.ENCODER], dtype="bfloat16", weights=weights).model

@@ -6,12 +6,12 @@ Given a plain matrix, a library brings W into blocks at every call, which for th
 decode step costs more than the product; packed once, W is only read. Every layer is packed,
 whatever its shape; layers of one input are packed as one (`docs/decisions/0013`).
 
-    AVX512-BF16    our kernel (`vlm_kernels.packed_linear`)
-    AMX, others    oneDNN, through torch
-    int8, if asked our kernel on any CPU: weights and activations are rounded to int8
-    float32        plain: products stay those of transformers, bit for bit
-    float16        plain: CPUs without AVX512-FP16 have no fast product of it
-    CUDA           plain: the GPU's library needs no order of its own
+    AMX, AVX512-BF16   our kernel (`vlm_kernels.packed_linear`)
+    other CPUs         oneDNN, through torch
+    int8, if asked     our kernel on any CPU: weights and activations are rounded to int8
+    float32            plain: products stay those of transformers, bit for bit
+    float16            plain: CPUs without AVX512-FP16 have no fast product of it
+    CUDA               plain: the GPU's library needs no order of its own
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = _own_bias(linear.bias)
         weight = linear.weight.detach()
-        self.packed = pack(weight, int8=int8) if int8 or _uses_kernel() else None
+        self.packed = pack(weight, int8=int8) if int8 or has_kernel() else None
         self._reordered = (
             None
             if self.packed is not None
@@ -218,12 +218,12 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
     users = _users(model)
     rounded = {id(module) for part in int8 for module in part.modules()}
     total = sum(p.numel() * p.element_size() for p in set(model.parameters()))
-    packing = Packing(backend="native" if _uses_kernel() else "onednn")
+    packing = Packing(backend="native" if has_kernel() else "onednn")
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     _own(tables)
     for joint in [m for m in model.modules() if isinstance(m, JointLinear | GatedLinear)]:
         is_int8 = id(joint) in rounded
-        if is_int8 or _uses_kernel():
+        if is_int8 or has_kernel():
             weights: list[Any] = [part.weight for part in joint.parts]
             joint.pack(int8=is_int8)
             for weight in weights:
@@ -246,11 +246,6 @@ def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packi
         buffer.data = buffer.detach().clone()
     _libc.malloc_trim(0)
     return packing
-
-
-def _uses_kernel() -> bool:
-    """Whether our kernel is the faster one: with AMX, oneDNN is, as soon as rows are many."""
-    return has_kernel() and not torch.cpu._is_amx_tile_supported()
 
 
 def _own_bias(bias: torch.Tensor | None) -> nn.Parameter | None:

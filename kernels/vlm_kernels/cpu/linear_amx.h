@@ -1,0 +1,262 @@
+// Products with packed panels on tiles of AMX, for both types of weights:  linear.cpp, linear_int8.cpp.
+//
+//   tile   16 rows of x by 64 bytes, or 64 bytes of K by 16 outputs: a panel is two tiles wide, and its
+//          lines lie as tiles read them
+//   quad   four tiles of sums: 32 rows by a panel, or, of up to 16 rows, 16 by two panels
+//   slice  as much of a panel as stays in the core's innermost cache while all rows pass by it
+//
+// Between slices, sums lie in memory as they are. The last quad of many rows begins as many rows
+// before their end as it has; those that it shares with the one before come out the same.
+//
+// What follows a product is AVX-512's work, which tiles leave idle: rows of one panel are finished
+// between the products of the next.
+//
+// Every output is one sum over K in ascending order, 64 bytes at a time, whatever the number of rows.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "linear.h"
+#include "linear_finish.h"
+#include "threads.h"
+#include "tiles.h"
+
+namespace triptych {
+
+constexpr int QUAD_ROWS = 2 * TILE_ROWS;
+constexpr int LINE = 64;              // bytes
+constexpr int STEP_BYTES = 2 * LINE;  // of a panel; of a row it is 4
+constexpr int TILE_STEPS = TILE_BYTES / 4;
+constexpr int TILE_LINES = TILE_STEPS * STEP_BYTES;  // bytes of a panel, by one tile of x
+constexpr int SLICE = 8;                             // of these
+constexpr int AHEAD = 4096;                          // bytes that few rows fetch ahead
+constexpr int MOST_QUADS = 16;                       // of one item of work
+constexpr int MOST_PANELS = 4;                       // likewise
+constexpr int BLOCK_BYTES = 1 << 20;  // of x that pass by a panel: half of a core's own cache
+
+// The sums of some rows by a panel, or by two, and how far they are finished.
+struct Sums {
+  int next = 0;  // row to be finished
+  int panel = 0, num_panels = 0;
+  alignas(64) uint8_t quads[MOST_QUADS][4][TILE_ROWS][TILE_BYTES];
+};
+
+// What one thread does: some rows by some panels, which it takes one after the other.
+template <class Dot>
+class Item {
+ public:
+  Item(const Job& job, int first_row, int end_row)
+      : job_(job), first_row_(first_row), num_rows_(end_row - first_row),
+        num_tiles_(job.steps / TILE_STEPS),
+        rows_per_step_((QUAD_ROWS + num_tiles_ - 1) / std::max(num_tiles_, 1)) {
+    for (Sums& sums : sums_) sums.next = num_rows_;  // nothing to finish
+  }
+
+  void multiply(int begin, int end) {
+    TileShapes shapes;
+    if (num_rows_ < TILE_ROWS) {
+      for (int tile = 0; tile < 5; tile++) shapes.set(tile, num_rows_, TILE_BYTES);
+    }
+    const Tiles tiles(shapes);
+    if (num_rows_ <= TILE_ROWS) {
+      for (int panel = begin; panel < end; panel += 2) multiply_few(panel, std::min(2, end - panel));
+    } else {
+      for (int panel = begin; panel < end; ++panel) multiply_many(panel);
+    }
+    make_room(end, 0);
+    finish(num_rows_);
+  }
+
+ private:
+
+  const uint8_t* x_of(int row) const { return job_.x + (first_row_ + row) * job_.x_stride; }
+  const uint8_t* w_of(int panel) const { return job_.w + panel * panel_bytes(); }
+  int64_t panel_bytes() const { return int64_t(job_.steps) * STEP_BYTES; }
+  int rest() const { return job_.steps % TILE_STEPS; }  // steps behind the last whole tile
+
+  int num_quads() const { return (num_rows_ + QUAD_ROWS - 1) / QUAD_ROWS; }
+  int upper_row(int quad) const {
+    return std::max(0, std::min(quad * QUAD_ROWS, num_rows_ - QUAD_ROWS));
+  }
+  int lower_row(int quad) const { return std::min(upper_row(quad) + TILE_ROWS, num_rows_ - TILE_ROWS); }
+
+  // Up to 16 rows: W is read as fast as it comes.
+  void multiply_few(int panel, int num_panels) {
+    const uint8_t *const x = x_of(0), *const w = w_of(panel);
+    const int64_t next = num_panels > 1 ? panel_bytes() : 0;
+    Sums& sums = make_room(panel, num_panels);
+    clear();
+    for (int k = 0; k < num_tiles_; ++k) {
+      const uint8_t* lines = w + k * TILE_LINES;
+      for (int i = 0; i < TILE_LINES; i += LINE) {
+        fetch<_MM_HINT_T0>(lines + AHEAD + i);
+        if (num_panels > 1) fetch<_MM_HINT_T0>(lines + next + AHEAD + i);
+      }
+      add_wide(x + k * TILE_BYTES, job_.x_stride, lines, next);
+      finish(rows_per_step_);
+    }
+    if (rest() != 0) {
+      Rest last;
+      last.take_rows(*this, x, 0, num_rows_);
+      last.take_lines(*this, w, 0);
+      if (num_panels > 1) last.take_lines(*this, w + next, 1);
+      add_wide(last.x[0], TILE_BYTES, last.lines[0], num_panels > 1 ? sizeof(last.lines[0]) : 0);
+    }
+    store(sums.quads[0]);
+  }
+
+  // More rows: while they pass by a slice, the next one comes, from the next panel behind the last.
+  void multiply_many(int panel) {
+    Sums& sums = make_room(panel, 1);
+    const uint8_t *const w = w_of(panel);
+    const int fetched = (TILE_LINES / LINE + num_quads() - 1) / num_quads();  // lines a tile
+    for (int first = 0; first < num_tiles_; first += SLICE) {
+      const int end = std::min(first + SLICE, num_tiles_);
+      const uint8_t* ahead = w + int64_t(end) * TILE_LINES;
+      for (int quad = 0; quad < num_quads(); ++quad) {
+        first == 0 ? clear() : load(sums.quads[quad]);
+        const uint8_t *const upper = x_of(upper_row(quad)), *const lower = x_of(lower_row(quad));
+        for (int k = first; k < end; ++k) {
+          for (int i = 0; i < fetched; ++i, ahead += LINE) fetch<_MM_HINT_T1>(ahead);
+          add_tall(upper + k * TILE_BYTES, lower + k * TILE_BYTES, job_.x_stride,
+                   w + int64_t(k) * TILE_LINES);
+          finish(rows_per_step_);
+        }
+        store(sums.quads[quad]);
+      }
+    }
+    if (rest() != 0) add_rest(sums, w);
+  }
+
+  // The last inputs, fewer than a tile has, with zeros behind them.
+  struct Rest {
+    alignas(64) uint8_t x[QUAD_ROWS][TILE_BYTES] = {};
+    alignas(64) uint8_t lines[2][TILE_LINES] = {};
+
+    void take_rows(const Item& item, const uint8_t* from, int row, int count) {
+      for (int i = 0; i < count; ++i) {
+        std::memcpy(x[row + i], from + i * item.job_.x_stride + item.num_tiles_ * TILE_BYTES,
+                    item.rest() * 4);
+      }
+    }
+    void take_lines(const Item& item, const uint8_t* panel, int place) {
+      std::memcpy(lines[place], panel + int64_t(item.num_tiles_) * TILE_LINES,
+                  item.rest() * STEP_BYTES);
+    }
+  };
+
+  void add_rest(Sums& sums, const uint8_t* w) {
+    Rest last;
+    last.take_lines(*this, w, 0);
+    for (int quad = 0; quad < num_quads(); ++quad) {
+      last.take_rows(*this, x_of(upper_row(quad)), 0, TILE_ROWS);
+      last.take_rows(*this, x_of(lower_row(quad)), TILE_ROWS, TILE_ROWS);
+      num_tiles_ == 0 ? clear() : load(sums.quads[quad]);
+      add_tall(last.x[0], last.x[TILE_ROWS], TILE_BYTES, last.lines[0]);
+      store(sums.quads[quad]);
+    }
+  }
+
+  template <_mm_hint hint>
+  static void fetch(const uint8_t* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), hint);
+  }
+
+  // Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 W.
+  static void clear() { zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>(); }
+  using Quad = uint8_t[4][TILE_ROWS][TILE_BYTES];
+  static void load(const Quad& sums) {
+    load_tile<0>(sums[0], LINE), load_tile<1>(sums[1], LINE);
+    load_tile<2>(sums[2], LINE), load_tile<3>(sums[3], LINE);
+  }
+  static void store(Quad& sums) {
+    store_tile<0>(sums[0], LINE), store_tile<1>(sums[1], LINE);
+    store_tile<2>(sums[2], LINE), store_tile<3>(sums[3], LINE);
+  }
+
+  static void add_tall(const uint8_t* upper, const uint8_t* lower, int64_t stride, const uint8_t* w) {
+    load_tile<6>(w, STEP_BYTES), load_tile<4>(upper, stride);
+    Dot::template add<0, 4, 6>();
+    load_tile<7>(w + LINE, STEP_BYTES);
+    Dot::template add<1, 4, 7>();
+    load_tile<5>(lower, stride);
+    Dot::template add<2, 5, 6>();
+    Dot::template add<3, 5, 7>();
+  }
+
+  // `next` is the distance to the second panel, 0 if there is none.
+  static void add_wide(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t next) {
+    load_tile<4>(x, stride), load_tile<6>(w, STEP_BYTES);
+    Dot::template add<0, 4, 6>();
+    load_tile<7>(w + LINE, STEP_BYTES);
+    Dot::template add<1, 4, 7>();
+    if (next == 0) return;
+    load_tile<6>(w + next, STEP_BYTES);
+    Dot::template add<2, 4, 6>();
+    load_tile<7>(w + next + LINE, STEP_BYTES);
+    Dot::template add<3, 4, 7>();
+  }
+
+  // Room for the sums of these panels; those of the panels before are whole, and may be finished.
+  Sums& make_room(int panel, int num_panels) {
+    finish(num_rows_);
+    std::swap(current_, whole_);
+    current_->next = 0, current_->panel = panel, current_->num_panels = num_panels;
+    return *current_;
+  }
+
+  void finish(int count) {
+    for (; count > 0 && whole_->next < num_rows_; --count) finish_row(*whole_, whole_->next++);
+  }
+
+  void finish_row(const Sums& sums, int row) {
+    const int quad = row / QUAD_ROWS;
+    const auto& tiles = sums.quads[quad];
+    if (num_rows_ <= TILE_ROWS) {
+      for (int i = 0; i < sums.num_panels; ++i) {
+        finish_panel(row, sums.panel + i, tiles[2 * i][row], tiles[2 * i + 1][row]);
+      }
+    } else if (const int upper = row - upper_row(quad); upper < TILE_ROWS) {
+      finish_panel(row, sums.panel, tiles[0][upper], tiles[1][upper]);
+    } else {
+      const int lower = row - lower_row(quad);
+      finish_panel(row, sums.panel, tiles[2][lower], tiles[3][lower]);
+    }
+  }
+
+  void finish_panel(int row, int panel, const uint8_t* left, const uint8_t* right) {
+    const int at = first_row_ + row, column = panel * PANEL;
+    finish_pair(job_, at, panel, Dot::value(job_, at, column, Dot::load(left)),
+                Dot::value(job_, at, column + 16, Dot::load(right)));
+  }
+
+  const Job& job_;
+  const int first_row_, num_rows_, num_tiles_, rows_per_step_;
+  Sums sums_[2];
+  Sums *current_ = &sums_[0], *whole_ = &sums_[1];
+};
+
+// Items are small, so that no thread waits long for the last.
+template <class Dot>
+void multiply(const Job& job, Threads& threads) {
+  const int num_panels = (job.n + PANEL - 1) / PANEL;
+  const int share = num_panels / (4 * threads.count()) / 2 * 2;
+  const int per_item = std::max(2, std::min(MOST_PANELS, share));
+  const int num_quads = (job.m + QUAD_ROWS - 1) / QUAD_ROWS;
+  const int fitting = BLOCK_BYTES / (job.steps * 4) / QUAD_ROWS;
+  const int per_block = std::max(1, std::min(MOST_QUADS, fitting));
+  const int num_blocks = (num_quads + per_block - 1) / per_block;
+  const int num_items = (num_panels + per_item - 1) / per_item * num_blocks;
+  threads.for_each(num_items, [&](std::ptrdiff_t i) {
+    const int begin = int(i) / num_blocks * per_item, block = int(i) % num_blocks;
+    const auto row_of = [&](int b) { return std::min(job.m, num_quads * b / num_blocks * QUAD_ROWS); };
+    Item<Dot> item(job, row_of(block), row_of(block + 1));
+    item.multiply(begin, std::min(begin + per_item, num_panels));
+  });
+}
+
+}  // namespace triptych
