@@ -1,7 +1,8 @@
-"""Resizing in C++: Pillow's bytes, whatever the sizes, the filter and the instructions."""
+"""Resizing and cutting in C++: Pillow's bytes, numpy's values, whatever the instructions."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,20 +17,27 @@ from worker.media.files import encode, noise
 from worker.media.pooling import FAMILY, spec_of
 
 from vlm_kernels.cpu import libraries
+from vlm_worker.core.geometry import DynamicProcessor, Geometry
+from vlm_worker.media.patches import Cutter
 from vlm_worker.media.pool import MediaPool, MediaSettings
-from vlm_worker.media.resize import Resizer
+from vlm_worker.media.resize import Resizer, taps
 
 SIDES = st.integers(1, 160)
 WORKER = Path(__file__).parents[3] / "worker"
 
 
 @pytest.fixture(scope="session", params=[variant.name for variant in libraries.VARIANTS])
-def resizer(request: pytest.FixtureRequest) -> Resizer:
+def library(request: pytest.FixtureRequest) -> str:
     found = {variant.name: variant for variant in libraries.supported()}
     if request.param not in found:
         pytest.skip(f"this CPU cannot run {request.param}")
     places = libraries.Places.of(os.environ)  # noqa: TID251  as the kernels find them
-    return Resizer(str(libraries.build(found[request.param], places)))
+    return str(libraries.build(found[request.param], places))
+
+
+@pytest.fixture(scope="session")
+def resizer(library: str) -> Resizer:
+    return Resizer(library)
 
 
 def pillow(rgb: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
@@ -62,6 +70,42 @@ def test_a_photograph_too(resizer: Resizer) -> None:
         np.testing.assert_array_equal(found, pillow(rgb, 448, 392, resample))
 
 
+def test_a_long_one_whose_columns_come_first(resizer: Resizer) -> None:
+    rgb = np.random.default_rng(4).integers(0, 256, (2999, 203, 3), dtype=np.uint8)
+    found = resizer.resize(rgb, 600, 101, resample=3)
+    np.testing.assert_array_equal(found, pillow(rgb, 600, 101, 3))
+
+
+@given(num_in=st.integers(1, 20_000), num_out=st.integers(1, 2_000), resample=st.integers(2, 3))
+def test_no_weight_is_more_than_its_three_digits_hold(
+    num_in: int, num_out: int, resample: int
+) -> None:
+    assert np.abs(taps(num_in, num_out, resample).weights).max() < 1.9 * 2**22
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    patch=st.sampled_from([1, 14, 16]),
+    merge=st.integers(1, 3),
+    times=st.integers(1, 3),
+)
+def test_patches_are_those_that_numpy_cuts(
+    library: str, tokens: tuple[int, int], patch: int, merge: int, times: int
+) -> None:
+    assert isinstance(FAMILY.processor, DynamicProcessor)
+    processor = dataclasses.replace(
+        FAMILY.processor, patch_size=patch, merge_size=merge, temporal_patch_size=times
+    )
+    rows, columns = (each * merge for each in tokens)
+    geometry = Geometry(rows * patch, columns * patch, (1, rows, columns), tokens[0] * tokens[1])
+    shape = (geometry.height, geometry.width, 3)
+    rgb = np.random.default_rng(5).integers(0, 256, shape, dtype=np.uint8)
+    for picture in (rgb, rgb[::-1]):
+        found = Cutter(library).cut(picture, processor, geometry)
+        np.testing.assert_array_equal(found, Cutter().cut(picture, processor, geometry))
+
+
 def test_views_are_resized_as_what_they_show(resizer: Resizer) -> None:
     rgb = np.random.default_rng(2).integers(0, 256, (90, 70, 3), dtype=np.uint8)
     for view in (rgb[::-1], rgb[:, ::-1], rgb.swapaxes(0, 1)):
@@ -79,14 +123,15 @@ def test_other_filters_are_pillows_own(resizer: Resizer, resample: int) -> None:
 BOUND = """
 import resource, sys
 import numpy as np
-from vlm_worker.media.resize import Resizer
+from vlm_worker.media.resize import Resizer, taps
 
-resizer, rgb = Resizer(sys.argv[1]), np.zeros((8000, 1000, 3), np.uint8)
+resizer, rgb = Resizer(sys.argv[1]), np.zeros((2, 2_000_000, 3), np.uint8)
 resizer.resize(rgb[:9, :9], 5, 5, resample=2)
+taps(2_000_000, 1_999_999, 2)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)  # for the answer alone
 try:
-    resizer.resize(rgb, 7000, 999, resample=2)
+    resizer.resize(rgb, 3, 1_999_999, resample=2)
 except MemoryError as error:
     print(error)
 """
@@ -99,7 +144,7 @@ def test_a_picture_that_memory_is_bounded_for_is_an_error_and_ends_no_process() 
         [sys.executable, "-c", BOUND, library], capture_output=True, text=True, check=False,
         env={"PYTHONPATH": str(WORKER)},
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "resizing 1000x8000 to 999x7000\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "resizing 2000000x2 to 1999999x3\n"), done.stderr
 
 
 async def test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that_is_not() -> None:

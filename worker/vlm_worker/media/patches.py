@@ -1,22 +1,65 @@
 """From RGB pixels to what the vision tower reads, bit for bit as transformers' own processor.
 
 Pixels are bytes, so rescaling and normalising are a table of 256 floats per channel, made with the
-processor's own arithmetic and looked up once.
+processor's own arithmetic and looked up once. Patches are cut by the native library where there is
+one (`patches.cpp`), else by numpy.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from vlm_worker.core.geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
 from vlm_worker.media.resize import Resizer
 
-PLAIN = Resizer()
+SYMBOL = "triptych_patches"
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_TYPES = (_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER)
+
+
+class Cutter:
+    """`library` is the file of the native library; None is numpy."""
+
+    def __init__(self, library: str | None = None) -> None:
+        self._run: Callable[..., Any] | None = None
+        if library is not None:
+            self._run = ctypes.CFUNCTYPE(None, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
+
+    def cut(
+        self, resized: np.ndarray, processor: DynamicProcessor, geometry: Geometry
+    ) -> np.ndarray:
+        """float32 `[h*w, patch_dim]` of uint8 `[height, width, 3]` of the geometry's size."""
+        patch, merge, times = (
+            processor.patch_size,
+            processor.merge_size,
+            processor.temporal_patch_size,
+        )
+        _, rows, columns = geometry.grid_thw
+        table = _tables(processor)
+        out = np.empty((rows * columns, 3, times, patch * patch), dtype=np.float32)
+        if self._run is None:
+            # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
+            tiles = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+            bytes_ = tiles.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
+            for channel, values in enumerate(table):
+                np.take(values, bytes_[:, channel], out=out[:, channel, 0])
+            out[:, :, 1:] = out[:, :, :1]
+        else:
+            pixels = np.ascontiguousarray(resized)
+            sizes = (rows, columns, patch, merge, times)
+            self._run(pixels.ctypes.data, *sizes, table.ctypes.data, out.ctypes.data)
+        return out.reshape(rows * columns, processor.patch_dim)
+
+
+PLAIN, PLAIN_CUTTER = Resizer(), Cutter()
 
 
 def make_patches(
@@ -25,6 +68,7 @@ def make_patches(
     geometry: Geometry,
     *,
     resizer: Resizer = PLAIN,
+    cutter: Cutter = PLAIN_CUTTER,
     size: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """Resize, normalise and, where the tower reads patches, cut a picture.
@@ -34,6 +78,7 @@ def make_patches(
         processor: the effective parameters.
         geometry: of this picture under these parameters.
         resizer: any gives the same bytes.
+        cutter: any gives the same values.
         size: the picture's own height and width, where it was decoded smaller.
 
     Returns:
@@ -48,20 +93,7 @@ def make_patches(
         return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
     assert isinstance(processor, DynamicProcessor)
     resized = resizer.resize(rgb, geometry.height, geometry.width, resample=processor.resample)
-    return _patches(resized, processor, geometry)
-
-
-def _patches(resized: np.ndarray, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:
-    patch, merge, times = processor.patch_size, processor.merge_size, processor.temporal_patch_size
-    _, rows, columns = geometry.grid_thw
-    # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
-    tiles = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    bytes_ = tiles.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
-    out = np.empty((rows * columns, 3, times, patch * patch), dtype=np.float32)
-    for channel, table in enumerate(_tables(processor)):
-        np.take(table, bytes_[:, channel], out=out[:, channel, 0])
-    out[:, :, 1:] = out[:, :, :1]
-    return out.reshape(rows * columns, processor.patch_dim)
+    return cutter.cut(resized, processor, geometry)
 
 
 def _planes(resized: np.ndarray, processor: FixedProcessor) -> np.ndarray:

@@ -19,11 +19,10 @@ from PIL import Image
 
 SYMBOL = "triptych_resize"
 _SCALE = 1 << 22
-_TAPS = 4
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _PICTURE = (_POINTER, _SIZE, _SIZE)
-_COLUMNS, _ROWS = (_POINTER, _POINTER, _SIZE), (_POINTER, _POINTER, _POINTER, _SIZE)
-_TYPES = (*_PICTURE, *_PICTURE, *_COLUMNS, *_ROWS, ctypes.c_bool)
+_SIDE = (_POINTER, _POINTER, _POINTER, _SIZE)
+_TYPES = (*_PICTURE, *_PICTURE, *_SIDE, *_SIDE, ctypes.c_bool)
 
 
 class _Filter(NamedTuple):
@@ -58,6 +57,14 @@ class Taps:
     count: np.ndarray
     weights: np.ndarray
 
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """Of the native function."""
+        first, count, weights = (
+            each.ctypes.data for each in (self.first, self.count, self.weights)
+        )
+        return first, count, weights, self.weights.shape[1]
+
 
 class Resizer:
     """`library` is the file of the native library; None, or another filter, is Pillow's own."""
@@ -78,8 +85,6 @@ class Resizer:
             return np.asarray(resized)
         source = np.ascontiguousarray(rgb)
         old_height, old_width, _ = source.shape
-        columns = _in_groups(taps(old_width, width, resample))
-        rows = taps(old_height, height, resample)
         out = np.empty((height, width, 3), np.uint8)
         is_done = self._run(
             source.ctypes.data,
@@ -88,13 +93,8 @@ class Resizer:
             out.ctypes.data,
             height,
             width,
-            columns.first.ctypes.data,
-            columns.weights.ctypes.data,
-            columns.weights.shape[1],
-            rows.first.ctypes.data,
-            rows.count.ctypes.data,
-            rows.weights.ctypes.data,
-            rows.weights.shape[1],
+            *taps(old_width, width, resample).arguments,
+            *taps(old_height, height, resample).arguments,
             old_height - height > max(0, 2 * (old_width - width)),  # Pillow's own order of passes
         )
         if not is_done:
@@ -119,15 +119,3 @@ def taps(num_in: int, num_out: int, resample: int) -> Taps:
     weights /= np.add.accumulate(weights, axis=1)[:, -1:]
     scaled = (weights * _SCALE + np.where(weights < 0, -0.5, 0.5)).astype(np.int32)
     return Taps(first.astype(np.int32), count.astype(np.int32), scaled)
-
-
-def _in_groups(side: Taps) -> Taps:
-    """The same with each first tap at a multiple of four, and as many weights as fill groups."""
-    shift = side.first % _TAPS
-    num_weights = -(-int((shift + side.count).max()) // _TAPS) * _TAPS
-    weights = np.zeros((len(side.first), num_weights), np.int32)
-    for number in range(_TAPS):
-        chosen = shift == number
-        wide = min(side.weights.shape[1], num_weights - number)
-        weights[chosen, number : number + wide] = side.weights[chosen, :wide]
-    return Taps(side.first - shift, side.count, weights)
