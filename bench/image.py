@@ -2,10 +2,11 @@
 
     python bench/run.py image
 
-One thread, CPU time, rounds that interleave both. The goal is at most 0.35 of Pillow's time at both
-sizes, and a mean difference of at most 1e-3 in normalised units; it is 0, as the patches are
-compared with those that Pillow's own resizing gives. `parts` are ours: decoding, resizing, and what
-is left of making patches. `dct` is the same under `--jpeg-scaling=dct`, with its own differences.
+One thread, CPU time, rounds that interleave both; memory for pixels is kept from picture to picture,
+as in a decode child. The goal is at most 0.35 of Pillow's time at both sizes, and a mean difference
+of at most 1e-3 in normalised units; it is 0, as the patches are compared with those that Pillow's
+own resizing gives. `parts` are ours: decoding, resizing, and what is left of making patches. `dct`
+is the same under `--jpeg-scaling=dct`, with its own differences.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ sys.path.insert(0, str(media.ROOT / "kernels"))
 
 from vlm_kernels.cpu import libraries
 from vlm_worker.core.geometry import DynamicProcessor, Geometry
+from vlm_worker.media.decode_child import Tools
 from vlm_worker.media.header import ImageHeader, read_header
-from vlm_worker.media.patches import make_patches
-from vlm_worker.media.pixels import decode_rgb
+from vlm_worker.media.patches import Cutter, make_patches
+from vlm_worker.media.pixels import Canvas, decode_rgb
 from vlm_worker.media.resize import Resizer
 
 SIDE = 448
@@ -41,18 +43,17 @@ def main() -> None:
     """Print both sizes."""
     variant = libraries.supported()[0]
     places = libraries.Places.of(os.environ)  # noqa: TID251  as the kernels find them
-    resizer = Resizer(str(libraries.build(variant, places)))
+    library = str(libraries.build(variant, places))
+    tools = Tools(Resizer(library), Cutter(library), Canvas())
     shipped = media.FAMILY.processor
     assert isinstance(shipped, DynamicProcessor)
     processor = dataclasses.replace(shipped, max_pixels=SIDE * SIDE, resample=3)
     for width, height in media.SIZES:
-        figures = measure(width, height, processor, resizer)
+        figures = measure(width, height, processor, tools)
         print(json.dumps({"bench": "image", "kernel": variant.name, **figures}), flush=True)
 
 
-def measure(
-    width: int, height: int, processor: DynamicProcessor, resizer: Resizer
-) -> dict[str, Any]:
+def measure(width: int, height: int, processor: DynamicProcessor, tools: Tools) -> dict[str, Any]:
     """One line of the report."""
     data = media.encoded(media.photo(width, height), "JPEG", quality=85, subsampling="4:2:0")
     header, geometry = read_header(data, item=0), processor.geometry(height, width)
@@ -60,12 +61,10 @@ def measure(
     new = (geometry.height, geometry.width)
     works: dict[str, Callable[[], Any]] = {
         "pillow": lambda: by_pillow(data, processor, geometry),
-        "ours": lambda: make_patches(
-            decode_rgb(data, header), processor, geometry, resizer=resizer
-        ),
-        "dct": lambda: scaled_patches(data, header, processor, geometry, resizer),
-        "decode": lambda: decode_rgb(data, header),
-        "resize": lambda: resizer.resize(rgb, *new, resample=processor.resample),
+        "ours": lambda: patches_of(data, header, processor, geometry, tools),
+        "dct": lambda: patches_of(data, header, processor, geometry, tools, is_scaled=True),
+        "decode": lambda: decode_rgb(data, header, canvas=tools.canvas),
+        "resize": lambda: tools.resizer.resize(rgb, *new, resample=processor.resample),
     }
     exact = make_patches(rgb, processor, geometry)
     difference = float(np.abs(works["ours"]() - exact).mean())
@@ -98,17 +97,22 @@ def ratio_of(some: list[float], others: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(some, others, strict=True)), 3)
 
 
-def scaled_patches(
+def patches_of(
     data: bytes,
     header: ImageHeader,
     processor: DynamicProcessor,
     geometry: Geometry,
-    resizer: Resizer,
+    tools: Tools,
+    *,
+    is_scaled: bool = False,
 ) -> np.ndarray:
-    """Patches of a JPEG that was decoded no larger than needed."""
+    """As a decode child makes them; `is_scaled` is of a JPEG decoded no larger than needed."""
     size = (header.height, header.width)
-    rgb = decode_rgb(data, header, enough=processor.resized(*size))
-    return make_patches(rgb, processor, geometry, resizer=resizer, size=size)
+    enough = processor.resized(*size) if is_scaled else None
+    rgb = decode_rgb(data, header, enough=enough, canvas=tools.canvas)
+    return make_patches(
+        rgb, processor, geometry, resizer=tools.resizer, cutter=tools.cutter, size=size
+    )
 
 
 def by_pillow(data: bytes, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:

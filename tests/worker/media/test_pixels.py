@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
-from worker.media.files import encode
+from worker.media.files import encode, noise
 from worker.media.pooling import FAMILY
 
 from vlm_worker.errors import InvalidImageError
 from vlm_worker.media.header import read_header
 from vlm_worker.media.patches import make_patches
-from vlm_worker.media.pixels import UndecodableError, decode_rgb
+from vlm_worker.media.pixels import KEPT_BYTES, Canvas, UndecodableError, decode_rgb
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
@@ -288,3 +288,37 @@ def test_text_chunks_that_expand_do_not_cost_memory() -> None:
 def test_pillows_own_guards_stay_in_place() -> None:
     assert ImageFile.LOAD_TRUNCATED_IMAGES is False
     assert Image.MAX_IMAGE_PIXELS == 89_478_485
+
+
+SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 90), st.sampled_from(FORMATS))
+
+
+@settings(max_examples=40)
+@given(shapes=st.lists(SHAPES, min_size=2, max_size=6), turned=st.booleans())
+def test_pictures_that_follow_each_other_on_one_canvas_are_those_on_their_own(
+    shapes: list[tuple[int, int, str]], turned: bool
+) -> None:
+    canvas, exif = Canvas(), Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    for seed, (width, height, fmt) in enumerate(shapes):
+        data = encode(noise(width, height, seed), fmt, **({"exif": exif} if fmt == "JPEG" else {}))
+        header = read_header(data, item=0)
+        found = decode_rgb(data, header, canvas=canvas)
+        np.testing.assert_array_equal(found, decode_rgb(data, header))
+
+
+def test_a_canvas_keeps_memory_for_a_picture_no_larger_and_drops_it_for_pillow() -> None:
+    canvas = Canvas()
+    jpeg, png = (encode(noise(60, 40), fmt) for fmt in ("JPEG", "PNG"))
+    first, second = (decode_rgb(jpeg, read_header(jpeg, item=0), canvas=canvas) for _ in range(2))
+    assert np.shares_memory(first, second)
+    decode_rgb(png, read_header(png, item=0), canvas=canvas)
+    assert not np.shares_memory(first, canvas.of(1))
+
+
+def test_a_canvas_keeps_no_more_than_it_may() -> None:
+    canvas = Canvas()
+    assert len(canvas.of(KEPT_BYTES + 1)) == KEPT_BYTES + 1
+    assert not np.shares_memory(canvas.of(KEPT_BYTES + 1), canvas.of(1))
+    kept = canvas.of(KEPT_BYTES)
+    assert np.shares_memory(kept, canvas.of(KEPT_BYTES))

@@ -14,22 +14,31 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.media.frames import READY, ChildConfig, Done, Job, receive
-from vlm_worker.media.patches import image_key, make_patches
-from vlm_worker.media.pixels import UndecodableError, decode_rgb
+from vlm_worker.media.patches import Cutter, image_key, make_patches
+from vlm_worker.media.pixels import Canvas, UndecodableError, decode_rgb
 from vlm_worker.media.resize import Resizer
 
 NO_MEMORY = "decoding the image needs more memory than one image may take; send it smaller"
 
 
+class Tools(NamedTuple):
+    """What serves every picture in turn."""
+
+    resizer: Resizer
+    cutter: Cutter
+    canvas: Canvas
+
+
 def main() -> None:
     """Serve jobs from standard input until it ends."""
     config = ChildConfig.from_json(sys.argv[1])
-    resizer = Resizer(config.native_library)
+    tools = Tools(Resizer(config.native_library), Cutter(config.native_library), Canvas())
     _bound_memory(config.memory_bytes)
     with socket.socket(fileno=0) as channel:
         channel.sendall(READY)
@@ -39,16 +48,14 @@ def main() -> None:
             except EOFError:
                 return
             _bound_cpu(config.cpu_seconds)
-            done, body = _run(job, receive(channel, job.num_bytes), config, resizer)
+            done, body = _run(job, receive(channel, job.num_bytes), config, tools)
             channel.sendall(done.pack())
             channel.sendall(body)
 
 
-def _run(
-    job: Job, data: bytearray, config: ChildConfig, resizer: Resizer
-) -> tuple[Done, memoryview]:
+def _run(job: Job, data: bytearray, config: ChildConfig, tools: Tools) -> tuple[Done, memoryview]:
     try:
-        return _prepare(job, data, config, resizer)
+        return _prepare(job, data, config, tools)
     except (UndecodableError, InvalidRequestError) as error:
         code, message = "invalid_image", str(error)
     except MemoryError:
@@ -58,15 +65,17 @@ def _run(
 
 
 def _prepare(
-    job: Job, data: bytearray, config: ChildConfig, resizer: Resizer
+    job: Job, data: bytearray, config: ChildConfig, tools: Tools
 ) -> tuple[Done, memoryview]:
     start = time.perf_counter_ns()
     processor, size = config.processor.capped(job.max_pixels), (job.header.height, job.header.width)
     enough = processor.resized(*size) if config.scaled_jpeg else None
-    rgb = decode_rgb(data, job.header, enough=enough)
+    rgb = decode_rgb(data, job.header, enough=enough, canvas=tools.canvas)
     decoded = time.perf_counter_ns()
     geometry = processor.geometry(*size)
-    patches = make_patches(rgb, processor, geometry, resizer=resizer, size=size)
+    patches = make_patches(
+        rgb, processor, geometry, resizer=tools.resizer, cutter=tools.cutter, size=size
+    )
     prepared = time.perf_counter_ns()
     key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt, size=size)
     body = patches.data.cast("B")

@@ -24,6 +24,9 @@ from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugi
 
 from vlm_worker.media.header import ImageHeader
 
+KEPT_BYTES = 64 << 20
+"""A picture of 22 megapixels."""
+
 # The plugins themselves, never Image.open: a file's bytes cannot choose another format's code.
 _PLUGINS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "PNG": PngImagePlugin.PngImageFile,
@@ -48,8 +51,40 @@ class UndecodableError(ValueError):
     """The file's pixels cannot be had; the text is fit for a client."""
 
 
+class Canvas:
+    """Memory for pixels, kept from picture to picture: the kernel zeroes what is new.
+
+    More than `KEPT_BYTES` goes back after its picture, so that an idle child stays small.
+    """
+
+    def __init__(self) -> None:
+        self._kept = np.empty(0, np.uint8)
+
+    def of(self, num_bytes: int) -> np.ndarray:
+        """uint8 `[num_bytes]`, whose content is whatever was there.
+
+        Raises:
+            MemoryError: there is not enough for it.
+        """
+        if num_bytes <= len(self._kept):
+            return self._kept[:num_bytes]
+        self.drop()
+        memory = np.empty(num_bytes, np.uint8)
+        if num_bytes <= KEPT_BYTES:
+            self._kept = memory
+        return memory
+
+    def drop(self) -> None:
+        """Keep none."""
+        self._kept = np.empty(0, np.uint8)
+
+
 def decode_rgb(
-    data: bytes | bytearray, header: ImageHeader, *, enough: tuple[int, int] | None = None
+    data: bytes | bytearray,
+    header: ImageHeader,
+    *,
+    enough: tuple[int, int] | None = None,
+    canvas: Canvas | None = None,
 ) -> np.ndarray:
     """Decode one picture.
 
@@ -57,6 +92,7 @@ def decode_rgb(
         data: the whole file.
         header: what `read_header` said of it.
         enough: a height and width, oriented, that a JPEG may be decoded down to; None is its own.
+        canvas: where the common JPEG's pixels may lie, until the next picture; None is new memory.
 
     Returns:
         uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size, or where `enough`
@@ -68,9 +104,11 @@ def decode_rgb(
     """
     try:
         divisor = 1 if enough is None else _divisor(header, *enough)
-        rgb = _plain_jpeg(data, header, divisor) if header.format == "JPEG" else None
+        canvas = canvas or Canvas()
+        rgb = _plain_jpeg(data, header, divisor, canvas) if header.format == "JPEG" else None
         if rgb is None:
             divisor = 1
+            canvas.drop()  # one picture's memory is bounded, whoever decodes it
             rgb = np.asarray(_with_pillow(data, header))
     except (UndecodableError, MemoryError):
         raise
@@ -98,7 +136,9 @@ def _divided(side: int, divisor: int) -> int:
     return -(-side // divisor)
 
 
-def _plain_jpeg(data: bytes | bytearray, header: ImageHeader, divisor: int) -> np.ndarray | None:
+def _plain_jpeg(
+    data: bytes | bytearray, header: ImageHeader, divisor: int, canvas: Canvas
+) -> np.ndarray | None:
     """The common JPEG, by libjpeg-turbo without Pillow's copies: equal pixels, sooner.
 
     None for CMYK, for another size than the header's, and for whatever it so much as warns of:
@@ -108,11 +148,13 @@ def _plain_jpeg(data: bytes | bytearray, header: ImageHeader, divisor: int) -> n
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
         if colorspace not in ("YCbCr", "Gray") or (height, width) != header.stored_size:
             return None
+        height, width = _divided(height, divisor), _divided(width, divisor)
         pixels: np.ndarray = simplejpeg.decode_jpeg(
             data,
             "RGB",
-            min_height=_divided(height, divisor),
-            min_width=_divided(width, divisor),
+            min_height=height,
+            min_width=width,
+            buffer=canvas.of(height * width * 3),
             strict=True,
         )
         return pixels
