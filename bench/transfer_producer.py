@@ -28,8 +28,10 @@ from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
 from vlm_worker.types import RequestKey  # noqa: E402
 from vlm_worker.wire.calls import FetchCall  # noqa: E402
-from vlm_worker.wire.frames import Commit, Runs, TransferId, joined  # noqa: E402
+from vlm_worker.wire.copying import Lying, copier_of  # noqa: E402
+from vlm_worker.wire.frames import Commit, Runs, TransferId  # noqa: E402
 from vlm_worker.wire.identity import fetch_call_of  # noqa: E402
+from vlm_worker.wire.joining import joined  # noqa: E402
 from vlm_worker.wire.methods import METHODS  # noqa: E402
 from vlm_worker.wire.options import server_options  # noqa: E402
 
@@ -79,6 +81,7 @@ async def produce() -> None:
     """Serve data connections and raw TCP until standard input ends; the first line says where."""
     pools = {name: filled(load) for name, load in LOADS.items()}
     shared = shared_memory()
+    copier = copier_of(native.path())
     released = ExitStack()  # their segments hold memory until they are closed
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
@@ -86,20 +89,18 @@ async def produce() -> None:
         pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
         released.close()
 
-        def export(first: int, count: int, room: memoryview) -> memoryview:
+        def export(first: int, count: int, _: memoryview) -> memoryview | Lying:
             if not load.is_scattered:
                 rows: memoryview = pool[first : first + count].reshape(-1).data
                 return rows
-            ids = np.arange(first, first + count)
-            out = np.frombuffer(room, np.uint8).reshape(count, -1)
-            np.take(pool, ids, axis=0, out=out, mode="clip")
-            return room
+            return Lying([block.data for block in pool[first : first + count]], lambda: None)
 
         outgoing = Outgoing(
             TransferId(KEY, call.transfer_id, BOOT, FINGERPRINT, pod_uid="pod"),
             unit_bytes=load.unit_bytes,
             max_units=load.num_units,
             export=export,
+            copier=copier,
         )
         outgoing.finish(Commit(load.num_units, load.num_units))
         released.callback(outgoing.close)  # its consumer asks for the next one when it has read it

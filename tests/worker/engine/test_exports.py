@@ -15,8 +15,10 @@ from vlm_worker.engine.exports import Exports
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.testing import ChecksumRunner, answer_alone
 from vlm_worker.types import BlocksReady, RequestKey
+from vlm_worker.wire.copying import Lying
 
 KEY = RequestKey("r", 0)
+NO_ROOM = memoryview(b"")
 
 
 class SlowCopies(ChecksumRunner):
@@ -65,6 +67,46 @@ async def test_a_copy_whose_request_ended_meanwhile_counts_for_nothing(
     runner.may_end.set()
     with pytest.raises(GoneError):
         await copying
+
+
+async def test_blocks_that_lie_in_host_memory_are_read_there_and_checked_after(start: Any) -> None:
+    runner = ChecksumRunner()
+    engine: Engine = start(runner)
+    await events(engine.submit_prefill(text(), hold=True))
+    lying = engine.read_blocks(KEY, 0, 2, NO_ROOM)
+    assert isinstance(lying, Lying)
+    assert lying.num_bytes == 2 * 4 * 8
+    assert b"".join(lying.parts) == bytes(engine.export_blocks(KEY, 0, 2))
+    lying.check()
+    with pytest.raises(InvalidRequestError, match="are ready"):
+        engine.read_blocks(KEY, 0, 99, NO_ROOM)
+    await engine.release(KEY)
+    with pytest.raises(GoneError):
+        lying.check()
+    with pytest.raises(GoneError):
+        engine.read_blocks(KEY, 0, 2, NO_ROOM)
+
+
+def test_blocks_that_others_had_meanwhile_count_for_nothing_though_they_came_back() -> None:
+    exports = Exports(ChecksumRunner())
+    exports.show(KEY, [3, 4])
+    before = exports.read(KEY, 0, 2, NO_ROOM)
+    exports.withdraw(KEY)
+    exports.show(KEY, [3, 4])
+    after = exports.read(KEY, 0, 2, NO_ROOM)
+    assert isinstance(before, Lying)
+    assert isinstance(after, Lying)
+    after.check()
+    with pytest.raises(GoneError):
+        before.check()
+
+
+def test_blocks_that_lie_elsewhere_are_copied_into_the_room() -> None:
+    runner, room = ChecksumRunner(), memoryview(bytearray(2 * 4 * 8))
+    runner.lends_memory = False
+    exports = Exports(runner)
+    exports.show(KEY, [3, 4])
+    assert exports.read(KEY, 0, 2, room) is room
 
 
 def test_what_was_withdrawn_is_not_ready_until_it_is_shown_again() -> None:

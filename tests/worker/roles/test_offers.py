@@ -14,7 +14,8 @@ from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.transport import ByteStream, Exposure, Ledger
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.frames import Commit, joined
+from vlm_worker.wire.frames import Commit
+from vlm_worker.wire.joining import joined
 
 LIFE = Life(b"b" * 16, "pod")
 KEY = RequestKey("r-1", 1)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from vlm_kernels.cpu import native
 from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.transfer.mapping import KeptMappings, Mapper, mapper_of
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import Exposure, View
+from vlm_worker.wire.copying import NativeCopier
 
 SIZE = 50_000
 CAPACITY = 4 * SIZE
@@ -61,7 +63,8 @@ def transfer(producer: SharedMemory, consumer: SharedMemory, data: bytes) -> Vie
 
 def taken(view: View, position: int, num_bytes: int) -> bytes:
     room = bytearray(num_bytes)
-    view.take(position, memoryview(room))
+    digest = view.take(position, [memoryview(room)], head=b"head")
+    assert digest == xxhash.xxh3_128_digest(b"head" + room)
     return bytes(room)
 
 
@@ -79,10 +82,7 @@ def test_what_is_written_is_read_and_nothing_beyond_the_end(mapper: Mapper, file
     ours = mapper.map(file, SIZE, is_written=True)
     theirs = mapper.map(file, SIZE, is_written=False)
     ours.bytes[40_000:] = 7
-    found = memoryview(bytearray(10_001))
-    assert theirs.copy(39_999, into=found)
-    assert found == b"\0" + b"\7" * 10_000
-    assert not theirs.copy(40_000, into=found)
+    assert theirs.bytes[39_999:].tobytes() == b"\0" + b"\7" * 10_000
     with pytest.raises(ValueError, match="read-only"):
         theirs.bytes[0] = 1
 
@@ -100,14 +100,22 @@ def test_a_mapping_stays_while_anything_that_was_made_of_it_is_used(
     assert num_mapped(directory) == 0
 
 
-def test_a_copy_of_what_is_gone_is_refused_for_good(mapper: Mapper, file: int) -> None:
+def test_a_mapping_that_lost_a_page_is_void_for_good(mapper: Mapper, file: int) -> None:
+    library = native.path()
+    assert library is not None
+    copier, room = NativeCopier(library), memoryview(bytearray(SIZE))
     mapping = mapper.map(file, SIZE, is_written=False)
     os.ftruncate(file, 5000)
-    assert mapping.copy(0, into=memoryview(bytearray(5000)))
-    assert not mapping.copy(0, into=memoryview(bytearray(SIZE)))
+    copier.copy([mapping.bytes.data[:5000]], [room[:5000]], head=b"")
+    assert mapping.is_whole
+    copier.copy([mapping.bytes.data], [room], head=b"")
+    assert not mapping.is_whole
     os.ftruncate(file, SIZE)
-    assert not mapping.copy(0, into=memoryview(bytearray(SIZE)))
-    assert mapper.map(file, SIZE, is_written=False).copy(0, into=memoryview(bytearray(SIZE)))
+    copier.copy([mapping.bytes.data], [room], head=b"")
+    assert not mapping.is_whole
+    again = mapper.map(file, SIZE, is_written=False)
+    copier.copy([again.bytes.data], [room], head=b"")
+    assert again.is_whole
 
 
 def test_what_cannot_be_mapped_says_why(mapper: Mapper) -> None:
@@ -231,7 +239,8 @@ def test_threads_may_take_and_keep_at_once(mapper: Mapper, directory: Path) -> N
         for _ in range(200):
             file = os.open(name, os.O_RDONLY)
             mapping = kept.take(file, SIZE) or mapper.map(file, SIZE, is_written=False)
-            assert mapping.copy(0, into=memoryview(bytearray(SIZE)))
+            assert len(mapping.bytes.tobytes()) == SIZE
+            assert mapping.is_whole
             kept.keep(file, mapping)
 
     with ThreadPoolExecutor(8) as threads:

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.errors import GoneError
 from vlm_worker.transfer.pieces import EXPORT_BYTES, Pieces, piece_bytes_of
-from vlm_worker.types import RequestKey
+from vlm_worker.types import FinishReason, RequestKey
+from vlm_worker.wire.copying import Lying, address_of
+from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
     HEADER,
     MAX_PAYLOAD_BYTES,
@@ -17,7 +20,10 @@ from vlm_worker.wire.frames import (
     Header,
     Kind,
     TransferId,
+    Units,
+    digest,
 )
+from vlm_worker.wire.rooms import Rooms
 
 IDENTITY = TransferId(RequestKey("r-1", 1), "t", b"b" * 16, b"f" * 16, "pod")
 ROW_BYTES = 8192
@@ -67,6 +73,66 @@ def test_an_embedding_is_checked_while_it_is_made() -> None:
     assert len(exported) > 3
     assert all(frame.payload.nbytes <= MAX_PAYLOAD_BYTES for frame in (first, *rest))
     assert header_of(rest[-1]).flags == Kind.COMMIT
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed: bool) -> None:
+    """What was sent before stays valid: a commit may follow it."""
+    memory = bytearray(6 * ROW_BYTES)
+    blocks = [bytes([number]) * ROW_BYTES for number in range(6)]
+
+    def check(first: int) -> None:
+        if first >= 4:
+            raise GoneError("they are another's")
+
+    def export(first: int, count: int, room: memoryview) -> Lying:
+        parts = [memoryview(block) for block in blocks[first : first + count]]
+        return Lying(parts, lambda: check(first))
+
+    def room(unit: int, size: int) -> memoryview | None:
+        start = unit * ROW_BYTES
+        return memoryview(memory)[start : start + size] if is_placed else None
+
+    def place(position: int, data: memoryview) -> memoryview:
+        assert address_of(data) == address_of(memoryview(memory)[position:])
+        return memoryview(b"")
+
+    writer = FrameWriter(
+        IDENTITY, unit_bytes=ROW_BYTES, large=True, place=place if is_placed else None
+    )
+    pieces = Pieces(
+        export, writer, unit_bytes=ROW_BYTES, first_unit=0, piece_bytes=2 * ROW_BYTES, room=room
+    )
+    reader = FrameReader(
+        IDENTITY,
+        unit_bytes=ROW_BYTES,
+        first_unit=0,
+        end_unit=6,
+        into=Rooms([memoryview(bytearray(6 * ROW_BYTES))], is_followed=True),
+    )
+    found = 0
+    for frame in pieces.run(6, Commit(6, 6)):
+        header = header_of(frame)
+        if not is_placed:
+            assert read(reader, frame)
+        data = memory if is_placed else b"".join(blocks)
+        start = header.first_unit * ROW_BYTES
+        payload = bytes(data[start : start + header.num_bytes])
+        assert frame.head[HEADER.size :] == digest(frame.head[: HEADER.size], memoryview(payload))
+        found += header.num_units
+    assert (found, pieces.next_unit, pieces.is_committed) == (4, 4, False)
+    assert isinstance(pieces.gone, GoneError)
+    if not is_placed:
+        last = writer.commit(Commit(6, 6, 7, FinishReason.STOP))
+        assert read(reader, last) is None
+        assert reader.commit is not None
+
+
+def read(reader: FrameReader, frame: Frame) -> Units | None:
+    for room in reader.begin(memoryview(frame.head), frame.payload.nbytes):
+        room[:] = frame.payload
+        reader.come(room)
+    return reader.end()
 
 
 @pytest.mark.parametrize("num_ready", [0, 2])

@@ -122,7 +122,7 @@ def test_a_segment_that_shrinks_under_its_reader_is_an_error_and_no_signal(direc
     view = transport.view(exposure.opening, 50_000)
     os.truncate(directory / segments(directory)[0], 100)
     with pytest.raises(CorruptTransferError, match="ends before"):
-        view.take(40_000, memoryview(bytearray(10_000)))
+        view.take(40_000, [memoryview(bytearray(10_000))], head=b"")
     exposure.place(40_000, memoryview(b"x"))  # nor does it end its writer
     view.close()
     exposure.close()

@@ -16,7 +16,8 @@ from vlm_worker.transfer.incoming import Pull, checked
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId, joined
+from vlm_worker.wire.frames import Commit, TransferId
+from vlm_worker.wire.joining import joined
 
 KEY = RequestKey("r-1", 1)
 IDENTITY = TransferId(KEY, "t", b"b" * 16, b"f" * 16, "pod")

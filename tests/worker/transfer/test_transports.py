@@ -23,7 +23,8 @@ from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import ByteStream, Exposure, Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId, joined
+from vlm_worker.wire.frames import Commit, TransferId
+from vlm_worker.wire.joining import joined
 
 KEY = RequestKey("r-1", 1)
 IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
@@ -256,6 +257,7 @@ class Tampering(ByteStream):
             return place(position, memoryview(self.change(data)))
 
         exposure.place = tampered  # type: ignore[method-assign]
+        exposure.room = lambda *_: None  # type: ignore[method-assign]  # where nothing is placed
         return exposure
 
 

@@ -33,7 +33,8 @@ from vlm_worker.types import (
     TokenEvent,
 )
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId, joined
+from vlm_worker.wire.frames import Commit, TransferId
+from vlm_worker.wire.joining import joined
 
 BLOCK = 4
 NUM_BLOCKS = 8

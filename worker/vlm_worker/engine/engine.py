@@ -39,6 +39,7 @@ from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
 from vlm_worker.engine.thread import EngineThread
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
+from vlm_worker.wire.copying import Lying
 
 T = TypeVar("T")
 
@@ -172,6 +173,12 @@ class Engine:
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
         return self._thread.exports.copy(key, first_block, num_blocks, out)
+
+    def read_blocks(
+        self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
+    ) -> memoryview | Lying:
+        """As `export_blocks`, where they lie instead of a copy if that is host memory."""
+        return self._thread.exports.read(key, first_block, num_blocks, out)
 
     # ---- decode ----------------------------------------------------------------------------------
 

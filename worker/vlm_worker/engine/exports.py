@@ -2,7 +2,7 @@
 
 engine thread   show(key, blocks) ... withdraw(key), forget(key)    before others write there
 other threads   copy: look, copy, look again                        what was withdrawn meanwhile
-                                                                    counts for nothing
+                read: look, where they lie; `check` when copied     counts for nothing
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vlm_worker.engine.guard import guarded
 from vlm_worker.engine.runner import Runner
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.types import RequestKey
+from vlm_worker.wire.copying import Lying
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -30,7 +31,7 @@ class _Shown:
 
 
 class Exports:
-    """What of each sequence may be read. `copy` alone is for other threads than the engine's."""
+    """What of each sequence may be read. `copy` and `read` are for any thread but the engine's."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -67,6 +68,24 @@ class Exports:
         out: memoryview | None = None,
     ) -> memoryview:
         """See `Engine.export_blocks`."""
+        shown, wanted = self._wanted(key, first_block, num_blocks)
+        data = guarded("copying KV blocks out", lambda: self._runner.export_blocks(wanted, out))
+        self._check(key, shown)
+        return data
+
+    def read(
+        self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
+    ) -> memoryview | Lying:
+        """See `Engine.read_blocks`."""
+        shown, wanted = self._wanted(key, first_block, num_blocks)
+        memory = self._runner.block_memory(wanted)
+        if memory is None:
+            return self.copy(key, first_block, num_blocks, out)
+        return Lying(memory, lambda: self._check(key, shown))
+
+    def _wanted(
+        self, key: RequestKey, first_block: int, num_blocks: int
+    ) -> tuple[_Shown, tuple[int, ...]]:
         shown = self._shown.get(key)
         if shown is None:
             raise _gone(key)
@@ -76,11 +95,11 @@ class Exports:
                 f"blocks {first_block} to {end} were asked for; {len(blocks)} are ready"
             )
         shown.read = True
-        wanted = blocks[first_block:end]
-        data = guarded("copying KV blocks out", lambda: self._runner.export_blocks(wanted, out))
+        return shown, blocks[first_block:end]
+
+    def _check(self, key: RequestKey, shown: _Shown) -> None:
         if self._shown.get(key) is not shown:
             raise _gone(key)
-        return data
 
 
 def _gone(key: RequestKey) -> GoneError:

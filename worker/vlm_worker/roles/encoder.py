@@ -149,6 +149,7 @@ class EncoderRole:
             export=export,
             prepare=prepare,
             timers=self._host.timers,
+            copier=self._host.copier,
         )
         self._host.offers.offer(transfer_id, key, outgoing, item=index)
         return outgoing

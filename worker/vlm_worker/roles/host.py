@@ -33,6 +33,7 @@ from vlm_worker.transfer.peers import Peers
 from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey
 from vlm_worker.wire.calls import CancelOutcome, FetchCall
+from vlm_worker.wire.copying import PLAIN, Copier
 from vlm_worker.wire.frames import Runs
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Host:
     """The shared state of the roles. Lives on one event loop; `start` and `close` it.
 
     `delays` holds seconds by stage, for tests. `accepting` is False while draining. `on_transfer`
-    is told of every transfer pulled. `transport` is how bytes go where both sides have it.
+    is told of every transfer pulled. `transport` is how bytes go where both sides have it, and
+    `copier` copies what is fetched from here.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Host:
         on_transfer: Callable[[Transfer], None] = lambda _: None,
         timers: Timers = PRODUCTION,
         transport: Transport | None = None,
+        copier: Copier = PLAIN,
         strict: bool = False,
     ) -> None:
         self.engine = engine
@@ -86,6 +89,7 @@ class Host:
         self.kv_layout = kv_layout
         self.timers = timers
         self.transport: Transport = transport or ByteStream()
+        self.copier = copier
         self.num_refused: Counter[Refusal] = Counter()
         self.num_violations = 0
         self._strict = strict

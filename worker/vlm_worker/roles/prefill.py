@@ -116,8 +116,9 @@ class PrefillRole:
             identity,
             unit_bytes=self._layout.block_bytes,
             max_units=-(-len(call.request.token_ids) // self._layout.block_size),
-            export=functools.partial(self._host.engine.export_blocks, key),
+            export=functools.partial(self._host.engine.read_blocks, key),
             timers=self._host.timers,
+            copier=self._host.copier,
         )
         if call.hand_over:
             self._host.offers.offer(call.transfer_id, key, outgoing)

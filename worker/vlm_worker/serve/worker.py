@@ -30,6 +30,7 @@ from vlm_worker.server.state import Phase
 from vlm_worker.server.worker import WorkerServer
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.types import Stage
+from vlm_worker.wire.copying import copier_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         on_transfer=server.meters.observe,
         timers=settings.timers,
         transport=make_transport(settings, native_library=loaded.native_library),
+        copier=copier_of(loaded.native_library),
         strict=settings.strict,
     )
     engine.start(asyncio.get_running_loop())

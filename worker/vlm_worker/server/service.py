@@ -30,7 +30,8 @@ from vlm_worker.wire import checks, decode, encode, identity, prefill
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.errors import status_of
-from vlm_worker.wire.frames import Runs, joined
+from vlm_worker.wire.frames import Runs
+from vlm_worker.wire.joining import joined
 from vlm_worker.wire.methods import METHODS, PACKAGE, Method
 from vlm_worker.wire.options import CHUNK_BYTES, DATA_PORT, SEND_PICTURES
 

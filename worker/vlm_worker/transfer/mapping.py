@@ -82,14 +82,6 @@ class Mapping:
         """Whether the file had all that was used; for good: a mapping that lost a page is void."""
         return self._mapper.is_whole(self._number)
 
-    def copy(self, position: int, *, into: memoryview) -> bool:
-        """Fill memory from a position; False where the file has not so much there."""
-        end = position + into.nbytes
-        if end > self.num_bytes:
-            return False
-        np.copyto(np.frombuffer(into, np.uint8), self.bytes[position:end])
-        return self.is_whole
-
 
 class KeptMappings:
     """Mappings of other processes' files between two transfers: at most `capacity_bytes`.

@@ -21,6 +21,7 @@ import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
+from vlm_worker.wire.copying import PLAIN, Memory
 from vlm_worker.wire.frames import MAX_LARGE_BYTES, MAX_OPENING_BYTES, PLACED_VERSION
 
 logger = logging.getLogger(__name__)
@@ -161,13 +162,13 @@ class _NixlView:
         self._peer: str = name.decode() if isinstance(name, bytes) else name
         self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_LARGE_BYTES))
 
-    def take(self, position: int, room: memoryview) -> None:
+    def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
         """Read into the landing buffer, and from there into memory of our own."""
-        landing = self._landing
+        landing, num_bytes = self._landing, sum(room.nbytes for room in rooms)
         if landing is None:
             raise _failed("a read failed before")
         try:
-            self._read(self._address + position, room.nbytes, into=landing)
+            self._read(self._address + position, num_bytes, into=landing)
         except Exception as error:  # as above
             # what was begun may still write there
             _ABANDONED.append(landing)
@@ -175,7 +176,7 @@ class _NixlView:
             if isinstance(error, CorruptTransferError):
                 raise
             raise _failed(f"{type(error).__name__}") from error
-        room[:] = landing.data[: room.nbytes].data
+        return PLAIN.copy([landing.data[:num_bytes].data], rooms, head=head)
 
     def _read(self, address: int, num_bytes: int, *, into: _Registered) -> None:
         agent = self._agent

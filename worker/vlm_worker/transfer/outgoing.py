@@ -21,6 +21,7 @@ from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.pieces import Export, Pieces, piece_bytes_of, room_of
 from vlm_worker.transfer.transport import Exposure, Transport
 from vlm_worker.types import RequestKey
+from vlm_worker.wire.copying import PLAIN, Copier
 from vlm_worker.wire.frames import Commit, Frame, FrameWriter, Runs, TransferId
 
 
@@ -39,7 +40,7 @@ class Outgoing:
     """One transfer at its producer. The role that makes its units is the only writer.
 
     It has at most `max_units`; what a consumer asks for is held to that. `prepare` is awaited
-    before units are exported.
+    before units are exported; `copier` is for those that are copied on their way.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Outgoing:
         prepare: Callable[[], Awaitable[None]] = _nothing,
         timers: Timers = PRODUCTION,
         clock: Callable[[], float] = time.monotonic,
+        copier: Copier = PLAIN,
     ) -> None:
         self._identity = identity
+        self._copier = copier
         self._max_units = max_units
         self._timers = timers
         self._clock = clock
@@ -138,7 +141,13 @@ class Outgoing:
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
         await self._prepare()
-        return self._export(0, num_units, room_of(num_units * self._unit_bytes))
+        room = room_of(num_units * self._unit_bytes)
+        found = self._export(0, num_units, room)
+        if isinstance(found, memoryview):
+            return found
+        self._copier.copy(found.parts, [room], head=b"")
+        found.check()
+        return room
 
     async def runs(
         self,
@@ -217,6 +226,7 @@ class Outgoing:
             first_unit=first_unit,
             place=None if exposure is None else place,
             large=large,
+            copier=self._copier,
         )
 
     def _room(

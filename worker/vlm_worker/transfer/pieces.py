@@ -6,21 +6,23 @@ other thread is woken for it. What a slow network has not taken yet waits in its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError
+from vlm_worker.wire.copying import Lying, address_of
 from vlm_worker.wire.frames import MAX_PAYLOAD_BYTES, Commit, Frame, FrameWriter
 
 EXPORT_BYTES: Final = 4 << 20
 NUM_PIECES: Final = 8
 """Of a transfer that is not large: a consumer checks one while the next one is made."""
 
-Export = Callable[[int, int, memoryview], memoryview]
-"""`export(first_unit, num_units, room)` gives `[num_units, unit_bytes]` that nobody writes to
-meanwhile: as they lie, or a copy in `room`, which has just so many bytes. In any thread."""
+Export = Callable[[int, int, memoryview], memoryview | Lying]
+"""`export(first_unit, num_units, room)` gives `[num_units, unit_bytes]`: a copy in `room`, which
+has just so many bytes, or memory that nobody writes to meanwhile, or bytes that are to be copied
+from where they lie. In any thread."""
 
 
 class Pieces:
@@ -74,29 +76,36 @@ class Pieces:
             yield opening
         while self.next_unit < end_unit:
             try:
-                data = self._piece(end_unit)
+                frames = self._piece(end_unit)
             except GoneError as error:
                 self.gone = error
                 return
-            self.next_unit += data.nbytes // self._unit_bytes
-            yield from self._writer.write(data)
+            yield from frames
         if commit is not None:
             self.is_committed = True
             yield self._writer.commit(commit)
 
-    def _piece(self, end_unit: int) -> memoryview:
+    def _piece(self, end_unit: int) -> Iterable[Frame]:
         left, most = end_unit - self.next_unit, self._batch * 3 // 2
         num_units = left if left <= most else self._batch
         num_bytes = num_units * self._unit_bytes
-        room = self._room(self.next_unit, num_bytes)
-        if room is None:
-            if self._own_room.nbytes < num_bytes:
-                self._own_room = room_of(num_bytes)
-            room = self._own_room[:num_bytes]
+        placed = self._room(self.next_unit, num_bytes)
+        room = self._own(num_bytes) if placed is None else placed
         data = self._export(self.next_unit, num_units, room)
-        if data.nbytes != num_bytes:
+        if (data.num_bytes if isinstance(data, Lying) else data.nbytes) != num_bytes:
             raise CorruptTransferError("the export has another size than the layout")
-        return data
+        if isinstance(data, memoryview) and placed is not None and not _are_same(data, placed):
+            data = Lying([data.cast("B")], lambda: None)
+        frames = (
+            self._writer.copy(data, room) if isinstance(data, Lying) else self._writer.write(data)
+        )
+        self.next_unit += num_units
+        return frames
+
+    def _own(self, num_bytes: int) -> memoryview:
+        if self._own_room.nbytes < num_bytes:
+            self._own_room = room_of(num_bytes)
+        return self._own_room[:num_bytes]
 
 
 def piece_bytes_of(num_bytes: int, *, large: bool) -> int:
@@ -108,6 +117,11 @@ def piece_bytes_of(num_bytes: int, *, large: bool) -> int:
     if not large:
         return EXPORT_BYTES
     return min(EXPORT_BYTES, max(MAX_PAYLOAD_BYTES, num_bytes // NUM_PIECES))
+
+
+def _are_same(one: memoryview, other: memoryview) -> bool:
+    """Whether these bytes lie in the same place; both are as many."""
+    return address_of(one) == address_of(other)
 
 
 def room_of(num_bytes: int) -> memoryview:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import numpy as np
+import xxhash
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.mapping import KeptMappings, Mapping, mapper_of
@@ -40,6 +40,7 @@ from vlm_worker.transfer.segment_files import (
     sweep_leftovers,
 )
 from vlm_worker.transfer.transport import Ledger
+from vlm_worker.wire.copying import COPIED_BYTES, Copier, Memory, address_of, copier_of
 from vlm_worker.wire.frames import PLACED_VERSION
 
 NAME: Final = "shared-memory"
@@ -66,6 +67,7 @@ class SharedMemory:
     ) -> None:
         self.ledger = Ledger(capacity_bytes)
         self._mapper = mapper_of(native_library)
+        self._copier = copier_of(native_library)
         self._views = KeptMappings(capacity_bytes)
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -112,7 +114,7 @@ class SharedMemory:
         if mapping is None and self._mapper is not None and num_bytes:
             with contextlib.suppress(OSError):  # then it is read
                 mapping = self._mapper.map(file, num_bytes, is_written=False)
-        return _SegmentView(file, mapping, keep=self._views.keep)
+        return _SegmentView(file, mapping, copier=self._copier, keep=self._views.keep)
 
     def close(self) -> None:
         """Leave the directory."""
@@ -180,7 +182,7 @@ class _Segment:
                 self._file.write(position, data)
             except OSError as error:
                 raise GoneError(f"shared memory: {os.strerror(error.errno or 0)}") from error
-        elif not _are_same(room, data):
+        elif address_of(room) != address_of(data):
             room[:] = data
         if not self._file.is_whole:
             raise GoneError("shared memory: there was no page for all of it")
@@ -217,17 +219,38 @@ class _SegmentView:
     """A consumer's sight of a producer's file."""
 
     def __init__(
-        self, file: int, mapping: Mapping | None, *, keep: Callable[[int, Mapping], None]
+        self,
+        file: int,
+        mapping: Mapping | None,
+        *,
+        copier: Copier,
+        keep: Callable[[int, Mapping], None],
     ) -> None:
         self._file: int | None = file
         self._mapping = mapping
+        self._memory = None if mapping is None else mapping.bytes.data
+        self._copier = copier
         self._keep = keep
 
-    def take(self, position: int, room: memoryview) -> None:
+    def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
         """Copy into memory of our own: what is checked is what is used."""
+        end = position + sum(room.nbytes for room in rooms)
+        if self._mapping is not None and self._memory is not None and end <= self._memory.nbytes:
+            digest = self._copier.copy([self._memory[position:end]], rooms, head=head)
+            if self._mapping.is_whole:
+                return digest
+        state = xxhash.xxh3_128(head)
+        for room in rooms:
+            for start in range(0, room.nbytes, COPIED_BYTES):
+                part = room[start : start + COPIED_BYTES]
+                self._read(position, part)
+                state.update(part)
+                position += part.nbytes
+        found: bytes = state.digest()
+        return found
+
+    def _read(self, position: int, room: memoryview) -> None:
         assert self._file is not None
-        if self._mapping is not None and self._mapping.copy(position, into=room):
-            return
         try:
             num_read = os.preadv(self._file, [room], position)
         except OSError as error:
@@ -238,7 +261,7 @@ class _SegmentView:
     def close(self) -> None:
         """Leave file and mapping to the next transfer that comes this way."""
         file, self._file = self._file, None
-        mapping, self._mapping = self._mapping, None
+        mapping, self._mapping, self._memory = self._mapping, None, None
         if file is not None and mapping is not None and mapping.is_whole:
             self._keep(file, mapping)
         elif file is not None:
@@ -259,15 +282,6 @@ def _opened(directory: int, opening: bytes, num_bytes: int) -> int:
         os.close(file)
         raise _missing(f"it has {found.st_size} bytes where {num_bytes} are due")
     return file
-
-
-def _are_same(room: memoryview, data: memoryview) -> bool:
-    """Whether these bytes lie in the same place; both are as many."""
-    return _address(room) == _address(data)
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _missing(what: str) -> CorruptTransferError:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from vlm_worker.errors import CorruptTransferError, Refusal
+from vlm_worker.wire.copying import Memory
 
 STREAM: Final = "stream"
 MAX_LOST_PERCENT: Final = 5
@@ -53,8 +54,12 @@ class Exposure(Protocol):
 class View(Protocol):
     """The consumer's side of an exposure."""
 
-    def take(self, position: int, room: memoryview) -> None:
-        """Fill `room`, memory of our own, with the bytes from a position on.
+    def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
+        """Fill `rooms`, memory of our own, with the bytes from a position on.
+
+        Returns:
+            XXH3-128 of `head` and of all that is in `rooms`: of our copy, whatever is written to
+            the producer's memory meanwhile.
 
         Raises:
             CorruptTransferError: they are not there.

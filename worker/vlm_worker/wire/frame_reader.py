@@ -9,8 +9,8 @@ is read whole, or its head first and its payload into the memory where its units
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import xxhash
 
@@ -36,15 +36,12 @@ from vlm_worker.wire.frames import (
 )
 from vlm_worker.wire.rooms import Rooms
 
-TAKEN_BYTES: Final = 1 << 20
-"""Of shared memory at a time: what was copied is checked while it is in a core's own cache."""
-
 
 class Memory(Protocol):
     """Where a producer put the bytes of units; `transfer.transport.View`."""
 
-    def take(self, position: int, room: memoryview) -> None:
-        """Fill `room` with the bytes from a position on."""
+    def take(self, position: int, rooms: Sequence[memoryview], *, head: bytes) -> bytes:
+        """Fill `rooms` with the bytes from a position on; their digest after that of `head`."""
 
     def close(self) -> None:
         """Read no more."""
@@ -95,6 +92,7 @@ class FrameReader:
         self._head: tuple[Header, bytes] | None = None
         self._room = NOTHING
         self._digest: Any = None
+        self._taken: bytes | None = None
         self._num_come = 0
         self._large = self._in_place = False
         self.commit: Commit | None = None
@@ -168,7 +166,7 @@ class FrameReader:
         header = Header(*HEADER.unpack(head[: HEADER.size]))
         self._in_place = False
         self._head = header, bytes(head[HEADER.size :])
-        self._digest = xxhash.xxh3_128(head[: HEADER.size])
+        self._digest, self._taken = xxhash.xxh3_128(head[: HEADER.size]), None
         return header
 
     def _end(self, payload: memoryview, num_bytes: int) -> Units | None:
@@ -177,7 +175,7 @@ class FrameReader:
         header, check = self._head
         if self._memory is not None and header.flags == Kind.UNITS:
             num_bytes = self._take(header, num_bytes)
-        if self._digest.digest() != check:
+        if (self._taken or self._digest.digest()) != check:
             raise self._refuse(Refusal.DIGEST, "the digest differs")
         self._check(header, num_bytes)
         self._sequence += 1
@@ -230,12 +228,8 @@ class FrameReader:
             raise self._refuse(Refusal.MEMORY, what)
         assembly, position = self._assembly, self._assembly.position
         total = assembly.due(header, header.num_bytes, large=True)
-        for room in assembly.parts(total, header.num_bytes):
-            for start in range(0, room.nbytes, TAKEN_BYTES):
-                part = room[start : start + TAKEN_BYTES]
-                self._memory.take(position, part)
-                self._digest.update(part)
-                position += part.nbytes
+        rooms = assembly.parts(total, header.num_bytes)
+        self._taken = self._memory.take(position, rooms, head=HEADER.pack(*header))
         self._in_place = True
         return header.num_bytes
 

@@ -17,18 +17,18 @@ The digest is integrity, not authenticity: see wire/credentials.py.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import enum
 import hashlib
 import struct
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
 from typing import NamedTuple
 
 import xxhash
 
+from vlm_worker.errors import GoneError
 from vlm_worker.types import FinishReason, RequestKey
+from vlm_worker.wire.copying import PLAIN, Copier, Lying, cut
 
 MAX_FRAME_BYTES = 1 << 20
 VERSION = 1
@@ -158,7 +158,8 @@ def units_per_frame(unit_bytes: int, *, large: bool = False) -> int:
 class FrameWriter:
     """Cuts units into frames, in order. One transfer, one writer. Without `place` all travels.
 
-    `large` frames are for data connections; what is placed has no others.
+    `large` frames are for data connections; what is placed has no others. `copier` is for units
+    that are copied.
     """
 
     def __init__(
@@ -169,10 +170,12 @@ class FrameWriter:
         first_unit: int = 0,
         place: Place | None = None,
         large: bool = False,
+        copier: Copier = PLAIN,
     ) -> None:
         assert identity.pod_hash is not None
         self._large = large or place is not None
         self._place = place
+        self._copier = copier
         self._position = 0
         self._identity = identity
         self._pod_hash = identity.pod_hash
@@ -183,6 +186,31 @@ class FrameWriter:
 
     def write(self, data: memoryview) -> Iterator[Frame]:
         """Frames of the next whole units; `data` is `[n, unit_bytes]`."""
+        for payload, num_units, offset in self._cut(data):
+            yield self._frame(payload, num_units=num_units, offset=offset)
+
+    def copy(self, lying: Lying, room: memoryview) -> list[Frame]:
+        """As `write`, of units that are copied into `room`, of as many bytes, and digested there.
+
+        Raises:
+            GoneError: of `lying`; it is as if this had not been called.
+        """
+        mark = self._position, self._next_unit, self._sequence
+        cuts = list(self._cut(room))
+        all_parts = cut(lying.parts, (payload.nbytes for payload, _, _ in cuts))
+        try:
+            frames = [
+                self._frame(payload, num_units=num_units, offset=offset, parts=parts)
+                for (payload, num_units, offset), parts in zip(cuts, all_parts, strict=True)
+            ]
+            lying.check()
+        except GoneError:
+            self._position, self._next_unit, self._sequence = mark
+            raise
+        return frames
+
+    def _cut(self, data: memoryview) -> Iterator[tuple[memoryview, int, int]]:
+        """Payloads, each with the number of units in its run and where it begins there."""
         flat = data.cast("B") if data.nbytes else data
         assert flat.nbytes % self._unit_bytes == 0
         count = units_per_frame(self._unit_bytes, large=self._large)
@@ -191,9 +219,7 @@ class FrameWriter:
             run = flat[start : start + count * self._unit_bytes]
             num_units = run.nbytes // self._unit_bytes
             for offset in range(0, run.nbytes, limit):
-                part = run[offset : offset + limit]
-                yield self._frame(part, num_units=num_units, offset=offset)
-            self._next_unit += num_units
+                yield run[offset : offset + limit], num_units, offset
 
     def open(self, transport: str, opening: bytes) -> Frame:
         """The first frame, where units lie in memory that both reach."""
@@ -218,8 +244,15 @@ class FrameWriter:
         return self._frame(memoryview(payload), num_units=0, offset=0, kind=Kind.COMMIT)
 
     def _frame(
-        self, payload: memoryview, *, num_units: int, offset: int, kind: Kind = Kind.UNITS
+        self,
+        payload: memoryview,
+        *,
+        num_units: int,
+        offset: int,
+        kind: Kind = Kind.UNITS,
+        parts: list[memoryview] | None = None,
     ) -> Frame:
+        """Of a payload that lies there, or of parts that are copied there first."""
         header = HEADER.pack(
             MAGIC,
             VERSION,
@@ -236,25 +269,17 @@ class FrameWriter:
             self._identity.fingerprint,
         )
         self._sequence += 1
-        head = header + digest(header, payload)
+        if kind is Kind.UNITS and offset + payload.nbytes == num_units * self._unit_bytes:
+            self._next_unit += num_units
+        if parts is None:
+            head = header + digest(header, payload)
+        else:
+            head = header + self._copier.copy(parts, [payload], head=header)
         if kind is Kind.UNITS and self._place is not None:
             travels = self._place(self._position, payload)
             self._position += payload.nbytes
             return Frame(head, travels)
         return Frame(head, payload)
-
-
-async def joined(runs: Runs) -> AsyncGenerator[bytes]:
-    """The frames of runs, each one message; they are made on a thread."""
-    async with aclosing(runs):
-        async for run in runs:
-            while (frame := await asyncio.to_thread(_next_joined, run)) is not None:
-                yield frame
-
-
-def _next_joined(run: Iterator[Frame]) -> bytes | None:
-    frame = next(run, None)
-    return None if frame is None else frame.joined()
 
 
 def digest(header: memoryview | bytes, payload: memoryview) -> bytes:
