@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from hypothesis import given
+from hypothesis import strategies as st
 from worker.transfer.fetching import until
 
-from vlm_worker.transfer.come import Come
+from vlm_worker.transfer.come import RUNS_TO_TELL, Come
 from vlm_worker.wire.frames import Units
 
 
-def units(number: int) -> Units:
-    return Units(number, 1, memoryview(b"x"))
+def units(number: int, num_units: int = 1) -> Units:
+    return Units(number, num_units, memoryview(b"x"))
+
+
+async def all_of(come: Come) -> list[tuple[int, int]]:
+    return [(one.first_unit, one.num_units) async for one in come.units()]
 
 
 async def test_all_come_in_order() -> None:
-    for most in (None, 1, 2):
+    for most in (1, 2):
         come = Come(most=most)
 
         def put(come: Come = come) -> None:
@@ -27,6 +33,53 @@ async def test_all_come_in_order() -> None:
         putting = asyncio.create_task(asyncio.to_thread(put))
         assert [one.first_unit async for one in come.units()] == list(range(500))
         await putting
+
+
+@given(st.lists(st.integers(1, 3), max_size=40), st.integers(0, 40))
+def test_of_units_in_their_place_neighbours_come_as_one(counts: list[int], gap: int) -> None:
+    async def taken() -> list[tuple[int, int]]:
+        come, next_unit = Come(most=None), 0
+        for number, count in enumerate(counts):
+            next_unit += number == gap
+            come.put(units(next_unit, count))
+            next_unit += count
+        come.end()
+        return await all_of(come)
+
+    before, after = sum(counts[:gap]), sum(counts[gap:])
+    runs = [(0, before), (before + 1, after)] if gap else [(1, after)]
+    assert asyncio.run(taken()) == [run for run in runs if run[1]]
+
+
+async def test_the_loop_is_told_with_the_first_run_and_then_with_one_of_many() -> None:
+    come, all_runs = Come(most=None), 2 * RUNS_TO_TELL + 3
+    wakes, told = asyncio.Event(), []
+    taking = come.units()
+
+    async def follow() -> None:
+        async for run in taking:
+            told.append((run.first_unit, run.num_units))
+            wakes.set()
+
+    following = asyncio.create_task(follow())
+    for number in range(all_runs):
+        come.put(units(number))
+        if number % RUNS_TO_TELL == 0:
+            await wakes.wait()
+            wakes.clear()
+        else:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not wakes.is_set()
+    come.end()
+    await following
+    rest = all_runs - 1 - 2 * RUNS_TO_TELL
+    assert told == [
+        (0, 1),
+        (1, RUNS_TO_TELL),
+        (1 + RUNS_TO_TELL, RUNS_TO_TELL),
+        (all_runs - rest, rest),
+    ]
 
 
 async def test_a_thread_waits_while_too_much_is_not_taken_and_goes_on_when_nobody_takes_it() -> (

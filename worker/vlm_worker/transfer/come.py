@@ -2,6 +2,9 @@
 
 thread   put, put, ..., end     waits while too many are not taken that have memory of their own
 loop     units                  all that have come, then the next ones
+
+Of units that lie in their place the loop is told with the first run, then with every
+`RUNS_TO_TELL`-th, and at the end: both want the core that the next copy runs on.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import threading
 from collections.abc import AsyncGenerator
 from typing import Final
@@ -17,6 +21,8 @@ from vlm_worker.wire.frames import Units
 
 MAX_UNTAKEN: Final = 2
 """Runs of units, of at most 4 MiB, that wait to be taken while the next one is received."""
+RUNS_TO_TELL: Final = 16
+"""Few enough that an engine, which notes their blocks between two steps, has little to note."""
 
 
 class Come:
@@ -30,6 +36,7 @@ class Come:
         self._units: collections.deque[Units] = collections.deque()
         self._changed = asyncio.Event()
         self._is_told = False
+        self._num_untold = 0
         self._has_ended = False
         self._is_given_up = False
         self._room = None if most is None else threading.Semaphore(most)
@@ -39,9 +46,11 @@ class Come:
         if self._room is not None and not self._is_given_up:
             self._room.acquire()
         self._units.append(units)
-        if not self._is_told:
+        if self._num_untold == 0 and not self._is_told:
             self._is_told = True
             self._tell()
+        if self._room is None:
+            self._num_untold = (self._num_untold + 1) % RUNS_TO_TELL
 
     def end(self) -> None:
         """The thread puts no more."""
@@ -65,9 +74,18 @@ class Come:
                 units = self._units.popleft()
                 if self._room is not None:
                     self._room.release()
+                else:
+                    units = self._with_next(units)
                 yield units
             if has_ended:
                 return
+
+    def _with_next(self, units: Units) -> Units:
+        """One run of all that have come and lie side by side in their places."""
+        num_units = units.num_units
+        while self._units and self._units[0].first_unit == units.first_unit + num_units:
+            num_units += self._units.popleft().num_units
+        return dataclasses.replace(units, num_units=num_units)
 
     def _tell(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens

@@ -101,7 +101,9 @@ class DataLink:
             self._threads.num_busy -= 1
             raise
         self._busy.add(connection)
-        come = Come(most=None if reader.is_in_place else MAX_UNTAKEN)
+        come = (
+            Come(most=None if reader.is_in_place else MAX_UNTAKEN) if reader.is_followed else None
+        )
         running = self._threads.start(_receive_all, connection, reader, self._address, come)
         has_ended = is_late = False
 
@@ -112,7 +114,7 @@ class DataLink:
 
         deadline = asyncio.get_running_loop().call_later(self._timers.fetch, expire)
         try:
-            if reader.is_followed:
+            if come is not None:
                 async with aclosing(come.units()) as all_units:
                     async for units in all_units:
                         yield units
@@ -123,7 +125,8 @@ class DataLink:
             deadline.cancel()
             if not has_ended:
                 shut(connection)
-            come.give_up()
+            if come is not None:
+                come.give_up()
             try:
                 await running.end()
             finally:  # not under a thread that reads from it, whatever becomes of us
@@ -184,17 +187,21 @@ def _takes(connection: socket.socket, request: bytes) -> bool:
         return False
 
 
-def _receive_all(connection: socket.socket, reader: FrameReader, peer: str, come: Come) -> None:
-    """The answer to a request, to its commit; on a thread."""
+def _receive_all(
+    connection: socket.socket, reader: FrameReader, peer: str, come: Come | None
+) -> None:
+    """The answer to a request, to its commit; on a thread. Units go to who follows them."""
     try:
         try:
             wait_for_answer(connection, peer=peer)
         except OSError as error:
             raise UnreachableError(f"{peer}: the data connection: {error}") from error
         while (units := receive_units(connection, reader, peer)) is not None:
-            come.put(units)
+            if come is not None:
+                come.put(units)
     finally:
-        come.end()
+        if come is not None:
+            come.end()
 
 
 def _lives(connection: socket.socket) -> bool:
