@@ -5,10 +5,10 @@
 //   quad   four tiles of sums: 32 rows by a panel, or, of up to 16 rows, 16 by two panels
 //   slice  as much of a panel as stays in the core's innermost cache while all rows pass by it
 //
-// Between slices, sums lie in memory as they are. The last quad of many rows begins as many rows
-// before their end as it has; those that it shares with the one before come out the same.
+// Between slices, sums lie in memory. The last quad of many rows begins as many rows before their end
+// as it has; those that it shares with the one before come out the same.
 //
-// What follows a product is AVX-512's work, which tiles leave idle: rows of one panel are finished
+// What follows a product is AVX-512's work, which tiles leave idle: the rows of one quad are finished
 // between the products of the next.
 //
 // Every output is one sum over K in ascending order, 64 bytes at a time, whatever the number of rows.
@@ -33,17 +33,11 @@ constexpr int STEP_BYTES = 2 * LINE;  // of a panel; of a row it is 4
 constexpr int TILE_STEPS = TILE_BYTES / 4;
 constexpr int TILE_LINES = TILE_STEPS * STEP_BYTES;  // bytes of a panel, by one tile of x
 constexpr int SLICE = 8;                             // of these
-constexpr int AHEAD = 4096;                          // bytes that few rows fetch ahead
+constexpr int AHEAD = 4096;                          // bytes of W that few rows fetch ahead
+constexpr int ROWS_AHEAD = 6;                        // of y, whose lines come before they are written
 constexpr int MOST_QUADS = 16;                       // of one item of work
-constexpr int MOST_PANELS = 4;                       // likewise
+constexpr int MOST_PANELS = 8;                       // likewise
 constexpr int BLOCK_BYTES = 1 << 20;  // of x that pass by a panel: half of a core's own cache
-
-// The sums of some rows by a panel, or by two, and how far they are finished.
-struct Sums {
-  int next = 0;  // row to be finished
-  int panel = 0, num_panels = 0;
-  alignas(64) uint8_t quads[MOST_QUADS][4][TILE_ROWS][TILE_BYTES];
-};
 
 // What one thread does: some rows by some panels, which it takes one after the other.
 template <class Dot>
@@ -51,10 +45,8 @@ class Item {
  public:
   Item(const Job& job, int first_row, int end_row)
       : job_(job), first_row_(first_row), num_rows_(end_row - first_row),
-        num_tiles_(job.steps / TILE_STEPS),
-        rows_per_step_((QUAD_ROWS + num_tiles_ - 1) / std::max(num_tiles_, 1)) {
-    for (Sums& sums : sums_) sums.next = num_rows_;  // nothing to finish
-  }
+        num_tiles_(job.steps / TILE_STEPS), num_slices_(std::max(1, (num_tiles_ + SLICE - 1) / SLICE)),
+        rows_per_step_(QUAD_ROWS / std::max(1, num_tiles_ / num_slices_) + 1) {}
 
   void multiply(int begin, int end) {
     TileShapes shapes;
@@ -67,11 +59,23 @@ class Item {
     } else {
       for (int panel = begin; panel < end; ++panel) multiply_many(panel);
     }
-    make_room(end, 0);
     finish(num_rows_);
   }
 
  private:
+  using Quad = uint8_t[4][TILE_ROWS][TILE_BYTES];
+
+  // A quad whose sums are whole, and which of its rows are to be finished.
+  struct Whole {
+    int quad = 0, panel = 0, num_panels = 0;
+    int next = 0, end = 0;
+  };
+
+  // The last inputs, fewer than a tile has, with zeros behind them.
+  struct Rest {
+    alignas(64) uint8_t x[QUAD_ROWS][TILE_BYTES] = {};
+    alignas(64) uint8_t lines[2][TILE_LINES] = {};
+  };
 
   const uint8_t* x_of(int row) const { return job_.x + (first_row_ + row) * job_.x_stride; }
   const uint8_t* w_of(int panel) const { return job_.w + panel * panel_bytes(); }
@@ -82,16 +86,17 @@ class Item {
   int upper_row(int quad) const {
     return std::max(0, std::min(quad * QUAD_ROWS, num_rows_ - QUAD_ROWS));
   }
-  int lower_row(int quad) const { return std::min(upper_row(quad) + TILE_ROWS, num_rows_ - TILE_ROWS); }
+  int lower_row(int quad) const {
+    return std::min(upper_row(quad) + TILE_ROWS, num_rows_ - TILE_ROWS);
+  }
 
   // Up to 16 rows: W is read as fast as it comes.
   void multiply_few(int panel, int num_panels) {
     const uint8_t *const x = x_of(0), *const w = w_of(panel);
     const int64_t next = num_panels > 1 ? panel_bytes() : 0;
-    Sums& sums = make_room(panel, num_panels);
     clear();
     for (int k = 0; k < num_tiles_; ++k) {
-      const uint8_t* lines = w + k * TILE_LINES;
+      const uint8_t* lines = w + int64_t(k) * TILE_LINES;
       for (int i = 0; i < TILE_LINES; i += LINE) {
         fetch<_MM_HINT_T0>(lines + AHEAD + i);
         if (num_panels > 1) fetch<_MM_HINT_T0>(lines + next + AHEAD + i);
@@ -101,64 +106,53 @@ class Item {
     }
     if (rest() != 0) {
       Rest last;
-      last.take_rows(*this, x, 0, num_rows_);
-      last.take_lines(*this, w, 0);
-      if (num_panels > 1) last.take_lines(*this, w + next, 1);
-      add_wide(last.x[0], TILE_BYTES, last.lines[0], num_panels > 1 ? sizeof(last.lines[0]) : 0);
+      take_rest(x, num_rows_, last.x[0]);
+      for (int i = 0; i < num_panels; ++i) take_lines(w + i * next, last.lines[i]);
+      add_wide(last.x[0], TILE_BYTES, last.lines[0], num_panels > 1 ? TILE_LINES : 0);
     }
-    store(sums.quads[0]);
+    store_whole(0, panel, num_panels);
   }
 
   // More rows: while they pass by a slice, the next one comes, from the next panel behind the last.
   void multiply_many(int panel) {
-    Sums& sums = make_room(panel, 1);
-    const uint8_t *const w = w_of(panel);
+    const uint8_t* const w = w_of(panel);
     const int fetched = (TILE_LINES / LINE + num_quads() - 1) / num_quads();  // lines a tile
-    for (int first = 0; first < num_tiles_; first += SLICE) {
-      const int end = std::min(first + SLICE, num_tiles_);
+    Rest last;
+    if (rest() != 0) take_lines(w, last.lines[0]);
+    for (int slice = 0; slice < num_slices_; ++slice) {
+      const int begin = num_tiles_ * slice / num_slices_, end = num_tiles_ * (slice + 1) / num_slices_;
       const uint8_t* ahead = w + int64_t(end) * TILE_LINES;
       for (int quad = 0; quad < num_quads(); ++quad) {
-        first == 0 ? clear() : load(sums.quads[quad]);
+        slice == 0 ? clear() : load(sums_[quad]);
         const uint8_t *const upper = x_of(upper_row(quad)), *const lower = x_of(lower_row(quad));
-        for (int k = first; k < end; ++k) {
+        for (int k = begin; k < end; ++k) {
           for (int i = 0; i < fetched; ++i, ahead += LINE) fetch<_MM_HINT_T1>(ahead);
           add_tall(upper + k * TILE_BYTES, lower + k * TILE_BYTES, job_.x_stride,
                    w + int64_t(k) * TILE_LINES);
           finish(rows_per_step_);
         }
-        store(sums.quads[quad]);
+        if (slice + 1 < num_slices_) {
+          if (whole_.quad == quad) finish(num_rows_);
+          store(sums_[quad]);
+          continue;
+        }
+        if (rest() != 0) {
+          take_rest(upper, TILE_ROWS, last.x[0]);
+          take_rest(lower, TILE_ROWS, last.x[TILE_ROWS]);
+          add_tall(last.x[0], last.x[TILE_ROWS], TILE_BYTES, last.lines[0]);
+        }
+        store_whole(quad, panel, 1);
       }
     }
-    if (rest() != 0) add_rest(sums, w);
   }
 
-  // The last inputs, fewer than a tile has, with zeros behind them.
-  struct Rest {
-    alignas(64) uint8_t x[QUAD_ROWS][TILE_BYTES] = {};
-    alignas(64) uint8_t lines[2][TILE_LINES] = {};
-
-    void take_rows(const Item& item, const uint8_t* from, int row, int count) {
-      for (int i = 0; i < count; ++i) {
-        std::memcpy(x[row + i], from + i * item.job_.x_stride + item.num_tiles_ * TILE_BYTES,
-                    item.rest() * 4);
-      }
+  void take_rest(const uint8_t* rows, int count, uint8_t* to) const {
+    for (int i = 0; i < count; ++i) {
+      std::memcpy(to + i * TILE_BYTES, rows + i * job_.x_stride + num_tiles_ * TILE_BYTES, rest() * 4);
     }
-    void take_lines(const Item& item, const uint8_t* panel, int place) {
-      std::memcpy(lines[place], panel + int64_t(item.num_tiles_) * TILE_LINES,
-                  item.rest() * STEP_BYTES);
-    }
-  };
-
-  void add_rest(Sums& sums, const uint8_t* w) {
-    Rest last;
-    last.take_lines(*this, w, 0);
-    for (int quad = 0; quad < num_quads(); ++quad) {
-      last.take_rows(*this, x_of(upper_row(quad)), 0, TILE_ROWS);
-      last.take_rows(*this, x_of(lower_row(quad)), TILE_ROWS, TILE_ROWS);
-      num_tiles_ == 0 ? clear() : load(sums.quads[quad]);
-      add_tall(last.x[0], last.x[TILE_ROWS], TILE_BYTES, last.lines[0]);
-      store(sums.quads[quad]);
-    }
+  }
+  void take_lines(const uint8_t* panel, uint8_t* to) const {
+    std::memcpy(to, panel + int64_t(num_tiles_) * TILE_LINES, rest() * STEP_BYTES);
   }
 
   template <_mm_hint hint>
@@ -168,7 +162,6 @@ class Item {
 
   // Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 W.
   static void clear() { zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>(); }
-  using Quad = uint8_t[4][TILE_ROWS][TILE_BYTES];
   static void load(const Quad& sums) {
     load_tile<0>(sums[0], LINE), load_tile<1>(sums[1], LINE);
     load_tile<2>(sums[2], LINE), load_tile<3>(sums[3], LINE);
@@ -201,43 +194,46 @@ class Item {
     Dot::template add<3, 4, 7>();
   }
 
-  // Room for the sums of these panels; those of the panels before are whole, and may be finished.
-  Sums& make_room(int panel, int num_panels) {
+  void store_whole(int quad, int panel, int num_panels) {
     finish(num_rows_);
-    std::swap(current_, whole_);
-    current_->next = 0, current_->panel = panel, current_->num_panels = num_panels;
-    return *current_;
+    store(sums_[quad]);
+    const int end = std::min(num_rows_, (quad + 1) * QUAD_ROWS);
+    whole_ = {quad, panel, num_panels, quad * QUAD_ROWS, end};
   }
 
+  // So many more rows of the quad that is whole, if there are.
   void finish(int count) {
-    for (; count > 0 && whole_->next < num_rows_; --count) finish_row(*whole_, whole_->next++);
+    for (; count > 0 && whole_.next < whole_.end; --count) finish_row(whole_.next++);
   }
 
-  void finish_row(const Sums& sums, int row) {
-    const int quad = row / QUAD_ROWS;
-    const auto& tiles = sums.quads[quad];
+  void finish_row(int row) {
+    const Quad& sums = sums_[whole_.quad];
     if (num_rows_ <= TILE_ROWS) {
-      for (int i = 0; i < sums.num_panels; ++i) {
-        finish_panel(row, sums.panel + i, tiles[2 * i][row], tiles[2 * i + 1][row]);
+      for (int i = 0; i < whole_.num_panels; ++i) {
+        finish_sums(row, whole_.panel + i, sums[2 * i][row], sums[2 * i + 1][row]);
       }
-    } else if (const int upper = row - upper_row(quad); upper < TILE_ROWS) {
-      finish_panel(row, sums.panel, tiles[0][upper], tiles[1][upper]);
+      return;
+    }
+    const int upper = row - upper_row(whole_.quad), lower = row - lower_row(whole_.quad);
+    if (upper < TILE_ROWS) {
+      finish_sums(row, whole_.panel, sums[0][upper], sums[1][upper]);
     } else {
-      const int lower = row - lower_row(quad);
-      finish_panel(row, sums.panel, tiles[2][lower], tiles[3][lower]);
+      finish_sums(row, whole_.panel, sums[2][lower], sums[3][lower]);
     }
   }
 
-  void finish_panel(int row, int panel, const uint8_t* left, const uint8_t* right) {
+  void finish_sums(int row, int panel, const uint8_t* left, const uint8_t* right) {
     const int at = first_row_ + row, column = panel * PANEL;
-    finish_pair(job_, at, panel, Dot::value(job_, at, column, Dot::load(left)),
-                Dot::value(job_, at, column + 16, Dot::load(right)));
+    const int of_y = is_gated(job_.epilogue) ? column / 2 : column;
+    asm volatile("prefetchw %0" ::"m"(job_.y[(at + ROWS_AHEAD) * job_.y_stride + of_y]));
+    finish_panel(job_, at, panel, Dot::value(job_, at, column, Dot::load(left)),
+                 Dot::value(job_, at, column + TILE_ROWS, Dot::load(right)));
   }
 
   const Job& job_;
-  const int first_row_, num_rows_, num_tiles_, rows_per_step_;
-  Sums sums_[2];
-  Sums *current_ = &sums_[0], *whole_ = &sums_[1];
+  const int first_row_, num_rows_, num_tiles_, num_slices_, rows_per_step_;
+  Whole whole_;
+  alignas(64) Quad sums_[MOST_QUADS];
 };
 
 // Items are small, so that no thread waits long for the last.

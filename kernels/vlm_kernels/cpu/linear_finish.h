@@ -56,16 +56,18 @@ inline __mmask16 first(int count) {
   return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
 }
 
-// 16 outputs of one row, from column `n`, of which `mask` exist.
-inline void finish(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
+// What 16 sums of one row become, of the outputs from `n`, of which `mask` exist.
+inline __m512 finished(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
   if (job.bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, job.bias + n)));
-  if (job.epilogue == RESIDUAL) {
-    const uint16_t* at = job.residual + row * job.residual_stride + n;
-    sum = _mm512_add_ps(rounded(sum), widen(_mm256_maskz_loadu_epi16(mask, at)));
+  switch (job.epilogue) {
+    case RESIDUAL: {
+      const uint16_t* at = job.residual + row * job.residual_stride + n;
+      return _mm512_add_ps(rounded(sum), widen(_mm256_maskz_loadu_epi16(mask, at)));
+    }
+    case QUICK_GELU: return quick_gelu(rounded(sum));
+    case GELU: return gelu(rounded(sum));
+    default: return sum;
   }
-  if (job.epilogue == QUICK_GELU) sum = quick_gelu(rounded(sum));
-  if (job.epilogue == GELU) sum = gelu(rounded(sum));
-  _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, mask, narrow(sum));
 }
 
 // A panel of a gated layer: 16 gates and the 16 values that they open.
@@ -83,11 +85,18 @@ inline void finish_gated(const Job& job, int row, int panel, __m512 gate, __m512
 }
 
 // Both halves of a panel's 32 outputs of one row.
-inline void finish_pair(const Job& job, int row, int panel, __m512 left, __m512 right) {
+inline void finish_panel(const Job& job, int row, int panel, __m512 left, __m512 right) {
   if (is_gated(job.epilogue)) return finish_gated(job, row, panel, left, right);
-  const int column = panel * PANEL;
-  finish(job, row, column, left, first(job.n - column));
-  finish(job, row, column + 16, right, first(job.n - column - 16));
+  const int n = panel * PANEL;
+  const __mmask16 of_left = first(job.n - n), of_right = first(job.n - n - PANEL / 2);
+  left = finished(job, row, n, left, of_left);
+  right = finished(job, row, n + PANEL / 2, right, of_right);
+  uint16_t* y = job.y + row * job.y_stride + n;
+  if (of_right == 0xffff) {  // a whole line at once, as a rule
+    return _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+  }
+  _mm256_mask_storeu_epi16(y, of_left, narrow(left));
+  _mm256_mask_storeu_epi16(y + PANEL / 2, of_right, narrow(right));
 }
 
 }  // namespace triptych

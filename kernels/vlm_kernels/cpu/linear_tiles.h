@@ -70,7 +70,7 @@ void tile(const Job& job, int row, int panel) {
       const int column = (panel + p) * PANEL;
       const __m512 left = Dot::value(job, row + i, column, sums[i][p * 2]);
       const __m512 right = Dot::value(job, row + i, column + 16, sums[i][p * 2 + 1]);
-      finish_pair(job, row + i, panel + p, left, right);
+      finish_panel(job, row + i, panel + p, left, right);
     }
   }
 }
