@@ -9,6 +9,7 @@ elsewhere one kernel follows the other, and both give the same to the last bit.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 from vlm_kernels import rope
 from vlm_kernels.layer_weights import Heads
 from vlm_kernels.native_layers import has_layers
-from vlm_kernels.segments import whole_segments
+from vlm_kernels.segments import Segments, whole_segments
 from vlm_kernels.vision_layer import VisionLayer
 from vlm_worker.model.attention import varlen_forward
 from vlm_worker.model.layers import mlp_of, norm_of, packed_layer
@@ -59,7 +60,7 @@ class VisionBlock(nn.Module):
         if self.native is not None:
             x_TD = hidden_states.contiguous()
             cos_TD, sin_TD = (table.contiguous() for table in position_embeddings)
-            segments = whole_segments(np.diff(cu_seqlens.numpy()))
+            segments = _segments(tuple(np.diff(cu_seqlens.numpy()).tolist()))
             self.native(x_TD, segments, (cos_TD, sin_TD))
             return x_TD
         qkv = self.qkv(self.attention_norm(hidden_states))
@@ -78,3 +79,9 @@ class VisionBlock(nn.Module):
             return
         head_dim = layer.qkv.weights.num_outputs // (3 * self._num_heads)
         self.native = VisionLayer(layer, Heads(self._num_heads, self._num_heads, head_dim))
+
+
+@functools.lru_cache(maxsize=4)
+def _segments(lengths: tuple[int, ...]) -> Segments:
+    """Laid out once for all blocks of a tower: of whole pictures, and of windows."""
+    return whole_segments(np.array(lengths))
