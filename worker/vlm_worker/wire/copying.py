@@ -9,6 +9,7 @@ without it a piece is copied, and digested while it is in the cache.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -20,9 +21,10 @@ COPIED_BYTES: Final = 1 << 18
 """At a time, where it is digested next: half of it and more stay in a core's own cache."""
 _LEAST: Final = 241
 """Bytes of a head and all parts that the native function takes."""
+_MOVE: Final = struct.Struct("=QQq")
 _FUNCTION: Final = ctypes.CFUNCTYPE(
     None,
-    ctypes.c_void_p,
+    ctypes.c_char_p,
     ctypes.c_int64,
     ctypes.c_char_p,
     ctypes.c_int64,
@@ -80,15 +82,15 @@ class NativeCopier:
 
     def copy(self, parts: Memory, rooms: Memory, *, head: bytes) -> bytes:
         """See `Copier`."""
-        pairs = list(_pairs(parts, rooms))
-        if len(head) + sum(part.nbytes for part, _ in pairs) < _LEAST:
+        moves, num_bytes = bytearray(), len(head)
+        for part, room in _pairs(parts, rooms):
+            assert not room.readonly
+            num_bytes += part.nbytes
+            moves += _MOVE.pack(address_of(room), address_of(part), part.nbytes)
+        if num_bytes < _LEAST:
             return self._plain.copy(parts, rooms, head=head)
-        assert not any(room.readonly for _, room in pairs)
-        moves = np.array(
-            [(address_of(room), address_of(part), part.nbytes) for part, room in pairs], np.int64
-        )
         digest = ctypes.create_string_buffer(16)
-        self._copy(moves.ctypes.data, len(moves), head, len(head), digest)
+        self._copy(bytes(moves), len(moves) // _MOVE.size, head, len(head), digest)
         return digest.raw
 
 
