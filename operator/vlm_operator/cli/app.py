@@ -104,7 +104,9 @@ def bench(
     image_size: Annotated[str, typer.Option(metavar="WxH", help="Of made pictures.")] = "224x224",
     question: Annotated[str | None, typer.Option(help="Asked every time.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same load.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same load.  [default: a new one, printed]")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 60.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds to wait at the end.")] = 60.0,
     namespace: Namespace = None,
@@ -116,7 +118,7 @@ def bench(
     context: Context = None,
 ) -> None:
     """Send open-loop load (Poisson) and report percentiles, stages and errors."""
-    from vlm_operator.cli.bench.command import Load, bench
+    from vlm_operator.cli.bench.command import Load, bench, new_seed
 
     width, height = _size(image_size)
     load = Load(
@@ -129,7 +131,7 @@ def bench(
         height=height,
         question=question,
         max_tokens=max_tokens,
-        seed=seed,
+        seed=new_seed() if seed is None else seed,
         timeout=timeout,
         drain=drain,
     )

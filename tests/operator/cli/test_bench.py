@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.cli.bench.command import Load, bench
+from vlm_operator.cli.bench.command import NUM_SEEDS, Load, bench, new_seed
 from vlm_operator.cli.bench.load import Arrival, Outcome, Result, poisson, run_load
 from vlm_operator.cli.bench.pictures import picture
 from vlm_operator.cli.bench.report import percentile, summarise
@@ -52,6 +52,20 @@ async def report(openai: Any, capsys: pytest.CaptureFixture[str], **changes: Any
 
 def adds_up(group: dict[str, Any]) -> bool:
     return bool(group["sent"] == sum(group[outcome.value] for outcome in Outcome))
+
+
+async def test_what_repeats_a_run_is_said(openai: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    options = Options(None, openai.url, None, None, None, None)
+    await bench(options, load(seed=7), form=Format.JSON)
+    assert "--seed=7 repeats them" in " ".join(capsys.readouterr().err.split())
+
+
+def test_two_runs_without_a_seed_send_other_pictures() -> None:
+    seeds = {new_seed() for _ in range(8)}
+    assert len(seeds) > 1
+    assert all(0 <= seed < NUM_SEEDS for seed in seeds)
+    # `picture` marks it with 48 bits of the run's seed and the request's number
+    assert (NUM_SEEDS - 1) * 1_000_003 + 1_000_003 < 1 << 48
 
 
 async def test_every_request_is_sent_and_counted_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from vlm_operator.cli.target import Options, Target, open_target
 
 IMAGE_QUESTION = "What color is the shape?"
 TEXT_QUESTION = "What is 2 + 3?"
+
+NUM_SEEDS = 1 << 24
+"""Short enough to type; pictures of different seeds are different ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Load:
     drain: float
 
 
+def new_seed() -> int:
+    """A random one: what an earlier run sent may still be cached, and caches would be measured."""
+    return secrets.randbelow(NUM_SEEDS)
+
+
 async def bench(options: Options, load: Load, *, form: Format) -> None:
     """Run the load and print its figures; CliError where no request was answered."""
     files = [read_image(path) for path in load.images]
@@ -56,7 +65,8 @@ async def bench(options: Options, load: Load, *, form: Format) -> None:
         log = notes()
         if target.note:
             log.print(f"warning: {target.note}", markup=False, style="yellow")
-        log.print(f"{len(arrivals)} requests in {load.duration:g} s to {target.url}", style="dim")
+        sent = f"{len(arrivals)} requests in {load.duration:g} s to {target.url}"
+        log.print(f"{sent}; --seed={load.seed} repeats them", style="dim")
         start = time.perf_counter()
         results = await _run(target, load, arrivals, files)
         elapsed = time.perf_counter() - start
