@@ -132,9 +132,15 @@ async def test_a_hub_that_cannot_be_reached_is_said(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_used_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     assert fetch_model(ModelSource(str(tmp_path)), print) == tmp_path
 
 
 def test_a_directory_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelConfigError, match="/nowhere is no directory"):
         fetch_model(ModelSource("/nowhere"), print)
+
+
+def test_a_directory_without_a_model_is_told_what_to_name_instead(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"has no config\.json; name the folder of a model"):
+        fetch_model(ModelSource(str(tmp_path)), print)

@@ -31,9 +31,10 @@ def fetch_model(
     repository = source.repository
     if repository is None:
         path = Path(source.uri)
-        if not path.is_dir():
+        if not (path / "config.json").exists():
+            problem = "has no config.json" if path.is_dir() else "is no directory"
             raise ModelConfigError(
-                f"--model: {path} is no directory; name the folder of a model, or hf://ORG/NAME"
+                f"--model: {path} {problem}; name the folder of a model, or hf://ORG/NAME"
             )
         return path
     progress(f"downloading {repository}")
