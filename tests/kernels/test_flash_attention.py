@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.batches import Batch, make_batch, poison
+from kernels.variants import each_variant
 
 from vlm_kernels.flash_attention import (
     can_attend_segments,
@@ -22,6 +24,9 @@ from vlm_kernels.segments import Segments, plan_segments, seen_by, segment_atten
 
 if not can_attend_segments(torch.bfloat16, torch.device("cpu")):
     pytest.skip("no native kernel: this CPU does not multiply bfloat16", allow_module_level=True)
+
+module = importlib.import_module("vlm_kernels.flash_attention")  # the package has the function
+variant = each_variant(module, needs="avx512_bf16", has_torch=False)
 
 KV_TYPES = [torch.float32, torch.bfloat16, torch.int8]
 
@@ -158,6 +163,34 @@ def test_together_is_alone_to_the_last_bit_on_any_number_of_threads() -> None:
         assert torch.equal(attend(case, q, k, v), together)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("softcap", [None, 200.0])
+def test_scores_that_grow_along_the_keys_outgrow_no_weight(softcap: float | None) -> None:
+    case = Case(((300, 300),), 1, 2, 64, softcap=softcap)
+    q, k, v = case.tensors()
+    k = k * torch.linspace(0.1, 60, 300)[:, None, None].bfloat16()
+    got = attend(case, q, k, v)
+    want = segment_attention_reference(case.segments, q.float(), k, v, scale=0.3, softcap=softcap)
+    torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
+    for row in (63, 64, 200, 299):  # which of the rows beside it grow is all the same to it
+        alone = dataclasses.replace(case, lens=((1, row + 1),))
+        assert torch.equal(attend(alone, q[[row]], k[: row + 1], v[: row + 1])[0], got[row])
+    q[[10, 250]] = float("nan")
+    beside = attend(case, q, k, v)
+    assert torch.isnan(beside[[10, 250]]).all(), "the fault took no effect"
+    rest = np.setdiff1d(np.arange(300), [10, 250])
+    assert torch.equal(beside[rest], got[rest])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_may_be_no_more_than_zero(scale: float) -> None:
+    case = Case(((70, 90),), 1, 2, 64)
+    q, k, v = case.tensors()
+    out = torch.empty_like(q)
+    flash_attention(case.segments, q, k, v, out, scale=scale)
+    want = segment_attention_reference(case.segments, q.float(), k, v, scale=scale)
+    torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

@@ -13,7 +13,13 @@ from vlm_kernels.cpu import libraries, native
 
 
 def each_variant(
-    module: Any, *, kernel: str = "_kernel", symbol: str = "", arguments: Any = (), needs: str = ""
+    module: Any,
+    *,
+    kernel: str = "_kernel",
+    symbol: str = "",
+    arguments: Any = (),
+    needs: str = "",
+    has_torch: bool = True,
 ) -> Any:
     """An automatic fixture: each test of a file, once with each variant, and once with torch.
 
@@ -23,11 +29,13 @@ def each_variant(
         symbol: of the library, the module's `SYMBOL` if not said.
         arguments: its types, likewise `ARGUMENTS`.
         needs: a flag of the CPU that a variant must use to have it.
+        has_torch: whether torch computes it where there is no kernel.
     """
     symbol, arguments = symbol or module.SYMBOL, arguments or module.ARGUMENTS
     names = [v.name for v in libraries.supported() if not needs or needs in v.needs]
+    names += ["torch"] * has_torch
 
-    @pytest.fixture(params=[*names, "torch"], scope="module", autouse=True)
+    @pytest.fixture(params=names, scope="module", autouse=True)
     def variant(request: pytest.FixtureRequest) -> Iterator[str]:
         is_torch = request.param == "torch"
         found = None if is_torch else _kernel_of(request.param, symbol, arguments)

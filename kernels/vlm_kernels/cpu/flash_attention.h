@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "flash_keys.h"
+#include "lines.h"
 #include "threads.h"
 
 namespace triptych {
@@ -16,7 +17,7 @@ struct FlashWork {
     int64_t segment, head, from, to, packed;  // a tile, or queries
   };
   std::vector<Piece> tiles, items;
-  std::vector<Half> packed;
+  Lines<Half> packed;
 };
 
 void attend_segments(const Segments& step, const Tensors& tensors, FlashWork& work,

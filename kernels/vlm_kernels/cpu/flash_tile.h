@@ -1,81 +1,23 @@
-// One tile of keys in flash attention: packed for the CPU's products of bfloat16 pairs, multiplied
-// by BLOCK rows of queries at a time, sums in registers.
-//
-//   keys [D / 2][KEYS][2]    a line holds a pair of features of 16 keys
-//   values [KEYS / 2][D][2]  a line holds a pair of keys of 16 features
+// Rows of queries attend to packed keys by registers: BLOCK rows at a time, their sums in registers
+// (vdpbf16ps). flash_amx.h does the same by tiles.
 #pragma once
 
-#ifdef TRIPTYCH_AVX512BF16
+#if defined(TRIPTYCH_AVX512BF16) && !defined(TRIPTYCH_AMX)
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
+#include <vector>
 
-#include "flash_keys.h"
+#include "flash_exponents.h"
+#include "flash_pack.h"
 
 namespace triptych {
 
 constexpr int BLOCK = 6;  // 6 rows * 4 registers of sums, 4 of keys, in 32
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-inline __mmask32 below(int64_t count) {
-  return count >= 32 ? 0xffffffffu : count <= 0 ? 0u : (1u << count) - 1;
-}
-
-// Turns 16 rows of 16 pairs into 16 rows of pairs: r[i] holds the i-th pair of each row.
-inline void transpose(__m512i r[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {  // r[i + c], lane l: pair 4 l + c of four rows
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int c = 0; c < 4; c++) {  // lanes of four registers, turned in the same way
-    const __m512i even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
-    const __m512i odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-    const __m512i even_behind = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-    const __m512i odd_behind = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    t[c] = _mm512_shuffle_i32x4(even, even_behind, 0x88);
-    t[4 + c] = _mm512_shuffle_i32x4(odd, odd_behind, 0x88);
-    t[8 + c] = _mm512_shuffle_i32x4(even, even_behind, 0xdd);
-    t[12 + c] = _mm512_shuffle_i32x4(odd, odd_behind, 0xdd);
-  }
-  for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
-// Zeros stand behind the last key and, up to `width`, behind the last feature.
-inline void pack(const TileRows& rows, int64_t dim, int64_t width, Half* keys, Half* values) {
-  const auto load = [&](const Half* const* of, int64_t j, int64_t d) {
-    if (j >= rows.count) return _mm512_setzero_si512();
-    return _mm512_maskz_loadu_epi16(below(dim - d), of[j] + d);
-  };
-  const __m512i turn = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i turn_behind = _mm512_add_epi16(turn, _mm512_set1_epi16(16));
-  for (int64_t d = 0; d < width; d += 32) {
-    const int64_t lines = std::min<int64_t>(16, (width - d) / 2);
-    for (int64_t j = 0; j < KEYS; j += 16) {
-      __m512i pairs[16];
-      for (int i = 0; i < 16; i++) pairs[i] = load(rows.keys, j + i, d);
-      transpose(pairs);
-      for (int64_t i = 0; i < lines; i++) {
-        _mm512_storeu_si512(keys + ((d / 2 + i) * KEYS + j) * 2, pairs[i]);
-      }
-    }
-    for (int64_t j = 0; j < KEYS; j += 2) {
-      const __m512i a = load(rows.values, j, d), b = load(rows.values, j + 1, d);
-      Half* to = values + (j / 2 * width + d) * 2;
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, turn, b));
-      if (lines > 8) _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, turn_behind, b));
-    }
-  }
-}
+constexpr int ROWS = 8 * BLOCK;
+constexpr int FEATURES = 16;  // a register's pairs, of which rows and keys have a multiple
 
 inline __m512bh line(const Half* at) { return (__m512bh)_mm512_loadu_si512(at); }
 
@@ -124,48 +66,6 @@ void multiply_values(const Half* weights, const Half* values, int64_t width, con
   for (int i = 0; i < BLOCK; i++)
     for (int c = 0; c < columns; c++) _mm512_storeu_ps(to + i * width + c * 16, sums[i][c]);
 }
-
-// 2^x by a polynomial p(f) of 2^f on |f| <= 1/2, x = n + f, n an integer; 0 below -150, NaN of NaN.
-template <int terms>
-inline __m512 exp2_by(const float (&coefficients)[terms], __m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-200.f), x);
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_set1_ps(coefficients[0]);
-  for (int i = 1; i < terms; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(coefficients[i]));
-  return _mm512_scalef_ps(p, n);
-}
-
-// To 3e-6 of its value: the series of e^(f ln 2).
-inline __m512 exp2_of(__m512 x) {
-  static constexpr float series[] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
-                                     2.40226507e-1f, 6.93147181e-1f, 1.f};
-  return exp2_by(series, x);
-}
-
-// To 1e-4, which the rounding of weights to bfloat16 hides: of its degree the polynomial whose greatest
-// error is least.
-inline __m512 weight_of(__m512 x) {
-  static constexpr float least[] = {5.517166e-2f, 2.4261112e-1f, 6.9326099e-1f, 9.9992807e-1f};
-  return exp2_by(least, x);
-}
-
-// How scores become exponents of 2: s * scale, or where there is a cap, c tanh(s / c) of that.
-struct Exponents {
-  float scale, cap;  // both times log2(e)
-
-  __m512 of(__m512 s) const {
-    s = _mm512_mul_ps(s, _mm512_set1_ps(scale));
-    if (!(cap > 0)) return s;
-    const __m512 x = _mm512_div_ps(s, _mm512_set1_ps(cap));  // 1 - e / 1 + e, e = exp(-2 |x|)
-    const __m512 e = exp2_of(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.88539008f)));
-    const __m512 one = _mm512_set1_ps(1.f);
-    const __m512 y = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
-    const __mmask16 is_negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    const __m512 turned = _mm512_mask_sub_ps(y, is_negative, _mm512_setzero_ps(), y);
-    return _mm512_mul_ps(turned, _mm512_set1_ps(cap));
-  }
-};
 
 // The scores of a row as exponents of 2, in their place; those of keys that it does not see are
 // nothing. Returns the largest.
@@ -232,6 +132,93 @@ inline void softmax(float* scores, int64_t position, const RowsSoFar& rows,
     _mm512_storeu_ps(totals, _mm512_add_ps(summed, added));
   }
 }
+
+// Queries of one segment and KV head; row r is query begin + r / G of head r % G.
+class Rows {
+ public:
+  // Queries [begin, end), to the segment's packed keys and values.
+  void attend(const Segments& step, const Tensors& at, int64_t head, int64_t begin, int64_t end,
+              const Half* keys, const Half* values, int64_t width) {
+    const int64_t groups = step.num_groups, used = (end - begin) * groups;
+    const int64_t rows = (used + BLOCK - 1) / BLOCK * BLOCK;
+    width_ = width;
+    clear(rows);
+    for (int64_t r = 0; r < used; r++) {
+      const int64_t token = begin + r / groups;
+      const Half* q = at.q + token * at.q_token + (head * groups + r % groups) * at.q_head;
+      std::memcpy(&q_[r * width], q, step.head_dim * sizeof(Half));
+      first_[r] = step.first[token];
+      end_[r] = step.end[token];
+    }
+    const int64_t least = *std::min_element(first_.begin(), first_.begin() + used);
+    const int64_t most = *std::max_element(end_.begin(), end_.begin() + used);
+    const Exponents exponents{at.scale * LOG2_E, at.softcap * LOG2_E};
+    for (int64_t tile = least / KEYS; tile * KEYS < most; tile++) {
+      for (int64_t row = 0; row < rows; row += BLOCK) {
+        if (!is_seen(row, tile)) continue;
+        const int64_t of_tile = tile * KEYS * width;
+        attend_tile(row, tile * KEYS, exponents, keys + of_tile, values + of_tile);
+      }
+    }
+    for (int64_t r = 0; r < used; r++) {
+      const int64_t token = begin + r / groups, head_of = head * groups + r % groups;
+      Bfloat16* out = at.out + (token * step.num_kv_heads * groups + head_of) * step.head_dim;
+      const float total = _mm512_reduce_add_ps(_mm512_loadu_ps(&totals_[r * 16]));
+      for (int64_t d = 0; d < step.head_dim; d++) from_float(sums_[r * width + d] / total, out + d);
+    }
+  }
+
+ private:
+  // All rows are there; those that have no query hold zeros.
+  void clear(int64_t rows) {
+    q_.assign(rows * width_, 0);
+    weights_.assign(rows * KEYS, 0);
+    scores_.resize(rows * KEYS);
+    sums_.assign(rows * width_, 0.f);
+    maxima_.assign(rows, NOTHING);
+    totals_.assign(rows * 16, 0.f);
+    factors_.assign(rows, 1.f);
+    first_.assign(rows, 0);
+    end_.assign(rows, 0);
+  }
+
+  // Whether one of the rows [row, row + BLOCK) sees a key of the tile.
+  bool is_seen(int64_t row, int64_t tile) const {
+    bool is_seen = false;
+    for (int64_t r = row; r < row + BLOCK; r++) {
+      is_seen |= first_[r] < (tile + 1) * KEYS && end_[r] > tile * KEYS;
+    }
+    return is_seen;
+  }
+
+  // Adds one tile to the rows [row, row + BLOCK).
+  void attend_tile(int64_t row, int64_t position, const Exponents& exponents, const Half* keys,
+                   const Half* values) {
+    multiply_keys(&q_[row * width_], keys, width_, &scores_[row * KEYS]);
+    const RowsSoFar rows{&first_[row], &end_[row], &maxima_[row], &totals_[row * 16],
+                         &factors_[row]};
+    softmax(&scores_[row * KEYS], position, rows, exponents, &weights_[row * KEYS]);
+    for (int64_t d = 0; d < width_;) {
+      const auto of = [&](auto columns) {
+        multiply_values<columns.value>(&weights_[row * KEYS], values + d * 2, width_, &factors_[row],
+                                       &sums_[row * width_ + d]);
+        d += columns.value * 16;
+      };
+      const int64_t left = (width_ - d) / 16, turns = (left + 3) / 4;
+      switch ((left + turns - 1) / turns) {  // 5 are 3 and 2: one register alone would wait for itself
+        case 1: of(std::integral_constant<int, 1>()); break;
+        case 2: of(std::integral_constant<int, 2>()); break;
+        case 3: of(std::integral_constant<int, 3>()); break;
+        default: of(std::integral_constant<int, 4>());
+      }
+    }
+  }
+
+  int64_t width_;
+  std::vector<Half> q_, weights_;
+  std::vector<float> scores_, sums_, maxima_, totals_, factors_;
+  std::vector<int64_t> first_, end_;
+};
 
 }  // namespace triptych
 
