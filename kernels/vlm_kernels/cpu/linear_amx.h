@@ -8,8 +8,8 @@
 // Between slices, sums lie in memory. The last quad of many rows begins as many rows before their end
 // as it has; those that it shares with the one before come out the same.
 //
-// What follows a product is AVX-512's work, which tiles leave idle: the rows of one quad are finished
-// between the products of the next.
+// The rows of one quad are finished behind the products of the next, which run on meanwhile. Between
+// single products it would take longer: near tiles, AVX-512 has half of its units.
 //
 // Every output is one sum over K in ascending order, 64 bytes at a time, whatever the number of rows.
 #pragma once
@@ -45,8 +45,8 @@ class Item {
  public:
   Item(const Job& job, int first_row, int end_row)
       : job_(job), first_row_(first_row), num_rows_(end_row - first_row),
-        num_tiles_(job.steps / TILE_STEPS), num_slices_(std::max(1, (num_tiles_ + SLICE - 1) / SLICE)),
-        rows_per_step_(QUAD_ROWS / std::max(1, num_tiles_ / num_slices_) + 1) {}
+        num_tiles_(job.steps / TILE_STEPS),
+        num_slices_(std::max(1, (num_tiles_ + SLICE - 1) / SLICE)) {}
 
   void multiply(int begin, int end) {
     TileShapes shapes;
@@ -59,7 +59,7 @@ class Item {
     } else {
       for (int panel = begin; panel < end; ++panel) multiply_many(panel);
     }
-    finish(num_rows_);
+    finish();
   }
 
  private:
@@ -102,7 +102,6 @@ class Item {
         if (num_panels > 1) fetch<_MM_HINT_T0>(lines + next + AHEAD + i);
       }
       add_wide(x + k * TILE_BYTES, job_.x_stride, lines, next);
-      finish(rows_per_step_);
     }
     if (rest() != 0) {
       Rest last;
@@ -129,10 +128,9 @@ class Item {
           for (int i = 0; i < fetched; ++i, ahead += LINE) fetch<_MM_HINT_T1>(ahead);
           add_tall(upper + k * TILE_BYTES, lower + k * TILE_BYTES, job_.x_stride,
                    w + int64_t(k) * TILE_LINES);
-          finish(rows_per_step_);
         }
         if (slice + 1 < num_slices_) {
-          if (whole_.quad == quad) finish(num_rows_);
+          if (whole_.quad == quad) finish();
           store(sums_[quad]);
           continue;
         }
@@ -195,15 +193,15 @@ class Item {
   }
 
   void store_whole(int quad, int panel, int num_panels) {
-    finish(num_rows_);
+    finish();
     store(sums_[quad]);
     const int end = std::min(num_rows_, (quad + 1) * QUAD_ROWS);
     whole_ = {quad, panel, num_panels, quad * QUAD_ROWS, end};
   }
 
-  // So many more rows of the quad that is whole, if there are.
-  void finish(int count) {
-    for (; count > 0 && whole_.next < whole_.end; --count) finish_row(whole_.next++);
+  // The rows of the quad that is whole, if there is one.
+  void finish() {
+    for (; whole_.next < whole_.end; ++whole_.next) finish_row(whole_.next);
   }
 
   void finish_row(int row) {
@@ -231,12 +229,13 @@ class Item {
   }
 
   const Job& job_;
-  const int first_row_, num_rows_, num_tiles_, num_slices_, rows_per_step_;
+  const int first_row_, num_rows_, num_tiles_, num_slices_;
   Whole whole_;
   alignas(64) Quad sums_[MOST_QUADS];
 };
 
-// Items are small, so that no thread waits long for the last.
+// Items are small, so that no thread waits long for the last. Those of one block of rows follow each
+// other: its x stays in the core's own cache, while W comes ahead of its use.
 template <class Dot>
 void multiply(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
@@ -246,9 +245,9 @@ void multiply(const Job& job, Threads& threads) {
   const int fitting = BLOCK_BYTES / (job.steps * 4) / QUAD_ROWS;
   const int per_block = std::max(1, std::min(MOST_QUADS, fitting));
   const int num_blocks = (num_quads + per_block - 1) / per_block;
-  const int num_items = (num_panels + per_item - 1) / per_item * num_blocks;
-  threads.for_each(num_items, [&](std::ptrdiff_t i) {
-    const int begin = int(i) / num_blocks * per_item, block = int(i) % num_blocks;
+  const int of_block = (num_panels + per_item - 1) / per_item;  // items
+  threads.for_each(of_block * num_blocks, [&](std::ptrdiff_t i) {
+    const int begin = int(i) % of_block * per_item, block = int(i) / of_block;
     const auto row_of = [&](int b) { return std::min(job.m, num_quads * b / num_blocks * QUAD_ROWS); };
     Item<Dot> item(job, row_of(block), row_of(block + 1));
     item.multiply(begin, std::min(begin + per_item, num_panels));
