@@ -107,7 +107,7 @@ def main() -> int:
     minutes = args.minutes or (DAY_MINUTES if args.names else GOALS_MINUTES)
     only_tables = args.table or args.document
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    file = LATEST.with_name(f"{table.OTHER}{args.machine}.jsonl") if args.machine else LATEST
+    file = table.file_of(args.machine) if args.machine else LATEST
     runs = {} if only_tables else measured(chosen(args.names), file, seconds=60 * minutes)
     elsewhere = table.elsewhere()
     lines = elsewhere.get(args.machine, []) if args.machine else table.recorded()

@@ -205,5 +205,17 @@ def elsewhere(folder: Path = RESULTS) -> dict[str, list[Line]]:
     return {name: _lines(file) for name, file in files.items()}
 
 
+def file_of(machine: str, folder: Path = RESULTS) -> Path:
+    """Where the lines of a machine elsewhere are kept."""
+    return folder / f"{OTHER}{machine}.jsonl"
+
+
+def replace(file: Path, bench: str, lines: Sequence[Line]) -> None:
+    """Keep these lines in place of what the file has of this benchmark."""
+    kept = [line for line in _lines(file) if line["bench"] != bench]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in (*kept, *lines)))
+
+
 def _lines(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

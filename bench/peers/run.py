@@ -3,9 +3,10 @@
     make bench-peers                               all that can be set up here
     make bench-peers ARGS="openvino --rounds 5"    ours and these
     make bench-peers ARGS="openvino --install-only"    set these up, and measure nothing
+    make bench-peers ARGS="--machine=amx"          of another machine than the rest
 
 One engine answers while the others rest. Printed are medians over the rounds, and how far ours is
-ahead of each; JSON lines go to `bench/results/peers.jsonl`.
+ahead of each; JSON lines go to `bench/results/peers.jsonl`, or to the other machine's file.
 """
 
 from __future__ import annotations
@@ -95,19 +96,21 @@ def main() -> int:
     parser.add_argument("peers", nargs="*", choices=[*environments.ENGINES], metavar="PEER")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
     parser.add_argument("--install-only", action="store_true", help="set up, and measure nothing")
+    parser.add_argument("--machine", help="of another machine: kept with what it measured")
     args = parser.parse_args()
     names = list(dict.fromkeys((OURS, *(args.peers or environments.ENGINES))))
     if args.install_only:
         return _install(names)
+    file = table.file_of(args.machine) if args.machine else RESULTS
     with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
         processes = _start(names, Path(folder))
         if OURS not in processes:
             return 1
         for seconds, bandwidths in _rounds(processes, args.rounds, Path(folder)):
-            _write(seconds, bandwidths)
+            table.replace(file, "peers", _lines(seconds, bandwidths))
         for process in processes.values():
             process.close()
-    lines = table.recorded()
+    lines = table.elsewhere()[args.machine] if args.machine else table.recorded()
     print(tables.said("peers", lines), tables.said("goals", lines), sep="\n\n")
     return 0
 
@@ -126,9 +129,9 @@ def _install(names: Sequence[str]) -> int:
     return status
 
 
-def _write(seconds: Seconds, bandwidths: Sequence[float]) -> None:
-    """Keep each engine's figures of the rounds so far."""
-    lines = [
+def _lines(seconds: Seconds, bandwidths: Sequence[float]) -> list[table.Line]:
+    """Each engine's figures of the rounds so far."""
+    return [
         {
             "bench": "peers",
             "engine": name,
@@ -140,8 +143,6 @@ def _write(seconds: Seconds, bandwidths: Sequence[float]) -> None:
         }
         for name, of_cases in seconds.items()
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _start(names: Sequence[str], folder: Path) -> dict[str, Process]:

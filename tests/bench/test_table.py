@@ -14,7 +14,22 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import run
 from goals import GOALS
-from table import FILES, Goal, Verdict, cells, markdown, most, of, ratio, recorded, rows, typical
+from table import (
+    FILES,
+    Goal,
+    Verdict,
+    cells,
+    elsewhere,
+    file_of,
+    markdown,
+    most,
+    of,
+    ratio,
+    recorded,
+    replace,
+    rows,
+    typical,
+)
 
 BENCH = Path(__file__).parents[2] / "bench"
 RANK = [Verdict.MISSED, Verdict.MET, Verdict.AIM]
@@ -165,3 +180,13 @@ def test_of_two_runs_the_quieter_counts_if_it_said_as_much(first: float, second:
     assert min(one, other, key=run.Run.disturbance) is (one if first <= second else other)
     failed = run.Run(1, 0.1, [json.dumps({"bench": "speed.took", "by_others": 0.0})])
     assert min(failed, one, key=run.Run.disturbance) is one
+
+
+def test_a_machine_elsewhere_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
+    file = file_of("amx", tmp_path)
+    replace(file, "peers", [{"bench": "peers", "engine": "old"}])
+    with file.open("a") as lines:
+        lines.write(json.dumps(line(1.0)) + "\n")
+    replace(file, "peers", [{"bench": "peers", "engine": "new"}])
+    kept = elsewhere(tmp_path)["amx"]
+    assert kept == [line(1.0), {"bench": "peers", "engine": "new"}]
