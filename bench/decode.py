@@ -69,15 +69,18 @@ def main() -> None:
 def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
     """A model runner of the stages, of decode if none is named."""
     from vlm_worker.model.build import RunnerSettings, build_runner
+    from vlm_worker.serve.memory import keep_what_is_loaded
     from vlm_worker.types import Stage
 
     wanted = [Stage(name) for name in stages or ("decode",)]
-    return build_runner(
+    runner = build_runner(
         RunnerSettings(
             model_dir, wanted, dtype="bfloat16", kv_memory_bytes=1 << 28, num_threads=threads,
             weights=weights,
         )
     )  # fmt: skip
+    keep_what_is_loaded()  # as a worker does
+    return runner
 
 
 def decode_step(runner: Any, batch: int) -> Any:

@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings, EngineStats  # noqa: E402
 from vlm_worker.model.build import RunnerSettings, build_runner  # noqa: E402
+from vlm_worker.serve.memory import keep_what_is_loaded  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     FailedEvent,
     ImageItem,
@@ -86,6 +87,7 @@ class OwnEngine:
         )
         self._loop = asyncio.new_event_loop()
         self._engine.start(self._loop)
+        keep_what_is_loaded()  # as a worker does
         self._number = 0
 
     def answer(

@@ -45,3 +45,27 @@ def test_a_frame_is_made_where_the_last_one_was() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_who_sets_malloc_in_the_environment_is_left_alone(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
+
+
+LOADED = """
+import gc, sys, weakref
+sys.path.insert(0, sys.argv[1])
+from vlm_worker.serve.memory import keep_what_is_loaded
+class Ring:
+    def __init__(self):
+        self.ring = self
+old = weakref.ref(Ring())
+loaded = [[] for _ in range(10_000)]
+keep_what_is_loaded()
+assert old() is None, "rings that nobody holds any more are gone before"
+assert len(gc.get_objects()) < 1_000 < gc.get_freeze_count()
+new = weakref.ref(Ring())
+gc.collect()
+assert new() is None, "what comes later is collected"
+"""
+
+
+def test_what_is_loaded_is_passed_over_and_what_comes_later_is_not() -> None:
+    worker = str(Path(__file__).parents[3] / "worker")
+    command = [sys.executable, "-c", LOADED, worker]
+    subprocess.run(command, check=True, env={"PATH": ""})

@@ -37,3 +37,25 @@ async def test_bounds_that_contradict_each_other_end_the_start_naming_flags(
     with pytest.raises(ModelConfigError, match=match):
         async with worker(settings, stopping=stopping):
             pass
+
+
+async def test_who_waits_for_the_model_hears_of_it_before_anything_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_checkpoint(tmp_path / "llava", "llava")
+    settings = parse(
+        [
+            "decode", f"--model={model}", "--served-name=tiny", "--runner=checksum",
+            "--bind=127.0.0.1", "--grpc-port=0", "--http-port=0", "--data-port=0",
+        ],
+        {},
+    )  # fmt: skip
+    assert isinstance(settings, WorkerSettings)
+    stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    said: list[list[str]] = []
+    caplog.set_level("INFO")
+    async with worker(settings, stopping=stopping, on_loaded=lambda: said.append(caplog.messages)):
+        assert "ready" in caplog.messages
+    (before,) = said
+    assert "listening" in before
+    assert "ready" not in before

@@ -11,6 +11,7 @@ import sys
 
 from vlm_worker.gateway.serve import Gateway, running
 from vlm_worker.serve.gateway import with_model_dir
+from vlm_worker.serve.memory import keep_what_is_loaded
 from vlm_worker.serve.signals import StopSignals
 from vlm_worker.serve.sources import fetch_model
 from vlm_worker.serve.threads import result_unless
@@ -33,7 +34,9 @@ async def run_local(settings: ServeSettings) -> int:
         model_dir = await result_unless(stopping, lambda: fetch_model(settings.worker.model, say))
         source = ModelSource(uri=str(model_dir), revision=settings.worker.model.revision)
         roles = dataclasses.replace(settings.worker, model=source, bind=LOOPBACK)
-        async with worker(roles, stopping=stopping, progress=say) as server:
+        async with worker(
+            roles, stopping=stopping, progress=say, on_loaded=keep_what_is_loaded
+        ) as server:
             address = f"{LOOPBACK}:{server.grpc_port}"
             front = dataclasses.replace(settings.gateway, workers=(address,))
             async with running(with_model_dir(front, model_dir)) as gateway:

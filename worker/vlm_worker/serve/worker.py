@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from vlm_worker.core.model_files import ModelConfigError
@@ -22,6 +22,7 @@ from vlm_worker.roles.host import Host
 from vlm_worker.roles.offers import Life
 from vlm_worker.roles.prefill import PrefillRole
 from vlm_worker.serve.loading import Loaded, Progress, load
+from vlm_worker.serve.memory import keep_what_is_loaded
 from vlm_worker.serve.signals import StopSignals
 from vlm_worker.serve.threads import result_unless
 from vlm_worker.serve.transports import make_transport
@@ -45,7 +46,7 @@ async def run_worker(settings: WorkerSettings) -> int:
     """Run one worker until it is told to stop; returns the exit code."""
     with StopSignals() as signals:
         stopping = asyncio.create_task(signals.stop.wait())
-        async with worker(settings, stopping=stopping) as server:
+        async with worker(settings, stopping=stopping, on_loaded=keep_what_is_loaded) as server:
             failing = asyncio.create_task(server.failed())
             await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
             failing.cancel()
@@ -62,10 +63,12 @@ async def worker(
     *,
     stopping: asyncio.Future[Any],
     progress: Progress = lambda _: None,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[WorkerServer]:
     """A worker that is ready; it is closed at the end, drained or not.
 
-    Where `stopping` is done before the model is loaded, the process ends here.
+    Where `stopping` is done before the model is loaded, the process ends here. `on_loaded` is
+    called when it is, before anything is asked.
 
     Raises:
         OSError: a port is taken.
@@ -87,6 +90,7 @@ async def worker(
 
         loaded = await result_unless(stopping, lambda: load(settings, report))
         async with assembled(server, loaded) as parts:
+            on_loaded()
             await server.attach(parts)
             logger.info("ready", extra={**ports, "uptime": round(server.state.uptime_seconds, 2)})
             yield server
