@@ -13,6 +13,7 @@
 // or product of two tensors.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -65,6 +66,12 @@ inline Job job_of(const void* bias, const void* residual, int64_t residual_strid
   job.n = n;
   job.epilogue = static_cast<Epilogue>(epilogue);
   return job;
+}
+
+// Panels of one item of work, in pairs: few enough that no thread waits long for the last.
+inline int panels_of_item(int num_panels, const Threads& threads, int most) {
+  const int share = num_panels / (4 * threads.count()) / 2 * 2;
+  return std::max(2, std::min(most, share));
 }
 
 // Room for the codes of activations; kept from product to product.

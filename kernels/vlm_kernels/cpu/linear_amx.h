@@ -65,10 +65,10 @@ class Item {
  private:
   using Quad = uint8_t[4][TILE_ROWS][TILE_BYTES];
 
-  // A quad whose sums are whole, and which of its rows are to be finished.
+  // A quad whose sums are whole, of these panels, and whose rows are to be finished; of none, there
+  // is nothing to finish.
   struct Whole {
     int quad = 0, panel = 0, num_panels = 0;
-    int next = 0, end = 0;
   };
 
   // The last inputs, fewer than a tile has, with zeros behind them.
@@ -195,13 +195,15 @@ class Item {
   void store_whole(int quad, int panel, int num_panels) {
     finish();
     store(sums_[quad]);
-    const int end = std::min(num_rows_, (quad + 1) * QUAD_ROWS);
-    whole_ = {quad, panel, num_panels, quad * QUAD_ROWS, end};
+    whole_ = {quad, panel, num_panels};
   }
 
   // The rows of the quad that is whole, if there is one.
   void finish() {
-    for (; whole_.next < whole_.end; ++whole_.next) finish_row(whole_.next);
+    if (whole_.num_panels == 0) return;
+    const int begin = whole_.quad * QUAD_ROWS, end = std::min(num_rows_, begin + QUAD_ROWS);
+    for (int row = begin; row < end; ++row) finish_row(row);
+    whole_.num_panels = 0;
   }
 
   void finish_row(int row) {
@@ -234,13 +236,12 @@ class Item {
   alignas(64) Quad sums_[MOST_QUADS];
 };
 
-// Items are small, so that no thread waits long for the last. Those of one block of rows follow each
-// other: its x stays in the core's own cache, while W comes ahead of its use.
+// Items of one block of rows follow each other: its x stays in the core's own cache, while W comes
+// ahead of its use.
 template <class Dot>
 void multiply(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
-  const int share = num_panels / (4 * threads.count()) / 2 * 2;
-  const int per_item = std::max(2, std::min(MOST_PANELS, share));
+  const int per_item = panels_of_item(num_panels, threads, MOST_PANELS);
   const int num_quads = (job.m + QUAD_ROWS - 1) / QUAD_ROWS;
   const int fitting = BLOCK_BYTES / (job.steps * 4) / QUAD_ROWS;
   const int per_block = std::max(1, std::min(MOST_QUADS, fitting));

@@ -35,7 +35,7 @@ namespace {
 
 struct Int8Dot {
   // not __m512i: GCC keeps an array of those on the stack, where their lanes are cast
-  typedef int32_t Sum __attribute__((vector_size(64)));
+  typedef int32_t Sum __attribute__((vector_size(LINE)));
 
 #ifdef TRIPTYCH_AMX
   template <int sums, int x, int w>

@@ -124,13 +124,11 @@ void many_rows(const Job& job, int first_row, int end_row, int begin, int end) {
   }
 }
 
-// An item is some panels by all rows, if these are few, else by as many as stay in the core's cache:
-// items are small, so that no thread waits long for the last.
+// An item is some panels by all rows, if these are few, else by as many as stay in the core's cache.
 template <class Dot>
 void multiply(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
-  const int share = num_panels / (4 * threads.count()) / 2 * 2;
-  const int per_item = std::max(2, std::min(MOST_PANELS, share));
+  const int per_item = panels_of_item(num_panels, threads, MOST_PANELS);
   const int num_tiles = (job.m + TILE_ROWS - 1) / TILE_ROWS;
   const int fitting = std::max(1, BLOCK_BYTES / (job.steps * 4) / TILE_ROWS);  // tiles
   const int num_blocks = job.m <= FEW_ROWS ? 1 : (num_tiles + fitting - 1) / fitting;
