@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -146,9 +145,6 @@ async def serve_gateway(
     if settings.delays:
         logger.warning("delays are injected: for tests alone", extra={"delays": settings.delays})
     async with running(settings) as gateway:
-        # What is loaded by now stays: looking through it again would hold every request.
-        gc.collect()
-        gc.freeze()
         on_ready(gateway)
         await gateway.serve(stop)
 

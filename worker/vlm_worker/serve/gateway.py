@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 from vlm_worker.gateway.serve import serve_gateway
+from vlm_worker.serve.memory import keep_what_is_loaded
 from vlm_worker.serve.signals import StopSignals
 from vlm_worker.serve.sources import GATEWAY_PATTERNS, fetch_model
 from vlm_worker.serve.threads import result_unless
@@ -23,7 +24,11 @@ async def run_gateway(settings: GatewaySettings) -> int:
         model_dir = await result_unless(
             stopping, lambda: fetch_model(settings.model, _log, patterns=GATEWAY_PATTERNS)
         )
-        await serve_gateway(with_model_dir(settings, model_dir), stop=signals.stop)
+        await serve_gateway(
+            with_model_dir(settings, model_dir),
+            stop=signals.stop,
+            on_ready=lambda _: keep_what_is_loaded(),
+        )
         stopping.cancel()
     return 0
 
