@@ -172,8 +172,8 @@ def _measure_all(
     names: Sequence[str], model: Path, end: float, runs: dict[str, Run], file: Path
 ) -> None:
     """All in turn, then those again beside which the machine had other work; fills `runs`."""
-    earlier = file.read_text().splitlines() if file.exists() else []
-    if earlier and json.loads(earlier[0]) != _machine():
+    earlier = table.read(file)
+    if earlier and earlier[0] != _machine():
         print(f"{file.name} is of another machine, and begins anew", flush=True)
         earlier = []
     for name in names:
@@ -191,17 +191,11 @@ def _measure_all(
             _write(file, earlier, runs)
 
 
-def _write(file: Path, earlier: Sequence[str], runs: Mapping[str, Run]) -> None:
+def _write(file: Path, earlier: Sequence[table.Line], runs: Mapping[str, Run]) -> None:
     """Replace what was said earlier of benchmarks that now gave figures."""
     new = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
-    kept = [line for line in earlier if _name_of(line) not in {"machine", *new}]
-    lines = [json.dumps(_machine()), *kept, *(line for said in new.values() for line in said)]
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("\n".join(lines) + "\n")
-
-
-def _name_of(line: str) -> str:
-    return str(json.loads(line)["bench"]).partition(".")[0]
+    said = [json.loads(line) for lines in new.values() for line in lines]
+    table.write(file, [_machine(), *table.beside(earlier, {"machine", *new}), *said])
 
 
 def _measure(name: str, model: Path, most_seconds: float) -> Run:

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +196,13 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def recorded(folder: Path = RESULTS) -> list[Line]:
     """What the latest runs left, of this machine and of peers."""
-    return [line for name in FILES for line in _lines(folder / name)]
+    return [line for name in FILES for line in read(folder / name)]
 
 
 def elsewhere(folder: Path = RESULTS) -> dict[str, list[Line]]:
     """What runs on other machines left, by the name that each was given."""
     files = {file.stem.removeprefix(OTHER): file for file in sorted(folder.glob(f"{OTHER}*.jsonl"))}
-    return {name: _lines(file) for name, file in files.items()}
+    return {name: read(file) for name, file in files.items()}
 
 
 def file_of(machine: str, folder: Path = RESULTS) -> Path:
@@ -212,10 +212,20 @@ def file_of(machine: str, folder: Path = RESULTS) -> Path:
 
 def replace(file: Path, bench: str, lines: Sequence[Line]) -> None:
     """Keep these lines in place of what the file has of this benchmark."""
-    kept = [line for line in _lines(file) if line["bench"] != bench]
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in (*kept, *lines)))
+    write(file, [*beside(read(file), {bench}), *lines])
 
 
-def _lines(file: Path) -> list[Line]:
+def beside(lines: Sequence[Line], benches: Collection[str]) -> list[Line]:
+    """Those of other benchmarks than these."""
+    return [line for line in lines if line["bench"].partition(".")[0] not in benches]
+
+
+def read(file: Path) -> list[Line]:
+    """All lines; none where there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def write(file: Path, lines: Sequence[Line]) -> None:
+    """All lines, in place of what the file has."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
