@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from vlm_worker.client import WorkerClient
+from vlm_worker.gateway.registry import Connect
 from vlm_worker.gateway.serve import Gateway, running
 from vlm_worker.serve.worker import worker
 from vlm_worker.server.parts import Parts
@@ -107,10 +109,12 @@ def gateway_settings(workers: Sequence[Worker], **changes: object) -> GatewaySet
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+async def serving(
+    settings: GatewaySettings, connect: Connect = WorkerClient
+) -> AsyncIterator[Gateway]:
     """A gateway that serves, and that has found its workers."""
     stop = asyncio.Event()
-    async with running(settings) as gateway:
+    async with running(settings, connect=connect) as gateway:
         task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.0))
         if settings.workers != (NOBODY,):
             registry = gateway.service.registry
@@ -150,9 +154,13 @@ class Stack:
 async def stack(
     *plans: tuple[Role, Sequence[Stage]],
     worker_delays: dict[str, float] | None = None,
+    one_process: bool = False,
     **changes: object,
 ) -> AsyncIterator[Stack]:
-    """A gateway before workers of these roles and stages; all torn down in the end."""
+    """A gateway before workers of these roles and stages; all torn down in the end.
+
+    With `one_process` it has tokens as `vlm-worker serve` has them of its one worker.
+    """
     async with contextlib.AsyncExitStack() as exits:
         workers = await asyncio.gather(
             *(
@@ -160,7 +168,8 @@ async def stack(
                 for role, stages in plans
             )
         )
-        async with serving(gateway_settings(workers, **changes)) as gateway:
+        connect = workers[0].server.connect if one_process else WorkerClient
+        async with serving(gateway_settings(workers, **changes), connect) as gateway:
             yield Stack(list(workers), gateway)
 
 
@@ -169,3 +178,12 @@ E_PD = ((Role.ENCODER, (E,)), (Role.DECODE, (P, D)))
 P_D = ((Role.PREFILL, (E, P)), (Role.DECODE, (D,)))
 COLOCATED = ((Role.DECODE, (E, P, D)),)
 TOPOLOGIES = {"E-P-D": EPD, "E-PD": E_PD, "P-D": P_D, "colocated": COLOCATED}
+ONE_PROCESS = "one process"
+"""The gateway in the process of a colocated worker."""
+
+
+def stack_of(name: str) -> contextlib.AbstractAsyncContextManager[Stack]:
+    """A stack in one of `TOPOLOGIES`, or in one process."""
+    if name == ONE_PROCESS:
+        return stack(*COLOCATED, one_process=True)
+    return stack(*TOPOLOGIES[name])

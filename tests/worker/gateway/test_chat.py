@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 from worker.gateway.pictures import ask, png
-from worker.gateway.stack import TOPOLOGIES, Stack, stack
+from worker.gateway.stack import ONE_PROCESS, TOPOLOGIES, Stack, stack_of
 
 
-@pytest.fixture(params=TOPOLOGIES)
+@pytest.fixture(params=[*TOPOLOGIES, ONE_PROCESS])
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    async with stack(*TOPOLOGIES[request.param]) as one:
+    async with stack_of(request.param) as one:
         yield one
 
 

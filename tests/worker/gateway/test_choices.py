@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from worker.gateway.pictures import ask, png
-from worker.gateway.stack import EPD, TOPOLOGIES, Stack, stack
+from worker.gateway.stack import EPD, ONE_PROCESS, TOPOLOGIES, Stack, stack, stack_of
 
 from vlm_worker.gateway.choices import job_of_choice
 from vlm_worker.gateway.orchestrate.job import Job
@@ -19,9 +19,9 @@ from vlm_worker.testing import token_logprobs
 from vlm_worker.types import Role, SamplingParams
 
 
-@pytest.fixture(params=["E-P-D", "colocated"])
+@pytest.fixture(params=["E-P-D", "colocated", ONE_PROCESS])
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    async with stack(*TOPOLOGIES[request.param]) as one:
+    async with stack_of(request.param) as one:
         yield one
         await one.until_idle()
 
@@ -189,8 +189,8 @@ async def test_what_a_client_may_ask_beyond_openai_reaches_the_engine(served: St
 
 async def test_every_topology_draws_and_tells_the_same() -> None:
     said = []
-    for plans in TOPOLOGIES.values():
-        async with stack(*plans) as served, client(served) as api:
+    for name in (*TOPOLOGIES, ONE_PROCESS):
+        async with stack_of(name) as served, client(served) as api:
             answer = await api.chat.completions.create(
                 **body(n=2, logprobs=True, top_logprobs=1, presence_penalty=0.5),
                 extra_body={"repetition_penalty": 1.2},

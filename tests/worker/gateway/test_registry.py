@@ -6,16 +6,16 @@ import contextlib
 
 import pytest
 
+from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.pods import KnownPod
 from vlm_worker.gateway.registry import Peer, Registry
-from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.types import Role, Stage
 from vlm_worker.wire.calls import Hello, Limits, Load
 
 
 @pytest.fixture
 async def peer() -> Peer:
-    found = Peer(KnownPod("a", "127.0.0.1:1"), PRODUCTION)
+    found = Peer(KnownPod("a", "127.0.0.1:1"), WorkerClient("127.0.0.1:1"))
     limits = Limits(block_size=16, kv_capacity_tokens=4096, max_model_len=4096, max_requests=16)
     found.hello = Hello(
         Role.DECODE, frozenset({Stage.DECODE}), "m", "r", "a", "u", b"boot", b"kv", b"rows", "", "",

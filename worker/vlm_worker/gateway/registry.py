@@ -24,13 +24,16 @@ from vlm_worker.wire.calls import Hello, Load
 
 logger = logging.getLogger(__name__)
 
+Connect = Callable[..., WorkerClient]
+"""`(address, timers=...)`: a client of the worker at an address."""
+
 
 class Peer:
     """One worker. `Registry` is its only writer."""
 
-    def __init__(self, pod: KnownPod, timers: Timers) -> None:
+    def __init__(self, pod: KnownPod, client: WorkerClient) -> None:
         self.pod = pod
-        self.client = WorkerClient(pod.address, timers=timers)
+        self.client = client
         self.hello: Hello | None = None
         self.load: Load | None = None
         self.num_others = 0
@@ -86,8 +89,10 @@ class Registry:
         compat: str = "",
         timers: Timers = PRODUCTION,
         clock: Callable[[], float] = time.monotonic,
+        connect: Connect = WorkerClient,
     ) -> None:
         self.timers = timers
+        self._connect = connect
         self._served_name = served_name
         self._compat = compat
         self._clock = clock
@@ -110,7 +115,7 @@ class Registry:
                 self._notify()
         for name, pod in wanted.items():
             if name not in self._peers:
-                peer = self._peers[name] = Peer(pod, self.timers)
+                peer = self._peers[name] = Peer(pod, self._connect(pod.address, timers=self.timers))
                 peer.task = asyncio.create_task(self._tend(peer), name=f"tend {name}")
 
     def candidates(self) -> list[Candidate]:

@@ -13,11 +13,12 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.app import admin_app, public_app
 from vlm_worker.gateway.discovery import ApiServer, PodWatch
 from vlm_worker.gateway.http import Server, listen, server
 from vlm_worker.gateway.prompt import Language
-from vlm_worker.gateway.registry import static_pods
+from vlm_worker.gateway.registry import Connect, static_pods
 from vlm_worker.gateway.service import Service
 from vlm_worker.settings import GatewaySettings
 
@@ -85,15 +86,19 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+async def running(
+    settings: GatewaySettings, *, connect: Connect = WorkerClient
+) -> AsyncIterator[Gateway]:
     """Everything a gateway needs, set up and, in the end, taken down.
+
+    `connect` makes its clients of workers.
 
     Raises:
         ModelConfigError: the model's files cannot be used.
         DiscoveryError: there is no cluster to watch.
         OSError: an address is taken.
     """
-    service = Service(settings, Language(Path(settings.model.uri)))
+    service = Service(settings, Language(Path(settings.model.uri)), connect=connect)
     watch = None
     if not settings.workers:
         watch = PodWatch(

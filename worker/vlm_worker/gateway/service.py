@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.config import Live
 from vlm_worker.gateway.meters import Meters
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.recovery import Recovery
 from vlm_worker.gateway.prepare import Preparer
 from vlm_worker.gateway.prompt import Language
-from vlm_worker.gateway.registry import Registry
+from vlm_worker.gateway.registry import Connect, Registry
 from vlm_worker.route import missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.types import Role, Stage
@@ -33,6 +34,7 @@ class Service:
         language: Language,
         *,
         clock: Callable[[], float] = time.monotonic,
+        connect: Connect = WorkerClient,
     ) -> None:
         self.settings = settings
         self.language = language
@@ -43,6 +45,7 @@ class Service:
             compat=settings.compat,
             timers=settings.timers,
             clock=clock,
+            connect=connect,
         )
         self.recovery = Recovery(
             patience_seconds=settings.patience_seconds,

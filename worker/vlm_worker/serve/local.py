@@ -1,6 +1,7 @@
 """`vlm-worker serve MODEL`: every role in this process, behind the OpenAI API.
 
 one engine ◀─ encoder, prefill, decode ◀─ gRPC on a free port of the loopback ◀─ gateway ◀─ client
+                                  └────── tokens, past gRPC (server/local.py) ──────▲
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ async def run_local(settings: ServeSettings) -> int:
         ) as server:
             address = f"{LOOPBACK}:{server.grpc_port}"
             front = dataclasses.replace(settings.gateway, workers=(address,))
-            async with running(with_model_dir(front, model_dir)) as gateway:
+            front = with_model_dir(front, model_dir)
+            async with running(front, connect=server.connect) as gateway:
                 announcing = asyncio.create_task(_announce(gateway, settings))
                 await gateway.serve(signals.stop, notice_seconds=0.0)
                 announcing.cancel()

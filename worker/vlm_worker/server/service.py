@@ -7,9 +7,10 @@ METHODS ─▶ handler ─▶ wire: message -> call ─▶ role ─▶ wire: rep
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from vlm_worker.roles.times import CallClock
 from vlm_worker.server.parts import Parts
 from vlm_worker.server.state import WorkerState
 from vlm_worker.wire import checks, decode, encode, identity, prefill
-from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.calls import DecodeCall, DecodeEvent, FetchCall, Reply
 from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.errors import status_of
 from vlm_worker.wire.frames import Runs
@@ -65,32 +66,48 @@ class Service:
             for service, handlers in by_service.items()
         )
 
+    async def decode(self, call: DecodeCall, deliver: Callable[[Reply[DecodeEvent]], None]) -> None:
+        """A Decode of a gateway in this process, counted as one that came over the wire."""
+        with self._counted("Decode"):
+            role = _loaded(self._ready().decode, "decode")
+            async with aclosing(role.decode(call, CallClock())) as replies:
+                async for reply in replies:
+                    deliver(reply)
+
     def _guarded(self, method: Method, handler: Handler) -> Handler:
-        """Turn whatever goes wrong into the call's last word, and count how it ended."""
-        counted = method.name in ("Encode", "Prefill", "Decode")
+        """Turn whatever goes wrong into the call's last word."""
 
         async def guarded(request: Any, context: Any) -> Any:
-            ending: BaseException | None = None
-            self.live[method.name] += 1
             try:
-                return await handler(request, context)
-            except asyncio.CancelledError as error:
-                ending = error
+                with self._counted(method.name):
+                    return await handler(request, context)
+            except asyncio.CancelledError:
                 raise
-            except Exception as error:
-                ending = error
-                code, message, metadata = status_of(error)
-                if not isinstance(error, WorkerError):
-                    logger.exception("call failed", extra={"call": method.name})
-                elif counted:
-                    logger.info("call ended", extra={"call": method.name, "error": message})
-                return await context.abort(code, message, metadata)
-            finally:
-                self.live[method.name] -= 1
-                if counted:
-                    self._state.count(ending)
+            except Exception as error:  # noqa: BLE001  whatever it is, its caller is told
+                return await context.abort(*status_of(error))
 
         return guarded
+
+    @contextlib.contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        """Count a call while it is answered, and how it ended."""
+        counted = name in ("Encode", "Prefill", "Decode")
+        ending: BaseException | None = None
+        self.live[name] += 1
+        try:
+            yield
+        except BaseException as error:
+            ending = error
+            if isinstance(error, WorkerError):
+                if counted:
+                    logger.info("call ended", extra={"call": name, "error": str(error)})
+            elif isinstance(error, Exception):
+                logger.exception("call failed", extra={"call": name})
+            raise
+        finally:
+            self.live[name] -= 1
+            if counted:
+                self._state.count(ending)
 
     def _ready(self) -> Parts:
         if self.parts is None:

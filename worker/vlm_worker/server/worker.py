@@ -15,14 +15,17 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from vlm_worker.client import WorkerClient
 from vlm_worker.server.data_port import DataPort
 from vlm_worker.server.http import HttpServer
+from vlm_worker.server.local import LocalClient
 from vlm_worker.server.meters import Meters
 from vlm_worker.server.parts import Parts
 from vlm_worker.server.service import Service
 from vlm_worker.server.state import Phase, Snapshot, WorkerState
 from vlm_worker.server.stats import stats_document
 from vlm_worker.settings import WorkerSettings
+from vlm_worker.settings.timers import Timers
 from vlm_worker.wire.credentials import WARNING, add_port
 from vlm_worker.wire.options import MAX_STREAMS, server_options
 
@@ -122,6 +125,10 @@ class WorkerServer:
         if self._parts is not None:
             await _close(self._parts)
         await self._http.stop()
+
+    def connect(self, address: str, *, timers: Timers) -> WorkerClient:
+        """The client of this worker for a gateway in this process."""
+        return LocalClient(address, timers=timers, service=self._service)
 
     @property
     def left(self) -> dict[str, int]:
