@@ -12,7 +12,8 @@
 // attention).
 //
 //   pack     keys and values of each (segment, head), once, as products of pairs read them
-//            (flash_pack.h)
+//            (flash_pack.h): by the thread that attends to them, or where threads share a head,
+//            before
 //   attend   ROWS rows of one (segment, head), a row being a query of a head: per tile of KEYS keys
 //            their scores, weights, sums, BLOCK rows at a time; by tiles of AMX (flash_amx.h), or by
 //            registers (flash_tile.h)
@@ -48,15 +49,36 @@ int64_t count_tiles(const Segments& step, int64_t segment) {
   return (step.num_keys[segment] + KEYS - 1) / KEYS;
 }
 
+int64_t queries_at_once(const Segments& step) {
+  return std::max<int64_t>(1, ROWS / step.num_groups);
+}
+
+// How many of the segments [begin, end) and their heads, counted from the last, are shared: as much
+// as the threads need to end together, whatever they are at when all the others have been taken.
+int64_t count_shared(const Segments& step, int64_t begin, int64_t end, int threads) {
+  if (threads == 1) return 0;
+  const auto work = [&](int64_t s) { return step.num_queries[s] * step.num_keys[s]; };
+  int64_t most = 0, count = 0;
+  for (int64_t s = begin; s < end; s++) most = std::max(most, work(s));
+  for (int64_t left = most * threads, s = end - 1; s >= begin && left > 0; s--) {
+    for (int64_t h = 0; h < step.num_kv_heads && left > 0; h++) left -= work(s), count++;
+  }
+  return count;
+}
+
 // What is to be packed and attended of the segments [begin, end).
-void lay_out(const Segments& step, int64_t begin, int64_t end, FlashWork& work) {
+void lay_out(const Segments& step, int64_t begin, int64_t end, int threads, FlashWork& work) {
   const Sizes size(step.head_dim);
-  const int64_t queries = std::max<int64_t>(1, ROWS / step.num_groups);
-  work.tiles.clear();
-  work.items.clear();
+  const int64_t queries = queries_at_once(step);
+  work.whole.clear(), work.tiles.clear(), work.items.clear();
+  int64_t whole = (end - begin) * step.num_kv_heads - count_shared(step, begin, end, threads);
   int64_t used = 0;
   for (int64_t s = begin; s < end; s++) {
     for (int64_t h = 0; h < step.num_kv_heads; h++) {
+      if (whole-- > 0) {
+        work.whole.push_back({s, h, 0, step.num_queries[s], 0});
+        continue;
+      }
       const int64_t count = count_tiles(step, s);
       for (int64_t t = 0; t < count; t++) work.tiles.push_back({s, h, t, t + 1, used + t * size.tile});
       for (int64_t from = 0; from < step.num_queries[s]; from += queries) {
@@ -72,23 +94,45 @@ void lay_out(const Segments& step, int64_t begin, int64_t end, FlashWork& work) 
   work.packed.resize(2 * used);
 }
 
-// The segments [begin, end): packs all of their keys, then attends.
+void attend(const Segments& step, const Tensors& at, const FlashWork::Piece& p, const Half* keys,
+            const Half* values) {
+  static thread_local Rows rows;
+  const int64_t first = step.tokens[p.segment], width = Sizes(step.head_dim).width;
+  rows.attend(step, at, p.head, first + p.from, first + p.to, keys, values, width);
+}
+
+// All queries of a segment and head. What is packed stays in this core's cache.
+void attend_whole(const Segments& step, const Tensors& at, const FlashWork::Piece& p) {
+  static thread_local Lines<Half> packed;
+  const Sizes size(step.head_dim);
+  const int64_t count = count_tiles(step, p.segment), queries = queries_at_once(step);
+  if (static_cast<int64_t>(packed.size()) < 2 * count * size.tile) packed.resize(2 * count * size.tile);
+  Half *const keys = packed.data(), *const values = keys + count * size.tile;
+  for (int64_t t = 0; t < count; t++) {
+    const TileRows rows(step, at, p.segment, p.head, t);
+    pack(rows, size.dim, size.width, keys + t * size.tile, values + t * size.tile);
+  }
+  for (int64_t from = 0; from < p.to; from += queries) {
+    attend(step, at, {p.segment, p.head, from, std::min(from + queries, p.to), 0}, keys, values);
+  }
+}
+
+// The segments [begin, end): packs the keys that are shared, then attends.
 void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end, FlashWork& work,
          Threads& threads) {
   const Sizes size(step.head_dim);
-  threads.for_each(1, [&](std::ptrdiff_t) { lay_out(step, begin, end, work); });
+  threads.for_each(1, [&](std::ptrdiff_t) { lay_out(step, begin, end, threads.count(), work); });
   Half *const keys = work.packed.data(), *const values = keys + work.packed.size() / 2;
   threads.for_each(work.tiles.size(), [&](std::ptrdiff_t i) {
     const FlashWork::Piece& p = work.tiles[i];
     const TileRows rows(step, at, p.segment, p.head, p.from);
     pack(rows, size.dim, size.width, keys + p.packed, values + p.packed);
   });
-  threads.for_each(work.items.size(), [&](std::ptrdiff_t i) {
-    const FlashWork::Piece& p = work.items[i];
-    const int64_t first = step.tokens[p.segment];
-    static thread_local Rows rows;
-    rows.attend(step, at, p.head, first + p.from, first + p.to, keys + p.packed, values + p.packed,
-                size.width);
+  const std::ptrdiff_t whole = work.whole.size();
+  threads.for_each(whole + work.items.size(), [&](std::ptrdiff_t i) {
+    if (i < whole) return attend_whole(step, at, work.whole[i]);
+    const FlashWork::Piece& p = work.items[i - whole];
+    attend(step, at, p, keys + p.packed, values + p.packed);
   });
 }
 

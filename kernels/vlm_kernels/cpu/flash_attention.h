@@ -16,8 +16,8 @@ struct FlashWork {
   struct Piece {
     int64_t segment, head, from, to, packed;  // a tile, or queries
   };
-  std::vector<Piece> tiles, items;
-  Lines<Half> packed;
+  std::vector<Piece> whole, tiles, items;  // heads of one thread each; tiles and queries of others
+  Lines<Half> packed;                      // of these
 };
 
 void attend_segments(const Segments& step, const Tensors& tensors, FlashWork& work,

@@ -20,7 +20,8 @@ struct Product {
   bool adds;
 };
 
-// 16 columns, in the tiles c and c + 1; each tile of b is loaded once for both.
+// 16 columns, in the tiles c and c + 1; each tile of b is loaded once for both. b comes from the
+// second cache and is not kept in the first, which a and c need for themselves.
 template <int c>
 inline __attribute__((always_inline)) void multiply_column(const Product& of, int64_t column) {
   float* to = of.c + column * 16;
@@ -31,7 +32,7 @@ inline __attribute__((always_inline)) void multiply_column(const Product& of, in
   }
   const uint16_t *a = of.a, *b = of.b + column * 32;
   for (int64_t d = 0; d < of.depth; d += 32, a += 32, b += 8 * of.b_row) {
-    load_tile<4>(a, of.a_row), load_tile<6>(b, of.b_row);
+    load_tile<4>(a, of.a_row), stream_tile<6>(b, of.b_row);
     multiply_bfloat16<c, 4, 6>();
     load_tile<5>(a + 8 * of.a_row, of.a_row);
     multiply_bfloat16<c + 1, 5, 6>();
