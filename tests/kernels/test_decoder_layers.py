@@ -22,7 +22,7 @@ from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 pytestmark = pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
 
 LENGTHS = st.lists(
-    st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 1, 2, 7])), min_size=1, max_size=5
+    st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 1, 2, 7, 33])), min_size=1, max_size=5
 )
 
 
@@ -48,7 +48,7 @@ class Form:
 FORMS = st.builds(
     Form,
     width=st.sampled_from([16, 32, 70]),
-    inner=st.sampled_from([16, 48, 90]),
+    inner=st.sampled_from([16, 48, 64, 90]),
     groups=st.integers(1, 3),
     has_bias=st.booleans(),
     has_more_norms=st.booleans(),

@@ -43,8 +43,8 @@ class Form:
 
 FORMS = st.builds(
     Form,
-    width=st.sampled_from([16, 70]),
-    inner=st.sampled_from([16, 90]),
+    width=st.sampled_from([16, 64, 70]),
+    inner=st.sampled_from([16, 64, 90]),
     num_heads=st.integers(1, 3),
     head_dim=st.sampled_from([16, 40]),
     is_gated=st.booleans(),

@@ -18,6 +18,9 @@
 //
 //   narrow [T, max(D, heads)]          normed x, then answers of attention; normed x, then `down`
 //   wide   [T, max(D, q + k + v, N)]   q, k and v, then `o`; then what `down` multiplies
+//
+// What a product multiplies lies there as it reads it, in tiles where it takes those (linear_rows.h),
+// but for answers of attention.
 #include "threads.h"
 
 #ifdef TRIPTYCH_AVX512BF16
@@ -28,6 +31,7 @@
 #include "bfloat16.h"
 #include "flash_attention.h"
 #include "linear.h"
+#include "linear_rows.h"
 #include "norm.h"
 #include "paged_attention.h"
 #include "rope.h"
@@ -89,7 +93,7 @@ struct Output {
 
 // Memory of the thread that calls, kept from step to step.
 struct Memory {
-  std::vector<uint16_t> narrow, wide;
+  Lines<uint16_t> narrow, wide;
   std::vector<DecodeWork> rows;  // of each kind
   FlashWork chunks;
   Codes codes;
@@ -103,14 +107,16 @@ class Layers {
         x_(static_cast<uint16_t*>(in.x)), narrow_(memory.narrow.data()), wide_(memory.wide.data()) {}
 
   void run(const Weights& w, int64_t layer) {
-    norm_all(w.attention_norm);
-    multiply(w.qkv, PLAIN, narrow_, nullptr, wide_, in_.num_tokens);
+    norm_all(w.attention_norm, w.qkv);
+    multiply(product(w.qkv, PLAIN, wide_), w.qkv, narrow_, takes_tiles(w.qkv));
     place_heads(w, layer);
     attend(w, layer);
-    add(w.o, w.o_norm, narrow_, wide_);
-    norm_all(w.mlp_norm);
-    multiply(w.up, static_cast<Epilogue>(w.activated), narrow_, nullptr, wide_, in_.num_tokens);
-    add(w.down, w.down_norm, wide_, narrow_);
+    add(w.o, w.o_norm, narrow_, false, wide_);
+    norm_all(w.mlp_norm, w.up);
+    Job up = product(w.up, static_cast<Epilogue>(w.activated), wide_);
+    up.y_is_tiled = takes_tiles(w.down);
+    multiply(up, w.up, narrow_, takes_tiles(w.up));
+    add(w.down, w.down_norm, wide_, up.y_is_tiled, narrow_);
   }
 
   void finish(const Output& out) {
@@ -119,7 +125,9 @@ class Layers {
         normalise(out.norm, x_ + out.rows[i] * in_.width, 0, narrow_ + i * in_.width, in_.width, 0, 1);
       }
     });
-    multiply(out.head, PLAIN, narrow_, nullptr, static_cast<uint16_t*>(out.logits), out.num_rows);
+    Job logits = product(out.head, PLAIN, static_cast<uint16_t*>(out.logits));
+    logits.m = static_cast<int>(out.num_rows);
+    multiply(logits, out.head, narrow_, false);
   }
 
  private:
@@ -135,29 +143,51 @@ class Layers {
               end);
   }
 
-  void norm_all(const Norm& norm) {
-    for_tokens(in_.width, [&](int64_t begin, int64_t end) {
-      normalise(norm, x_, in_.width, narrow_, in_.width, begin, end);
+  // Normed x, as the product that comes next reads it.
+  void norm_all(const Norm& norm, const Linear& next) {
+    const int64_t width = in_.width;
+    for_tokens(width, [&](int64_t begin, int64_t end) {
+      if (!takes_tiles(next)) return normalise(norm, x_, width, narrow_, width, begin, end);
+      for (int64_t t = begin; t < end; ++t) {
+        write_tiled(narrow_, t, width, [&](uint16_t* row) {
+          normalise(norm, x_ + t * width, 0, row, width, 0, 1);
+        });
+      }
     });
   }
 
-  void multiply(const Linear& w, Epilogue epilogue, const uint16_t* x, const uint16_t* residual,
-                uint16_t* y, int64_t num_rows) {
+  // Whether all tokens may lie tiled for this product; int8 makes codes of them first.
+  bool takes_tiles(const Linear& w) const {
+    return reads_tiles(in_.num_tokens) && w.scales == nullptr && w.num_inputs % PANEL == 0;
+  }
+
+  // All tokens by these weights.
+  Job product(const Linear& w, Epilogue epilogue, uint16_t* y) const {
     const int64_t columns = is_gated(epilogue) ? w.num_outputs / 2 : w.num_outputs;
-    Job job = job_of(w.bias, residual, columns, y, columns, int(num_rows), int(w.num_outputs),
+    Job job = job_of(w.bias, nullptr, columns, y, columns, int(in_.num_tokens), int(w.num_outputs),
                      epilogue);
     job.w = static_cast<const uint8_t*>(w.panels);
     job.w_scale = static_cast<const float*>(w.scales);
     job.w_offset = static_cast<const int32_t*>(w.offsets);
+    return job;
+  }
+
+  void multiply(Job job, const Linear& w, const uint16_t* x, bool x_is_tiled) {
     const int k = static_cast<int>(w.num_inputs);
+    job.x_is_tiled = x_is_tiled;
     if (w.scales == nullptr) return linear_bf16(job, x, k, k, threads_);
     linear_int8(job, x, k, k, memory_.codes, threads_);
   }
 
   // x += product, which lies in `between` if a norm comes before the sum.
-  void add(const Linear& w, const Norm& norm, const uint16_t* from, uint16_t* between) {
-    if (norm.weight == nullptr) return multiply(w, RESIDUAL, from, x_, x_, in_.num_tokens);
-    multiply(w, PLAIN, from, nullptr, between, in_.num_tokens);
+  void add(const Linear& w, const Norm& norm, const uint16_t* from, bool is_tiled,
+           uint16_t* between) {
+    if (norm.weight == nullptr) {
+      Job job = product(w, RESIDUAL, x_);
+      job.residual = x_;
+      return multiply(job, w, from, is_tiled);
+    }
+    multiply(product(w, PLAIN, between), w, from, is_tiled);
     for_tokens(in_.width, [&](int64_t begin, int64_t end) {
       normalise(norm, between, in_.width, between, in_.width, begin, end);
       for (int64_t i = begin * in_.width; i < end * in_.width; ++i) {
@@ -216,8 +246,10 @@ class Layers {
   uint16_t *const x_, *const narrow_, *const wide_;
 };
 
-void grow(std::vector<uint16_t>& memory, int64_t size) {
-  if (memory.size() < size_t(size)) memory.resize(size);
+// Rows, of which there is room for whole quads.
+void grow(Lines<uint16_t>& memory, int64_t num_rows, int64_t width) {
+  const size_t size = in_quads(num_rows) * width;
+  if (memory.size() < size) memory.resize(size);
 }
 
 // What a step needs at most, but for packed chunks: one member makes room for them, alone.
@@ -233,8 +265,8 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
       if (of->scales != nullptr) inputs = std::max(inputs, of->num_inputs);
     }
   }
-  grow(memory.narrow, in.num_tokens * std::max(in.width, heads));
-  grow(memory.wide, in.num_tokens * wide);
+  grow(memory.narrow, in.num_tokens, std::max(in.width, heads));
+  grow(memory.wide, in.num_tokens, wide);
   memory.codes.make_room(in.num_tokens, inputs);
   memory.rows.resize(std::max<size_t>(memory.rows.size(), num_kinds));
   for (int64_t i = 0; i < num_kinds; ++i) {

@@ -18,27 +18,25 @@
 
 namespace {
 
-#ifdef TRIPTYCH_AMX
-
-struct Bfloat16Dot {
-  template <int sums, int x, int w>
-  static void add() { triptych::multiply_bfloat16<sums, x, w>(); }
-  static __m512 load(const uint8_t* sums) { return _mm512_load_ps(sums); }
-  static __m512 value(const triptych::Job&, int, int, __m512 sum) { return sum; }
-};
-
-#else
-
 struct Bfloat16Dot {
   using Sum = __m512;
 
+#ifdef TRIPTYCH_AMX
+  template <int sums, int x, int w>
+  static void add() { triptych::multiply_bfloat16<sums, x, w>(); }
+#else
   static Sum add(Sum sum, __m512i x, __m512i line) {
     return _mm512_dpbf16_ps(sum, (__m512bh)line, (__m512bh)x);
   }
-  static __m512 value(const triptych::Job&, int, int, Sum sum) { return sum; }
-};
-
 #endif
+
+  // Sums are what they stand for.
+  struct Outputs {
+    Outputs(const triptych::Job&, int) {}
+    __m512 left(int, Sum sum) const { return sum; }
+    __m512 right(int, Sum sum) const { return sum; }
+  };
+};
 
 }  // namespace
 

@@ -17,11 +17,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "lines.h"
 #include "threads.h"
 
 namespace triptych {
 
-constexpr int PANEL = 32;  // outputs of a panel
+constexpr int PANEL = 32;      // outputs of a panel
+constexpr int QUAD_ROWS = 32;  // of x and y that lie together, where they are tiled (linear_rows.h)
 
 // As in packed_linear.py.
 enum Epilogue : int {
@@ -33,7 +35,7 @@ enum Epilogue : int {
   GATED_BY_GELU = 5,
 };
 
-inline bool is_gated(Epilogue epilogue) { return epilogue >= GATED_BY_SILU; }
+constexpr bool is_gated(Epilogue epilogue) { return epilogue >= GATED_BY_SILU; }
 
 struct Job {
   const uint8_t* x;         // rows of bfloat16, or of int8 codes
@@ -51,6 +53,7 @@ struct Job {
   int m, n;
   int steps;  // of 4 bytes, over K
   Epilogue epilogue;
+  bool x_is_tiled, y_is_tiled;  // as linear_rows.h lays rows out; y has whole panels then
 };
 
 // A job as Python's call gives it; the caller adds W and its scales.
@@ -74,14 +77,19 @@ inline int panels_of_item(int num_panels, const Threads& threads, int most) {
   return std::max(2, std::min(most, share));
 }
 
+// The rows of the quads that hold so many.
+inline int64_t in_quads(int64_t num_rows) {
+  return (num_rows + QUAD_ROWS - 1) / QUAD_ROWS * QUAD_ROWS;
+}
+
 // Room for the codes of activations; kept from product to product.
 struct Codes {
-  std::vector<uint8_t> codes;
+  Lines<uint8_t> codes;
   std::vector<float> scales;
 
-  // For m rows of k; before threads begin.
+  // For m rows of k, tiled or not; before threads begin.
   void make_room(int64_t m, int64_t k) {
-    const size_t size = m * ((k + 3) / 4 * 4);
+    const size_t size = in_quads(m) * ((k + 63) / 64 * 64);
     if (codes.size() < size) codes.resize(size);
     if (scales.size() < size_t(m)) scales.resize(m);
   }

@@ -1,17 +1,19 @@
-// Products with packed panels on tiles of AMX, for both types of weights:  linear.cpp, linear_int8.cpp.
+// Products with packed panels on tiles of AMX, for both types of weights: linear.cpp, linear_int8.cpp.
 //
-//   tile   16 rows of x by 64 bytes, or 64 bytes of K by 16 outputs: a panel is two tiles wide, and its
-//          lines lie as tiles read them
+//   tile   16 rows of x by 64 bytes, or 64 bytes of K by 16 outputs: a panel is two tiles wide, and
+//          its lines lie as tiles read them; x of more than 16 rows as in linear_rows.h
 //   quad   four tiles of sums: 32 rows by a panel, or, of up to 16 rows, 16 by two panels
 //   slice  as much of a panel as stays in the core's innermost cache while all rows pass by it
 //
-// Between slices, sums lie in memory. The last quad of many rows begins as many rows before their end
-// as it has; those that it shares with the one before come out the same.
+// Between slices, sums lie in memory. Rows pass by a slice without displacing it.
+//
+// A store of a tile that comes after some 2,000 cycles without one takes 850 cycles longer (measured
+// on Sapphire Rapids), so one is stored now and then for nothing.
 //
 // The rows of one quad are finished behind the products of the next, which run on meanwhile. Between
-// single products it would take longer: near tiles, AVX-512 has half of its units.
+// single products it takes longer (measured likewise).
 //
-// Every output is one sum over K in ascending order, 64 bytes at a time, whatever the number of rows.
+// Every output is one sum over K in ascending order, 64 bytes at a time, whatever the rows are.
 #pragma once
 
 #include <immintrin.h>
@@ -19,52 +21,63 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #include "linear.h"
 #include "linear_finish.h"
+#include "linear_rows.h"
 #include "threads.h"
 #include "tiles.h"
 
 namespace triptych {
 
-constexpr int QUAD_ROWS = 2 * TILE_ROWS;
 constexpr int LINE = 64;              // bytes
 constexpr int STEP_BYTES = 2 * LINE;  // of a panel; of a row it is 4
 constexpr int TILE_STEPS = TILE_BYTES / 4;
 constexpr int TILE_LINES = TILE_STEPS * STEP_BYTES;  // bytes of a panel, by one tile of x
-constexpr int SLICE = 8;                             // of these
+constexpr int SLICE = 16;                            // of these
+constexpr int AWAKE = 8;                             // products of quads between two stores
 constexpr int AHEAD = 4096;                          // bytes of W that few rows fetch ahead
-constexpr int ROWS_AHEAD = 6;                        // of y, whose lines come before they are written
 constexpr int MOST_QUADS = 16;                       // of one item of work
 constexpr int MOST_PANELS = 8;                       // likewise
 constexpr int BLOCK_BYTES = 1 << 20;  // of x that pass by a panel: half of a core's own cache
+
+// Sums of one quad.
+using Quad = uint8_t[4][TILE_ROWS][TILE_BYTES];
+
+// What a thread works in, kept from product to product.
+struct Room {
+  TiledRows rows;
+  alignas(64) Quad sums[MOST_QUADS];
+  alignas(64) uint8_t scratch[TILE_ROWS][TILE_BYTES];
+};
+
+inline Room& room_of_thread() {
+  static thread_local std::unique_ptr<Room> room(new Room);
+  return *room;
+}
 
 // What one thread does: some rows by some panels, which it takes one after the other.
 template <class Dot>
 class Item {
  public:
-  Item(const Job& job, int first_row, int end_row)
-      : job_(job), first_row_(first_row), num_rows_(end_row - first_row),
-        num_tiles_(job.steps / TILE_STEPS),
+  Item(const Job& job, int first_row, int end_row, Room& room)
+      : job_(job), room_(room), sums_(room.sums), first_row_(first_row),
+        num_rows_(end_row - first_row), num_tiles_(job.steps / TILE_STEPS),
         num_slices_(std::max(1, (num_tiles_ + SLICE - 1) / SLICE)) {}
 
   void multiply(int begin, int end) {
+    const bool has_few = !reads_tiles(job_.m);
     TileShapes shapes;
-    if (num_rows_ < TILE_ROWS) {
-      for (int tile = 0; tile < 5; tile++) shapes.set(tile, num_rows_, TILE_BYTES);
-    }
+    for (int tile = 0; has_few && tile < 5; tile++) shapes.set(tile, num_rows_, TILE_BYTES);
     const Tiles tiles(shapes);
-    if (num_rows_ <= TILE_ROWS) {
-      for (int panel = begin; panel < end; panel += 2) multiply_few(panel, std::min(2, end - panel));
-    } else {
-      for (int panel = begin; panel < end; ++panel) multiply_many(panel);
+    for (int panel = begin; panel < end; panel += has_few ? 2 : 1) {
+      has_few ? multiply_few(panel, std::min(2, end - panel)) : multiply_many(panel);
     }
     finish();
   }
 
  private:
-  using Quad = uint8_t[4][TILE_ROWS][TILE_BYTES];
-
   // A quad whose sums are whole, of these panels, and whose rows are to be finished; of none, there
   // is nothing to finish.
   struct Whole {
@@ -73,7 +86,7 @@ class Item {
 
   // The last inputs, fewer than a tile has, with zeros behind them.
   struct Rest {
-    alignas(64) uint8_t x[QUAD_ROWS][TILE_BYTES] = {};
+    alignas(64) uint8_t x[TILE_ROWS][TILE_BYTES] = {};
     alignas(64) uint8_t lines[2][TILE_LINES] = {};
   };
 
@@ -83,12 +96,6 @@ class Item {
   int rest() const { return job_.steps % TILE_STEPS; }  // steps behind the last whole tile
 
   int num_quads() const { return (num_rows_ + QUAD_ROWS - 1) / QUAD_ROWS; }
-  int upper_row(int quad) const {
-    return std::max(0, std::min(quad * QUAD_ROWS, num_rows_ - QUAD_ROWS));
-  }
-  int lower_row(int quad) const {
-    return std::min(upper_row(quad) + TILE_ROWS, num_rows_ - TILE_ROWS);
-  }
 
   // Up to 16 rows: W is read as fast as it comes.
   void multiply_few(int panel, int num_panels) {
@@ -105,7 +112,9 @@ class Item {
     }
     if (rest() != 0) {
       Rest last;
-      take_rest(x, num_rows_, last.x[0]);
+      for (int i = 0; i < num_rows_; ++i) {
+        std::memcpy(last.x[i], x + i * job_.x_stride + num_tiles_ * TILE_BYTES, rest() * 4);
+      }
       for (int i = 0; i < num_panels; ++i) take_lines(w + i * next, last.lines[i]);
       add_wide(last.x[0], TILE_BYTES, last.lines[0], num_panels > 1 ? TILE_LINES : 0);
     }
@@ -123,32 +132,23 @@ class Item {
       const uint8_t* ahead = w + int64_t(end) * TILE_LINES;
       for (int quad = 0; quad < num_quads(); ++quad) {
         slice == 0 ? clear() : load(sums_[quad]);
-        const uint8_t *const upper = x_of(upper_row(quad)), *const lower = x_of(lower_row(quad));
+        const uint8_t* const x = room_.rows.quad(quad);
         for (int k = begin; k < end; ++k) {
           for (int i = 0; i < fetched; ++i, ahead += LINE) fetch<_MM_HINT_T1>(ahead);
-          add_tall(upper + k * TILE_BYTES, lower + k * TILE_BYTES, job_.x_stride,
-                   w + int64_t(k) * TILE_LINES);
+          add_tall(x + k * QUAD_BYTES, w + int64_t(k) * TILE_LINES);
+          if ((k - begin) % AWAKE == AWAKE - 1) store_tile<0>(room_.scratch, LINE);
         }
         if (slice + 1 < num_slices_) {
           if (whole_.quad == quad) finish();
           store(sums_[quad]);
           continue;
         }
-        if (rest() != 0) {
-          take_rest(upper, TILE_ROWS, last.x[0]);
-          take_rest(lower, TILE_ROWS, last.x[TILE_ROWS]);
-          add_tall(last.x[0], last.x[TILE_ROWS], TILE_BYTES, last.lines[0]);
-        }
+        if (rest() != 0) add_tall(x + num_tiles_ * QUAD_BYTES, last.lines[0]);
         store_whole(quad, panel, 1);
       }
     }
   }
 
-  void take_rest(const uint8_t* rows, int count, uint8_t* to) const {
-    for (int i = 0; i < count; ++i) {
-      std::memcpy(to + i * TILE_BYTES, rows + i * job_.x_stride + num_tiles_ * TILE_BYTES, rest() * 4);
-    }
-  }
   void take_lines(const uint8_t* panel, uint8_t* to) const {
     std::memcpy(to, panel + int64_t(num_tiles_) * TILE_LINES, rest() * STEP_BYTES);
   }
@@ -169,12 +169,12 @@ class Item {
     store_tile<2>(sums[2], LINE), store_tile<3>(sums[3], LINE);
   }
 
-  static void add_tall(const uint8_t* upper, const uint8_t* lower, int64_t stride, const uint8_t* w) {
-    load_tile<6>(w, STEP_BYTES), load_tile<4>(upper, stride);
+  static void add_tall(const uint8_t* x, const uint8_t* w) {
+    load_tile<6>(w, STEP_BYTES), stream_tile<4>(x, TILE_BYTES);
     Dot::template add<0, 4, 6>();
     load_tile<7>(w + LINE, STEP_BYTES);
     Dot::template add<1, 4, 7>();
-    load_tile<5>(lower, stride);
+    stream_tile<5>(x + TILE_ROWS * TILE_BYTES, TILE_BYTES);
     Dot::template add<2, 5, 6>();
     Dot::template add<3, 5, 7>();
   }
@@ -200,40 +200,33 @@ class Item {
 
   // The rows of the quad that is whole, if there is one.
   void finish() {
-    if (whole_.num_panels == 0) return;
-    const int begin = whole_.quad * QUAD_ROWS, end = std::min(num_rows_, begin + QUAD_ROWS);
-    for (int row = begin; row < end; ++row) finish_row(row);
+    for (int i = 0; i < whole_.num_panels; ++i) {
+      for_epilogue(job_.epilogue, [&](auto epilogue) {
+        finish_panel<epilogue>(whole_.panel + i, 2 * i);
+      });
+    }
     whole_.num_panels = 0;
   }
 
-  void finish_row(int row) {
-    const Quad& sums = sums_[whole_.quad];
-    if (num_rows_ <= TILE_ROWS) {
-      for (int i = 0; i < whole_.num_panels; ++i) {
-        finish_sums(row, whole_.panel + i, sums[2 * i][row], sums[2 * i + 1][row]);
-      }
-      return;
+  template <Epilogue epilogue>
+  void finish_panel(int panel, int tile) {
+    const int begin = whole_.quad * QUAD_ROWS, count = std::min(QUAD_ROWS, num_rows_ - begin);
+    const PanelEnd end(job_, panel, first_row_ + begin);
+    const typename Dot::Outputs outputs(job_, panel);
+    for (int i = 0; i < count; ++i) {
+      if (i == TILE_ROWS) tile = 2;
+      const auto* sums = reinterpret_cast<const typename Dot::Sum*>(sums_[whole_.quad][tile]);
+      const int row = first_row_ + begin + i, line = i % TILE_ROWS;
+      const __m512 left = outputs.left(row, sums[line]);
+      end.template row<epilogue>(i, left, outputs.right(row, sums[TILE_ROWS + line]));
     }
-    const int upper = row - upper_row(whole_.quad), lower = row - lower_row(whole_.quad);
-    if (upper < TILE_ROWS) {
-      finish_sums(row, whole_.panel, sums[0][upper], sums[1][upper]);
-    } else {
-      finish_sums(row, whole_.panel, sums[2][lower], sums[3][lower]);
-    }
-  }
-
-  void finish_sums(int row, int panel, const uint8_t* left, const uint8_t* right) {
-    const int at = first_row_ + row, column = panel * PANEL;
-    const int of_y = is_gated(job_.epilogue) ? column / 2 : column;
-    asm volatile("prefetchw %0" ::"m"(job_.y[(at + ROWS_AHEAD) * job_.y_stride + of_y]));
-    finish_panel(job_, at, panel, Dot::value(job_, at, column, Dot::load(left)),
-                 Dot::value(job_, at, column + TILE_ROWS, Dot::load(right)));
   }
 
   const Job& job_;
+  Room& room_;
+  Quad* const sums_;
   const int first_row_, num_rows_, num_tiles_, num_slices_;
   Whole whole_;
-  alignas(64) Quad sums_[MOST_QUADS];
 };
 
 // Items of one block of rows follow each other: its x stays in the core's own cache, while W comes
@@ -247,10 +240,15 @@ void multiply(const Job& job, Threads& threads) {
   const int per_block = std::max(1, std::min(MOST_QUADS, fitting));
   const int num_blocks = (num_quads + per_block - 1) / per_block;
   const int of_block = (num_panels + per_item - 1) / per_item;  // items
-  threads.for_each(of_block * num_blocks, [&](std::ptrdiff_t i) {
+  threads.for_each(of_block * num_blocks, [&, taken = -1](std::ptrdiff_t i) mutable {
     const int begin = int(i) % of_block * per_item, block = int(i) / of_block;
     const auto row_of = [&](int b) { return std::min(job.m, num_quads * b / num_blocks * QUAD_ROWS); };
-    Item<Dot> item(job, row_of(block), row_of(block + 1));
+    Room& room = room_of_thread();
+    if (taken != block && reads_tiles(job.m)) {
+      room.rows.take(job, row_of(block), row_of(block + 1));
+      taken = block;
+    }
+    Item<Dot> item(job, row_of(block), row_of(block + 1), room);
     item.multiply(begin, std::min(begin + per_item, num_panels));
   });
 }

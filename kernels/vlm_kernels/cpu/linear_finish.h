@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "linear.h"
 
@@ -15,26 +16,21 @@ inline __m512 widen(__m256i x) {
 inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
-// exp(x) to 1e-7 relative: 2^n e^f, |f| <= ln 2 / 2, by the polynomial of vectors.h.
-inline __m512 exp_ps(__m512 x) {
-  x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.f)), _mm512_set1_ps(-88.f));
-  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
-  const __m512 n = _mm512_roundscale_ps(t, 0);
-  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                  5.0000001201e-1f}) {
+// numerator / (1 + exp(-x)), to 3e-6 of its value: exp(-x) = 2^(n + f), n an integer, by the
+// polynomial of degree 4 whose greatest relative error for 2^f, 0 <= f < 1, is least. Below -86 the
+// quotient stays as it is there, some 1e-38 of the numerator.
+inline __m512 over_sigmoid(__m512 numerator, __m512 x) {
+  __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+  t = _mm512_min_ps(_mm512_set1_ps(125.f), t);  // NaN stays
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(1.35341678e-2f);
+  for (float c : {5.20114601e-2f, 2.41442755e-1f, 6.93003833e-1f, 1.00000262f}) {
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
   }
-  p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(f, f), f), _mm512_set1_ps(1.f));
-  return _mm512_scalef_ps(p, n);
-}
-
-// numerator / (1 + exp(-x))
-inline __m512 over_sigmoid(__m512 numerator, __m512 x) {
-  const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  return _mm512_div_ps(numerator, _mm512_add_ps(_mm512_set1_ps(1.f), e));
+  const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), _mm512_scalef_ps(p, t));  // n is in t
+  const __m512 near = _mm512_rcp14_ps(below);  // one step of Newton's from 1 / below
+  const __m512 inverse = _mm512_mul_ps(near, _mm512_fnmadd_ps(near, below, _mm512_set1_ps(2.f)));
+  return _mm512_mul_ps(numerator, inverse);
 }
 
 inline __m512 silu(__m512 x) { return over_sigmoid(x, x); }
@@ -56,47 +52,85 @@ inline __mmask16 first(int count) {
   return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
 }
 
-// What 16 sums of one row become, of the outputs from `n`, of which `mask` exist.
-inline __m512 finished(const Job& job, int row, int n, __m512 sum, __mmask16 mask) {
-  if (job.bias) sum = _mm512_add_ps(sum, widen(_mm256_maskz_loadu_epi16(mask, job.bias + n)));
-  switch (job.epilogue) {
-    case RESIDUAL: {
-      const uint16_t* at = job.residual + row * job.residual_stride + n;
-      return _mm512_add_ps(rounded(sum), widen(_mm256_maskz_loadu_epi16(mask, at)));
+// What becomes of the sums of one panel, row by row from a first one. Where y is tiled, 32 outputs
+// are the 64 bytes of a row in one tile, and the rows belong to one quad.
+class PanelEnd {
+ public:
+  PanelEnd(const Job& job, int panel, int first_row)
+      : has_bias_(job.bias != nullptr), y_stride_(job.y_is_tiled ? PANEL : job.y_stride),
+        residual_stride_(job.residual_stride) {
+    const int n = panel * PANEL;
+    const bool gated = is_gated(job.epilogue);
+    const int column = gated ? n / 2 : n;
+    y_ = job.y_is_tiled ? tiled(job, first_row, column) : job.y + first_row * y_stride_ + column;
+    if (job.residual) residual_ = job.residual + first_row * residual_stride_ + n;
+    left_ = gated ? first((job.n - n) / 2) : first(job.n - n);
+    right_ = gated ? 0 : first(job.n - n - PANEL / 2);
+    if (!has_bias_) return;
+    left_bias_ = read(job.bias + n, gated ? 0xffff : left_);  // gated ones are padded, as panels are
+    right_bias_ = read(job.bias + n + PANEL / 2, gated ? 0xffff : right_);
+  }
+
+  template <Epilogue epilogue>
+  void row(int i, __m512 left, __m512 right) const {
+    if (has_bias_) {
+      left = _mm512_add_ps(left, left_bias_);
+      right = _mm512_add_ps(right, right_bias_);
     }
-    case QUICK_GELU: return quick_gelu(rounded(sum));
-    case GELU: return gelu(rounded(sum));
-    default: return sum;
+    uint16_t* y = y_ + i * y_stride_;
+    if constexpr (is_gated(epilogue)) {
+      left = rounded(left);
+      left = rounded(epilogue == GATED_BY_SILU ? silu(left) : gelu(left));
+      return _mm256_mask_storeu_epi16(y, left_, narrow(_mm512_mul_ps(left, rounded(right))));
+    }
+    if constexpr (epilogue == RESIDUAL) {
+      const uint16_t* at = residual_ + i * residual_stride_;
+      left = _mm512_add_ps(rounded(left), read(at, left_));
+      right = _mm512_add_ps(rounded(right), read(at + PANEL / 2, right_));
+    }
+    if constexpr (epilogue == QUICK_GELU) {
+      left = quick_gelu(rounded(left)), right = quick_gelu(rounded(right));
+    }
+    if constexpr (epilogue == GELU) left = gelu(rounded(left)), right = gelu(rounded(right));
+    if (right_ == 0xffff) {  // a whole line at once, as a rule
+      return _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+    }
+    _mm256_mask_storeu_epi16(y, left_, narrow(left));
+    _mm256_mask_storeu_epi16(y + PANEL / 2, right_, narrow(right));
   }
-}
 
-// A panel of a gated layer: 16 gates and the 16 values that they open.
-inline void finish_gated(const Job& job, int row, int panel, __m512 gate, __m512 value) {
-  const int n = panel * (PANEL / 2);
-  if (job.bias) {
-    const uint16_t* at = job.bias + panel * PANEL;
-    gate = _mm512_add_ps(gate, widen(_mm256_loadu_si256((const __m256i*)at)));
-    value = _mm512_add_ps(value, widen(_mm256_loadu_si256((const __m256i*)(at + PANEL / 2))));
+ private:
+  static __m512 read(const uint16_t* from, __mmask16 mask) {
+    return widen(_mm256_maskz_loadu_epi16(mask, from));
   }
-  gate = rounded(gate);
-  gate = rounded(job.epilogue == GATED_BY_SILU ? silu(gate) : gelu(gate));
-  const __m512 opened = _mm512_mul_ps(gate, rounded(value));
-  _mm256_mask_storeu_epi16(job.y + row * job.y_stride + n, first(job.n / 2 - n), narrow(opened));
-}
 
-// Both halves of a panel's 32 outputs of one row.
-inline void finish_panel(const Job& job, int row, int panel, __m512 left, __m512 right) {
-  if (is_gated(job.epilogue)) return finish_gated(job, row, panel, left, right);
-  const int n = panel * PANEL;
-  const __mmask16 of_left = first(job.n - n), of_right = first(job.n - n - PANEL / 2);
-  left = finished(job, row, n, left, of_left);
-  right = finished(job, row, n + PANEL / 2, right, of_right);
-  uint16_t* y = job.y + row * job.y_stride + n;
-  if (of_right == 0xffff) {  // a whole line at once, as a rule
-    return _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+  // Where the row of a tiled y has this column.
+  static uint16_t* tiled(const Job& job, int row, int column) {
+    const int num_columns = is_gated(job.epilogue) ? job.n / 2 : job.n;
+    const int64_t quad = int64_t(row) / QUAD_ROWS * num_columns * QUAD_ROWS;
+    const int64_t tile = column / PANEL * PANEL * QUAD_ROWS;
+    return job.y + quad + tile + row % QUAD_ROWS * PANEL + column % PANEL;
   }
-  _mm256_mask_storeu_epi16(y, of_left, narrow(left));
-  _mm256_mask_storeu_epi16(y + PANEL / 2, of_right, narrow(right));
+
+  const bool has_bias_;
+  const int64_t y_stride_, residual_stride_;
+  uint16_t* y_;
+  const uint16_t* residual_ = nullptr;
+  __mmask16 left_, right_;  // the outputs that exist
+  __m512 left_bias_, right_bias_;
+};
+
+// body(a constant that is `epilogue`): so that what it does for each row has no choices.
+template <class Body>
+void for_epilogue(Epilogue epilogue, Body&& body) {
+  switch (epilogue) {
+    case PLAIN: return body(std::integral_constant<Epilogue, PLAIN>());
+    case RESIDUAL: return body(std::integral_constant<Epilogue, RESIDUAL>());
+    case QUICK_GELU: return body(std::integral_constant<Epilogue, QUICK_GELU>());
+    case GELU: return body(std::integral_constant<Epilogue, GELU>());
+    case GATED_BY_SILU: return body(std::integral_constant<Epilogue, GATED_BY_SILU>());
+    case GATED_BY_GELU: return body(std::integral_constant<Epilogue, GATED_BY_GELU>());
+  }
 }
 
 }  // namespace triptych

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "linear_rows.h"
 #include "rounding.h"
 
 using namespace triptych;
@@ -40,19 +41,32 @@ struct Int8Dot {
 #ifdef TRIPTYCH_AMX
   template <int sums, int x, int w>
   static void add() { multiply_int8<sums, x, w>(); }
-  static Sum load(const uint8_t* sums) { return (Sum)_mm512_load_si512(sums); }
 #else
   static Sum add(Sum sum, __m512i x, __m512i line) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, x, line);
   }
 #endif
-  static __m512 value(const Job& job, int row, int column, Sum sum) {
-    const __m512i offset = _mm512_loadu_si512(job.w_offset + column);
-    const __m512i exact = _mm512_sub_epi32((__m512i)sum, offset);
-    const __m512 a = _mm512_set1_ps(job.x_scale[row]);
-    const __m512 scale = _mm512_mul_ps(a, _mm512_loadu_ps(job.w_scale + column));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(exact), scale);
-  }
+
+  // What sums of codes stand for: of the outputs of one panel.
+  struct Outputs {
+    Outputs(const Job& job, int panel)
+        : offsets(job.w_offset + panel * PANEL),
+          scales(job.w_scale + panel * PANEL),
+          rows(job.x_scale) {}
+
+    __m512 left(int row, Sum sum) const { return value(row, sum, 0); }
+    __m512 right(int row, Sum sum) const { return value(row, sum, PANEL / 2); }
+
+   private:
+    __m512 value(int row, Sum sum, int column) const {
+      const __m512i exact = _mm512_sub_epi32((__m512i)sum, _mm512_loadu_si512(offsets + column));
+      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(rows[row]), _mm512_loadu_ps(scales + column));
+      return _mm512_mul_ps(_mm512_cvtepi32_ps(exact), scale);
+    }
+
+    const int32_t* offsets;
+    const float *scales, *rows;
+  };
 };
 
 void product(const Job& job, Threads& threads) { multiply<Int8Dot>(job, threads); }
@@ -189,10 +203,19 @@ void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, Code
                            Threads& threads) {
   job.steps = (k + 3) / 4;
   job.x_stride = int64_t(job.steps) * 4;
+  job.x_is_tiled = reads_tiles(job.m);
+  uint8_t* const all = codes.codes.data();
   threads.for_each_run(job.m, k, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      quantise_row(static_cast<const uint16_t*>(x) + row * x_stride, k, job.x_stride,
-                   codes.codes.data() + row * job.x_stride, codes.scales.data() + row);
+      const auto quantise = [&](uint8_t* to) {
+        const auto* from = static_cast<const uint16_t*>(x) + row * x_stride;
+        quantise_row(from, k, job.x_stride, to, codes.scales.data() + row);
+      };
+      if (job.x_is_tiled) {
+        write_tiled(all, row, job.x_stride, quantise);
+      } else {
+        quantise(all + row * job.x_stride);
+      }
     }
   });
   job.x = codes.codes.data();

@@ -65,14 +65,16 @@ void tile(const Job& job, int row, int panel) {
       for (int j = 0; j < Panels * 2; ++j) sums[i][j] = Dot::add(sums[i][j], all, lines[j]);
     }
   }
-  for (int i = 0; i < Rows; ++i) {
+  for_epilogue(job.epilogue, [&](auto epilogue) {
     for (int p = 0; p < Panels; ++p) {
-      const int column = (panel + p) * PANEL;
-      const __m512 left = Dot::value(job, row + i, column, sums[i][p * 2]);
-      const __m512 right = Dot::value(job, row + i, column + 16, sums[i][p * 2 + 1]);
-      finish_panel(job, row + i, panel + p, left, right);
+      const PanelEnd end(job, panel + p, row);
+      const typename Dot::Outputs outputs(job, panel + p);
+      for (int i = 0; i < Rows; ++i) {
+        const __m512 left = outputs.left(row + i, sums[i][p * 2]);
+        end.template row<epilogue>(i, left, outputs.right(row + i, sums[i][p * 2 + 1]));
+      }
     }
-  }
+  });
 }
 
 template <class Dot, int Panels, Fetch Fetched>

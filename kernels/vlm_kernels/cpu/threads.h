@@ -28,12 +28,13 @@ void on_threads(int num_threads, Body&& body) {
       [](void* data, int thread, int count) { (*static_cast<Body*>(data))(thread, count); }, &body);
 }
 
-// body(i) for each i below count; whoever is free takes the next.
+// body(i) for each i below count; whoever is free takes the next. Each thread has a copy of `body`.
 template <class Body>
-void parallel_for(int num_threads, std::ptrdiff_t count, Body&& body) {
+void parallel_for(int num_threads, std::ptrdiff_t count, const Body& of_all) {
   if (num_threads > count) num_threads = static_cast<int>(count);
   std::atomic<std::ptrdiff_t> next{0};
   on_threads(num_threads, [&](int, int) {
+    Body body = of_all;
     for (std::ptrdiff_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
   });
 }
@@ -63,10 +64,11 @@ class Threads {
 
   int count() const { return count_; }
 
-  // body(i) for each i below count, all of them done on return.
+  // body(i) for each i below count, all of them done on return. Each thread has a copy of `body`.
   template <class Body>
-  void for_each(std::ptrdiff_t count, Body&& body) {
-    if (team_ == nullptr) return parallel_for(count_, count, body);
+  void for_each(std::ptrdiff_t count, const Body& of_all) {
+    if (team_ == nullptr) return parallel_for(count_, count, of_all);
+    Body body = of_all;
     const uint32_t turn = team_->turn.load(std::memory_order_acquire);
     for (std::ptrdiff_t i; (i = team_->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
       body(i);
