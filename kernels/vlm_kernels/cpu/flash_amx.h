@@ -4,8 +4,8 @@
 //             weights           AVX-512, in place of the scores; totals
 //             sums += W V       tiles
 //
-// Both work at once: a few rows get their weights, then a column of the sums of turn n - 1 or of the
-// scores of turn n + 1 is multiplied, and so on.
+// Both work at once: a row gets its weights, then tiles of the sums of turn n - 1 or of the scores of
+// turn n + 1 are multiplied, and so on.
 //
 // What a row's scores are measured by, its maximum, is that of the first tile in which it sees a key.
 // It moves only where weights would outgrow GREAT; what was added up before is then brought to the
@@ -137,7 +137,7 @@ class Rows {
   Lines<float> scores_;           // [3][BLOCK][KEYS] of two turns; the third is for `raise`
   Lines<float> sums_;             // [rows][width]
   Lines<float> totals_, before_;  // [rows][16], and [BLOCK][16] before a turn
-  std::vector<float> minus_;      // the maxima, negative; infinite until a key is seen
+  Lines<float> minus_;            // the maxima, negative; infinite until a key is seen
   std::vector<int64_t> first_, end_;
   std::vector<Turn> turns_;
 };
@@ -151,13 +151,15 @@ inline void Rows::load(const Segments& step, const Tensors& at, int64_t head, in
   scores_.resize(3 * BLOCK * KEYS), before_.resize(BLOCK * 16);
   totals_.assign(rows * 16, 0.f), minus_.assign(rows, -NOTHING);
   first_.resize(rows), end_.resize(rows);
-  for (int64_t r = 0; r < used_; r++) {
-    const int64_t token = begin + r / groups;
-    const Half* q = at.q + token * at.q_token + (head * groups + r % groups) * at.q_head;
-    for (int64_t d = 0; d < width_; d += 32) {
-      _mm512_store_si512(&q_[r * width_ + d], _mm512_maskz_loadu_epi16(below(dim - d), q + d));
+  int64_t r = 0;
+  for (int64_t token = begin; token < end; token++) {
+    for (int64_t group = 0; group < groups; group++, r++) {
+      const Half* q = at.q + token * at.q_token + (head * groups + group) * at.q_head;
+      for (int64_t d = 0; d < width_; d += 32) {
+        _mm512_store_si512(&q_[r * width_ + d], _mm512_maskz_loadu_epi16(below(dim - d), q + d));
+      }
+      first_[r] = step.first[token], end_[r] = step.end[token];
     }
-    first_[r] = step.first[token], end_[r] = step.end[token];
   }
 }
 
@@ -188,9 +190,14 @@ inline void Rows::run(size_t n) {
   const Turn& turn = turns_[n];
   float *scores = scores_at(n), *minus = &minus_[turn.row];
   cap(scores);
-  for (int64_t i = 0; i < turn.count; i++) {
-    if (minus[i] != -NOTHING) continue;
-    minus[i] = -greatest(scores + i * KEYS, scale_, seen_by(turn.row + i, turn.tile));
+  for (int64_t j = 0; j < turn.count; j += 16) {
+    const __m512 nothing = _mm512_set1_ps(-NOTHING);
+    __mmask16 open = _mm512_mask_cmp_ps_mask(static_cast<__mmask16>(below(turn.count - j)),
+                                             _mm512_load_ps(minus + j), nothing, _CMP_EQ_OQ);
+    for (; open != 0; open &= open - 1) {
+      const int64_t i = j + __builtin_ctz(open);
+      minus[i] = -greatest(scores + i * KEYS, scale_, seen_by(turn.row + i, turn.tile));
+    }
   }
   turn.is_whole ? weigh_rows<true>(n) : weigh_rows<false>(n);
 }
@@ -199,12 +206,14 @@ template <bool is_whole>
 void Rows::weigh_rows(size_t n) {
   const Turn& turn = turns_[n];
   const bool has_last = n > 0, has_next = n + 1 < turns_.size();
-  const int64_t columns = (has_last ? width_ / 16 : 0) + (has_next ? KEYS / 16 : 0);
-  const int64_t count = turn.count, some = columns > 0 ? (count + columns - 1) / columns : 0;
+  const Product last = has_last ? sums_of(turns_[n - 1], scores_at(n + 1)) : Product{};
+  const Product next = has_next ? scores_of(turns_[n + 1], scores_at(n + 1)) : Product{};
+  const int64_t count = turn.count, products = last.count() + next.count();
+  const int64_t share = products > 0 ? (count << 16) / products + 1 : 0;  // rows for each, in 2^-16
   const float *minus = &minus_[turn.row], scale = scale_;
   float *scores = scores_at(n), *totals = &totals_[turn.row * 16], *before = &before_[0];
   __m512 most = _mm512_setzero_ps();
-  int64_t i = 0;
+  int64_t i = 0, due = 0;
   const auto weigh_until = [&](int64_t end) {
     for (; i < end; i++) {
       Seen seen{0, KEYS};
@@ -217,9 +226,9 @@ void Rows::weigh_rows(size_t n) {
       most = _mm512_max_ps(sum, most);  // a sum that is not a number is passed over
     }
   };
-  const auto weigh_some = [&] { weigh_until(std::min(count, i + some)); };
-  if (has_last) multiply(sums_of(turns_[n - 1], scores_at(n + 1)), weigh_some);
-  if (has_next) multiply(scores_of(turns_[n + 1], scores_at(n + 1)), weigh_some);
+  const auto weigh_due = [&] { weigh_until(std::min(count, (due += share) >> 16)); };
+  if (has_last) multiply(last, weigh_due);
+  if (has_next) multiply(next, weigh_due);
   weigh_until(count);
   if (_mm512_cmp_ps_mask(most, _mm512_set1_ps(GREAT), _CMP_GT_OQ)) {
     raise(turn, reinterpret_cast<Half*>(scores));
@@ -251,16 +260,19 @@ inline __attribute__((noinline)) void Rows::raise(const Turn& turn, Half* weight
 
 inline void Rows::finish(const Segments& step, const Tensors& at, int64_t head, int64_t begin) {
   const int64_t groups = step.num_groups, dim = step.head_dim;
-  for (int64_t r = 0; r < used_; r++) {
-    const int64_t token = begin + r / groups, head_of = head * groups + r % groups;
-    Bfloat16* out = at.out + (token * step.num_kv_heads * groups + head_of) * dim;
-    const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(_mm512_load_ps(&totals_[r * 16])));
-    for (int64_t d = 0; d < dim; d += 32) {
-      const float* sums = &sums_[r * width_ + d];
-      const __m512 low = _mm512_mul_ps(_mm512_load_ps(sums), share);
-      const __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + 16), share);
-      _mm512_mask_storeu_epi16(out + d, below(dim - d), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  Bfloat16* out = at.out + (begin * step.num_kv_heads + head) * groups * dim;
+  for (int64_t r = 0; r < used_;) {
+    for (int64_t group = 0; group < groups; group++, r++) {
+      const __m512 share = _mm512_set1_ps(1 / _mm512_reduce_add_ps(_mm512_load_ps(&totals_[r * 16])));
+      for (int64_t d = 0; d < dim; d += 32) {
+        const float* sums = &sums_[r * width_ + d];
+        const __m512 low = _mm512_mul_ps(_mm512_load_ps(sums), share);
+        const __m512 high = _mm512_mul_ps(_mm512_load_ps(sums + 16), share);
+        _mm512_mask_storeu_epi16(out + group * dim + d, below(dim - d),
+                                 (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      }
     }
+    out += step.num_kv_heads * groups * dim;
   }
 }
 
