@@ -50,8 +50,8 @@ inline __attribute__((always_inline)) void store_column(const Product& of, int64
   store_tile<c>(to, of.c_row), store_tile<c + 1>(to + 4 * of.c_row, of.c_row);
 }
 
-// Calls between() after each product of two tiles, which takes 16 cycles: what waits for registers is
-// held in so short a queue that other work overlaps with products only where both alternate in small
+// Calls between() after each product of two tiles, which takes 16 cycles: a processor looks ahead a few
+// hundred instructions, so that other work overlaps with products only where both alternate in small
 // portions. A column is stored after the next is multiplied: a store that waits for its products holds
 // up all that follows.
 template <class Between>
