@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,12 @@ async def produce() -> None:
     released = ExitStack()  # their segments hold memory until they are closed
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
-    def offered(call: FetchCall, *, large: bool) -> Runs:
-        pool, load = pools[call.transfer_id], LOADS[call.transfer_id]
-        released.close()
+    makers = ThreadPoolExecutor(1)
+    ahead: dict[str, Outgoing] = {}  # made before it is asked for, by name
+
+    def offer(name: str) -> Outgoing:
+        pool, load = pools[name], LOADS[name]
+        released.close()  # its consumer has read what was offered before
 
         def export(first: int, count: int, _: memoryview) -> memoryview | Lying:
             if not load.is_scattered:
@@ -96,14 +100,22 @@ async def produce() -> None:
             return Lying([block.data for block in pool[first : first + count]], lambda: None)
 
         outgoing = Outgoing(
-            TransferId(KEY, call.transfer_id, BOOT, FINGERPRINT, pod_uid="pod"),
+            TransferId(KEY, name, BOOT, FINGERPRINT, pod_uid="pod"),
             unit_bytes=load.unit_bytes,
             max_units=load.num_units,
             export=export,
             copier=copier,
         )
         outgoing.finish(Commit(load.num_units, load.num_units))
-        released.callback(outgoing.close)  # its consumer asks for the next one when it has read it
+        released.callback(outgoing.close)
+        return outgoing
+
+    async def make_ahead(name: str, way: str) -> None:
+        ahead[name] = offer(name)
+        await ahead[name].make_ahead(makers, transports[way])
+
+    def offered(call: FetchCall, *, large: bool) -> Runs:
+        outgoing = ahead.pop(call.transfer_id, None) or offer(call.transfer_id)
         return outgoing.runs(
             KEY,
             first_unit=call.first_unit,
@@ -119,10 +131,16 @@ async def produce() -> None:
     grpc_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=send_raw, args=(listener, pools), daemon=True).start()
+    loop = asyncio.get_running_loop()
+
+    def make_now(name: str, way: str) -> None:
+        asyncio.run_coroutine_threadsafe(make_ahead(name, way), loop).result()
+
+    threading.Thread(target=send_raw, args=(listener, pools, make_now), daemon=True).start()
     print(json.dumps([grpc_port, port, listener.getsockname()[1]]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     released.close()
+    makers.shutdown()
     shared.close()
     await data.close()
     await server.stop(None)
@@ -144,12 +162,19 @@ def over_grpc(offered: Callable[[FetchCall], Runs]) -> Any:
     return grpc.method_handlers_generic_handler(service, {"FetchKV": handler})
 
 
-def send_raw(listener: socket.socket, pools: dict[str, np.ndarray]) -> None:
-    """Each line names a pool: all its bytes go out."""
+def send_raw(
+    listener: socket.socket, pools: dict[str, np.ndarray], make: Callable[[str, str], None]
+) -> None:
+    """Each line names a pool: all its bytes go out; with a transport, frames are made for it."""
     connection, _ = listener.accept()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    for name in connection.makefile("r"):
-        connection.sendall(pools[name.strip()].reshape(-1).data)
+    for line in connection.makefile("r"):
+        name, _, way = line.strip().partition(" ")
+        if way:
+            make(name, way)
+            connection.sendall(b"1")
+        else:
+            connection.sendall(pools[name].reshape(-1).data)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from vlm_worker.wire.copying import Lying, address_of
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
     HEADER,
+    MAX_LARGE_BYTES,
     MAX_PAYLOAD_BYTES,
     Commit,
     Frame,
@@ -30,7 +31,7 @@ ROW_BYTES = 8192
 
 
 def pieces_of(num_bytes: int, exported: list[int], *, opening: bool = False) -> Pieces:
-    writer = FrameWriter(IDENTITY, unit_bytes=ROW_BYTES, large=True)
+    writer = FrameWriter(IDENTITY, unit_bytes=ROW_BYTES, most=MAX_LARGE_BYTES)
 
     def export(first: int, count: int, room: memoryview) -> memoryview:
         exported.append(first)
@@ -98,7 +99,7 @@ def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed
         return memoryview(b"")
 
     writer = FrameWriter(
-        IDENTITY, unit_bytes=ROW_BYTES, large=True, place=place if is_placed else None
+        IDENTITY, unit_bytes=ROW_BYTES, most=MAX_LARGE_BYTES, place=place if is_placed else None
     )
     pieces = Pieces(
         export, writer, unit_bytes=ROW_BYTES, first_unit=0, piece_bytes=2 * ROW_BYTES, room=room

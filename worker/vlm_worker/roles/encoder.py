@@ -104,6 +104,8 @@ class EncoderRole:
                     await host.delay("encode")
                     count = pictures[index].num_tokens
                     offers[index].finish(Commit(num_units=count, num_tokens=count))
+                    if event.rows is not None:  # nobody but its consumers has a use for it
+                        host.make_ahead(offers[index])
                     spans = _encode_spans(event, good[index], queued, clock)
                     ready = ItemReady(good[index], event.cache_hit, event.num_bytes)
                     yield Reply(ready, spans, clock.now())

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
@@ -104,6 +105,7 @@ class Host:
         self._scopes: set[Scope] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self._makers = ThreadPoolExecutor(1, thread_name_prefix="make-ahead")
 
     def start(self) -> None:
         """Begin to sweep leases."""
@@ -118,6 +120,7 @@ class Host:
         await self.peers.close()
         self.offers.close()
         self.transport.close()
+        self._makers.shutdown(wait=False)
 
     @property
     def num_inflight(self) -> int:
@@ -218,6 +221,10 @@ class Host:
             invitation=call.invitation,
             large=large,
         )
+
+    def make_ahead(self, outgoing: Outgoing) -> None:
+        """Make what is finished ready for its consumer, beside all else (`Outgoing.make_ahead`)."""
+        self.run(outgoing.make_ahead(self._makers, self.transport))
 
     async def delay(self, stage: str) -> None:
         """Wait as `--inject-delay-ms` says."""

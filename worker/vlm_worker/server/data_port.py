@@ -26,6 +26,8 @@ from vlm_worker.wire.data import (
     Fetch,
     request_of,
     send_failure,
+    send_now,
+    send_rest,
     send_run,
     shut,
 )
@@ -111,7 +113,10 @@ class DataPort:
         try:
             async with aclosing(self._serve(*request_of(request))) as runs:
                 async for run in runs:
-                    await self._on_thread(connection, send_run, run)
+                    if not isinstance(run, tuple):
+                        await self._on_thread(connection, send_run, run)
+                    elif rest := send_now(connection, run):
+                        await self._on_thread(connection, send_rest, rest)
         except OSError:
             raise
         except Exception as error:

@@ -4,7 +4,8 @@
     nobody there ─▶ UnreachableError ─▶ not usable for a while; the fetch goes over gRPC
 
 A connection is used again after a fetch that came to its end; any other is closed, which is how the
-producer learns that nobody reads any more.
+producer learns that nobody reads any more. A few rows in shared memory are copied on the loop, when
+all that is said of them has come: waking a thread, and being woken by it, costs as much.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from vlm_worker.errors import PeerLostError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.transfer.come import MAX_UNTAKEN, Come
 from vlm_worker.transfer.running import Running, started
+from vlm_worker.transfer.shared_memory import NAME as SHARED_MEMORY
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import open_data_connection
-from vlm_worker.wire.data import Fetch, receive_units, request_to, shut, wait_for_answer
+from vlm_worker.wire.data import Fetch, has_come, receive_units, request_to, shut, wait_for_answer
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Units
 
 MAX_FETCHES: Final = 64
 """Over data connections at a time, to all workers: each holds a thread. Others go over gRPC."""
 MAX_IDLE: Final = 4
+MAX_AT_ONCE_BYTES: Final = 8 << 20
+"""Of units in shared memory: copied on the loop, in less time than two threads take to be woken."""
+AT_ONCE_SECONDS: Final = 0.005
+"""For a thread to be waiting that hears of a lost producer."""
 UNREACHABLE_SECONDS: Final = 60.0
 """A port that could not be reached, behind a firewall maybe, is not tried again for so long."""
 
@@ -101,6 +107,30 @@ class DataLink:
             self._threads.num_busy -= 1
             raise
         self._busy.add(connection)
+        has_ended = False
+        try:
+            if _may_be_short(call, reader) and await _has_come(connection):
+                self._check(lambda: receive_units(connection, reader, self._address))
+            else:
+                async with aclosing(self._by_thread(connection, reader)) as all_units:
+                    async for units in all_units:
+                        yield units
+            has_ended = True
+        finally:
+            self._leave(connection, reader, has_ended=has_ended)
+
+    def close(self) -> None:
+        """Close all connections; what is being read ends as if the worker were lost."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+        for connection in self._busy:
+            shut(connection)
+
+    async def _by_thread(
+        self, connection: socket.socket, reader: FrameReader
+    ) -> AsyncGenerator[Units]:
+        """What a thread receives; it has ended when this has."""
         come = (
             Come(most=None if reader.is_in_place else MAX_UNTAKEN) if reader.is_followed else None
         )
@@ -119,7 +149,7 @@ class DataLink:
                     async for units in all_units:
                         yield units
             await running.wait()
-            self._check(running, is_late=is_late)
+            self._check(running.result, is_late=is_late)
             has_ended = True
         finally:
             deadline.cancel()
@@ -127,18 +157,7 @@ class DataLink:
                 shut(connection)
             if come is not None:
                 come.give_up()
-            try:
-                await running.end()
-            finally:  # not under a thread that reads from it, whatever becomes of us
-                self._leave(connection, reader, has_ended=has_ended)
-
-    def close(self) -> None:
-        """Close all connections; what is being read ends as if the worker were lost."""
-        self._closed = True
-        while self._idle:
-            self._idle.pop().close()
-        for connection in self._busy:
-            shut(connection)
+            await running.end()  # before the connection is left, whatever becomes of us
 
     async def _asked(self, request: bytes) -> socket.socket:
         """A connection that has taken a request: one that is idle and lives, or a new one."""
@@ -159,9 +178,9 @@ class DataLink:
                 self._unreachable_until = time.monotonic() + UNREACHABLE_SECONDS
             raise UnreachableError(f"{self._host}:{self._port}: {error}") from error
 
-    def _check(self, running: Running[None], *, is_late: bool) -> None:
+    def _check(self, result: Callable[[], object], *, is_late: bool = False) -> None:
         try:
-            running.result()
+            result()
         except (OSError, UnreachableError) as error:
             if is_late:
                 raise PeerLostError(f"{self._address}: no end of a transfer in time") from None
@@ -177,6 +196,34 @@ class DataLink:
             self._idle.append(connection)
         else:
             connection.close()
+
+
+def _may_be_short(call: FetchCall, reader: FrameReader) -> bool:
+    """Whether an answer may be heads alone, of units that the loop itself can copy."""
+    return (
+        call.transport.startswith(SHARED_MEMORY)  # of all transports, this one alone never waits
+        and not reader.is_followed
+        and reader.total_bytes <= MAX_AT_ONCE_BYTES
+    )
+
+
+async def _has_come(connection: socket.socket) -> bool:
+    """Whether all of a short answer is there at once."""
+    loop = asyncio.get_running_loop()
+    answered = loop.create_future()
+
+    def answer() -> None:
+        if not answered.done():
+            answered.set_result(None)
+
+    late = loop.call_later(AT_ONCE_SECONDS, answer)
+    loop.add_reader(connection, answer)
+    try:
+        await answered
+    finally:
+        loop.remove_reader(connection)
+        late.cancel()
+    return has_come(connection)
 
 
 def _takes(connection: socket.socket, request: bytes) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
 from vlm_worker.transfer.transport import Ledger
 from vlm_worker.wire.copying import PLAIN, Memory
-from vlm_worker.wire.frames import MAX_LARGE_BYTES, MAX_OPENING_BYTES, PLACED_VERSION
+from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PLACED_BYTES, PLACED_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class _NixlView:
         except Exception as error:  # NIXL raises types of its own, by backend
             raise _failed(f"{type(error).__name__}") from error
         self._peer: str = name.decode() if isinstance(name, bytes) else name
-        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_LARGE_BYTES))
+        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_PLACED_BYTES))
 
     def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
         """Read into the landing buffer, and from there into memory of our own."""

@@ -3,23 +3,28 @@
     role ──advance(n) finish(commit) fail(error)──▶ Outgoing ──runs(first)──▶ a consumer's stream
 
 Several streams may read at once; each gets every unit from its first on. Memory that a consumer
-reads by itself stays exposed until that one closes its stream, or until `close`.
+reads by itself stays exposed until that one closes its stream, or until `close`. Frames may be made
+before anybody asks (`make_ahead`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import functools
-import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
-from vlm_worker.errors import CorruptTransferError, InvalidRequestError
+from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError, WorkerError
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.transfer.pieces import Export, Pieces, piece_bytes_of, room_of
-from vlm_worker.transfer.transport import Exposure, Transport
+from vlm_worker.transfer.ahead import Ahead, make
+from vlm_worker.transfer.exposures import Exposures
+from vlm_worker.transfer.making import Making
+from vlm_worker.transfer.pieces import Export, Pieces, room_of
+from vlm_worker.transfer.running import started
+from vlm_worker.transfer.transport import Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.copying import PLAIN, Copier
 from vlm_worker.wire.frames import Commit, Frame, FrameWriter, Runs, TransferId
@@ -60,8 +65,9 @@ class Outgoing:
         self._max_units = max_units
         self._timers = timers
         self._clock = clock
-        self._exposures: list[Exposure] = []
-        self._placing = threading.Lock()
+        self._exposures = Exposures()
+        self._making = Making(identity, unit_bytes, max_units, export, copier, self._exposures)
+        self._ahead: Ahead | None = None
         self._readers: set[_Reader] = set()
         self._unit_bytes = unit_bytes
         self._export = export
@@ -90,19 +96,17 @@ class Outgoing:
     @property
     def exposed_bytes(self) -> int:
         """Bytes that consumers may be reading by themselves."""
-        return sum(exposure.num_bytes for exposure in self._exposures)
+        return self._exposures.num_bytes
 
     def close(self) -> None:
         """No consumer reads any more: what is exposed may be used again."""
-        with self._placing:
-            while self._exposures:
-                self._exposures.pop().close()
+        self._drop_ahead()
+        self._exposures.close()
 
     def abandon(self) -> None:
         """A consumer never said that it stopped: what is exposed is never used again."""
-        with self._placing:
-            while self._exposures:
-                self._exposures.pop().abandon()
+        self._drop_ahead()
+        self._exposures.abandon()
 
     def advance(self, num_units: int) -> None:
         """The first `num_units` units may be read."""
@@ -120,7 +124,35 @@ class Outgoing:
     def fail(self, error: Exception) -> None:
         """Readers, present and future, get this error instead of what is missing."""
         self._error = self._error or error
+        self._drop_ahead()
         self._notify()
+
+    async def make_ahead(
+        self, threads: ThreadPoolExecutor, transport: Transport | None = None
+    ) -> None:
+        """Make all frames for a first reader whose key and transport are ours; after `finish`.
+
+        Where somebody reads already, he is served sooner a piece at
+        a time. Whoever asks hears of what fails.
+        """
+        commit, making = self._commit, self._making
+        assert commit is not None
+        if self._readers or self._error is not None:
+            return
+        invitation = b"" if transport is None else transport.invitation()
+        exposure = transport.expose(invitation, making.num_bytes) if transport is not None else None
+        if invitation and exposure is None:
+            return  # without room its bytes travel, to whoever asks
+        ahead = self._ahead = Ahead(self._identity.key, invitation, exposure)
+        frames = None
+        try:
+            await self._prepare()
+            running = started(threads, make, making.ahead(transport, exposure), commit)
+            await running.end()
+            with contextlib.suppress(WorkerError):
+                frames = running.result()
+        finally:
+            ahead.end(frames)
 
     async def settled(self) -> Commit:
         """The commit, when it is there; raises what `fail` was given."""
@@ -171,25 +203,34 @@ class Outgoing:
             raise InvalidRequestError(
                 f"first_unit {first_unit} is beyond the {self._max_units} units", param="first_unit"
             )
-        num_bytes = (self._max_units - first_unit) * self._unit_bytes
-        exposure = None if transport is None else transport.expose(invitation, num_bytes)
+        if transport is None:
+            invitation = b""
+        ahead = self._ahead
+        if ahead is not None and first_unit == 0 and large and ahead.is_for(key, invitation):
+            self._ahead, exposure = None, ahead.exposure
+        else:
+            self._drop_ahead()
+            ahead = None
+            num_bytes = (self._max_units - first_unit) * self._unit_bytes
+            exposure = None if transport is None else transport.expose(invitation, num_bytes)
         reader = _Reader(self._clock())
         self._readers.add(reader)
         if exposure is not None:
-            self._exposures.append(exposure)
+            self._exposures.add(exposure)
         try:
-            writer = self._writer(key, first_unit, exposure, large=large)
-            opening = None
-            if exposure is not None and transport is not None:
-                opening = writer.open(transport.name, exposure.opening)
-            pieces = Pieces(
-                self._export,
-                writer,
-                unit_bytes=self._unit_bytes,
-                first_unit=first_unit,
-                piece_bytes=piece_bytes_of(num_bytes, large=large or opening is not None),
-                room=functools.partial(self._room, first_unit, exposure),
-                opening=opening,
+            frames = None if ahead is None else await ahead.frames()
+            if frames is not None:
+                if self._error is not None:
+                    raise self._error
+                if exposure is None:
+                    yield self._taken(iter(frames), reader)
+                elif exposure in self._exposures:
+                    yield frames
+                else:
+                    raise GoneError("the transfer was given up")
+                return
+            pieces, writer = self._making.for_reader(
+                key, first_unit, transport, exposure, large=large
             )
             async with aclosing(self._cut(pieces, writer)) as runs:
                 async for run in runs:
@@ -197,12 +238,18 @@ class Outgoing:
         except (GeneratorExit, asyncio.CancelledError):
             # the consumer itself has closed its stream: it reads no more
             if exposure is not None and exposure in self._exposures:
-                self._exposures.remove(exposure)
-                with self._placing:
-                    exposure.close()
+                self._exposures.close_one(exposure)
             raise
         finally:
             self._readers.remove(reader)
+
+    def _drop_ahead(self) -> None:
+        """Take back what was made for somebody who never came."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.end(None)
+            if ahead.exposure is not None:
+                self._exposures.close_one(ahead.exposure)
 
     def _taken(self, run: Iterator[Frame], reader: _Reader) -> Iterator[Frame]:
         """A run, noting when its frames are asked for: the one before has then been taken."""
@@ -211,31 +258,6 @@ class Outgoing:
                 raise self._error
             yield frame
             reader.taken_at = self._clock()
-
-    def _writer(
-        self, key: RequestKey, first_unit: int, exposure: Exposure | None, *, large: bool
-    ) -> FrameWriter:
-        def place(position: int, data: memoryview) -> memoryview:
-            assert exposure is not None
-            with self._placing:  # not into memory that was taken back meanwhile
-                return exposure.place(position, data)
-
-        return FrameWriter(
-            dataclasses.replace(self._identity, key=key),
-            unit_bytes=self._unit_bytes,
-            first_unit=first_unit,
-            place=None if exposure is None else place,
-            large=large,
-            copier=self._copier,
-        )
-
-    def _room(
-        self, first_unit: int, exposure: Exposure | None, unit: int, num_bytes: int
-    ) -> memoryview | None:
-        """Where the units from one on had best be made."""
-        position = (unit - first_unit) * self._unit_bytes
-        with self._placing:
-            return None if exposure is None else exposure.room(position, num_bytes)
 
     async def _cut(self, pieces: Pieces, writer: FrameWriter) -> AsyncGenerator[Iterator[Frame]]:
         if pieces.next_unit >= self._num_units and self._commit is None:

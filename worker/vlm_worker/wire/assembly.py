@@ -76,8 +76,10 @@ class Assembly:
         """Of the next byte, in the transfer."""
         return (self.next_unit - self._first_unit) * self._unit_bytes + self._part_bytes
 
-    def due(self, header: Header, num_bytes: int, *, large: bool) -> int:
+    def due(self, header: Header, num_bytes: int, *, most: int) -> int:
         """The bytes of a run of units, part of which this payload is; all is held to our own.
+
+        A frame speaks for at most `most` bytes.
 
         Raises:
             CorruptTransferError: another part is due, or the payload is not of one run.
@@ -91,7 +93,7 @@ class Assembly:
             raise self._refuse(
                 Refusal.RANGE, f"{num_units} units where {self._end_unit} is the end"
             )
-        if num_units > units_per_frame(self._unit_bytes, large=large) or offset + num_bytes > total:
+        if num_units > units_per_frame(self._unit_bytes, most=most) or offset + num_bytes > total:
             raise self._refuse(Refusal.RANGE, "it holds more than its units")
         if self._part_bytes and self._run_bytes != total:
             raise self._refuse(Refusal.RANGE, f"{num_units} units after a part of others")

@@ -16,7 +16,7 @@ import contextlib
 import enum
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -28,13 +28,14 @@ from vlm_worker.wire import identity
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.errors import error_of, status_of
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import HEADER_BYTES, Frame, Units
+from vlm_worker.wire.frames import HEADER, HEADER_BYTES, Frame, Header, Kind, Units
 
 LENGTH: Final = struct.Struct("<I")
 RECORD: Final = struct.Struct("<BxxxI")
 MAX_REQUEST_BYTES: Final = 4096
 CHECKED_BYTES: Final = 1 << 19
 """Of a payload at a time: what has come is checked while it is in a core's own cache."""
+MAX_SHORT_BYTES: Final = 8192
 MAX_FAILURE_BYTES: Final = 8192
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -90,6 +91,28 @@ def send_run(connection: socket.socket, run: Iterable[Frame]) -> None:
         _send(connection, record + head, payload)
 
 
+def send_now(connection: socket.socket, run: Sequence[Frame]) -> bytes:
+    """A few bytes, so many as there is room for; returns the rest. Never blocks.
+
+    Raises:
+        OSError: the consumer is gone.
+    """
+    data = b"".join(
+        part
+        for head, payload in run
+        for part in (RECORD.pack(_Record.FRAME, len(head) + payload.nbytes), head, payload)
+    )
+    try:
+        return data[connection.send(data, socket.MSG_DONTWAIT) :]
+    except BlockingIOError:
+        return data
+
+
+def send_rest(connection: socket.socket, data: bytes) -> None:
+    """What `send_now` left. Raises OSError as `send_run`."""
+    connection.sendall(data)
+
+
 def send_failure(connection: socket.socket, error: Exception) -> None:
     """The last word of a fetch that comes to no commit. Raises OSError as `send_run`."""
     code, message, metadata = status_of(error)
@@ -132,6 +155,27 @@ def receive_units(connection: socket.socket, reader: FrameReader, peer: str) -> 
         if units is not None:
             return units
     return None
+
+
+def has_come(connection: socket.socket) -> bool:
+    """Whether an answer has come to its commit, so that it can be received without waiting.
+
+    True of short ones, whose units do not travel. Nothing is received.
+    """
+    try:
+        data = connection.recv(MAX_SHORT_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    start = 0
+    while start + RECORD.size + HEADER.size <= len(data):
+        kind, length = RECORD.unpack_from(data, start)
+        if kind != _Record.FRAME or length < HEADER_BYTES:
+            return False
+        header = Header(*HEADER.unpack_from(data, start + RECORD.size))
+        start += RECORD.size + int(length)
+        if header.flags == Kind.COMMIT:
+            return start <= len(data)
+    return False
 
 
 def wait_for_answer(connection: socket.socket, *, peer: str) -> None:

@@ -25,6 +25,8 @@ from vlm_worker.wire.frames import (
     MAX_FRAME_BYTES,
     MAX_LARGE_BYTES,
     MAX_OPENING_BYTES,
+    MAX_PAYLOAD_BYTES,
+    MAX_PLACED_BYTES,
     NO_TOKEN,
     VERSION,
     Commit,
@@ -32,7 +34,6 @@ from vlm_worker.wire.frames import (
     Kind,
     TransferId,
     Units,
-    max_payload,
 )
 from vlm_worker.wire.rooms import Rooms
 
@@ -94,13 +95,19 @@ class FrameReader:
         self._digest: Any = None
         self._taken: bytes | None = None
         self._num_come = 0
-        self._large = self._in_place = False
+        self._in_place = False
+        self._most = MAX_PAYLOAD_BYTES
         self.commit: Commit | None = None
 
     @property
     def num_bytes(self) -> int:
         """Of whole units so far."""
         return self._assembly.num_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all units, by our own reckoning."""
+        return self._assembly.total_bytes
 
     @property
     def is_in_place(self) -> bool:
@@ -134,7 +141,7 @@ class FrameReader:
         Raises:
             CorruptTransferError: no such payload is due.
         """
-        self._large = True
+        self._most = MAX_LARGE_BYTES
         header = self._begin(head)
         self._in_place = header.flags == Kind.UNITS and self._memory is None
         most = MAX_LARGE_BYTES if self._in_place else MAX_OPENING_BYTES
@@ -142,7 +149,7 @@ class FrameReader:
             raise self._refuse(Refusal.SIZE, f"a payload of {num_bytes} bytes")
         self._num_come = 0
         if self._in_place:
-            total = self._assembly.due(header, num_bytes, large=True)
+            total = self._assembly.due(header, num_bytes, most=self._most)
             return self._assembly.parts(total, num_bytes)
         self._room = memoryview(bytearray(num_bytes))
         return [self._room]
@@ -182,7 +189,7 @@ class FrameReader:
         match Kind(header.flags):
             case Kind.UNITS:
                 if not self._in_place:
-                    total = self._assembly.due(header, num_bytes, large=self._large)
+                    total = self._assembly.due(header, num_bytes, most=self._most)
                     self._assembly.put(total, payload)
                 return self._assembly.add(header, num_bytes)
             case Kind.COMMIT:
@@ -223,11 +230,11 @@ class FrameReader:
     def _take(self, header: Header, num_travelled: int) -> int:
         """Fetch the payload from shared memory; where it lies there is our own reckoning."""
         assert self._memory is not None
-        if num_travelled or header.num_bytes > max_payload(large=True):
+        if num_travelled or header.num_bytes > MAX_PLACED_BYTES:
             what = f"{num_travelled} of {header.num_bytes} bytes travelled"
             raise self._refuse(Refusal.MEMORY, what)
         assembly, position = self._assembly, self._assembly.position
-        total = assembly.due(header, header.num_bytes, large=True)
+        total = assembly.due(header, header.num_bytes, most=MAX_PLACED_BYTES)
         rooms = assembly.parts(total, header.num_bytes)
         self._taken = self._memory.take(position, rooms, head=HEADER.pack(*header))
         self._in_place = True

@@ -9,7 +9,7 @@ that it lives. The last frame is the commit: how many units and tokens there wer
 token. Without it nothing of the transfer may be used.
 
 Where producer and consumer share memory, an OPEN frame goes first and says where it is. From then
-on the payload of units lies there, at a place that both work out for themselves, up to 4 MiB to a
+on the payload of units lies there, at a place that both work out for themselves, up to 8 MiB to a
 frame; header and digest travel as ever.
 
 The digest is integrity, not authenticity: see wire/credentials.py.
@@ -21,7 +21,7 @@ import dataclasses
 import enum
 import hashlib
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -39,7 +39,9 @@ HEADER_BYTES = HEADER.size + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - HEADER_BYTES
 MAX_LARGE_BYTES = 4 << 20
 """Of a payload that no gRPC message holds: few frames, and what is checked is yet in the cache."""
-PLACED_VERSION = 2
+MAX_PLACED_BYTES = 8 << 20
+"""Of a payload that does not travel: a picture's rows are most often one."""
+PLACED_VERSION = 3
 """Of frames whose payload does not travel. Transports have it in their names: where consumer and
 producer are of two versions, payloads travel, and those frames are the same in both."""
 MAX_OPENING_BYTES = 4096
@@ -137,29 +139,27 @@ class Frame(NamedTuple):
         return b"".join(self)
 
 
-Runs = AsyncGenerator[Iterator[Frame]]
-"""The frames of a transfer: each run is to be sent before the next one is asked for."""
+Runs = AsyncGenerator[Iterable[Frame]]
+"""The frames of a transfer: each run is to be sent before the next one is asked for.
+
+One that is a tuple is made already, and its units lie elsewhere: it takes no thread to send it."""
 
 Place = Callable[[int, memoryview], memoryview]
 """`place(position, data)` puts bytes of units in front of the consumer, `position` counted from the
 transfer's first; returns what of them has to travel in the frame."""
 
 
-def max_payload(*, large: bool) -> int:
-    """Bytes of units that one frame speaks for, whether they travel in it or were placed."""
-    return MAX_LARGE_BYTES if large else MAX_PAYLOAD_BYTES
-
-
-def units_per_frame(unit_bytes: int, *, large: bool = False) -> int:
-    """How many whole units fit into one frame; at least 1, as a large unit takes several frames."""
-    return max(1, max_payload(large=large) // unit_bytes)
+def units_per_frame(unit_bytes: int, *, most: int) -> int:
+    """How many whole units fit into `most` bytes; at least 1: a large unit takes several frames."""
+    return max(1, most // unit_bytes)
 
 
 class FrameWriter:
     """Cuts units into frames, in order. One transfer, one writer. Without `place` all travels.
 
-    `large` frames are for data connections; what is placed has no others. `copier` is for units
-    that are copied.
+    A payload has at most `most` bytes: `MAX_PAYLOAD_BYTES` in gRPC's messages, `MAX_LARGE_BYTES`
+    over a data connection, `MAX_PLACED_BYTES` where it is placed. `copier` is for units that are
+    copied.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class FrameWriter:
         unit_bytes: int,
         first_unit: int = 0,
         place: Place | None = None,
-        large: bool = False,
+        most: int = MAX_PAYLOAD_BYTES,
         copier: Copier = PLAIN,
     ) -> None:
         assert identity.pod_hash is not None
-        self._large = large or place is not None
+        self._most = most
         self._place = place
         self._copier = copier
         self._position = 0
@@ -213,8 +213,7 @@ class FrameWriter:
         """Payloads, each with the number of units in its run and where it begins there."""
         flat = data.cast("B") if data.nbytes else data
         assert flat.nbytes % self._unit_bytes == 0
-        count = units_per_frame(self._unit_bytes, large=self._large)
-        limit = max_payload(large=self._large)
+        count, limit = units_per_frame(self._unit_bytes, most=self._most), self._most
         for start in range(0, flat.nbytes, count * self._unit_bytes):
             run = flat[start : start + count * self._unit_bytes]
             num_units = run.nbytes // self._unit_bytes

@@ -13,7 +13,8 @@ async def joined(runs: Runs) -> AsyncGenerator[bytes]:
     """The frames of runs, in order."""
     async with aclosing(runs):
         async for run in runs:
-            while (frame := await asyncio.to_thread(_next_joined, run)) is not None:
+            frames = iter(run)
+            while (frame := await asyncio.to_thread(_next_joined, frames)) is not None:
                 yield frame
 
 

@@ -1,0 +1,161 @@
+"""A producer of rows, consumers of it, and memory in which a bit changes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+from worker.transfer.fetching import linked, listening
+
+from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.transfer.shared_memory import SharedMemory
+from vlm_worker.transfer.transport import Transport
+from vlm_worker.types import RequestKey
+from vlm_worker.wire.calls import FetchCall
+from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Commit, Runs, TransferId
+from vlm_worker.wire.rooms import Rooms
+
+KEY = RequestKey("r-1", 1)
+IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
+UNIT, NUM_UNITS = 8192, 576
+DATA = secrets.token_bytes(UNIT * NUM_UNITS)
+CAPACITY = 3 * len(DATA)
+
+
+def shared(directory: Path, *, native_library: str | None = None) -> SharedMemory:
+    return SharedMemory(
+        directory, capacity_bytes=CAPACITY, leftover_seconds=60.0, native_library=native_library
+    )
+
+
+class Producer:
+    """Units of `data`, all of which may be read; `num_exports` counts how often they are made."""
+
+    def __init__(self, transport: Transport, data: bytes = DATA) -> None:
+        self.transport = transport
+        self.data = data
+        self.num_exports = 0
+        self.may_export = threading.Event()
+        self.may_export.set()
+        self.error: Exception | None = None
+        self.outgoing = Outgoing(
+            IDENTITY, unit_bytes=UNIT, max_units=len(data) // UNIT, export=self._export
+        )
+        self.outgoing.finish(Commit(len(data) // UNIT, len(data) // UNIT))
+
+    def _export(self, first: int, count: int, _: memoryview) -> memoryview:
+        self.num_exports += 1
+        self.may_export.wait()
+        if self.error is not None:
+            raise self.error
+        return memoryview(self.data)[first * UNIT : (first + count) * UNIT]
+
+    def runs(self, _: Fetch, call: FetchCall) -> Runs:
+        ours = self.transport
+        return self.outgoing.runs(
+            call.key,
+            first_unit=call.first_unit,
+            transport=ours if call.transport == ours.name else None,
+            invitation=call.invitation,
+            large=True,
+        )
+
+    def comes_back(self) -> bool:
+        """Whether nothing of it is exposed, and all memory may be used again."""
+        ledger = self.transport.ledger
+        return (self.outgoing.exposed_bytes, ledger.used, ledger.lost) == (0, 0, 0)
+
+
+@dataclasses.dataclass
+class Consumer:
+    """Fetches by its own transport, over a link of its own."""
+
+    port: int
+    transport: Transport
+
+    async def fetch(
+        self,
+        *,
+        key: RequestKey = KEY,
+        first_unit: int = 0,
+        num_units: int = NUM_UNITS,
+    ) -> bytes:
+        """All units, in memory of our own."""
+        room = np.empty((num_units - first_unit) * UNIT, np.uint8)
+        transport = self.transport
+        reader = FrameReader(
+            dataclasses.replace(IDENTITY, key=key, pod_uid=None),
+            unit_bytes=UNIT,
+            first_unit=first_unit,
+            end_unit=num_units,
+            open_memory=lambda _, opening, size: transport.view(opening, size),
+            into=Rooms([room.data]),
+        )
+        call = FetchCall(
+            IDENTITY.name,
+            IDENTITY.boot_id,
+            IDENTITY.fingerprint,
+            key,
+            first_unit,
+            transport.name,
+            transport.invitation(),
+        )
+        async with (
+            linked(self.port) as link,
+            aclosing(link.units(Fetch.EMBEDDING, call, reader)) as units,
+        ):
+            async for _ in units:
+                pass
+        assert reader.commit is not None
+        return room.tobytes()
+
+
+@contextlib.asynccontextmanager
+async def meeting(producer: Producer, theirs: Transport) -> AsyncIterator[Consumer]:
+    """A producer, and somebody who may ask; in the end the lease is released."""
+    async with listening(producer.runs) as (_, port):
+        yield Consumer(port, theirs)
+    producer.outgoing.close()
+    assert producer.comes_back()
+    for transport in (producer.transport, theirs):
+        transport.close()
+
+
+class Damaging:
+    """A transport that changes a bit of what its first exposure is given."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.num_exposed = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def expose(self, invitation: bytes, num_bytes: int) -> object:
+        self.num_exposed += 1
+        exposure = self.inner.expose(invitation, num_bytes)
+        return exposure if self.num_exposed > 1 else _Damaged(exposure)
+
+
+class _Damaged:
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def room(self, position: int, num_bytes: int) -> None:
+        return None
+
+    def place(self, position: int, data: memoryview) -> memoryview:
+        changed = bytearray(data)
+        changed[len(changed) // 2] ^= 1
+        return self.inner.place(position, memoryview(changed))  # type: ignore[attr-defined, no-any-return]
