@@ -1,4 +1,4 @@
-"""What a layer is made of, checked, and as C++ reads it (`decoder_layers`, `vision_layer`).
+"""What a layer is made of, checked, and as C++ reads it (`decoder_layers`, `vision_layers`).
 
 Shapes: D features, H KV heads, G query heads per KV head, E head size.
 """

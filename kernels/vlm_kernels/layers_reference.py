@@ -1,4 +1,4 @@
-"""The definitions of `decoder_layers` and `vision_layer`: one kernel after the other."""
+"""The definitions of `decoder_layers` and `vision_layers`: one kernel after the other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The call of `cpu/layers.cpp`: layers of a decoder, or of a vision tower, over packed tokens.
 
-`decoder_layers` and `vision_layer` say what the layers compute, and check what they are given.
+`decoder_layers` and `vision_layers` say what the layers compute, and check what they are given.
 """
 
 from __future__ import annotations

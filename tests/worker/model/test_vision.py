@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from vlm_worker.core.families import load_family
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.vision import Embedding, PatchProjection, PictureEncoder, use_patch_projection
-from vlm_worker.model.vision_block import VisionBlock
+from vlm_worker.model.vision_block import VisionBlock, join_vision_blocks
 from vlm_worker.types import Stage
 
 
@@ -73,7 +74,7 @@ def test_the_shipped_model_projects() -> None:
 @pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
 @pytest.mark.parametrize("family_name", ["qwen2_5_vl", "qwen2_vl"])
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_a_block_in_one_call_gives_what_its_kernels_give_one_by_one(
+def test_blocks_in_one_call_give_what_their_kernels_give_one_by_one(
     family_name: str, weights: str, tmp_path: Path
 ) -> None:
     model_dir = make_checkpoint(tmp_path / family_name, family_name)
@@ -83,11 +84,31 @@ def test_a_block_in_one_call_gives_what_its_kernels_give_one_by_one(
     pictures = random_questions(model_dir, family, count=3, seed=0)[2].pictures
     blocks = [module for module in model.modules() if isinstance(module, VisionBlock)]
     assert blocks
-    assert all(block.native is not None for block in blocks)
+    assert all((block.native is None) == block.is_joined for block in blocks)
     together = _rows(encoder.encode(pictures))
     for block in blocks:
-        block.native = None
+        block.native, block.is_joined = None, False
     assert torch.equal(_rows(encoder.encode(pictures)), together)
+
+
+@pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.parametrize(
+    ("whole", "called"), [((), [0]), ((1, 3), [0, 1, 2, 3]), ((0, 1), [0, 2]), ((3,), [0, 3])]
+)
+def test_blocks_of_the_same_segments_are_one_call(
+    whole: tuple[int, ...], called: list[int], tmp_path: Path
+) -> None:
+    model_dir = make_checkpoint(tmp_path / "model", "qwen2_vl")
+    model = load_model(model_dir, [Stage.ENCODER], dtype="bfloat16").model
+    block = next(module for module in model.modules() if isinstance(module, VisionBlock))
+    block.native = None
+    blocks = [copy.deepcopy(block) for _ in range(4)]
+    tower = nn.Module()
+    tower.blocks = nn.ModuleList(blocks)
+    tower.fullatt_block_indexes = whole
+    join_vision_blocks(tower)
+    assert [number for number, block in enumerate(blocks) if block.native is not None] == called
+    assert all((block.native is None) == block.is_joined for block in blocks)
 
 
 def _rows(embeddings: Sequence[Embedding | Exception]) -> torch.Tensor:

@@ -122,7 +122,7 @@ class LayerNorm(nn.Module):
         return layer_norm(rows, self.weight, self.bias, eps=self.eps).view(x.shape)
 
     def weights(self) -> layer_weights.LayerNorm:
-        """As `vlm_kernels.vision_layer` takes it."""
+        """As `vlm_kernels.vision_layers` takes it."""
         return layer_weights.LayerNorm(self.weight.detach(), self.bias.detach(), self.eps)
 
 

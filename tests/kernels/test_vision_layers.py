@@ -1,4 +1,4 @@
-"""A vision layer in one call gives, to the last bit, what its kernels give one by one."""
+"""Vision layers in one call give, to the last bit, what its kernels give one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlm_kernels.layers_reference import vision_layer_reference
 from vlm_kernels.native_layers import has_layers
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
 from vlm_kernels.segments import Segments, whole_segments
-from vlm_kernels.vision_layer import VisionLayer
+from vlm_kernels.vision_layers import VisionLayers
 
 pytestmark = pytest.mark.skipif(not has_layers(), reason="this CPU has no AVX512-BF16")
 
@@ -72,7 +72,7 @@ class Case:
     def together(self, num_threads: int = 1) -> torch.Tensor:
         torch.set_num_threads(num_threads)
         x = self.x.clone()
-        VisionLayer(self.weights, self.form.heads)(x, self.segments, self.positions)
+        VisionLayers([self.weights], self.form.heads)(x, self.segments, self.positions)
         return x
 
     def one_by_one(self) -> torch.Tensor:
@@ -89,6 +89,20 @@ def test_together_is_one_by_one_to_the_last_bit(
     got = case.together(num_threads)
     assert got.isfinite().all()
     assert torch.equal(got, case.one_by_one())
+
+
+@given(FORMS, LENGTHS, st.integers(1, 4))
+@settings(max_examples=30)
+def test_layers_in_one_call_are_the_layers_one_by_one(
+    form: Form, lengths: list[int], num_layers: int
+) -> None:
+    case = Case(form, lengths)
+    layers = [_weights(form) for _ in range(num_layers)]
+    got, want = case.x.clone(), case.x
+    VisionLayers(layers, form.heads)(got, case.segments, case.positions)
+    for layer in layers:
+        want = vision_layer_reference(layer, form.heads, want, case.segments, case.positions)
+    assert torch.equal(got, want)
 
 
 def test_a_picture_is_computed_alike_beside_any_other() -> None:
@@ -112,7 +126,7 @@ def test_nothing_is_written_beside_the_patches() -> None:
     field = torch.full((size + 2 * GUARD,), float("nan"), dtype=torch.bfloat16)
     inside = field[GUARD : GUARD + size].view(case.x.shape)
     inside.copy_(case.x)
-    VisionLayer(case.weights, case.form.heads)(inside, case.segments, case.positions)
+    VisionLayers([case.weights], case.form.heads)(inside, case.segments, case.positions)
     assert torch.equal(inside, case.one_by_one())
     assert_guards_stand([field])
 
@@ -127,12 +141,17 @@ def test_bad_weights_are_refused_by_name() -> None:
         ({"mlp_norm": LayerNorm(bf16(31), bf16(32), 1e-6)}, "mlp_norm is"),
     ):
         with pytest.raises(ValueError, match=message):
-            VisionLayer(dataclasses.replace(layer, **change), Form().heads)
+            VisionLayers([layer, dataclasses.replace(layer, **change)], Form().heads)
+
+
+def test_no_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="no layer"):
+        VisionLayers([], Form().heads)
 
 
 def test_bad_patches_are_refused_before_anything_is_written() -> None:
     case = Case(Form(), [5, 3])
-    layer, before = VisionLayer(case.weights, case.form.heads), case.x.clone()
+    layer, before = VisionLayers([case.weights], case.form.heads), case.x.clone()
     cos, sin = case.positions or ()
     blocks = dataclasses.replace(case.segments, block_table=np.zeros((2, 1), np.int32))
     beyond = dataclasses.replace(case.segments, key_start=np.array([0, 6]))

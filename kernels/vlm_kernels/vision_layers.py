@@ -1,4 +1,4 @@
-"""A layer of a vision tower in one call, for CPUs that multiply bfloat16.
+"""Layers of a vision tower in one call, for CPUs that multiply bfloat16.
 
     x = x + o(attend(rope(q), rope(k), v)),   q, k, v = qkv(norm(x))
     x = x + down(act(up(norm(x)))),           or of gated weights down(act(gate) * up)
@@ -8,13 +8,15 @@ own file, so the answer is that of calling them one by one, to the last bit
 (`layers_reference.py`); threads are woken once, and what lies between two kernels is in memory that
 is kept (`native_layers`).
 
-    layer = VisionLayer(weights, heads)               once per model
-    layer(x, segments, (cos, sin))                    in place
+    layers = VisionLayers([weights, ...], heads)      once per model
+    layers(x, segments, (cos, sin))                   in place
 
 Shapes: T packed patches, D features, H heads, E head size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -24,19 +26,22 @@ from vlm_kernels.native_layers import Input, Kind, at, check_rows, check_tables,
 from vlm_kernels.segments import Segments
 
 
-class VisionLayer:
-    """One layer of one model."""
+class VisionLayers:
+    """Layers of one model that follow each other, all over the same segments."""
 
-    def __init__(self, layer: LayerWeights, heads: Heads) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], heads: Heads) -> None:
         """Check and lay out weights, whose memory is kept.
 
         Raises:
             ValueError: a shape or type does not fit; says which.
         """
-        self._layer, self._heads, self._width = layer, heads, layer.qkv.weights.num_inputs
-        check(layer.kind == 0, f"a vision layer is of kind {layer.kind}, not 0")
-        check_layer(layer, heads, width=self._width)
-        self._weights = lay_out([layer])
+        check(len(layers) > 0, "there is no layer")
+        self._layers, self._heads = tuple(layers), heads
+        self._width = layers[0].qkv.weights.num_inputs
+        for layer in layers:
+            check(layer.kind == 0, f"a vision layer is of kind {layer.kind}, not 0")
+            check_layer(layer, heads, width=self._width)
+        self._weights = lay_out(layers)
 
     def __call__(
         self,
@@ -47,7 +52,7 @@ class VisionLayer:
         """Compute, in place.
 
         Args:
-            x_TD: bfloat16, contiguous; what the layer gives takes its place.
+            x_TD: bfloat16, contiguous; what the last layer gives takes its place.
             segments: of all patches; without a block table.
             positions: cos and sin `[T, E]`, contiguous, bfloat16 or float32; None turns nothing.
 
