@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from worker.transfer.fetching import linked, listening
 
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import Transport
@@ -109,7 +110,7 @@ class Consumer:
             transport.invitation(),
         )
         async with (
-            linked(self.port) as link,
+            linked(self.port, timers=PRODUCTION) as link,
             aclosing(link.units(Fetch.EMBEDDING, call, reader)) as units,
         ):
             async for _ in units:
@@ -121,7 +122,7 @@ class Consumer:
 @contextlib.asynccontextmanager
 async def meeting(producer: Producer, theirs: Transport) -> AsyncIterator[Consumer]:
     """A producer, and somebody who may ask; in the end the lease is released."""
-    async with listening(producer.runs) as (_, port):
+    async with listening(producer.runs, timers=PRODUCTION) as (_, port):
         yield Consumer(port, theirs)
     producer.outgoing.close()
     assert producer.comes_back()

@@ -27,6 +27,8 @@ from worker.transfer.rows import (
 
 from vlm_kernels.cpu import native
 from vlm_worker.errors import CorruptTransferError, GoneError
+from vlm_worker.settings.timers import PRODUCTION
+from vlm_worker.transfer import data_link
 from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Frame
@@ -78,7 +80,7 @@ async def test_memory_that_was_made_ahead_before_carries_the_next_transfer(
     ours, theirs = make(), make()
     for _ in range(3):
         producer = Producer(ours, secrets.token_bytes(len(DATA)))
-        async with listening(producer.runs) as (_, port):
+        async with listening(producer.runs, timers=PRODUCTION) as (_, port):
             await producer.outgoing.make_ahead(threads, ours)
             assert await Consumer(port, theirs).fetch() == producer.data
         producer.outgoing.close()
@@ -97,7 +99,7 @@ async def test_who_asks_for_something_else_has_frames_made_for_himself(
         (KEY, 0, ByteStream()),
     ):
         producer = Producer(ours)
-        async with listening(producer.runs) as (_, port):
+        async with listening(producer.runs, timers=PRODUCTION) as (_, port):
             await producer.outgoing.make_ahead(threads, ours)
             found = await Consumer(port, theirs).fetch(key=key, first_unit=first_unit)
             assert found == DATA[first_unit * UNIT :]
@@ -156,7 +158,7 @@ async def test_without_room_nothing_is_made_ahead_and_all_bytes_travel(
     ours = shared(directory)
     others = [ours.expose(ours.invitation(), len(DATA)) for _ in range(3)]
     producer = Producer(ours)
-    async with listening(producer.runs) as (_, port):
+    async with listening(producer.runs, timers=PRODUCTION) as (_, port):
         await producer.outgoing.make_ahead(threads, ours)
         assert producer.num_exports == 0
         assert await Consumer(port, ours).fetch() == DATA
@@ -316,8 +318,9 @@ async def test_a_making_that_is_cancelled_ends_with_its_thread(
 
 
 async def test_rows_in_shared_memory_take_no_thread_at_either_end(
-    directory: Path, threads: ThreadPoolExecutor
+    directory: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(data_link, "AT_ONCE_SECONDS", 5.0)
     producer = Producer(shared(directory))
     async with meeting(producer, shared(directory)) as consumer:
         await producer.outgoing.make_ahead(threads, producer.transport)

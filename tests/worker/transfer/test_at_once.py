@@ -21,6 +21,7 @@ from worker.transfer.fetching import (
 from worker.transfer.test_data_link import stub
 
 from vlm_worker.errors import CorruptTransferError, PeerLostError
+from vlm_worker.transfer import data_link
 from vlm_worker.transfer.data_link import DataLink, UnreachableError
 from vlm_worker.wire.data import RECORD, Fetch
 from vlm_worker.wire.frame_reader import FrameReader
@@ -56,7 +57,10 @@ async def clean() -> AsyncIterator[None]:
         yield
 
 
-async def test_a_short_answer_takes_no_thread_and_its_connection_is_used_again() -> None:
+async def test_a_short_answer_takes_no_thread_and_its_connection_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_link, "AT_ONCE_SECONDS", SECONDS)
     async with stub(SMALL_STREAM) as quick, linked(quick.port) as link:
         threads = running()
         for _ in range(3):

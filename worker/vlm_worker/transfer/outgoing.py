@@ -23,7 +23,7 @@ from vlm_worker.transfer.ahead import Ahead, make
 from vlm_worker.transfer.exposures import Exposures
 from vlm_worker.transfer.making import Making
 from vlm_worker.transfer.pieces import Export, Pieces, room_of
-from vlm_worker.transfer.running import started
+from vlm_worker.transfer.running import is_set, nothing, started
 from vlm_worker.transfer.transport import Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.copying import PLAIN, Copier
@@ -35,10 +35,6 @@ class _Reader:
     """One consumer's stream, and when it has last taken a frame; any thread may write that."""
 
     taken_at: float
-
-
-async def _nothing() -> None:
-    """Units can be exported as they are."""
 
 
 class Outgoing:
@@ -55,7 +51,7 @@ class Outgoing:
         unit_bytes: int,
         max_units: int,
         export: Export,
-        prepare: Callable[[], Awaitable[None]] = _nothing,
+        prepare: Callable[[], Awaitable[None]] = nothing,
         timers: Timers = PRODUCTION,
         clock: Callable[[], float] = time.monotonic,
         copier: Copier = PLAIN,
@@ -276,19 +272,9 @@ class Outgoing:
             elif self._commit is not None:
                 # with a finish reason nothing may be kept: the answer ended with its first token
                 yield pieces.run(pieces.next_unit, self._commit)
-            elif not await _is_set(changed, seconds=self._timers.wait_frame):
+            elif not await is_set(changed, seconds=self._timers.wait_frame):
                 yield iter([writer.wait()])
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-async def _is_set(changed: asyncio.Event, *, seconds: float) -> bool:
-    """False where nothing changed for so long that the consumer wants to know we live."""
-    try:
-        async with asyncio.timeout(seconds):
-            await changed.wait()
-    except TimeoutError:
-        return False
-    return True

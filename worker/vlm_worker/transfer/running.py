@@ -66,3 +66,17 @@ class Running(Generic[T]):
 def started(pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Running[T]:
     """Do it on a thread of the pool."""
     return Running(pool.submit(work, *args))
+
+
+async def is_set(changed: asyncio.Event, *, seconds: float) -> bool:
+    """False where nothing changed for so long that the consumer wants to know we live."""
+    try:
+        async with asyncio.timeout(seconds):
+            await changed.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def nothing() -> None:
+    """There is nothing to wait for."""
