@@ -1,26 +1,25 @@
-"""The native kernel of packed segments is the textbook sum; what it cannot read is refused."""
+"""The native kernel of packed segments is the textbook sum."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.batches import Batch, make_batch, poison
+from kernels.batches import make_batch, poison
+from kernels.packed import Case
 from kernels.variants import each_variant
 
 from vlm_kernels.flash_attention import (
     can_attend_segments,
     flash_attention,
-    flash_paged_attention,
 )
-from vlm_kernels.segments import Segments, plan_segments, seen_by, segment_attention_reference
+from vlm_kernels.segments import plan_segments, segment_attention_reference
 
 if not can_attend_segments(torch.bfloat16, torch.device("cpu")):
     pytest.skip("no native kernel: this CPU does not multiply bfloat16", allow_module_level=True)
@@ -29,41 +28,6 @@ module = importlib.import_module("vlm_kernels.flash_attention")  # the package h
 variant = each_variant(module, needs="avx512_bf16", has_torch=False)
 
 KV_TYPES = [torch.float32, torch.bfloat16, torch.int8]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Segments of (queries, keys), the queries last among the keys of a causal one."""
-
-    lens: tuple[tuple[int, int], ...]
-    num_kv_heads: int
-    num_groups: int
-    head_dim: int
-    causal: bool = True
-    window: int | None = None
-    spans: tuple[tuple[int, int], ...] = ()
-    softcap: float | None = None
-
-    @property
-    def segments(self) -> Segments:
-        queries, keys = np.array(self.lens).T
-        intervals = [
-            seen_by(np.arange(k - q, k), spans=self.spans, window=self.window)
-            if self.causal
-            else (np.zeros(q, int), np.full(q, k))
-            for q, k in self.lens
-        ]
-        first, end = (np.concatenate(each) for each in zip(*intervals, strict=True))
-        return plan_segments(queries, keys, first, np.minimum(end, np.repeat(keys, queries)))
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rng = torch.Generator().manual_seed(self.head_dim)
-        queries, keys = (sum(each) for each in zip(*self.lens, strict=True))
-        heads = self.num_kv_heads
-        q = torch.randn(queries, heads * self.num_groups, self.head_dim, generator=rng)
-        # as a model passes them: the packed axis is not the first in memory
-        k, v = torch.randn(2, heads, keys, self.head_dim, generator=rng).bfloat16().transpose(1, 2)
-        return q.bfloat16(), k, v
 
 
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -252,83 +216,3 @@ def test_a_poisoned_neighbour_stays_alone(kv_dtype: torch.dtype) -> None:
     assert torch.isnan(got[5:11]).all(), "the fault took no effect"
     assert torch.equal(got[:5], clean[:5])
     assert torch.equal(got[11:], clean[11:])
-
-
-# ---- what is refused ----
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"num_keys": np.array([5, 5, 5])}, "must be alike", id="numbers"),
-        pytest.param({"num_queries": np.array([4, -4])}, "negative", id="negative"),
-        pytest.param({"num_queries": np.array([4, 5])}, "one per token", id="too many queries"),
-        pytest.param({"end": np.full(8, 6)}, "of its own segment", id="keys of another"),
-        pytest.param({"end": np.zeros(8, int)}, "of its own segment", id="no keys"),
-        pytest.param({"first": np.full(8, -1)}, "of its own segment", id="before the first"),
-    ],
-)
-def test_segments_that_would_read_elsewhere_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
-    given = {
-        "num_queries": np.array([4, 4]), "num_keys": np.array([5, 5]),
-        "first": np.zeros(8, int), "end": np.full(8, 5),
-    }  # fmt: skip
-    assert len(plan_segments(**given).tokens) == 2
-    with pytest.raises(ValueError, match=message):
-        plan_segments(**given | changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        pytest.param("k", torch.zeros(9, 2, 7).bfloat16(), "must fit q", id="head size"),
-        pytest.param("k", torch.zeros(8, 2, 8).bfloat16(), "must fit q", id="keys without values"),
-        pytest.param("k", torch.zeros(9, 2, 8), "k is torch.float32", id="type"),
-        pytest.param("v", torch.zeros(9, 2, 16).bfloat16()[..., ::2], "v has inner", id="stride"),
-        pytest.param("q", torch.zeros(9, 3, 8).bfloat16(), "a multiple of 2", id="heads"),
-        pytest.param("q", torch.zeros(8, 4, 8).bfloat16(), "must be .9 or more", id="tokens"),
-        pytest.param("out", torch.zeros(9, 4, 9).bfloat16(), "like q", id="out"),
-        pytest.param("out", torch.zeros(9, 4, 8), "out is torch.float32", id="type of out"),
-    ],
-)  # fmt: skip
-def test_tensors_of_another_shape_are_refused(
-    name: str, tensor: torch.Tensor, message: str
-) -> None:
-    case = Case(((9, 9),), 2, 2, 8)
-    q, k, v = case.tensors()
-    given = {"q_THD": q, "k_KHD": k, "v_KHD": v, "out_THD": torch.empty_like(q)}
-    key = next(each for each in given if each.startswith(f"{name}_"))
-    with pytest.raises(ValueError, match=message):
-        flash_attention(case.segments, **{**given, key: tensor}, scale=1.0)
-
-
-def test_fewer_keys_than_segments_have_are_refused() -> None:
-    case = Case(((9, 9),), 2, 2, 8)
-    q, k, v = case.tensors()
-    with pytest.raises(ValueError, match="the segments have more keys"):
-        flash_attention(case.segments, q, k[:8], v[:8], torch.empty_like(q), scale=1.0)
-
-
-@pytest.mark.parametrize(
-    ("table", "layer", "message"),
-    [
-        pytest.param(np.full((1, 9), 10_000), 0, "a block that is read", id="behind the cache"),
-        pytest.param(np.full((1, 9), -1), 0, "a block that is read", id="before the cache"),
-        pytest.param(np.ones((1, 2), int), 0, "more keys", id="too few blocks"),
-        pytest.param(np.ones((2, 9), int), 0, "a row per segment", id="rows"),
-        pytest.param(None, 0, "a row per segment", id="no table"),
-        pytest.param(np.ones((1, 9), int), 2, "layer 2", id="layer"),
-        pytest.param(np.ones((1, 9), int), -1, "layer -1", id="negative layer"),
-    ],
-)
-def test_blocks_that_are_not_there_are_refused(
-    table: np.ndarray | None, layer: int, message: str
-) -> None:
-    batch: Batch = make_batch([(3, 9)], dtype=torch.bfloat16)
-    first, end = seen_by(np.arange(3, 12))
-    segments = plan_segments(np.array([9]), np.array([12]), first, end, block_table=table)
-    out = torch.empty_like(batch.q)
-    with pytest.raises(ValueError, match=message):
-        flash_paged_attention(segments, batch.q, batch.kv_cache, layer, out, scale=1.0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from worker.transfer.fetching import nothing_left
 
 
 @pytest.fixture
@@ -18,3 +19,10 @@ def directory() -> Iterator[Path]:
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
+
+
+@pytest.fixture
+async def clean() -> AsyncIterator[None]:
+    """What a test of connections runs and opens has ended with it."""
+    async with nothing_left():
+        yield

@@ -18,7 +18,6 @@ from worker.transfer.fetching import (
     frames_of,
     linked,
     listening,
-    nothing_left,
     transfer_of,
     until,
 )
@@ -32,14 +31,10 @@ from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.data import LENGTH, MAX_REQUEST_BYTES, Fetch, request_to
 from vlm_worker.wire.frames import HEADER_BYTES, Frame, Runs
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 ONE, TWO = transfer_of("t-1"), transfer_of("t-2")
 REQUEST = request_to(Fetch.KV, call_of(ONE))
-
-
-@pytest.fixture(autouse=True)
-async def clean() -> AsyncIterator[None]:
-    async with nothing_left():
-        yield
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -29,6 +29,9 @@ IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
 UNIT, NUM_UNITS = 8192, 576
 DATA = secrets.token_bytes(UNIT * NUM_UNITS)
 CAPACITY = 3 * len(DATA)
+
+Make = Callable[[], Transport]
+"""One instance of a transport: a worker's."""
 
 
 def shared(directory: Path, *, native_library: str | None = None) -> SharedMemory:

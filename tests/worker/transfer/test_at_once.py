@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
@@ -13,7 +12,6 @@ from worker.transfer.fetching import (
     call_of,
     frames_of,
     linked,
-    nothing_left,
     running,
     transfer_of,
     until,
@@ -26,6 +24,8 @@ from vlm_worker.transfer.data_link import DataLink, UnreachableError
 from vlm_worker.wire.data import RECORD, Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.rooms import Rooms
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 SMALL = transfer_of("t-3", num_units=3)
 SMALL_STREAM = b"".join(
@@ -49,12 +49,6 @@ async def fetched_at_once(link: DataLink) -> bytes:
         async for _ in units:
             pass
     return bytes(room)
-
-
-@pytest.fixture(autouse=True)
-async def clean() -> AsyncIterator[None]:
-    async with nothing_left():
-        yield
 
 
 async def test_a_short_answer_takes_no_thread_and_its_connection_is_used_again(

@@ -19,7 +19,6 @@ from worker.transfer.fetching import (
     frames_of,
     linked,
     listening,
-    nothing_left,
     transfer_of,
     until,
 )
@@ -27,6 +26,8 @@ from worker.transfer.fetching import (
 from vlm_worker.errors import CorruptTransferError, GoneError, PeerLostError, WorkerError
 from vlm_worker.transfer.data_link import MAX_IDLE, DataLink, Threads, UnreachableError
 from vlm_worker.wire.data import RECORD, Fetch
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 ONE, TWO = transfer_of("t-1"), transfer_of("t-2")
 STREAM = b"".join(
@@ -70,12 +71,6 @@ async def stub(stream: bytes, *, ending: str = "") -> AsyncIterator[Stub]:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-
-
-@pytest.fixture(autouse=True)
-async def clean() -> AsyncIterator[None]:
-    async with nothing_left():
-        yield
 
 
 # ---- producers that are lost ---------------------------------------------------------------------
