@@ -9,7 +9,7 @@
     packed_weights     weights in panels, in bfloat16 or int8
     packed_linear      linear layers on packed weights, and what usually follows them
     decoder_layers     all layers of a step, and the head, in one call of these kernels
-    vision_layers       a layer of a vision tower likewise
+    vision_layers      layers of a vision tower likewise
     layer_norm         LayerNorm of packed tokens
     rms_norm           RMSNorm likewise
     add_rms_norm       RMSNorm behind an addition

@@ -16,7 +16,7 @@
 
 namespace triptych {
 
-constexpr int PIECE = 64;  // bytes of a row in one tile
+constexpr int PIECE = 64;                      // bytes of a row in one tile
 constexpr int QUAD_BYTES = QUAD_ROWS * PIECE;  // of one tile of each row
 constexpr int RUN_TILES = 4;                   // of a row, packed before the next row
 constexpr int MOST_UNTILED = 16;               // rows that a product reads as they lie
@@ -69,7 +69,7 @@ class TiledRows {
       rows_ = job.x + begin / QUAD_ROWS * quad_bytes_;
       return;
     }
-    const size_t size = (end - begin + QUAD_ROWS - 1) / QUAD_ROWS * quad_bytes_;
+    const size_t size = in_quads(end - begin) / QUAD_ROWS * quad_bytes_;
     if (memory_.size() < size) memory_.resize(size);
     rows_ = memory_.data();
     for (int row = begin; row < end; row += QUAD_ROWS) {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
-from worker.transfer.fetching import linked, listening
+from worker.transfer.fetching import linked, listening, until
 
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.transfer.outgoing import Outgoing
@@ -71,6 +73,13 @@ class Producer:
             invitation=call.invitation,
             large=True,
         )
+
+    async def held(self, threads: ThreadPoolExecutor) -> asyncio.Task[None]:
+        """Frames are being made ahead, and are not made before `may_export` is set."""
+        self.may_export.clear()
+        making = asyncio.create_task(self.outgoing.make_ahead(threads, self.transport))
+        await until(lambda: self.num_exports == 1)
+        return making
 
     def comes_back(self) -> bool:
         """Whether nothing of it is exposed, and all memory may be used again."""

@@ -101,10 +101,8 @@ async def test_who_asks_while_frames_are_made_waits_for_them(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     producer = Producer(make())
-    producer.may_export.clear()
     async with meeting(producer, make()) as consumer:
-        making = asyncio.create_task(producer.outgoing.make_ahead(threads, producer.transport))
-        await until(lambda: producer.num_exports == 1)
+        making = await producer.held(threads)
         fetching = asyncio.create_task(consumer.fetch())
         await until(lambda: producer.outgoing.num_readers == 1)
         producer.may_export.set()

@@ -102,7 +102,6 @@ async def test_what_ends_while_frames_are_made_ends_whoever_waits_for_them(
     ours = make()
     producer = Producer(ours)
     outgoing = producer.outgoing
-    producer.may_export.clear()
     frames: list[Frame] = []
 
     async def read() -> None:
@@ -114,8 +113,7 @@ async def test_what_ends_while_frames_are_made_ends_whoever_waits_for_them(
                 frames.extend(run)
 
     async with meeting(producer, make()):
-        making = asyncio.create_task(outgoing.make_ahead(threads, ours))
-        await until(lambda: producer.num_exports == 1)
+        making = await producer.held(threads)
         reading = asyncio.create_task(read()) if is_asked else None
         if reading is not None:
             await until(lambda: outgoing.num_readers == 1)
@@ -139,10 +137,8 @@ async def test_a_consumer_that_leaves_while_he_waits_frees_what_was_to_be_his(
 ) -> None:
     ours = make()
     producer = Producer(ours)
-    producer.may_export.clear()
     async with meeting(producer, make()) as consumer:
-        making = asyncio.create_task(producer.outgoing.make_ahead(threads, ours))
-        await until(lambda: producer.num_exports == 1)
+        making = await producer.held(threads)
         fetching = asyncio.create_task(consumer.fetch())
         await until(lambda: producer.outgoing.num_readers == 1)
         fetching.cancel()
@@ -159,10 +155,8 @@ async def test_a_making_that_is_cancelled_ends_with_its_thread(
     make: Make, threads: ThreadPoolExecutor
 ) -> None:
     producer = Producer(make())
-    producer.may_export.clear()
     async with meeting(producer, make()) as consumer:
-        making = asyncio.create_task(producer.outgoing.make_ahead(threads, producer.transport))
-        await until(lambda: producer.num_exports == 1)
+        making = await producer.held(threads)
         making.cancel()
         done, _ = await asyncio.wait({making}, timeout=0)
         assert not done, "its thread still writes"

@@ -128,8 +128,8 @@ class Outgoing:
     ) -> None:
         """Make all frames for a first reader whose key and transport are ours; after `finish`.
 
-        Where somebody reads already, he is served sooner a piece at
-        a time. Whoever asks hears of what fails.
+        Where somebody reads already, he is served sooner a piece at a time. Whoever asks hears of
+        what fails.
         """
         commit, making = self._commit, self._making
         assert commit is not None
