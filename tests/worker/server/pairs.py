@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -19,10 +19,12 @@ from vlm_worker.wire.calls import (
     Accepted,
     DecodeCall,
     EncodeCall,
+    EncodeEvent,
     EncodeItem,
     Finished,
     FirstToken,
     PrefillCall,
+    Reply,
     ReserveCall,
     Tokens,
 )
@@ -135,8 +137,22 @@ def encoding(
     worker: Serving, image: Any, key: RequestKey = KEY, *, transfer_id: str = "e-1"
 ) -> tuple[Source, asyncio.Task[Any]]:
     """A picture that a worker encodes, behind its media pool; and where to fetch it."""
+
+    async def run() -> None:
+        async with aclosing(encode(worker, image, key, transfer_id=transfer_id)) as replies:
+            _ = [reply async for reply in replies]
+
+    host = worker.parts.host
+    fingerprint = host.embed_layout.fingerprint
+    source = Source(worker.client.address, host.life.boot_id, transfer_id, fingerprint)
+    return source, asyncio.create_task(run())
+
+
+def encode(
+    worker: Serving, image: Any, key: RequestKey = KEY, *, transfer_id: str = "e-1"
+) -> AsyncGenerator[Reply[EncodeEvent]]:
+    """What a worker says of a picture, behind its media pool; it goes on when it is asked to."""
     item = EncodeItem(transfer_id, 1, 28, 28, image.num_tokens, 0, "PNG")
-    call = EncodeCall(key, (item,), bytes(32))
 
     async def chunks() -> AsyncIterator[tuple[int, bytes]]:
         yield 0, b"x"
@@ -149,12 +165,4 @@ def encoding(
             return image
 
     role = EncoderRole(worker.parts.host, Known())
-
-    async def run() -> None:
-        async with aclosing(role.encode(call, chunks(), CallClock())) as replies:
-            _ = [reply async for reply in replies]
-
-    host = worker.parts.host
-    fingerprint = host.embed_layout.fingerprint
-    source = Source(worker.client.address, host.life.boot_id, transfer_id, fingerprint)
-    return source, asyncio.create_task(run())
+    return role.encode(EncodeCall(key, (item,), bytes(32)), chunks(), CallClock())

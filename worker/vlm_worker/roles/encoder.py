@@ -1,7 +1,7 @@
 """Stage encoder: picture bytes come in, embeddings are held for whoever prefills.
 
 chunks ─▶ media pool ─▶ Decoded ─▶ engine.encode ─▶ Ready, Ready, ...
-              │           │ each item may be fetched from here on; a fetch waits until it is ready
+              │           │ each item may be fetched by now; a fetch waits until it is ready
               │           └ with an error in it, and nothing to skip: the last word
               └ not for a file that was seen before, while its embedding is in the cache
 """
@@ -51,9 +51,9 @@ class EncoderRole:
         with self._host.scope("Encode", call.key, last_resort=call.last_resort):
             try:
                 prepared = await self._uploads.prepare(call, chunks)
-                yield _decoded(prepared, clock)
                 good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
                 if len(good) < len(prepared) and not call.skip_corrupt:
+                    yield _decoded(prepared, clock)
                     return
                 async with aclosing(self._encode(call, prepared, good, clock)) as replies:
                     async for reply in replies:
@@ -75,7 +75,11 @@ class EncoderRole:
     async def _encode(
         self, call: EncodeCall, prepared: Sequence[Prepared], good: Sequence[int], clock: CallClock
     ) -> AsyncGenerator[Reply[EncodeEvent]]:
-        """Encode the items `good`; the engine counts them from 0."""
+        """Offer, announce and encode the items `good`; the engine counts them from 0.
+
+        They are offered before they are announced: a consumer may hear of them, and be here, before
+        this call goes on.
+        """
         host = self._host
         images = [prepared[i].result for i in good]
         pictures = [image for image in images if isinstance(image, PreparedImage)]
@@ -90,6 +94,7 @@ class EncoderRole:
         queued = max(picture.done for picture in prepared)
         try:
             with host.offers.keep(transfers):
+                yield _decoded(prepared, clock)
                 await host.delay("encoder_queue")
                 asked = host.engine.encode(call.key, pictures, priority=call.priority)
                 async for event in asked:
