@@ -62,13 +62,17 @@ def picture() -> Any:
 
 
 def text_operations(size: random_vlm.Size = random_vlm.FULL, num_tokens: int = PROMPT) -> float:
-    """Multiplications and additions of a prompt; a token sees those up to itself."""
+    """Multiplications and additions of a prompt; a token sees those up to itself.
+
+    In the last layer all but the last token are keys and values alone.
+    """
     width = size.heads * 128
-    joint = size.hidden * (width + 2 * size.kv_heads * 128)
-    weights = joint + width * size.hidden + 3 * size.hidden * size.mlp
+    keys = size.hidden * 2 * size.kv_heads * 128
+    others = 2 * width * size.hidden + 3 * size.hidden * size.mlp
     seen = num_tokens * (num_tokens + 1) / 2
-    layers = size.layers * (2 * weights * num_tokens + 4 * width * seen)
-    return layers + 2 * size.vocabulary * size.hidden
+    layers = (size.layers - 1) * (2 * (keys + others) * num_tokens + 4 * width * seen)
+    last = 2 * (keys * num_tokens + others) + 4 * width * num_tokens
+    return layers + last + 2 * size.vocabulary * size.hidden
 
 
 def encode_operations(size: random_vlm.Size = random_vlm.FULL) -> float:

@@ -98,11 +98,14 @@ class DecoderLayers:
         kinds: Sequence[LayerKind],
         rows_R: torch.Tensor,
     ) -> torch.Tensor:
-        """The same, and what the tail, which there must be, makes of it.
+        """What the tail, which there must be, makes of some tokens; keys and values are of all.
+
+        Behind attention the last layer computes those tokens alone: of a prompt one is wanted, and
+        nothing else is made of the others.
 
         Args:
-            x_TD: as above, like those that follow.
-            kv_cache: as above.
+            x_TD: as above, but written over with what is of no use.
+            kv_cache: as above, like those that follow.
             slots_T: as above.
             kinds: as above.
             rows_R: int64, the tokens whose logits are wanted, at most T.

@@ -4,7 +4,8 @@
 //   x ─▶ norm ─▶ act(gate) * up ─▶ down ─▶ (norm) + x                      (...) of Gemma 3 alone
 //   x of some tokens ─▶ norm ─▶ logits
 //
-// or some of a vision tower's, which have no cache:
+// where the last layer computes what is behind attention for those tokens alone; or some of a vision
+// tower's, which have no cache:
 //
 //   x ─▶ norm ─▶ q, k, v ─▶ (rope) ─▶ attention inside segments ─▶ o ─▶ + x
 //   x ─▶ norm ─▶ act(up), or act(gate) * up ─▶ down ─▶ + x
@@ -30,6 +31,7 @@
 
 #include "bfloat16.h"
 #include "flash_attention.h"
+#include "layers.h"
 #include "linear.h"
 #include "linear_rows.h"
 #include "norm.h"
@@ -40,56 +42,6 @@
 using namespace triptych;
 
 namespace {
-
-// The structures are those of layer_weights.py and native_layers.py.
-
-// Packed weights of N outputs; without scales they are bfloat16. Of gated ones, N counts both.
-struct Linear {
-  const void* panels;
-  const void* scales;
-  const void* offsets;
-  const void* bias;
-  int64_t num_outputs, num_inputs;
-};
-
-struct Norm {
-  const void* weight;  // null: there is none
-  const void* bias;    // of a LayerNorm
-  float eps;
-  int32_t adds_one;
-};
-
-struct Weights {
-  Linear qkv, o, up, down;
-  Norm attention_norm, q_norm, k_norm, o_norm, mlp_norm, down_norm;
-  int64_t kind, activated;  // which of the step's kinds; the epilogue of `up`
-  float scale;
-};
-
-// What layers of one kind share: positions and what their tokens see. Any part may be null.
-struct Kind {
-  const void *cos, *sin;  // [T, D]
-  const Step* rows;
-  const Segments* chunks;
-};
-
-// One packed step. x [T, D] is replaced by what the last layer gives.
-struct Input {
-  void* x;
-  void* cache;  // null: tokens see each other, in segments
-  const int64_t* slots;
-  int64_t num_tokens, width, num_heads, num_kv_heads, head_dim;
-  int64_t num_layers, block_size, cache_type, has_bf16_tables, num_threads;
-};
-
-// What comes behind the layers: logits [R, V] of the tokens in `rows`.
-struct Output {
-  Norm norm;
-  Linear head;
-  const int64_t* rows;
-  int64_t num_rows;
-  void* logits;
-};
 
 // Memory of the thread that calls, kept from step to step.
 struct Memory {
@@ -103,14 +55,43 @@ struct Memory {
 class Layers {
  public:
   Layers(const Input& in, const Kind* kinds, Memory& memory, Threads& threads)
-      : in_(in), kinds_(kinds), memory_(memory), threads_(threads),
+      : in_(in), kinds_(kinds), memory_(memory), threads_(threads), num_rows_(in.num_tokens),
         x_(static_cast<uint16_t*>(in.x)), narrow_(memory.narrow.data()), wide_(memory.wide.data()) {}
 
   void run(const Weights& w, int64_t layer) {
+    place(w, layer);
+    attend(w, layer);
+    transform(w);
+  }
+
+  // The last layer and the head, for the tokens whose logits are wanted.
+  void finish(const Weights& w, int64_t layer, const Output& out) {
+    place(w, layer);
+    if (out.num_rows == 0) return;
+    attend(w, layer);
+    keep(out);
+    transform(w);
+    for_tokens(in_.width, [&](int64_t begin, int64_t end) {
+      normalise(out.norm, x_, in_.width, narrow_, in_.width, begin, end);
+    });
+    multiply(product(out.head, PLAIN, static_cast<uint16_t*>(out.logits)), out.head, narrow_, false);
+  }
+
+ private:
+  template <class Body>
+  void for_tokens(int64_t elements, Body&& body) {
+    threads_.for_each_run(num_rows_, elements, body);
+  }
+
+  // q, k and v of all tokens.
+  void place(const Weights& w, int64_t layer) {
     norm_all(w.attention_norm, w.qkv);
     multiply(product(w.qkv, PLAIN, wide_), w.qkv, narrow_, takes_tiles(w.qkv));
     place_heads(w, layer);
-    attend(w, layer);
+  }
+
+  // What is behind attention.
+  void transform(const Weights& w) {
     add(w.o, w.o_norm, narrow_, false, wide_);
     norm_all(w.mlp_norm, w.up);
     Job up = product(w.up, static_cast<Epilogue>(w.activated), wide_);
@@ -119,21 +100,22 @@ class Layers {
     add(w.down, w.down_norm, wide_, up.y_is_tiled, narrow_);
   }
 
-  void finish(const Output& out) {
-    threads_.for_each_run(out.num_rows, in_.width, [&](int64_t begin, int64_t end) {
+  // From here on there are these tokens alone: the first rows of x, and of attention's answers.
+  void keep(const Output& out) {
+    const int64_t heads = in_.num_heads * in_.head_dim, width = in_.width, both = heads + width;
+    threads_.for_each_run(out.num_rows, both, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        normalise(out.norm, x_ + out.rows[i] * in_.width, 0, narrow_ + i * in_.width, in_.width, 0, 1);
+        std::copy_n(narrow_ + out.rows[i] * heads, heads, wide_ + i * both);
+        std::copy_n(x_ + out.rows[i] * width, width, wide_ + i * both + heads);
       }
     });
-    Job logits = product(out.head, PLAIN, static_cast<uint16_t*>(out.logits));
-    logits.m = static_cast<int>(out.num_rows);
-    multiply(logits, out.head, narrow_, false);
-  }
-
- private:
-  template <class Body>
-  void for_tokens(int64_t elements, Body&& body) {
-    threads_.for_each_run(in_.num_tokens, elements, body);
+    num_rows_ = out.num_rows;
+    for_tokens(both, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        std::copy_n(wide_ + i * both, heads, narrow_ + i * heads);
+        std::copy_n(wide_ + i * both + heads, width, x_ + i * width);
+      }
+    });
   }
 
   // The norm of rows that lie `stride` apart, of `size` elements each.
@@ -156,15 +138,15 @@ class Layers {
     });
   }
 
-  // Whether all tokens may lie tiled for this product; int8 makes codes of them first.
+  // Whether all rows may lie tiled for this product; int8 makes codes of them first.
   bool takes_tiles(const Linear& w) const {
-    return reads_tiles(in_.num_tokens) && w.scales == nullptr && w.num_inputs % PANEL == 0;
+    return reads_tiles(num_rows_) && w.scales == nullptr && w.num_inputs % PANEL == 0;
   }
 
-  // All tokens by these weights.
+  // All rows by these weights.
   Job product(const Linear& w, Epilogue epilogue, uint16_t* y) const {
     const int64_t columns = is_gated(epilogue) ? w.num_outputs / 2 : w.num_outputs;
-    Job job = job_of(w.bias, nullptr, columns, y, columns, int(in_.num_tokens), int(w.num_outputs),
+    Job job = job_of(w.bias, nullptr, columns, y, columns, int(num_rows_), int(w.num_outputs),
                      epilogue);
     job.w = static_cast<const uint8_t*>(w.panels);
     job.w_scale = static_cast<const float*>(w.scales);
@@ -243,6 +225,7 @@ class Layers {
   const Kind* kinds_;
   Memory& memory_;
   Threads& threads_;
+  int64_t num_rows_;  // at hand: all tokens, until some are kept
   uint16_t *const x_, *const narrow_, *const wide_;
 };
 
@@ -257,7 +240,10 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
                int64_t num_kinds, const Output* out, Memory& memory) {
   const int64_t heads = in.num_heads * in.head_dim;
   int64_t wide = std::max(in.width, heads + 2 * in.num_kv_heads * in.head_dim), inputs = 0;
-  if (out != nullptr && out->head.scales != nullptr) inputs = out->head.num_inputs;
+  if (out != nullptr) {
+    wide = std::max(wide, heads + in.width);
+    if (out->head.scales != nullptr) inputs = out->head.num_inputs;
+  }
   for (int64_t i = 0; i < num_layers; ++i) {
     const Weights& w = layers[i];
     wide = std::max(wide, w.down.num_inputs);
@@ -284,8 +270,10 @@ TRIPTYCH_EXPORT void triptych_layers(const Input* in, const Weights* layers, int
   Memory& of_caller = memory;
   in_team(static_cast<int>(in->num_threads), [&](Threads& threads) {
     Layers all(*in, kinds, of_caller, threads);
-    for (int64_t i = 0; i < num_layers; ++i) all.run(layers[i], i);
-    if (out != nullptr) all.finish(*out);
+    const int64_t last = num_layers - 1;
+    for (int64_t i = 0; i < last; ++i) all.run(layers[i], i);
+    if (out == nullptr) return all.run(layers[last], last);
+    all.finish(layers[last], last, *out);
   });
 }
 
