@@ -75,12 +75,14 @@ class Resizer:
             self._run = ctypes.CFUNCTYPE(ctypes.c_bool, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
 
     def resize(self, rgb: np.ndarray, height: int, width: int, *, resample: int) -> np.ndarray:
-        """uint8 `[height, width, 3]` of a picture, C-contiguous, of any other size.
+        """uint8 `[height, width, 3]` of a picture of any size, C-contiguous; its own where equal.
 
         Raises:
             MemoryError: there is not enough for it.
         """
-        if self._run is None or resample not in _FILTERS or rgb.shape[:2] == (height, width):
+        if rgb.shape[:2] == (height, width):
+            return np.ascontiguousarray(rgb)
+        if self._run is None or resample not in _FILTERS:
             resized = Image.fromarray(rgb).resize((width, height), Image.Resampling(resample))
             return np.asarray(resized)
         source = np.ascontiguousarray(rgb)
