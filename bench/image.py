@@ -44,16 +44,19 @@ def main() -> None:
     variant = libraries.supported()[0]
     places = libraries.Places.of(os.environ)  # noqa: TID251  as the kernels find them
     library = str(libraries.build(variant, places))
-    tools = Tools(Resizer(library), Cutter(library), Canvas())
+    tools = Tools(Resizer(library), Canvas())
+    cutter = Cutter(library)
     shipped = media.FAMILY.processor
     assert isinstance(shipped, DynamicProcessor)
     processor = dataclasses.replace(shipped, max_pixels=SIDE * SIDE, resample=3)
     for width, height in media.SIZES:
-        figures = measure(width, height, processor, tools)
+        figures = measure(width, height, processor, tools, cutter)
         print(json.dumps({"bench": "image", "kernel": variant.name, **figures}), flush=True)
 
 
-def measure(width: int, height: int, processor: DynamicProcessor, tools: Tools) -> dict[str, Any]:
+def measure(
+    width: int, height: int, processor: DynamicProcessor, tools: Tools, cutter: Cutter
+) -> dict[str, Any]:
     """One line of the report."""
     data = media.encoded(media.photo(width, height), "JPEG", quality=85, subsampling="4:2:0")
     header, geometry = read_header(data, item=0), processor.geometry(height, width)
@@ -61,8 +64,8 @@ def measure(width: int, height: int, processor: DynamicProcessor, tools: Tools) 
     new = (geometry.height, geometry.width)
     works: dict[str, Callable[[], Any]] = {
         "pillow": lambda: by_pillow(data, processor, geometry),
-        "ours": lambda: patches_of(data, header, processor, geometry, tools),
-        "dct": lambda: patches_of(data, header, processor, geometry, tools, is_scaled=True),
+        "ours": lambda: patches_of(data, header, processor, geometry, tools, cutter),
+        "dct": lambda: patches_of(data, header, processor, geometry, tools, cutter, is_scaled=True),
         "decode": lambda: decode_rgb(data, header, canvas=tools.canvas),
         "resize": lambda: tools.resizer.resize(rgb, *new, resample=processor.resample),
     }
@@ -103,16 +106,15 @@ def patches_of(
     processor: DynamicProcessor,
     geometry: Geometry,
     tools: Tools,
+    cutter: Cutter,
     *,
     is_scaled: bool = False,
 ) -> np.ndarray:
-    """As a decode child makes them; `is_scaled` is of a JPEG decoded no larger than needed."""
+    """As a decode child and its worker make them; `is_scaled`: decoded no larger than needed."""
     size = (header.height, header.width)
     enough = processor.resized(*size) if is_scaled else None
     rgb = decode_rgb(data, header, enough=enough, canvas=tools.canvas)
-    return make_patches(
-        rgb, processor, geometry, resizer=tools.resizer, cutter=tools.cutter, size=size
-    )
+    return make_patches(rgb, processor, geometry, resizer=tools.resizer, cutter=cutter, size=size)
 
 
 def by_pillow(data: bytes, processor: DynamicProcessor, geometry: Geometry) -> np.ndarray:

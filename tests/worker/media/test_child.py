@@ -18,10 +18,9 @@ MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
 FAMILY = load_family(MODEL)
 GEOMETRY = FAMILY.geometry(40, 60)
 JOB = Job(ImageHeader("PNG", 60, 40, 1, 8), 0, b"salt", 4)
-PATCH_BYTES = 4 * FAMILY.processor.patch_dim
 GOOD = Done(
     True, bytes(32), bytes(32), GEOMETRY.grid_thw, GEOMETRY.num_tokens, 1, 1, 1,
-    GEOMETRY.num_tokens * 4 * PATCH_BYTES,
+    3 * GEOMETRY.height * GEOMETRY.width,
 )  # fmt: skip
 
 LIAR = """
@@ -42,7 +41,7 @@ def liar(head: bytes) -> tuple[DecodeChild, subprocess.Popen[bytes]]:
     with theirs:
         command = [sys.executable, "-S", "-c", LIAR, head.hex()]
         process = subprocess.Popen(command, stdin=theirs.fileno())
-    return DecodeChild(process, ours, patch_bytes=PATCH_BYTES), process
+    return DecodeChild(process, ours), process
 
 
 async def test_an_answer_of_the_right_shape_is_taken() -> None:
@@ -55,7 +54,7 @@ async def test_an_answer_of_the_right_shape_is_taken() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        pytest.param({"num_bytes": 1 << 40}, id="a terabyte of patches"),
+        pytest.param({"num_bytes": 1 << 40}, id="a terabyte of pixels"),
         pytest.param({"num_bytes": GOOD.num_bytes - 4}, id="too few bytes"),
         pytest.param({"grid_thw": (1, 2, 2)}, id="another grid"),
         pytest.param({"num_tokens": 10**6}, id="other tokens"),

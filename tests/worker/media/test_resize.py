@@ -19,7 +19,7 @@ from worker.media.pooling import FAMILY, spec_of
 from vlm_kernels.cpu import libraries
 from vlm_worker.core.geometry import DynamicProcessor, Geometry
 from vlm_worker.media.patches import Cutter
-from vlm_worker.media.pool import MediaPool, MediaSettings
+from vlm_worker.media.pool import AT_ONCE_BYTES, MediaPool, MediaSettings
 from vlm_worker.media.resize import Resizer, taps
 
 SIDES = st.integers(1, 160)
@@ -113,6 +113,13 @@ def test_views_are_resized_as_what_they_show(resizer: Resizer) -> None:
         np.testing.assert_array_equal(found, pillow(np.ascontiguousarray(view), 33, 44, 3))
 
 
+@pytest.mark.parametrize("resample", [0, 2, 3])
+def test_a_picture_of_the_wanted_size_stays_as_it_is(resizer: Resizer, resample: int) -> None:
+    rgb = np.random.default_rng(4).integers(0, 256, (50, 60, 3), dtype=np.uint8)
+    assert resizer.resize(rgb, 50, 60, resample=resample) is rgb
+    np.testing.assert_array_equal(rgb, pillow(rgb, 50, 60, resample))
+
+
 @pytest.mark.parametrize("resample", [0, 1, 4, 5])
 def test_other_filters_are_pillows_own(resizer: Resizer, resample: int) -> None:
     rgb = np.random.default_rng(3).integers(0, 256, (50, 60, 3), dtype=np.uint8)
@@ -147,12 +154,15 @@ def test_a_picture_that_memory_is_bounded_for_is_an_error_and_ends_no_process() 
     assert (done.returncode, done.stdout) == (0, "resizing 2000000x2 to 1999999x3\n"), done.stderr
 
 
-async def test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that_is_not() -> None:
+async def test_the_library_changes_no_patches_wherever_they_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = encode(noise(900, 700), "JPEG")
     places = libraries.Places.of(os.environ)  # noqa: TID251  as above
     library = str(libraries.build(libraries.supported()[0], places))
     prepared = []
-    for known in (None, library):
+    for known, at_once in ((None, AT_ONCE_BYTES), (library, AT_ONCE_BYTES), (library, 0)):
+        monkeypatch.setattr("vlm_worker.media.pool.AT_ONCE_BYTES", at_once)
         pool = MediaPool(
             FAMILY.processor,
             model_revision="r",
@@ -162,5 +172,4 @@ async def test_a_child_that_is_told_of_the_library_makes_the_patches_of_one_that
         await pool.start()
         prepared.append(await pool.prepare(data, spec_of(data)))
         await pool.close()
-    assert prepared[0].image_key == prepared[1].image_key
-    assert prepared[0].patches == prepared[1].patches
+    assert prepared[0] == prepared[1] == prepared[2]

@@ -1,9 +1,8 @@
-"""The worker's end of one decode child: start it, give it a file, learn patches or how it died."""
+"""The worker's end of one decode child: start it, give it a file, learn pixels or how it died."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import socket
@@ -40,12 +39,9 @@ class ChildDiedError(Exception):
 class DecodeChild:
     """One process. Its owner runs one job at a time and closes it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], channel: socket.socket, *, patch_bytes: int
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self._process = process
         self._channel = channel
-        self._patch_bytes = patch_bytes
 
     @property
     def pid(self) -> int:
@@ -66,7 +62,7 @@ class DecodeChild:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             ours.setblocking(False)
             process = _spawn(config, theirs)
-        child = cls(process, ours, patch_bytes=4 * config.processor.patch_dim)
+        child = cls(process, ours)
         try:
             ready = await asyncio.wait_for(child._receive(len(READY)), START_SECONDS)
         except (TimeoutError, EOFError, OSError) as error:
@@ -90,7 +86,7 @@ class DecodeChild:
         expected: Geometry,
         timeout_seconds: float,
     ) -> tuple[Done, bytearray]:
-        """Run one job; the second value is the patches, or the error's text.
+        """Run one job; the second value is the pixels, or the error's text.
 
         A child may be in the hands of the file that it reads: an answer of another shape than
         `expected` ends it, before a byte is allocated on its word.
@@ -104,7 +100,7 @@ class DecodeChild:
                 await loop.sock_sendall(self._channel, job.pack())
                 await loop.sock_sendall(self._channel, data)
                 done = Done.unpack(bytes(await self._receive(Done.SIZE)))
-                if self._is_sound(done, expected):
+                if _is_sound(done, expected):
                     return done, await self._receive(done.num_bytes)
         except TimeoutError as error:
             # its CPU limit comes first, so it was frozen, or starved by its neighbours
@@ -124,16 +120,6 @@ class DecodeChild:
             self._process.kill()
         self._process.wait()
 
-    def _is_sound(self, done: Done, expected: Geometry) -> bool:
-        if not done.ok:
-            return done.num_bytes <= MAX_ERROR_BYTES
-        num_patches = math.prod(expected.grid_thw)
-        return (done.grid_thw, done.num_tokens, done.num_bytes) == (
-            expected.grid_thw,
-            expected.num_tokens,
-            num_patches * self._patch_bytes,
-        )
-
     async def _wait(self) -> int:
         return await asyncio.to_thread(self._process.wait)
 
@@ -147,6 +133,16 @@ class DecodeChild:
                 raise EOFError
             view = view[count:]
         return buffer
+
+
+def _is_sound(done: Done, expected: Geometry) -> bool:
+    if not done.ok:
+        return done.num_bytes <= MAX_ERROR_BYTES
+    return (done.grid_thw, done.num_tokens, done.num_bytes) == (
+        expected.grid_thw,
+        expected.num_tokens,
+        3 * expected.height * expected.width,
+    )
 
 
 def _spawn(config: ChildConfig, channel: socket.socket) -> subprocess.Popen[bytes]:

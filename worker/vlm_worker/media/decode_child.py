@@ -20,7 +20,7 @@ import numpy as np
 
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.media.frames import READY, ChildConfig, Done, Job, receive
-from vlm_worker.media.patches import Cutter, image_key, make_patches
+from vlm_worker.media.patches import image_key, model_pixels
 from vlm_worker.media.pixels import Canvas, UndecodableError, decode_rgb
 from vlm_worker.media.resize import Resizer
 
@@ -31,14 +31,13 @@ class Tools(NamedTuple):
     """What serves every picture in turn."""
 
     resizer: Resizer
-    cutter: Cutter
     canvas: Canvas
 
 
 def main() -> None:
     """Serve jobs from standard input until it ends."""
     config = ChildConfig.from_json(sys.argv[1])
-    tools = Tools(Resizer(config.native_library), Cutter(config.native_library), Canvas())
+    tools = Tools(Resizer(config.native_library), Canvas())
     _bound_memory(config.memory_bytes)
     with socket.socket(fileno=0) as channel:
         channel.sendall(READY)
@@ -73,12 +72,10 @@ def _prepare(
     rgb = decode_rgb(data, job.header, enough=enough, canvas=tools.canvas)
     decoded = time.perf_counter_ns()
     geometry = processor.geometry(*size)
-    patches = make_patches(
-        rgb, processor, geometry, resizer=tools.resizer, cutter=tools.cutter, size=size
-    )
+    pixels = model_pixels(rgb, processor, geometry, resizer=tools.resizer, size=size)
     prepared = time.perf_counter_ns()
     key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt, size=size)
-    body = patches.data.cast("B")
+    body = pixels.data.cast("B")
     done = Done(
         ok=True,
         image_key=key,

@@ -2,9 +2,10 @@
 
     child  ──READY──▶ worker          imports are done, limits are set
     worker ──Job + file──▶ child
-    child  ──Done + patches──▶ worker, or ──Done + code NUL message──▶ worker
+    child  ──Done + pixels──▶ worker, or ──Done + code NUL message──▶ worker
 
-Every frame is a fixed head and as many bytes as the head says. Nothing is unpickled.
+Every frame is a fixed head and as many bytes as the head says. Nothing is unpickled. Pixels are
+those of `patches.model_pixels`: patches would be eight times as many bytes.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """A job's end: key, digest of the file and grid, then patches; or an error, then its text.
+    """A job's end: key, digest of the file and grid, then pixels; or an error, then its text.
 
     `decode_us`, `prepare_us` and `key_us` are the child's own times, in microseconds.
     """

@@ -1,5 +1,7 @@
 """From RGB pixels to what the vision tower reads, bit for bit as transformers' own processor.
 
+    rgb ─ resize ─▶ model_pixels, bytes ─ table, cut ─▶ patches, floats: 8 to 4 times as many bytes
+
 Pixels are bytes, so rescaling and normalising are a table of 256 floats per channel, made with the
 processor's own arithmetic and looked up once. Patches are cut by the native library where there is
 one (`patches.cpp`), else by numpy.
@@ -33,27 +35,50 @@ class Cutter:
         if library is not None:
             self._run = ctypes.CFUNCTYPE(None, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
 
-    def cut(
-        self, resized: np.ndarray, processor: DynamicProcessor, geometry: Geometry
+    @property
+    def is_native(self) -> bool:
+        """Whether the native library cuts."""
+        return self._run is not None
+
+    def cut(self, pixels: np.ndarray, processor: Processor, geometry: Geometry) -> np.ndarray:
+        """Normalise and, where the tower reads patches, cut what `model_pixels` gives.
+
+        Returns:
+            float32 `[t*h*w, patch_dim]`, C-contiguous. Of a DynamicProcessor, rows are grouped by
+            merged token and columns are (channel, time, y, x); of a FixedProcessor it is
+            `[3, height, width]` by another shape.
+        """
+        table = _tables(processor)
+        if isinstance(processor, DynamicProcessor):
+            return self._cut(pixels, processor, geometry, table)
+        planes = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
+        for channel, values in enumerate(table):
+            np.take(values, pixels[:, :, channel], out=planes[channel])
+        return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
+
+    def _cut(
+        self,
+        pixels: np.ndarray,
+        processor: DynamicProcessor,
+        geometry: Geometry,
+        table: np.ndarray,
     ) -> np.ndarray:
-        """float32 `[h*w, patch_dim]` of uint8 `[height, width, 3]` of the geometry's size."""
         patch, merge, times = (
             processor.patch_size,
             processor.merge_size,
             processor.temporal_patch_size,
         )
         _, rows, columns = geometry.grid_thw
-        table = _tables(processor)
         out = np.empty((rows * columns, 3, times, patch * patch), dtype=np.float32)
         if self._run is None:
             # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
-            tiles = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+            tiles = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
             bytes_ = tiles.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
             for channel, values in enumerate(table):
                 np.take(values, bytes_[:, channel], out=out[:, channel, 0])
             out[:, :, 1:] = out[:, :, :1]
         else:
-            pixels = np.ascontiguousarray(resized)
+            pixels = np.ascontiguousarray(pixels)
             sizes = (rows, columns, patch, merge, times)
             self._run(pixels.ctypes.data, *sizes, table.ctypes.data, out.ctypes.data)
         return out.reshape(rows * columns, processor.patch_dim)
@@ -71,40 +96,38 @@ def make_patches(
     cutter: Cutter = PLAIN_CUTTER,
     size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Resize, normalise and, where the tower reads patches, cut a picture.
+    """What `cutter` makes of `model_pixels`; any gives the same values."""
+    pixels = model_pixels(rgb, processor, geometry, resizer=resizer, size=size)
+    return cutter.cut(pixels, processor, geometry)
+
+
+def model_pixels(
+    rgb: np.ndarray,
+    processor: Processor,
+    geometry: Geometry,
+    *,
+    resizer: Resizer = PLAIN,
+    size: tuple[int, int] | None = None,
+) -> np.ndarray:
+    """Resize a picture, and cut out the middle where the model sees no more.
 
     Args:
         rgb: uint8 `[height, width, 3]`.
         processor: the effective parameters.
         geometry: of this picture under these parameters.
         resizer: any gives the same bytes.
-        cutter: any gives the same values.
         size: the picture's own height and width, where it was decoded smaller.
 
     Returns:
-        float32 `[t*h*w, patch_dim]`, C-contiguous. Of a DynamicProcessor, rows are grouped by
-        merged token and columns are (channel, time, y, x); of a FixedProcessor it is
-        `[3, height, width]` by another shape.
+        uint8 `[height, width, 3]` of the geometry's size, C-contiguous; `rgb` where it is that.
     """
+    height, width = geometry.height, geometry.width
     if isinstance(processor, FixedProcessor):
         height, width = processor.resized(*(size or rgb.shape[:2]))
-        resized = resizer.resize(rgb, height, width, resample=processor.resample)
-        planes = _planes(resized, processor)
-        return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
-    assert isinstance(processor, DynamicProcessor)
-    resized = resizer.resize(rgb, geometry.height, geometry.width, resample=processor.resample)
-    return cutter.cut(resized, processor, geometry)
-
-
-def _planes(resized: np.ndarray, processor: FixedProcessor) -> np.ndarray:
-    """float32 `[3, height, width]`: the middle cut out."""
-    height, width, _ = resized.shape
-    top, left = (height - processor.height) // 2, (width - processor.width) // 2
-    middle = resized[top : top + processor.height, left : left + processor.width]
-    out = np.empty((3, processor.height, processor.width), dtype=np.float32)
-    for channel, table in enumerate(_tables(processor)):
-        np.take(table, middle[:, :, channel], out=out[channel])
-    return out
+    resized = resizer.resize(rgb, height, width, resample=processor.resample)
+    top, left = (height - geometry.height) // 2, (width - geometry.width) // 2
+    middle = resized[top : top + geometry.height, left : left + geometry.width]
+    return np.ascontiguousarray(middle)
 
 
 def _tables(processor: Processor) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Decode children behind one awaitable: bytes in, patches out, whatever the bytes do.
 
-    prepare(bytes) ─ header ─ wait for a child ─▶ [decode child], one of several
+    prepare(bytes) ─ header ─ wait for a child ─▶ [decode child], one of several ─▶ pixels ─ cut ─▶
                                                    dies? another takes its place; the picture
                                                    is an error, or tried again if not to blame
 
@@ -15,6 +15,8 @@ import dataclasses
 import time
 from typing import Any
 
+import numpy as np
+
 from vlm_worker.core.geometry import Geometry, Processor
 from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.aliases import AliasCache, KnownImage
@@ -22,6 +24,7 @@ from vlm_worker.media.child import ChildDiedError, DecodeChild
 from vlm_worker.media.children import Children
 from vlm_worker.media.frames import ChildConfig, Done, Job
 from vlm_worker.media.header import ImageHeader, read_header
+from vlm_worker.media.patches import Cutter
 from vlm_worker.media.spec import REFUSALS, ImageSpec, MediaObserver, MediaSettings, MediaTimes
 from vlm_worker.types import PreparedImage
 
@@ -29,6 +32,8 @@ __all__ = ["ImageSpec", "KnownImage", "MediaObserver", "MediaPool", "MediaSettin
 
 DECODE_MEMORY_BYTES = 512 * 1024 * 1024
 LARGE_PIXELS = 4 * 1024 * 1024
+AT_ONCE_BYTES = 1 << 20
+"""Of pixels: cut on the loop, in less time than a thread takes to be woken."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class MediaPool:
             native_library=native_library,
             scaled_jpeg=self._settings.scaled_jpeg,
         )
+        self._cutter = Cutter(native_library)
         self._observer = observer
         self._children = Children(self._config, num_places=self._settings.num_children)
         self._running: set[asyncio.Task[Any]] = set()
@@ -188,13 +194,22 @@ class MediaPool:
     async def _work(
         self, child: DecodeChild | None, picture: _Picture, queued: float
     ) -> tuple[PreparedImage, bytes]:
-        """One job from child to result; always gives a place in the pool back."""
+        """One job from child to patches, which are cut beside the next picture's decoding."""
         begun = time.monotonic()
+        done, body = await self._decoded(child, picture)
+        if not done.ok:
+            raise _refusal(bytes(body), picture.spec.item)
+        return await self._result(done, body, picture.geometry, begun - queued), done.file_digest
+
+    async def _decoded(
+        self, child: DecodeChild | None, picture: _Picture
+    ) -> tuple[Done, bytearray]:
+        """What a child says; always gives a place in the pool back."""
         try:
             for attempt in (1, 2):
                 child = child or await self._children.spawn()
                 try:
-                    done, body = await child.run(
+                    return await child.run(
                         picture.job,
                         picture.data,
                         expected=picture.geometry,
@@ -205,8 +220,6 @@ class MediaPool:
                     child = None
                     if attempt == 2 or not death.blameless:
                         raise self._verdict(death, picture.spec.item) from death
-                else:
-                    return self._result(done, body, picture.spec.item, begun - queued)
             raise AssertionError("the second attempt returns or raises")
         finally:
             if child is None:
@@ -214,20 +227,25 @@ class MediaPool:
             else:
                 self._children.give_back(child, large=picture.large)
 
-    def _result(
-        self, done: Done, body: bytearray, item: int, queued: float
-    ) -> tuple[PreparedImage, bytes]:
-        if not done.ok:
-            raise _refusal(bytes(body), item)
-        times = MediaTimes(queued, done.decode_us / 1e6, done.prepare_us / 1e6, done.key_us / 1e6)
+    async def _result(
+        self, done: Done, body: bytearray, geometry: Geometry, queued: float
+    ) -> PreparedImage:
+        """Patches of a child's pixels."""
+        begun = time.perf_counter()
+        pixels = np.frombuffer(body, np.uint8).reshape(geometry.height, geometry.width, 3)
+        given = pixels, self._processor, geometry  # of which a cap changes the geometry alone
+        if self._cutter.is_native and len(body) <= AT_ONCE_BYTES:
+            patches = self._cutter.cut(*given)
+        else:
+            patches = await asyncio.to_thread(self._cutter.cut, *given)
+        prepare = done.prepare_us / 1e6 + time.perf_counter() - begun
+        times = MediaTimes(queued, done.decode_us / 1e6, prepare, done.key_us / 1e6)
         seconds = times.decode + times.prepare + times.key
         self._seconds_per_image += 0.1 * (seconds - self._seconds_per_image)
         if self._observer is not None:
             self._observer.picture_prepared(times)
-        prepared = PreparedImage(
-            done.image_key, done.grid_thw, done.num_tokens, memoryview(body).toreadonly()
-        )
-        return prepared, done.file_digest
+        rows = patches.data.cast("B").toreadonly()
+        return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, rows)
 
     def _verdict(self, death: ChildDiedError, item: int) -> Exception:
         if death.returncode >= 0:
