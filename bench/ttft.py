@@ -25,7 +25,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from peer_model import make
 
 SIDE, FEW_SIDE = 448, 224
 WORDS_AROUND, NUM_CHANGED = 16, 4
+NUM_AHEAD = 128
 GOAL, GOAL_SEEN = 1.25, 1.05
 NEW, SEEN, TEXT = "new picture", "picture seen before", "text alone"
 
@@ -81,14 +82,19 @@ class Asking:
             SEEN: lambda: self._prompt(self._known),
             "same beginning": lambda: [*self._begun[:-1], self._some(NUM_CHANGED)],
         }
-        return {name: functools.partial(self._run, name, make) for name, make in prompts.items()}
+        return {
+            name: functools.partial(self._run, name, bodies(make)) for name, make in prompts.items()
+        }
 
-    def _run(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> None:
-        self.kept.setdefault(name, []).append(self._ask(make()))
+    def _run(self, name: str, of_case: Iterator[bytes]) -> None:
+        self.kept.setdefault(name, []).append(self._send(next(of_case)))
 
     def _ask(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-        response = self._client.post("/v1/chat/completions", json=body)
+        return self._send(body(content))
+
+    def _send(self, content: bytes) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        response = self._client.post("/v1/chat/completions", content=content, headers=headers)
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -118,6 +124,18 @@ class Asking:
         file = io.BytesIO()
         image.save(file, "JPEG", quality=90)
         return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def bodies(make: Callable[[], list[dict[str, Any]]]) -> Iterator[bytes]:
+    """Requests without end. A client makes its picture before it asks: all of a run's are ahead."""
+    while True:
+        yield from [body(make()) for _ in range(NUM_AHEAD)]
+
+
+def body(content: list[dict[str, Any]]) -> bytes:
+    """A request for one token."""
+    messages = [{"role": "user", "content": content}]
+    return json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()
 
 
 def figures(name: str, kept: list[dict[str, Any]], rounds: Rounds) -> dict[str, Any]:
