@@ -244,8 +244,8 @@ class MediaPool:
         self._seconds_per_image += 0.1 * (seconds - self._seconds_per_image)
         if self._observer is not None:
             self._observer.picture_prepared(times)
-        rows = patches.data.cast("B").toreadonly()
-        return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, rows)
+        values = patches.data.cast("B")
+        return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, values)
 
     def _verdict(self, death: ChildDiedError, item: int) -> Exception:
         if death.returncode >= 0:

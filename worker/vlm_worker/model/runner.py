@@ -24,7 +24,7 @@ from vlm_worker.model.gpu.streams import OneStream
 from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import dtype_name, make_kv_cache
 from vlm_worker.model.sampler import sample
-from vlm_worker.model.vision import Embedding, PictureEncoder
+from vlm_worker.model.vision import Embedding, PictureEncoder, is_finite
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class ModelRunner:
             )
         data = np.frombuffer(rows, np.uint8).copy().reshape(num_tokens, row_bytes)
         values = torch.from_numpy(data).view(self._loaded.dtype)
-        if not bool(torch.isfinite(values).all()):
+        if not is_finite(values):
             raise CorruptTransferError(f"an embedding of {num_tokens} tokens is not finite")
         with self._streams.steps():
             return Embedding(values.to(self._device))

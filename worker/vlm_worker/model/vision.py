@@ -81,7 +81,7 @@ class PictureEncoder:
             return [self.encode([image])[0] for image in images]
 
     def _encode_together(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
-        values = torch.from_numpy(np.concatenate([self._values(image) for image in images]))
+        values = _joined([self._values(image) for image in images])
         arguments: dict[str, torch.Tensor] = {}
         if isinstance(self._processor, FixedProcessor):
             values = values.view(len(images), 3, self._processor.height, self._processor.width)
@@ -119,9 +119,22 @@ class PictureEncoder:
                 f"the encoder made {len(rows)} tokens of grid {image.grid_thw}, "
                 f"not {image.num_tokens}"
             )
-        if not bool(torch.isfinite(rows).all()):
+        if not is_finite(rows):
             return EngineError(f"the encoder's output for grid {image.grid_thw} is not finite")
         return Embedding(rows.clone())  # a view would keep the whole batch in memory
+
+
+def is_finite(rows: torch.Tensor) -> bool:
+    """Whether all values are; a NaN is the smallest and the largest of those beside it."""
+    least, most = torch.aminmax(rows)
+    return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def _joined(values: Sequence[np.ndarray]) -> torch.Tensor:
+    """One after the other; a copy, but where there is one of its own memory."""
+    if len(values) == 1 and values[0].flags.writeable:  # torch has no tensors that are not
+        return torch.from_numpy(values[0])
+    return torch.from_numpy(np.concatenate(values))
 
 
 def _as_engine_error(error: Exception) -> EngineError:
