@@ -35,6 +35,17 @@ from vlm_worker.types import (
     TokenEvent,
 )
 
+
+async def test_idle_time_is_the_runners_until_somebody_comes(start: Any, until: Any) -> None:
+    runner = ChecksumRunner()
+    runner.num_idle_steps = most = 1 << 60
+    engine: Engine = start(runner)
+    await until(lambda: runner.num_idle_steps < most)
+    told = await events(engine.submit_prefill(text(), hold=False))
+    assert isinstance(told[-1], FinishedEvent)
+    assert runner.num_idle_steps > 0, "it was interrupted"
+
+
 # ---- finishing -----------------------------------------------------------------------------------
 
 

@@ -72,3 +72,9 @@ class Runner(Protocol):
 
     def embedding_bytes(self, embedding: Embedding) -> int:
         """Memory that it holds, for the encoder cache's budget."""
+
+    def use_idle_time(self) -> bool:
+        """Do a little, some milliseconds at most, for steps to come; False where nothing is left.
+
+        Called while nobody waits for anything.
+        """

@@ -2,6 +2,7 @@
 
 all commands -> [post -> some copies] -> turn -> all commands ...
 
+A turn that finds nothing to do lets the runner prepare what is to come, until there is a command.
 Copies are commands that take long. What the last step brought is told before them, and so few are
 done between two steps that those who decode hardly wait.
 """
@@ -59,6 +60,7 @@ class EngineThread:
         positions: Positions,
         clock: Callable[[], float],
     ) -> None:
+        self._runner = runner
         self._settings = settings
         self._clock = clock
         self._state = State(
@@ -169,6 +171,8 @@ class EngineThread:
 
     def _do_commands(self, *, wait: bool) -> None:
         """Do all commands that there are, and line up the copies; with `wait`, at least one."""
+        while wait and self._commands.empty() and self._runner.use_idle_time():
+            pass
         while True:
             try:
                 command = self._commands.get(block=wait)

@@ -97,9 +97,10 @@ def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> to
 
     Of int8, scales lie behind the last axis' elements, as `vlm_kernels.kv_rows` says.
 
-    On a CPU the system gives the memory page by page as blocks are written: a large cache that is
-    mostly unused costs address space alone. (`torch.zeros` would write all of it.) Huge pages are
-    asked for: attention reads blocks in any order, a sixth faster where fewer pages are looked up.
+    On a CPU the system gives the memory page by page, as blocks are written or a little sooner
+    (`kv_pages`): a large cache that is mostly unused costs little but address space. (`torch.zeros`
+    would write all of it.) Huge pages are asked for: attention reads blocks in any order, a sixth
+    faster where fewer pages are looked up.
     """
     inner = layout.block_size * slot_elements(DTYPES[layout.dtype], layout.head_dim)
     shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)

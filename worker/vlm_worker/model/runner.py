@@ -21,6 +21,7 @@ from vlm_worker.model.attention import StepContext
 from vlm_worker.model.decoder import Decoder
 from vlm_worker.model.gpu.graphs import DecodeGraphs
 from vlm_worker.model.gpu.streams import OneStream
+from vlm_worker.model.kv_pages import KVPages
 from vlm_worker.model.loader import LoadedModel
 from vlm_worker.model.memory import dtype_name, make_kv_cache
 from vlm_worker.model.sampler import sample
@@ -49,6 +50,8 @@ class ModelRunner:
         self._kv_cache = torch.empty(0)
         if kv_layout is not None:
             self._kv_cache = make_kv_cache(kv_layout, num_blocks, self._device)
+        has_pages = kv_layout is not None and self._device.type == "cpu"
+        self._kv_pages = KVPages(self._kv_cache) if has_pages else None
         self._decoder: Decoder | None = None
         if loaded.has_lm:
             head = getattr(self._model, loaded.family.spec.head)
@@ -156,7 +159,7 @@ class ModelRunner:
         """The memory of whole blocks, `[block_bytes]` each; None where it is a GPU's."""
         if self._kv_cache.device.type != "cpu":
             return None
-        return block_memory(self._kv_cache, np.asarray(block_ids, np.int64))
+        return block_memory(self._kv_cache, self._written(np.asarray(block_ids, np.int64)))
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""
@@ -170,7 +173,8 @@ class ModelRunner:
             )
         blocks = np.frombuffer(data, np.uint8).reshape(len(block_ids), block_bytes)
         with self._streams.steps():
-            scatter_blocks(self._kv_cache, np.asarray(block_ids, np.int64), blocks)
+            ids = self._written(np.asarray(block_ids, np.int64))
+            scatter_blocks(self._kv_cache, ids, blocks)
 
     def embedding_bytes(self, embedding: Embedding) -> int:
         """Memory that it holds, for the encoder cache's budget."""
@@ -188,6 +192,10 @@ class ModelRunner:
             num_position_rows=self.family.num_position_rows,
             max_model_len=max_model_len,
         )
+
+    def use_idle_time(self) -> bool:
+        """Have memory of the KV cache at hand that steps would wait for."""
+        return self._kv_pages is not None and self._kv_pages.have_more()
 
     def use_graphs(self, graphs: DecodeGraphs | None) -> None:
         """Replay these from now on, where one serves a step."""
@@ -246,6 +254,12 @@ class ModelRunner:
         rows: torch.Tensor = table(ids.masked_fill(ids >= table.num_embeddings, 0))
         return rows
 
+    def _written(self, block_ids: np.ndarray) -> np.ndarray:
+        """Blocks that are about to be."""
+        if self._kv_pages is not None and len(block_ids):
+            self._kv_pages.use(block_ids)
+        return block_ids
+
     def _step_context(self, inputs: StepInputs) -> StepContext:
         layout = self._kv_layout
         assert layout is not None
@@ -263,5 +277,6 @@ class ModelRunner:
                 num_heads=self._num_heads,
             )
 
+        self._written(inputs.slot_mapping // layout.block_size)
         slots = torch.tensor(inputs.slot_mapping, device=self._device)
         return StepContext(self._kv_cache, slots, make_plan)

@@ -60,6 +60,7 @@ class ChecksumRunner:
         gate: steps and encoder calls wait until it is set; clear it to keep one in flight.
         num_steps: calls of `execute`.
         batch_sizes: images of each encoder call.
+        num_idle_steps: that are left to do while nobody waits.
         lends_memory: other threads may write into blocks; without it, it is as a GPU.
     """
 
@@ -68,6 +69,7 @@ class ChecksumRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.num_steps = 0
+        self.num_idle_steps = 0
         self.batch_sizes: list[int] = []
         self.lends_memory = True
         self._never = threading.Event()
@@ -179,6 +181,13 @@ class ChecksumRunner:
     def embedding_bytes(self, embedding: np.ndarray) -> int:
         """Bytes of the numbers."""
         return embedding.nbytes
+
+    def use_idle_time(self) -> bool:
+        """One of `num_idle_steps`."""
+        if self.num_idle_steps == 0:
+            return False
+        self.num_idle_steps -= 1
+        return True
 
     def _context(self, inputs: StepInputs, s: int) -> np.ndarray | None:
         start, end = int(inputs.query_start[s]), int(inputs.query_start[s + 1])

@@ -1,0 +1,51 @@
+"""Pages of a KV cache on a CPU, had from the system a little ahead of their use.
+
+    |  written before  |  had, AHEAD_BYTES at most  |  address space alone  |
+                      ^ the last block in use, so far
+
+A page that is new when a step writes to it is found and zeroed in that step's time: 11 of 123 ms of
+a prompt of 300 tokens, on a virtual machine whose own memory is new as well. The block pool gives
+new blocks out in order, so that those ahead are the next ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import numpy as np
+import torch
+
+AHEAD_BYTES: Final = 64 << 20
+"""A few prompts; a worker at rest has no more than this beyond what it has used."""
+STEP_BYTES: Final = 2 << 20
+"""A huge page: some tenths of a millisecond, 3 ms on a machine that is slow at it."""
+_POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14: pages are there as if written to, with what they hold."""
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class KVPages:
+    """Of a cache whose first axis is blocks; the cache outlives it. Used by one thread."""
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        self._start, self._num_bytes = kv_cache.data_ptr(), kv_cache.nbytes
+        self._block_bytes = kv_cache.nbytes // len(kv_cache)
+        self._end_of_used = self._end_of_had = 0
+
+    def use(self, block_ids: np.ndarray) -> None:
+        """Blocks `[N]`, at least one, are about to be written: their pages come with that."""
+        end = (int(block_ids.max()) + 1) * self._block_bytes
+        self._end_of_used = max(self._end_of_used, end)
+
+    def have_more(self) -> bool:
+        """One step ahead; False where enough is had, or the system gives none unused."""
+        begin = max(self._end_of_had, self._end_of_used // STEP_BYTES * STEP_BYTES)
+        if begin >= min(self._end_of_used + AHEAD_BYTES, self._num_bytes):
+            return False
+        end = min(begin + STEP_BYTES, self._num_bytes)
+        is_had = _madvise(self._start + begin, end - begin, _POPULATE_WRITE) == 0
+        self._end_of_had = end if is_had else self._num_bytes
+        return is_had
