@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -32,6 +33,8 @@ Refuse = Callable[[EngineError], None]
 
 logger = logging.getLogger(__name__)
 
+IDLE_SECONDS = 0.05
+"""Without a command: a picture on its way here, decoded by then, is not met by other work."""
 SNAPSHOT_SECONDS = 0.05
 """While busy, stats are at most so old."""
 
@@ -171,11 +174,9 @@ class EngineThread:
 
     def _do_commands(self, *, wait: bool) -> None:
         """Do all commands that there are, and line up the copies; with `wait`, at least one."""
-        while wait and self._commands.empty() and self._runner.use_idle_time():
-            pass
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._awaited() if wait else self._commands.get_nowait()
             except queue.Empty:
                 return
             if command.num_bytes:
@@ -183,6 +184,14 @@ class EngineThread:
             else:
                 command.work(self._state)
             wait = False
+
+    def _awaited(self) -> Command:
+        """The next command; until then, the runner has the time that nobody seems to need."""
+        with contextlib.suppress(queue.Empty):
+            return self._commands.get(timeout=IDLE_SECONDS)
+        while self._commands.empty() and self._runner.use_idle_time():
+            pass
+        return self._commands.get()
 
     def _do_copies(self) -> None:
         """Do copies in order, as many as may lie between two steps; one at least."""

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import torch
 
-AHEAD_BYTES: Final = 64 << 20
-"""A few prompts; a worker at rest has no more than this beyond what it has used."""
+AHEAD_BYTES: Final = 128 << 20
+"""A burst of prompts; a worker at rest has no more than this beyond what it has used."""
 STEP_BYTES: Final = 2 << 20
 """A huge page: some tenths of a millisecond, 3 ms on a machine that is slow at it."""
 _POPULATE_WRITE: Final = 23
