@@ -1,6 +1,6 @@
 """From RGB pixels to what the vision tower reads, bit for bit as transformers' own processor.
 
-    rgb ─ resize ─▶ model_pixels, bytes ─ table, cut ─▶ patches, floats: 8 to 4 times as many bytes
+    rgb ─ resize ─▶ model_pixels, bytes ─ table, cut ─▶ patches, floats: 4 or 8 times as many bytes
 
 Pixels are bytes, so rescaling and normalising are a table of 256 floats per channel, made with the
 processor's own arithmetic and looked up once. Patches are cut by the native library where there is

@@ -3,9 +3,9 @@
     |  written before  |  had, AHEAD_BYTES at most  |  address space alone  |
                       ^ the last block in use, so far
 
-A page that is new when a step writes to it is found and zeroed in that step's time: 11 of 123 ms of
-a prompt of 300 tokens, on a virtual machine whose own memory is new as well. The block pool gives
-new blocks out in order, so that those ahead are the next ones.
+A page that is new when a step writes to it is found and zeroed in that step's time, up to a tenth
+of a prompt's (docs/decisions/0026). The block pool gives new blocks out in order, so that those
+ahead are the next ones.
 """
 
 from __future__ import annotations

@@ -77,18 +77,13 @@ class EncoderRole:
     ) -> AsyncGenerator[Reply[EncodeEvent]]:
         """Offer, announce and encode the items `good`; the engine counts them from 0.
 
-        They are offered before they are announced: a consumer may hear of them, and be here, before
-        this call goes on.
+        In this order: a consumer may hear of them, and be here, before this call goes on.
         """
         host = self._host
-        images = [prepared[i].result for i in good]
-        pictures = [image for image in images if isinstance(image, PreparedImage)]
+        pictures = [one.result for one in prepared if isinstance(one.result, PreparedImage)]
         transfers = [call.items[i].transfer_id for i in good]
         rows: dict[int, memoryview] = {}
-        offers = [
-            self._offer(call.key, index, transfers[index], picture, rows)
-            for index, picture in enumerate(pictures)
-        ]
+        offers = [self._offer(call.key, i, transfers[i], p, rows) for i, p in enumerate(pictures)]
         num_left = len(good)
         # telling the caller that they are decoded is part of the wait
         queued = max(picture.done for picture in prepared)
@@ -163,17 +158,16 @@ class EncoderRole:
 
 
 def _decoded(prepared: Sequence[Prepared], clock: CallClock) -> Reply[EncodeEvent]:
-    items = []
-    spans = []
-    for index, one in enumerate(prepared):
-        # its way here belongs to it
-        spans.append(clock.span("media", clock.arrived, one.done, item=index + 1))
-        if isinstance(one.result, PreparedImage):
-            picture = one.result
-            items.append(DecodedItem(picture.num_tokens, picture.grid_thw, picture.image_key))
-        else:
-            items.append(DecodedItem(0, (0, 0, 0), b"", one.result))
-    return Reply(Decoded(tuple(items)), tuple(spans), clock.now())
+    # a picture's way here belongs to it
+    spans = (clock.span("media", clock.arrived, p.done, item=i + 1) for i, p in enumerate(prepared))
+    return Reply(Decoded(tuple(map(_decoded_item, prepared))), tuple(spans), clock.now())
+
+
+def _decoded_item(one: Prepared) -> DecodedItem:
+    picture = one.result
+    if isinstance(picture, PreparedImage):
+        return DecodedItem(picture.num_tokens, picture.grid_thw, picture.image_key)
+    return DecodedItem(0, (0, 0, 0), b"", picture)
 
 
 def _encode_spans(
