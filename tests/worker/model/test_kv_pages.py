@@ -27,6 +27,9 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     monkeypatch.setattr(kv_pages, "STEP_BYTES", STEP)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert LAYOUT.block_bytes == PAGE
+    one = make_kv_cache(LAYOUT, 1, torch.device("cpu"))
+    if any(present(one)) or not KVPages(one).have_more():
+        pytest.skip("this system makes no pages ahead of use, or does not say which are there")
     return make_kv_cache(LAYOUT, 32, torch.device("cpu"))
 
 
