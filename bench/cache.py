@@ -164,16 +164,26 @@ class Prompts:
         return {"type": "text", "text": "".join(self._rng.choices(WORDS, k=count))}
 
 
+def body(content: list[dict[str, Any]]) -> bytes:
+    """A request for one token."""
+    messages = [{"role": "user", "content": content}]
+    return json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()
+
+
+def send(server: Server, data: bytes) -> httpx.Response:
+    """Its answer, which is none of an error."""
+    headers = {"Content-Type": "application/json"}
+    response = server.client.post("/v1/chat/completions", content=data, headers=headers)
+    assert response.status_code == 200, response.text
+    return response
+
+
 def ask(server: Server, content: list[dict[str, Any]]) -> tuple[float, float, int]:
     """Seconds to an answer of one token, the server's CPU seconds, and the tokens of the prompt."""
-    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-    data = json.dumps(body).encode()
+    data = body(content)
     cpu, started = server.cpu_seconds(), time.perf_counter()
-    response = server.client.post(
-        "/v1/chat/completions", content=data, headers={"Content-Type": "application/json"}
-    )
+    response = send(server, data)
     seconds = time.perf_counter() - started
-    assert response.status_code == 200, response.text
     cpu = server.cpu_seconds() - cpu
     return seconds, cpu, response.json()["usage"]["prompt_tokens"]
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cache import Server, serving
+from cache import Server, body, send, serving
 from PIL import Image
 from prefill import encode_operations, text_operations
 from probes import Rounds, arguments
@@ -65,7 +65,7 @@ class Asking:
 
     def __init__(self, server: Server) -> None:
         self.kept: dict[str, list[dict[str, Any]]] = {}
-        self._client = server.client
+        self._server = server
         self._words = WORDS.read_text().split()
         self._random = random.Random(0)
         self._known = self._picture(SIDE)
@@ -87,16 +87,10 @@ class Asking:
         }
 
     def _run(self, name: str, of_case: Iterator[bytes]) -> None:
-        self.kept.setdefault(name, []).append(self._send(next(of_case)))
+        self.kept.setdefault(name, []).append(send(self._server, next(of_case)).json())
 
     def _ask(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._send(body(content))
-
-    def _send(self, content: bytes) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        response = self._client.post("/v1/chat/completions", content=content, headers=headers)
-        assert response.status_code == 200, response.text
-        return dict(response.json())
+        return dict(send(self._server, body(content)).json())
 
     def _prompt(self, url: str) -> list[dict[str, Any]]:
         picture = {"type": "image_url", "image_url": {"url": url}}
@@ -130,12 +124,6 @@ def bodies(make: Callable[[], list[dict[str, Any]]]) -> Iterator[bytes]:
     """Requests without end. A client makes its picture before it asks: all of a run's are ahead."""
     while True:
         yield from [body(make()) for _ in range(NUM_AHEAD)]
-
-
-def body(content: list[dict[str, Any]]) -> bytes:
-    """A request for one token."""
-    messages = [{"role": "user", "content": content}]
-    return json.dumps({"model": "m", "max_tokens": 1, "messages": messages}).encode()
 
 
 def figures(name: str, kept: list[dict[str, Any]], rounds: Rounds) -> dict[str, Any]:
