@@ -10,21 +10,17 @@ ahead are the next ones.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Final
 
 import numpy as np
 import torch
 
+from vlm_worker.model.advice import POPULATE_WRITE, advise
+
 AHEAD_BYTES: Final = 128 << 20
 """A burst of prompts; a worker at rest has no more than this beyond what it has used."""
 STEP_BYTES: Final = 2 << 20
 """A huge page: some tenths of a millisecond, 3 ms on a machine that is slow at it."""
-_POPULATE_WRITE: Final = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14: pages are there as if written to, with what they hold."""
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class KVPages:
@@ -36,8 +32,8 @@ class KVPages:
         self._end_of_used = self._end_of_had = 0
 
     def use(self, block_ids: np.ndarray) -> None:
-        """Blocks `[N]`, at least one, are about to be written: their pages come with that."""
-        end = (int(block_ids.max()) + 1) * self._block_bytes
+        """Blocks `[N]` are about to be written: their pages come with that."""
+        end = (int(block_ids.max(initial=-1)) + 1) * self._block_bytes
         self._end_of_used = max(self._end_of_used, end)
 
     def have_more(self) -> bool:
@@ -46,6 +42,6 @@ class KVPages:
         if begin >= min(self._end_of_used + AHEAD_BYTES, self._num_bytes):
             return False
         end = min(begin + STEP_BYTES, self._num_bytes)
-        is_had = _madvise(self._start + begin, end - begin, _POPULATE_WRITE) == 0
+        is_had = advise(self._start + begin, end - begin, POPULATE_WRITE)
         self._end_of_had = end if is_had else self._num_bytes
         return is_had

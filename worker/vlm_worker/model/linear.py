@@ -29,6 +29,7 @@ from vlm_kernels import PackedWeights, packed_linear
 from vlm_kernels.layer_weights import Linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
+from vlm_worker.model.advice import DONTNEED, advise
 
 PACKED_ROWS = 256
 """Rows of x that oneDNN chooses the order of W for; measured as good for 1 to 2,048."""
@@ -37,7 +38,6 @@ MAX_COPY_SHARE = 0.11
 """A head that shares its weights with the embedding table is packed as a second copy, the table
 being read row by row; but only where the copy is at most this share of all weights."""
 
-_MADV_DONTNEED = 4
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -282,4 +282,4 @@ def _give_back(weight: torch.Tensor) -> None:
     end = (weight.data_ptr() + weight.numel() * weight.element_size()) // mmap.PAGESIZE
     size = end * mmap.PAGESIZE - start
     if size > 0:
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
+        advise(start, size, DONTNEED)

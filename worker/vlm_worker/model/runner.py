@@ -159,7 +159,7 @@ class ModelRunner:
         """The memory of whole blocks, `[block_bytes]` each; None where it is a GPU's."""
         if self._kv_cache.device.type != "cpu":
             return None
-        return block_memory(self._kv_cache, self._written(np.asarray(block_ids, np.int64)))
+        return block_memory(self._kv_cache, self._to_write(block_ids))
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""
@@ -173,8 +173,7 @@ class ModelRunner:
             )
         blocks = np.frombuffer(data, np.uint8).reshape(len(block_ids), block_bytes)
         with self._streams.steps():
-            ids = self._written(np.asarray(block_ids, np.int64))
-            scatter_blocks(self._kv_cache, ids, blocks)
+            scatter_blocks(self._kv_cache, self._to_write(block_ids), blocks)
 
     def embedding_bytes(self, embedding: Embedding) -> int:
         """Memory that it holds, for the encoder cache's budget."""
@@ -254,11 +253,12 @@ class ModelRunner:
         rows: torch.Tensor = table(ids.masked_fill(ids >= table.num_embeddings, 0))
         return rows
 
-    def _written(self, block_ids: np.ndarray) -> np.ndarray:
-        """Blocks that are about to be."""
-        if self._kv_pages is not None and len(block_ids):
-            self._kv_pages.use(block_ids)
-        return block_ids
+    def _to_write(self, block_ids: Sequence[int]) -> np.ndarray:
+        """As an array, of blocks that are about to be written."""
+        ids = np.asarray(block_ids, np.int64)
+        if self._kv_pages is not None:
+            self._kv_pages.use(ids)
+        return ids
 
     def _step_context(self, inputs: StepInputs) -> StepContext:
         layout = self._kv_layout
@@ -277,6 +277,7 @@ class ModelRunner:
                 num_heads=self._num_heads,
             )
 
-        self._written(inputs.slot_mapping // layout.block_size)
+        if self._kv_pages is not None:
+            self._kv_pages.use(inputs.slot_mapping // layout.block_size)
         slots = torch.tensor(inputs.slot_mapping, device=self._device)
         return StepContext(self._kv_cache, slots, make_plan)
