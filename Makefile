@@ -42,7 +42,7 @@ sanitize: $(ENV)  ## tests of the kernels in C++ with checks of every address an
 	@tools/sanitize.sh $(ARGS)
 
 .PHONY: bench
-bench: $(ENV)  ## ratios against the limits of this machine and the table of goals, 10 minutes (ARGS="decode", all, --table)
+bench: $(ENV)  ## ratios against the limits of this machine and the table of goals, 12 minutes (ARGS="decode", all, --table)
 	@$(BIN)/python bench/run.py $(ARGS)
 
 .PHONY: bench-peers

@@ -9,8 +9,9 @@ many as one core can do, so that both deployments do the same work.
     split        encoder and prefill on core 0, decode on core 1, one thread each
     colocated    one worker, a thread on each of both cores
 
-The goal is that p99 under load is lower where split, with no picture less done but the one that is
-under way; the aim, 1.5 of the median at rest.
+The goal is that p99 under load is lower if split, with no image less done but the one in flight;
+the aim, 1.5 of the median at rest. Medians and tokens stand beside it: split decodes on one core of
+two, so it may decode fewer tokens while its p99 is lower.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the machine can do at this moment: read bandwidth and bfloat16 peak, in every round.
+"""What the machine can do at this moment: read bandwidth and speeds of products, in every round.
+
+Limits are made of `peak_probe`, the speed of oneDNN's product in bfloat16: what a library reaches.
+Beside it stands the peak of the processor itself (`machine_peak`), which is higher.
 
 What a benchmark of the model runner asks is timed between these probes, in the same rounds, so that
 whatever else the machine does slows all of them alike.
@@ -15,6 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import random_vlm
+from machine_peak import machine_peak_probe
 from sides import read_bandwidth
 
 PEAK_SIZE = 2048
@@ -27,8 +31,9 @@ the machine had other work: all count, the limit is not known, and `met` is null
 class Rounds:
     """Cases measured in turn with both probes; medians of rounds.
 
-    `seconds` of each case, `bandwidths` and `peaks` (bytes and operations per second) have one
-    value a round.
+    `seconds` of each case, `bandwidths`, `peaks` (oneDNN's product) and `machine_peaks` (the
+    processor's own; None if it cannot be probed) have one value a round, in bytes and operations
+    per second.
     """
 
     def __init__(self, cases: dict[Hashable, Callable[[], Any]], *, threads: int) -> None:
@@ -36,15 +41,18 @@ class Rounds:
         self.seconds: dict[Hashable, list[float]] = {case: [] for case in cases}
         self.bandwidths: list[float] = []
         self.peaks: list[float] = []
+        self.machine_peaks: list[float | None] = []
 
     def run(self, count: int) -> None:
         """Each case once uncounted, then so many rounds."""
         peak = peak_probe(seconds=SECONDS)
+        machine_peak = machine_peak_probe(self._threads, seconds=SECONDS)
         for run in self._cases.values():
             run()
         for _ in range(count):
             self.bandwidths.append(read_bandwidth(self._threads))
             self.peaks.append(peak())
+            self.machine_peaks.append(machine_peak())
             for case, run in self._cases.items():
                 self.seconds[case].append(seconds_per_call(run, seconds=SECONDS))
 
@@ -80,6 +88,13 @@ class Rounds:
             "probes_moved": round(moved, 2),
             "rounds": [len(counted), len(limits)],
         }
+        machine_peaks = [peak for peak in self.machine_peaks if peak is not None]
+        if operations and len(machine_peaks) == len(seconds):
+            shares = [
+                operations / peak / each for peak, each in zip(machine_peaks, seconds, strict=True)
+            ]
+            figures["of_machine"] = round(middle(shares), 3)
+            figures["machine_gflop_per_second"] = round(middle(machine_peaks) / 1e9)
         if num_bytes:
             figures["gb_per_second"] = round(num_bytes / middle(seconds) / 1e9, 1)
         if goal is not None:

@@ -1,6 +1,6 @@
 """Runs the benchmarks one after another: two at once would measure each other.
 
-    make bench                      those that answer the goals, then the table: at most 10 minutes
+    make bench                      those that answer the goals, then the table: at most 12 minutes
     make bench ARGS="scheduler"     one
     make bench ARGS="tables"        those behind the other tables of docs/performance.md
     make bench ARGS="all"           every one
@@ -22,7 +22,6 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -34,11 +33,12 @@ from pathlib import Path
 import pictures
 import table
 import tables
+from sides import seconds_of_others
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parent / "docs" / "performance.md"
 LATEST = table.RESULTS / "latest.jsonl"
-GOALS_MINUTES, DAY_MINUTES = 10.0, 24 * 60.0
+GOALS_MINUTES, DAY_MINUTES = 12.0, 24 * 60.0
 MARGIN_SECONDS = 10.0
 """For a benchmark that is cut to end what it started."""
 GOALS = (
@@ -55,12 +55,12 @@ GOALS = (
     "engine_step",
     "startup",
     "interference",
+    "cache",
 )
 TABLES = (
     "batching",
     "generate",
     "curves",
-    "cache",
     "split_ttft",
     "int8_accuracy",
     "jpeg_scaling",
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="measure nothing; every table")
     parser.add_argument("--document", action="store_true", help=f"the same, into {DOCUMENT.name}")
     parser.add_argument("--machine", type=_name, help="of another machine: a file of its own")
-    parser.add_argument("--minutes", type=float, help="at most; 10 for the goals alone")
+    parser.add_argument("--minutes", type=float, help="at most; 12 for the goals alone")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - {*GROUPS, *ALL})
     if unknown:
@@ -173,7 +173,7 @@ def _measure_all(
 ) -> None:
     """All in turn, then those again beside which the machine had other work; fills `runs`."""
     earlier = table.read(file)
-    if earlier and earlier[0] != _machine():
+    if earlier and {**earlier[0], "commit": ""} != {**_machine(), "commit": ""}:
         print(f"{file.name} is of another machine, and begins anew", flush=True)
         earlier = []
     for name in names:
@@ -195,19 +195,25 @@ def _write(file: Path, earlier: Sequence[table.Line], runs: Mapping[str, Run]) -
     """Replace what was said earlier of benchmarks that now gave figures."""
     new = {name: run.lines for name, run in runs.items() if len(run.lines) > 1}
     said = [json.loads(line) for lines in new.values() for line in lines]
-    table.write(file, [_machine(), *table.beside(earlier, {"machine", *new}), *said])
+    machine = earlier[0] if earlier else _machine()
+    table.write(file, [machine, *table.beside(earlier, {"machine", *new}), *said])
 
 
 def _measure(name: str, model: Path, most_seconds: float) -> Run:
     print(f"== {name}", flush=True)
-    began, others = time.perf_counter(), _seconds_of_others()
+    began, others = time.perf_counter(), seconds_of_others()
     command = [sys.executable, str(HERE / f"{name}.py")]
     if name in WITH_MODEL:
         command.append(f"--model={model}")
     status, said = _ended(command, most_seconds)
     seconds = time.perf_counter() - began
-    others = (_seconds_of_others() - others) / (seconds * (os.cpu_count() or 1))
-    took = {"bench": f"{name}.took", "seconds": round(seconds), "by_others": round(others, 2)}
+    others = (seconds_of_others() - others) / (seconds * (os.cpu_count() or 1))
+    took = {
+        "bench": f"{name}.took",
+        "seconds": round(seconds),
+        "by_others": round(others, 2),
+        "commit": _commit(),
+    }
     lines = [*said.splitlines(), json.dumps(took)]
     print("\n".join(lines), flush=True)
     return Run(status, seconds, lines)
@@ -228,20 +234,11 @@ def _ended(command: Sequence[str], most_seconds: float) -> tuple[int, str]:
         return process.returncode, said
 
 
-def _seconds_of_others() -> float:
-    """Processor time that went elsewhere since the start: other processes, the host's other guests.
-
-    A benchmark's own is that of children that have ended.
-    """
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _idle, _iowait, *more = map(
-        int, stat.read_text().split("\n")[0].split()[1:9]
-    )
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
-    return busy - own.ru_utime - own.ru_stime
+def _commit() -> str:
+    """What was measured, with a plus sign if files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def _machine() -> dict[str, object]:
@@ -256,6 +253,7 @@ def _machine() -> dict[str, object]:
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
+        "commit": _commit(),
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import resource
 import statistics
@@ -180,6 +181,22 @@ class Child:
         if not line:
             raise SystemExit(f"a side ended with {self._process.wait()}; see above")
         return dict(json.loads(line))
+
+
+def seconds_of_others() -> float:
+    """Processor time that went elsewhere since the start: other processes, the host's other guests.
+
+    A benchmark's own is that of children that have ended.
+    """
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, *more = map(
+        int, stat.read_text().split("\n")[0].split()[1:9]
+    )
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+    return busy - own.ru_utime - own.ru_stime
 
 
 def read_bandwidth(threads: int) -> float:

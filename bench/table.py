@@ -1,7 +1,8 @@
 """Goals against what was measured: lines of results in, one row a goal out. Pure.
 
-Where a benchmark has several lines for one goal, the worst of them answers it. Where the machine
-had other work meanwhile, a figure neither meets nor misses.
+If a benchmark has several lines for one goal, the worst of them answers it. If the machine had
+other work meanwhile, a single figure neither meets nor misses. A comparison of two sides that take
+turns is known if its rounds agree, or if every round is on the same side of the bound.
 """
 
 from __future__ import annotations
@@ -33,23 +34,34 @@ class Verdict(enum.StrEnum):
     AIM = "aim met"
     MET = "met"
     MISSED = "not met"
+    SHOWN = "no goal"
     BUSY = "not known: the machine was busy"
     ABSENT = "not measured"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """One line's figure."""
+    """One line's figure.
+
+    Attributes:
+        value: the figure.
+        is_known: False if the machine had other work and the figure may be off.
+        rounds: the same figure by round, if both sides of a comparison took turns.
+    """
 
     value: float
     is_known: bool = True
+    rounds: tuple[float, ...] = ()
 
 
 Figure = Callable[[Sequence[Line]], list[Reading]]
 
 
-def of(bench: str, *path: str, **fields: object) -> Figure:
-    """The figure, or all figures, at `path` of each line of a benchmark that has these fields."""
+def of(bench: str, *path: str | int, **fields: object) -> Figure:
+    """The figure, or all figures, at `path` of each line of a benchmark that has these fields.
+
+    A part of `path` is a key of an object, or the index in a list.
+    """
 
     def read(lines: Sequence[Line]) -> list[Reading]:
         return [
@@ -89,13 +101,13 @@ def ratio(above: Figure, below: Figure) -> Figure:
 def typical(rounds: Figure) -> Figure:
     """The median of rounds in which both sides of a comparison took turns.
 
-    It is known where they agree, whatever the machine did between them.
+    It is known if the rounds agree within `MOST_MOVED`: what slows both sides alike moves no ratio.
     """
 
     def read(lines: Sequence[Line]) -> list[Reading]:
-        values = [reading.value for reading in rounds(lines)]
+        values = tuple(reading.value for reading in rounds(lines))
         agree = bool(values) and max(values) <= MOST_MOVED * min(values)
-        return [Reading(statistics.median(values), agree)] if values else []
+        return [Reading(statistics.median(values), agree, values)] if values else []
 
     return read
 
@@ -144,11 +156,28 @@ def _row(goal: Goal, readings: Sequence[Reading]) -> Row:
         return Row(goal, None, Verdict.ABSENT)
     pick = max if goal.is_most else min
     value = pick(reading.value for reading in readings)
-    if not all(reading.is_known for reading in readings):
-        return Row(goal, value, Verdict.BUSY)
+    verdicts = [_verdict(goal, reading) for reading in readings]
+    for verdict in (Verdict.MISSED, Verdict.BUSY, Verdict.SHOWN, Verdict.MET):
+        if verdict in verdicts:
+            return Row(goal, value, verdict)
+    return Row(goal, value, Verdict.AIM)
+
+
+def _verdict(goal: Goal, reading: Reading) -> Verdict:
+    if goal.least is None and goal.aim is None:
+        return Verdict.SHOWN
+    if reading.is_known:
+        return _reached(goal, reading.value)
+    sides = {_reached(goal, value) for value in reading.rounds}
+    if sides == {Verdict.MET, Verdict.AIM}:
+        return Verdict.MET
+    return sides.pop() if len(sides) == 1 else Verdict.BUSY
+
+
+def _reached(goal: Goal, value: float) -> Verdict:
     if _reaches(goal, value, goal.aim):
-        return Row(goal, value, Verdict.AIM)
-    return Row(goal, value, Verdict.MET if _reaches(goal, value, goal.least) else Verdict.MISSED)
+        return Verdict.AIM
+    return Verdict.MET if _reaches(goal, value, goal.least) else Verdict.MISSED
 
 
 def _reaches(goal: Goal, value: float, bound: float | None) -> bool:
@@ -157,12 +186,13 @@ def _reaches(goal: Goal, value: float, bound: float | None) -> bool:
     return value <= bound if goal.is_most else value >= bound
 
 
-def _numbers(line: Line, path: Sequence[str]) -> Iterable[float]:
+def _numbers(line: Line, path: Sequence[str | int]) -> Iterable[float]:
     value: Any = line
     for key in path:
-        if key not in value:
+        try:
+            value = value[key]
+        except LookupError:
             return
-        value = value[key]
     if isinstance(value, dict):
         value = list(value.values())
     yield from map(float, value if isinstance(value, list) else [value])

@@ -52,7 +52,24 @@ def said(name: str, lines: Sequence[Line]) -> str:
     text = table.markdown(cells)
     if bench not in UNTIMED and not all(table.is_quiet(line, lines) for line in used):
         text += f"\n\nThe machine had other work while this was measured (`{bench}`)."
+    if name == "goals":
+        text += f"\n\n{measured_at(lines)}"
     return text
+
+
+def measured_at(lines: Sequence[Line]) -> str:
+    """Which commits the figures belong to, and which benchmarks to each.
+
+    A benchmark's own line names its commit; the machine's line names that of all others.
+    """
+    (others,) = [line.get("commit", "unknown") for line in _of(lines, "machine")] or ["unknown"]
+    by_commit: dict[str, list[str]] = {}
+    for line in lines:
+        bench, _, rest = line["bench"].partition(".")
+        if rest == "took" and "commit" in line and line["commit"] != others:
+            by_commit.setdefault(line["commit"], []).append(f"`{bench}`")
+    named = [f"{', '.join(sorted(names))} at `{commit}`" for commit, names in by_commit.items()]
+    return f"Measured at `{others}`" + (f"; {'; '.join(named)}." if named else ".")
 
 
 def goals(lines: Sequence[Line]) -> Cells:

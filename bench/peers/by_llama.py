@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -25,12 +26,13 @@ class Server:
     """The process and its address."""
 
     def __init__(self, model_dir: Path) -> None:
-        port = _free_port()
+        port, threads = _free_port(), str(os.cpu_count() or 1)
         self.url = f"http://127.0.0.1:{port}"
         command = [
             str(model_dir / "llama-server"), "-m", str(model_dir / "text.gguf"),
-            "--mmproj", str(model_dir / "mmproj.gguf"), "-t", "2", "-tb", "2",
-            "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "-b", "2048", "-ub", "512", "-fa", "on",
+            "--mmproj", str(model_dir / "mmproj.gguf"), "-t", threads, "-tb", threads,
+            "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "-b", "2048",
+            "-ub", str(serving.options()["ubatch_size"]), "-fa", "on",
             "--no-cache-prompt", "-cb", "--no-slots", "--no-webui",
             "--host", "127.0.0.1", "--port", str(port),
         ]  # fmt: skip

