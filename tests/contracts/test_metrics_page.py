@@ -61,12 +61,12 @@ def gateway_exposition() -> str:
 
 
 def families(text: str) -> Iterable[tuple[str, str, str]]:
-    """Name, type and labels; a counter's name is the one that is on the wire."""
+    """Name, type and labels; a counter's name is that of its samples on the wire."""
     for family in text_string_to_metric_families(text):
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         name = family.name
-        if family.type == "counter" and f"{name}_total" in WIRE_NAMES:
-            name = f"{name}_total"
+        if family.type == "counter":
+            (name,) = {one.name for one in family.samples if not one.name.endswith("_created")}
         yield name, family.type, ", ".join(f"`{label}`" for label in sorted(labels)) or "none"
 
 
