@@ -19,7 +19,8 @@ async def test_what_is_announced_may_be_fetched_before_its_call_goes_on() -> Non
     async with serving("encoder", TENTH) as worker:
         async with aclosing(encode(worker, IMAGE, transfer_id="e-1")) as replies:
             assert isinstance((await anext(replies)).event, Decoded)
-            outgoing = worker.parts.host.offers.local("e-1", KEY.request_id)
+            offers = worker.parts.host.offers
+            outgoing = offers.local("e-1", KEY.request_id, content=IMAGE.image_key)
             fetching = asyncio.create_task(outgoing.whole(IMAGE.num_tokens))
             [ready] = [reply.event async for reply in replies]
             assert isinstance(ready, ItemReady)

@@ -8,7 +8,14 @@ from contextlib import aclosing
 import pytest
 
 from vlm_worker.core.leases import Lease, LeaseKind, LeaseTable
-from vlm_worker.errors import CancelledError, GoneError, IncompatibleError, InvalidRequestError
+from vlm_worker.errors import (
+    CancelledError,
+    CorruptTransferError,
+    GoneError,
+    IncompatibleError,
+    InvalidRequestError,
+    Refusal,
+)
 from vlm_worker.roles.offers import Life, Offers
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.transport import ByteStream, Exposure, Ledger
@@ -20,6 +27,7 @@ from vlm_worker.wire.joining import joined
 LIFE = Life(b"b" * 16, "pod")
 KEY = RequestKey("r-1", 1)
 LAYOUT = b"f" * 16
+CONTENT = b"c" * 32
 
 
 class Table:
@@ -40,7 +48,7 @@ class Table:
             return memoryview(bytes(8 * count))
 
         outgoing = Outgoing(
-            LIFE.transfer_id(key, name, LAYOUT),
+            LIFE.transfer_id(key, name, LAYOUT, content=CONTENT),
             unit_bytes=8,
             max_units=8,
             export=export,
@@ -62,6 +70,17 @@ def test_it_is_found_by_its_request_alone() -> None:
         table.find(layout=b"g" * 16)
     with pytest.raises(GoneError, match="another life"):
         table.offers.find(FetchCall("t", b"x" * 16, LAYOUT, KEY), fingerprint=LAYOUT)
+
+
+def test_a_consumer_in_this_process_gets_what_it_is_made_from_alone() -> None:
+    table = Table()
+    outgoing = table.offer()
+    assert table.offers.local("t", KEY.request_id, content=CONTENT) is outgoing
+    with pytest.raises(CorruptTransferError, match="other tokens") as refused:
+        table.offers.local("t", KEY.request_id, content=b"d" * 32)
+    assert refused.value.refusal is Refusal.IDENTITY
+    with pytest.raises(GoneError):
+        table.offers.local("t", "r-2", content=CONTENT)
 
 
 @pytest.mark.parametrize("key", [KEY, RequestKey("r-2", 1)])

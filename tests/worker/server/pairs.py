@@ -64,7 +64,8 @@ class Pair:
                         tokens |= dict(enumerate(reply.event.token_ids, reply.event.first_index))
                     else:
                         assert isinstance(reply.event, Finished)
-        return [tokens[index] for index in range(len(tokens))]
+        first = request.num_delivered_tokens
+        return [tokens[index] for index in range(first, first + len(tokens))]
 
     async def _prefill(
         self, request: Request, accepted: asyncio.Future[Accepted], tokens: dict[int, int]

@@ -31,6 +31,7 @@ from worker.server.serving import Serving, serving
 from worker.server.test_shared_memory import exposures
 from worker.transfer.fetching import nothing_left
 
+from vlm_worker.core.prefix import content_of
 from vlm_worker.errors import GoneError, IncompatibleError, PeerLostError
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.testing import ChecksumRunner, answer_alone, assert_idle
@@ -174,7 +175,13 @@ async def learned(p: Serving) -> AsyncIterator[tuple[Peer, FetchCall]]:
 async def fetched(peer: Peer, call: FetchCall, fetch: Fetch = Fetch.KV) -> bytes:
     """All units."""
     reader = FrameReader(
-        TransferId(call.key, call.transfer_id, call.boot_id, call.fingerprint),
+        TransferId(
+            call.key,
+            call.transfer_id,
+            call.boot_id,
+            call.fingerprint,
+            content=content_of(request_of(NUM_TOKENS)),
+        ),
         unit_bytes=UNIT_BYTES,
         first_unit=0,
         end_unit=NUM_BLOCKS,

@@ -11,6 +11,7 @@ from worker.server.pairs import pair, until
 from worker.server.serving import KEY, TIMEOUT, request_of, serving
 
 from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.core.prefix import content_of
 from vlm_worker.testing import answer_alone
 from vlm_worker.transfer.incoming import Pull, checked
 from vlm_worker.types import RequestKey
@@ -50,7 +51,13 @@ async def test_all_but_the_last_chunk_has_come_before_the_last_chunk_is_computed
                 Fetch.KV, FetchCall("t-1", life, layout.fingerprint, KEY, 0), timeout=TIMEOUT
             )
             reader = FrameReader(
-                TransferId(KEY, "t-1", life, layout.fingerprint),
+                TransferId(
+                    KEY,
+                    "t-1",
+                    life,
+                    layout.fingerprint,
+                    content=content_of(request_of(NUM_TOKENS)),
+                ),
                 unit_bytes=layout.block_bytes,
                 first_unit=0,
                 end_unit=end,

@@ -80,6 +80,7 @@ def make_transfer(draw: random.Random) -> Transfer:
         draw.randbytes(16),
         b"layout-of-16-byt",
         f"pod-{draw.randint(0, 9)}",
+        draw.randbytes(32),
     )
     data = draw.randbytes(unit_bytes * (end_unit - first_unit))
     return Transfer(identity, unit_bytes, first_unit, end_unit, data)
@@ -159,6 +160,11 @@ def swap_items(frames: list[bytes], transfer: Transfer, draw: random.Random) -> 
     return _mixed(frames, transfer, draw, name="t-another")
 
 
+def other_content(frames: list[bytes], transfer: Transfer, draw: random.Random) -> list[bytes]:
+    """Of the same transfer, made from other tokens, pictures or salt."""
+    return _mixed(frames, transfer, draw, content=draw.randbytes(32))
+
+
 def other_pod(frames: list[bytes], transfer: Transfer, draw: random.Random) -> list[bytes]:
     """One frame of another pod."""
     others = _of(transfer, draw, frames, pod_uid="another")
@@ -178,7 +184,7 @@ def after_the_end(frames: list[bytes], _: Transfer, draw: random.Random) -> list
 
 DAMAGES: tuple[Damage, ...] = (
     flip, swap_halves, truncate, cut, lose, reorder, duplicate, replay, old_epoch, swap_requests,
-    swap_items, other_pod, other_layout, after_the_end,
+    swap_items, other_content, other_pod, other_layout, after_the_end,
 )  # fmt: skip
 
 

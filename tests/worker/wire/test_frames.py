@@ -24,7 +24,7 @@ from vlm_worker.wire.frames import (
 )
 from vlm_worker.wire.rooms import Rooms
 
-IDENTITY = TransferId(RequestKey("r-1", 1), "t-1", b"b" * 16, b"f" * 16, "pod-1")
+IDENTITY = TransferId(RequestKey("r-1", 1), "t-1", b"b" * 16, b"f" * 16, "pod-1", b"c" * 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +154,7 @@ def test_frames_lost_repeated_or_out_of_order_are_caught(
 OTHERS = {
     "another transfer": dataclasses.replace(IDENTITY, name="t-2"),
     "another request": dataclasses.replace(IDENTITY, key=RequestKey("r-2", 1)),
+    "another content": dataclasses.replace(IDENTITY, content=b"d" * 32),
     "another attempt": dataclasses.replace(IDENTITY, key=RequestKey("r-1", 2)),
     "another life": dataclasses.replace(IDENTITY, boot_id=b"c" * 16),
 }

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlm_worker.types import ImageItem
+from vlm_worker.types import ImageItem, Request
 
 
 def root(cache_salt: bytes, adapter: bytes = b"") -> bytes:
@@ -85,6 +85,15 @@ def extend_chain(
         block = token_ids[start : start + block_size]
         near = items if items and items[-1].end > start else ()
         hashes.append(extend(parent, block, near, start=start))
+
+
+def content_of(request: Request) -> bytes:
+    """32 bytes that stand for all that the KV of a request is made from, weights aside.
+
+    Tokens, pictures and salt: KV of another prompt or another tenant has another value.
+    """
+    token_ids = np.array(request.token_ids, np.int32)
+    return extend(root(request.cache_salt, request.adapter), token_ids, request.items, start=0)
 
 
 @dataclasses.dataclass(slots=True)

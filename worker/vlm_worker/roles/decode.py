@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from vlm_worker.core.prefix import content_of
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
 from vlm_worker.roles.host import Host, Transfer
@@ -106,7 +107,8 @@ class DecodeRole:
     ) -> AsyncGenerator[Reply[DecodeEvent]]:
         """Continue what this process itself has prefilled, or still does; needs no reservation."""
         host, key = self._host, call.request.key
-        prefilled = host.offers.local(call.kv.transfer_id, key.request_id)
+        content = content_of(call.request)
+        prefilled = host.offers.local(call.kv.transfer_id, key.request_id, content=content)
         if not host.offers.claim(call.kv.transfer_id, key):
             raise GoneError(f"transfer {call.kv.transfer_id} is not held here")
         stream = host.engine.adopt_local(call.request)
@@ -156,6 +158,7 @@ class DecodeRole:
                     source,
                     request.key,
                     fingerprint=self._layout.fingerprint,
+                    content=content_of(request),
                     unit_bytes=self._layout.block_bytes,
                     first_unit=receipt.first_block,
                     end_unit=-(-len(request.token_ids) // self._layout.block_size),

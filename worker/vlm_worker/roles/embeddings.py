@@ -114,8 +114,11 @@ class Embeddings:
     async def _local(self, item: int, source: Source) -> memoryview:
         """From the encoder in this process, without frames."""
         request = self._call.request
-        outgoing = self._host.offers.local(source.transfer_id, request.key.request_id)
-        return await outgoing.whole(request.items[item].num_tokens)
+        picture = request.items[item]
+        outgoing = self._host.offers.local(
+            source.transfer_id, request.key.request_id, content=picture.image_key
+        )
+        return await outgoing.whole(picture.num_tokens)
 
     async def _remote(self, item: int, source: Source) -> memoryview:
         """Over the wire; what arrives corrupt is fetched once more."""
@@ -131,7 +134,8 @@ class Embeddings:
         begun = time.monotonic()
         key = self._call.request.key
         layout = self._host.embed_layout
-        num_rows = self._call.request.items[item].num_tokens
+        picture = self._call.request.items[item]
+        num_rows = picture.num_tokens
         rows = room_of(num_rows * layout.row_bytes)
         async with self._host.peers.hold(source) as peer:
             transfer = pull(
@@ -141,6 +145,7 @@ class Embeddings:
                 source,
                 key,
                 fingerprint=layout.fingerprint,
+                content=picture.image_key,
                 unit_bytes=layout.row_bytes,
                 first_unit=0,
                 end_unit=num_rows,

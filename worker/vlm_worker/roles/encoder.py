@@ -143,7 +143,9 @@ class EncoderRole:
                 raise InvalidRequestError("the embedding has another size than its layout")
             return whole.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
 
-        identity = self._host.life.transfer_id(key, transfer_id, layout.fingerprint)
+        identity = self._host.life.transfer_id(
+            key, transfer_id, layout.fingerprint, content=picture.image_key
+        )
         outgoing = Outgoing(
             identity,
             unit_bytes=layout.row_bytes,

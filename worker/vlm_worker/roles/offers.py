@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from vlm_worker.core.leases import Lease, LeaseKind, LeaseTable
 from vlm_worker.errors import (
     CancelledError,
+    CorruptTransferError,
     GoneError,
     IncompatibleError,
     InvalidRequestError,
+    Refusal,
     WorkerError,
 )
 from vlm_worker.transfer.outgoing import Outgoing
@@ -39,9 +41,11 @@ class Life:
         if boot_id != self.boot_id:
             raise GoneError("the handle is from another life of this worker")
 
-    def transfer_id(self, key: RequestKey, name: str, fingerprint: bytes) -> TransferId:
+    def transfer_id(
+        self, key: RequestKey, name: str, fingerprint: bytes, *, content: bytes
+    ) -> TransferId:
         """What the frames of a transfer of ours carry."""
-        return TransferId(key, name, self.boot_id, fingerprint, self.pod_uid)
+        return TransferId(key, name, self.boot_id, fingerprint, self.pod_uid, content)
 
 
 class Offers:
@@ -95,15 +99,23 @@ class Offers:
             IncompatibleError: another layout.
         """
         self._life.check(call.boot_id)
-        outgoing = self.local(call.transfer_id, call.key.request_id)
+        outgoing = self._held(call.transfer_id, call.key.request_id)
         check_fingerprint(call.fingerprint, fingerprint)
         return outgoing
 
-    def local(self, transfer_id: str, request_id: str) -> Outgoing:
-        """As `find`, for a consumer in this process."""
-        outgoing = self._outgoing.get(transfer_id)
-        if outgoing is None or outgoing.request_id != request_id:
-            raise GoneError(f"transfer {transfer_id} is not held here")
+    def local(self, transfer_id: str, request_id: str, *, content: bytes) -> Outgoing:
+        """As `find`, for a consumer in this process, which knows what it must be made from.
+
+        Raises:
+            GoneError: as `find`.
+            CorruptTransferError: it is made from something else.
+        """
+        outgoing = self._held(transfer_id, request_id)
+        if outgoing.content != content:
+            raise CorruptTransferError(
+                f"transfer {transfer_id} is of other tokens, pictures or salt than the request",
+                refusal=Refusal.IDENTITY,
+            )
         return outgoing
 
     @contextlib.contextmanager
@@ -184,6 +196,12 @@ class Offers:
         for outgoing in self._outgoing.values():
             outgoing.close()
         self._outgoing.clear()
+
+    def _held(self, transfer_id: str, request_id: str) -> Outgoing:
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None or outgoing.request_id != request_id:
+            raise GoneError(f"transfer {transfer_id} is not held here")
+        return outgoing
 
     def _grant(self, lease_id: str, key: RequestKey, *, kind: LeaseKind, item: int | None) -> None:
         try:

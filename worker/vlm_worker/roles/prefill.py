@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from vlm_worker.core.prefix import content_of
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import EngineError
 from vlm_worker.roles.embeddings import Embeddings
@@ -110,8 +111,12 @@ class PrefillRole:
 
     def _offer(self, call: PrefillCall) -> Outgoing:
         key = call.request.key
-
-        identity = self._host.life.transfer_id(key, call.transfer_id, self._layout.fingerprint)
+        identity = self._host.life.transfer_id(
+            key,
+            call.transfer_id,
+            self._layout.fingerprint,
+            content=content_of(call.request),
+        )
         outgoing = Outgoing(
             identity,
             unit_bytes=self._layout.block_bytes,

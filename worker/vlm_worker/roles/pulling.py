@@ -28,12 +28,16 @@ def pull(
     key: RequestKey,
     *,
     fingerprint: bytes,
+    content: bytes,
     unit_bytes: int,
     first_unit: int,
     end_unit: int,
     into: Rooms | None = None,
 ) -> Pull:
-    """Begin a transfer; all sizes are what we ourselves know of layout and request."""
+    """Begin a transfer; all sizes are what we ourselves know of layout and request.
+
+    `content` is what the bytes must be made from (`TransferId`); a frame of another one voids it.
+    """
     transport = host.transport
     call = FetchCall(
         transfer_id=source.transfer_id,
@@ -45,7 +49,7 @@ def pull(
         invitation=transport.invitation(),
     )
     reader = FrameReader(
-        TransferId(key, source.transfer_id, source.boot_id, fingerprint),
+        TransferId(key, source.transfer_id, source.boot_id, fingerprint, content=content),
         unit_bytes=unit_bytes,
         first_unit=first_unit,
         end_unit=end_unit,

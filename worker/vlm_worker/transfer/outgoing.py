@@ -79,6 +79,11 @@ class Outgoing:
         return self._identity.key.request_id
 
     @property
+    def content(self) -> bytes:
+        """What it is made from; see `TransferId`."""
+        return self._identity.content
+
+    @property
     def num_readers(self) -> int:
         """Streams that are open."""
         return len(self._readers)

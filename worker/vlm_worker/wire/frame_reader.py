@@ -211,7 +211,7 @@ class FrameReader:
             ("version", header.version, VERSION, Refusal.SIZE),
             ("boot id", header.boot_id, ours.boot_id, Refusal.EPOCH),
             ("pod uid", header.pod, self._pod_hash, Refusal.EPOCH),
-            ("transfer", header.transfer, self._transfer_hash, Refusal.IDENTITY),
+            ("transfer or its content", header.transfer, self._transfer_hash, Refusal.IDENTITY),
             ("attempt", header.attempt, ours.key.attempt, Refusal.IDENTITY),
             ("sequence", header.sequence, self._sequence, Refusal.SEQUENCE),
             ("length", header.num_bytes, num_bytes, Refusal.SIZE),

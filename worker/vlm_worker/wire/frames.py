@@ -31,7 +31,7 @@ from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.copying import PLAIN, Copier, Lying, cut
 
 MAX_FRAME_BYTES = 1 << 20
-VERSION = 1
+VERSION = 2
 MAGIC = 0x4D465254  # "TRFM"
 HEADER = struct.Struct("<IHHIIIIII16s16s16s16s")
 _DIGEST_BYTES = 16
@@ -85,7 +85,9 @@ class TransferId:
     """Whose bytes these are; every frame carries it and every frame is held to it.
 
     `name` is the transfer's id. `pod_uid` may be None at the consumer, who then holds all frames to
-    that of the first.
+    that of the first. `content` is what the bytes were made from: `core.prefix.content_of` a
+    request for KV, the picture's content key for an embedding. Each side takes it from its own
+    request, so that KV of other tokens, pictures or tenants is refused.
     """
 
     key: RequestKey
@@ -93,16 +95,18 @@ class TransferId:
     boot_id: bytes
     fingerprint: bytes
     pod_uid: str | None = None
+    content: bytes = b""
 
     @property
     def transfer_hash(self) -> bytes:
-        """16 bytes that stand for the request and for which of its transfers this is."""
-        return _hash16(f"{self.key.request_id}\0{self.name}")
+        """16 bytes for the request, which of its transfers this is, and its content."""
+        text = f"{self.key.request_id}\0{self.name}\0".encode()
+        return _hash16(text + self.content)
 
     @property
     def pod_hash(self) -> bytes | None:
         """16 bytes that stand for the pod."""
-        return None if self.pod_uid is None else _hash16(self.pod_uid)
+        return None if self.pod_uid is None else _hash16(self.pod_uid.encode())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -289,5 +293,5 @@ def digest(header: memoryview | bytes, payload: memoryview) -> bytes:
     return found
 
 
-def _hash16(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+def _hash16(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
