@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,11 +17,13 @@ from worker.identity.questions import SHAPES
 
 from vlm_kernels.native_layers import has_layers
 from vlm_worker.core.families import load_family
+from vlm_worker.engine.guard import is_device_lost
+from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
 from vlm_worker.model.vision import Embedding, PatchProjection, PictureEncoder, use_patch_projection
 from vlm_worker.model.vision_block import VisionBlock, join_vision_blocks
-from vlm_worker.types import Stage
+from vlm_worker.types import PreparedImage, Stage
 
 
 class Tower(nn.Module):
@@ -115,3 +119,29 @@ def _rows(embeddings: Sequence[Embedding | Exception]) -> torch.Tensor:
     rows = [one.rows for one in embeddings if isinstance(one, Embedding)]
     assert len(rows) == len(embeddings)
     return torch.cat(rows)
+
+
+class AcceleratorError(RuntimeError):
+    """As torch names a device that is lost."""
+
+
+class LostTower:
+    """A model whose device is lost."""
+
+    def get_image_features(self, **_: object) -> object:
+        raise AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_what_the_device_raised_is_the_cause_of_every_images_error() -> None:
+    family = load_family(SHAPES)
+    encoder = PictureEncoder(LostTower(), family.processor, device=torch.device("cpu"))
+    geometry = family.geometry(56, 56)
+    values = math.prod(geometry.grid_thw) * family.processor.patch_dim
+    patches = np.zeros(values, np.float32).data
+    image = PreparedImage(bytes(32), geometry.grid_thw, geometry.num_tokens, patches)
+    for count in (1, 2):
+        results = encoder.encode([image] * count)
+        assert len(results) == count
+        for result in results:
+            assert isinstance(result, EngineError)
+            assert is_device_lost(result)

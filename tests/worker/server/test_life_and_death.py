@@ -17,13 +17,14 @@ from worker.server.pairs import (
     TIMEOUT,
     accept,
     collect,
+    encode,
     encoding,
     kill,
     pair,
     request_of,
     until,
 )
-from worker.server.serving import serving
+from worker.server.serving import page, serving
 
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.errors import (
@@ -41,6 +42,8 @@ from vlm_worker.wire.calls import (
     DecodeCall,
     FetchCall,
     FirstToken,
+    ItemFailed,
+    ItemReady,
     PrefillCall,
     ReserveCall,
 )
@@ -199,6 +202,36 @@ async def test_a_lost_device_fails_the_process_at_the_first_step() -> None:
         async with asyncio.timeout(TIMEOUT):
             await p.server.failed()
         assert p.server.state.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("fault", ["encode_error", "export_error"])
+async def test_an_encoder_whose_device_is_lost_is_neither_healthy_nor_ready(fault: str) -> None:
+    """It runs no step that would find the device lost."""
+    async with serving("encoder", TENTH) as worker:
+        error = AcceleratorError("CUDA error: an illegal memory access was encountered")
+        setattr(worker.runner.faults, fault, error)
+        replies = [reply.event async for reply in encode(worker, make_image(1, num_tokens=6))]
+        assert isinstance(replies[-1], ItemFailed)
+        assert "illegal memory access" in replies[-1].message
+        async with asyncio.timeout(60):
+            await worker.server.failed()
+        assert worker.server.state.phase is Phase.FAILED
+        for path in ("/healthz", "/readyz"):
+            assert (await page(worker.server, path))[0] == 503
+
+
+async def test_an_encoder_that_is_out_of_memory_counts_it_and_goes_on() -> None:
+    async with serving("encoder", TENTH) as worker:
+        worker.runner.faults.encode_error = MemoryError("no memory for 1 GiB")
+        replies = [reply.event async for reply in encode(worker, make_image(1, num_tokens=6))]
+        assert isinstance(replies[-1], ItemFailed)
+        assert worker.parts.engine.stats().out_of_memory == 1
+        worker.runner.faults.encode_error = None
+        key = RequestKey("r-2", 1)
+        image = make_image(2, num_tokens=6)
+        replies = [reply.event async for reply in encode(worker, image, key, transfer_id="e-2")]
+        assert isinstance(replies[-1], ItemReady)
+        assert worker.parts.complaint is None
 
 
 async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:

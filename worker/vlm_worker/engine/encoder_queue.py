@@ -108,6 +108,11 @@ class EncoderQueue:
         if self._queue.remove(entry) is not None:
             self._fail(entry, CancelledError("nobody waits for this picture any more"))
 
+    def note_failure(self, error: Exception) -> None:
+        """Count what a call of the device failed with: a lost device makes the engine unhealthy."""
+        self.num_out_of_memory += is_out_of_memory(error)
+        self.device_lost = self.device_lost or is_device_lost(error)
+
     def drain(self, error: Exception) -> int:
         """Fail what waits; returns how many pictures did."""
         num_failed = len(self._queue)
@@ -150,8 +155,7 @@ class EncoderQueue:
         self.busy.encoded([fill.num_patches for fill in batch], seconds)
         for fill, result in zip(batch, results, strict=True):
             if isinstance(result, Exception):
-                self.num_out_of_memory += is_out_of_memory(result.__cause__)
-                self.device_lost = self.device_lost or is_device_lost(result.__cause__)
+                self.note_failure(result)
                 self._fail(fill.entry, result)
             else:
                 self._complete(fill, result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from vlm_worker.core.batch import BatchBuilder
@@ -114,14 +114,30 @@ def guarded(what: str, call: Callable[[], T]) -> T:
 
 
 def is_device_lost(error: BaseException | None) -> bool:
-    """Whether a model's call ended with its device, as torch says it (torch.AcceleratorError)."""
-    return type(error).__name__ == "AcceleratorError"
+    """Whether a call ended with its device, as torch says it (torch.AcceleratorError).
+
+    The error itself or one of its causes says so.
+    """
+    return any(type(one).__name__ == "AcceleratorError" for one in _causes(error))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a model's call ended for want of memory, by what Python, CUDA and the CPU say."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
+    """Whether a call ended for want of memory, by what Python, CUDA and the CPU say.
+
+    The error itself or one of its causes says so.
+    """
+    return any(
+        isinstance(one, MemoryError)
+        or type(one).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(one)
+        for one in _causes(error)
     )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it, outermost first; a chain that repeats ends there."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__

@@ -285,7 +285,13 @@ class Pictures:
 
     def _rows(self, entry: Entry) -> memoryview:
         embedding = self.cache.get(entry)
-        return guarded("copying an embedding out", lambda: self._runner.export_embedding(embedding))
+        try:
+            return guarded(
+                "copying an embedding out", lambda: self._runner.export_embedding(embedding)
+            )
+        except EngineError as error:  # an encoder runs no step that would find a lost device
+            self.queue.note_failure(error)
+            raise
 
 
 def _check_capacity(runner: Runner, settings: EngineSettings) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.geometry import FixedProcessor, Processor
 from vlm_worker.errors import EngineError
 from vlm_worker.types import PreparedImage
@@ -71,14 +72,7 @@ class PictureEncoder:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
         """Encode pictures together; where that fails, one by one, so that each fails for itself."""
-        if not images:
-            return []
-        try:
-            return self._encode_together(images)
-        except (EngineError, RuntimeError, ValueError) as error:
-            if len(images) == 1:
-                return [_as_engine_error(error)]
-            return [self.encode([image])[0] for image in images]
+        return encode_each(self._encode_together, images)
 
     def _encode_together(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
         values = _joined([self._values(image) for image in images])
@@ -135,7 +129,3 @@ def _joined(values: Sequence[np.ndarray]) -> torch.Tensor:
     if len(values) == 1 and values[0].flags.writeable:  # torch has no tensors that are not
         return torch.from_numpy(values[0])
     return torch.from_numpy(np.concatenate(values))
-
-
-def _as_engine_error(error: Exception) -> EngineError:
-    return error if isinstance(error, EngineError) else EngineError(f"encoding failed: {error}")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vlm_worker.core.encoding import encode_each
 from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.testing.arithmetic import (
@@ -40,6 +41,8 @@ class Faults:
         bad_images: keys of pictures that fail, each by itself.
         crash_images: keys of pictures that make the whole encoder call raise.
         lost_images: keys of pictures for which the encoder returns nothing.
+        encode_error: what every encoder call raises, as a device that is lost or full does.
+        export_error: what every copy of an embedding out of the device raises.
     """
 
     step_seconds: float = 0.0
@@ -50,6 +53,8 @@ class Faults:
     bad_images: set[bytes] = dataclasses.field(default_factory=set)
     crash_images: set[bytes] = dataclasses.field(default_factory=set)
     lost_images: set[bytes] = dataclasses.field(default_factory=set)
+    encode_error: Exception | None = None
+    export_error: Exception | None = None
 
 
 class ChecksumRunner:
@@ -131,8 +136,13 @@ class ChecksumRunner:
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray | Exception]:
         """One number per visual token, made of the patches."""
+        return encode_each(self._encode_together, images)
+
+    def _encode_together(self, images: Sequence[PreparedImage]) -> list[np.ndarray | Exception]:
         self.batch_sizes.append(len(images))
         self._wait(self.faults.encode_seconds)
+        if self.faults.encode_error is not None:
+            raise self.faults.encode_error
         if any(image.image_key in self.faults.crash_images for image in images):
             raise RuntimeError("the encoder was told to crash")
         results: list[np.ndarray | Exception | None] = [
@@ -150,6 +160,8 @@ class ChecksumRunner:
 
     def export_embedding(self, embedding: np.ndarray) -> memoryview:
         """The numbers as bytes."""
+        if self.faults.export_error is not None:
+            raise self.faults.export_error
         return memoryview(embedding.tobytes())
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> np.ndarray:
