@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -23,19 +23,27 @@ WRITES = ("create", "update", "patch", "delete")
 class Live:
     """One operator process and the cluster that it works on.
 
-    `options` are more of its command line: the namespaces that it looks after, for one.
+    `options` are more of its command line: the namespaces that it looks after, for one. `program`
+    is what starts it.
     """
 
-    def __init__(self, plane: ControlPlane, folder: pathlib.Path, *options: str) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        folder: pathlib.Path,
+        *options: str,
+        program: Sequence[str] = (sys.executable, "-m", "vlm_operator"),
+    ) -> None:
         self.plane = plane
         self.folder = folder
         self._options = options
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the process and wait until it leads."""
         command = [
-            sys.executable, "-m", "vlm_operator", f"--kubeconfig={self.folder / 'kubeconfig'}",
+            *self._program, f"--kubeconfig={self.folder / 'kubeconfig'}",
             "--lease-namespace=triptych-system", "--identity=live", "--bind=127.0.0.1",
             "--metrics-port=0", *self._options,
         ]  # fmt: skip

@@ -138,6 +138,7 @@ def _parts(
         lease=lease,
         aside=aside,
         stop=asyncio.Event(),
+        identity=settings.identity,
     )
 
 

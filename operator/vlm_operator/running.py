@@ -15,6 +15,7 @@ import itertools
 import logging
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import kopf
 
@@ -43,6 +44,8 @@ class Parts:
         cluster: fenced by the lease.
         aside: where the lease is renewed.
         stop: set when the process is told to end.
+        identity: what kopf calls this process. Without one kopf asks for the user's name, and an
+            image's uid has none.
     """
 
     namespaces: tuple[str, ...]
@@ -53,6 +56,7 @@ class Parts:
     lease: Lease
     aside: Aside
     stop: asyncio.Event
+    identity: str
 
 
 async def lead(parts: Parts) -> int:
@@ -172,9 +176,11 @@ async def _operate(parts: Parts, kopf_stop: asyncio.Event) -> None:
 
     signals = asyncio.create_task(take_signals_back())
     existing = asyncio.all_tasks()
+    identity: Any = parts.identity  # kopf's type for it is not exported
     tasks = await kopf.spawn_tasks(
         registry=registry,
         memo=memo,
+        identity=identity,
         standalone=True,
         clusterwide=not parts.namespaces,
         namespaces=parts.namespaces,

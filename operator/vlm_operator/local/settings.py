@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .errors import StartError
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalSettings:
@@ -24,7 +26,16 @@ class LocalSettings:
     def read(cls, environment: Mapping[str, str] | None = None) -> "LocalSettings":
         """Read `environment`, by default that of this process."""
         env = dict(os.environ if environment is None else environment)  # noqa: TID251
-        home = Path(env.get("HOME") or Path.home())
-        cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
+        cache = Path(env.get("XDG_CACHE_HOME") or _home(env) / ".cache")
         assets = env.get("KUBEBUILDER_ASSETS")
         return cls(cache / "triptych", Path(assets) if assets else None, env)
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    try:
+        return Path(environment.get("HOME") or Path.home())
+    except RuntimeError:
+        raise StartError(
+            f"HOME is not set, and the user database has no entry of uid {os.getuid()}.",
+            "Set HOME or XDG_CACHE_HOME.",
+        ) from None
