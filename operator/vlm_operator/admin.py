@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from aiohttp import web
 
 from vlm_operator import metrics
+from vlm_operator.listening import listen
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ async def admin(
     runner = web.AppRunner(server, access_log=None)
     await runner.setup()
     try:
-        await web.TCPSite(runner, bind, port).start()
+        await web.SockSite(runner, listen(bind, port)).start()
         logger.info("metrics", extra={"bind": bind, "port": runner.addresses[0][1]})
         yield
     finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,25 +88,3 @@ def server(app: Any) -> Server:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
     )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; `::` takes IPv4 too, and is `0.0.0.0` where there is no IPv6.
-
-    Raises:
-        OSError: naming the address.
-    """
-    dual = host == "::" and socket.has_dualstack_ipv6()
-    if host == "::" and not dual:
-        host = "0.0.0.0"  # noqa: S104 - the same as "::", for hosts without IPv6
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=1024)
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
-        raise OSError(
-            f"cannot listen on {host} port {port}: {why}; choose another address or port"
-        ) from None
-    # asyncio does so only for sockets that it made itself; each token would wait 40 ms for an ACK.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock

@@ -16,11 +16,12 @@ from pathlib import Path
 from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.app import admin_app, public_app
 from vlm_worker.gateway.discovery import ApiServer, PodWatch
-from vlm_worker.gateway.http import Server, listen, server
+from vlm_worker.gateway.http import Server, server
 from vlm_worker.gateway.prompt import Language
 from vlm_worker.gateway.registry import Connect, static_pods
 from vlm_worker.gateway.service import Service
 from vlm_worker.settings import GatewaySettings
+from vlm_worker.wire.listening import listen
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from vlm_worker.server.meters import CONTENT_TYPE
+from vlm_worker.wire.listening import listen
 
 
 class HttpServer:
@@ -43,7 +44,7 @@ class HttpServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError where that cannot be."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        site = web.SockSite(self._runner, listen(host, port))
         await site.start()
         address: tuple[Any, ...] = self._runner.addresses[0]
         return int(address[1])

@@ -79,8 +79,7 @@ class WorkerServer:
         )
         self._grpc.add_generic_rpc_handlers(self._service.handlers())
         add_HealthServicer_to_server(self._health, self._grpc)
-        host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
-        self.grpc_port = add_port(self._grpc, f"{host}:{settings.grpc_port}")
+        self.grpc_port = add_port(self._grpc, settings.bind, settings.grpc_port)
         self.data_port = self._data.open(settings.bind, settings.data_port)
         self._service.data_port = settings.announced_data_port or self.data_port
         await self._set_health(serving=False)

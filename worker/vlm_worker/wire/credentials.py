@@ -14,6 +14,7 @@ from typing import Any, Final
 import grpc
 
 from vlm_worker.settings.timers import Timers
+from vlm_worker.wire.listening import bindable, listen
 from vlm_worker.wire.options import channel_options
 
 WARNING = (
@@ -34,19 +35,23 @@ def open_channel(address: str, timers: Timers) -> Any:
     return grpc.aio.insecure_channel(address, options=channel_options(timers))
 
 
-def add_port(server: Any, address: str) -> int:
+def add_port(server: Any, address: str, port: int) -> int:
     """Let a `grpc.aio.Server` listen; returns the port.
+
+    gRPC makes its own socket: it cannot be given one.
 
     Raises:
         OSError: the address cannot be bound.
     """
+    host = bindable(address)
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        port: int = server.add_insecure_port(address)
+        bound: int = server.add_insecure_port(target)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    if port == 0:
-        raise OSError(f"cannot listen on {address}")
-    return port
+        raise OSError(f"--grpc-port={port}: cannot listen on {target}: {error}") from error
+    if bound == 0:
+        raise OSError(f"--grpc-port={port}: cannot listen on {target}")
+    return bound
 
 
 def open_data_port(address: str, port: int) -> socket.socket:
@@ -55,15 +60,10 @@ def open_data_port(address: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be bound.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server(
-            (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=address == "::"
-        )
+        listener = listen(address, port, backlog=_BACKLOG)
     except OSError as error:
-        raise OSError(
-            f"--data-port={port}: cannot listen on {address}: {error.strerror}"
-        ) from error
+        raise OSError(f"--data-port={port}: {error}") from error
     listener.setblocking(False)
     return listener
 
