@@ -1,5 +1,6 @@
 """The family table against transformers, which defines what is right."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -160,6 +161,32 @@ def test_items_that_disagree_with_the_prompt_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         family.positions([3, 5, 5, 5, 5, 4], items)
+
+
+@given(prompt=prompts(), excess=st.integers(0, 2**31 - 1 - 704), data=st.data())
+def test_a_token_without_an_embedding_is_refused_wherever_it_stands(
+    prompt: tuple[list[int], list[ImageItem]], excess: int, data: st.DataObject
+) -> None:
+    """The table has rows for ids below 704; what lies beyond must not be read as another token."""
+    ids, items = prompt
+    index = data.draw(st.integers(0, len(ids)))
+    while any(item.offset < index < item.end for item in items):
+        index += 1
+    moved = [
+        dataclasses.replace(item, offset=item.offset + (item.offset >= index)) for item in items
+    ]
+    beyond = [*ids[:index], 704 + excess, *ids[index:]]
+    with pytest.raises(InvalidRequestError, match=rf"token_ids\[{index}\] is {704 + excess};.*704"):
+        load_family(MODEL).positions(beyond, moved)
+
+
+def test_a_placeholder_beyond_the_table_is_taken_with_its_picture_alone(family: Family) -> None:
+    """LLaVA's <image> may be the first id that has no row."""
+    beyond = dataclasses.replace(family, image_token_id=family.vocab_size)
+    placeholders = [beyond.image_token_id] * 4
+    beyond.positions([3, *placeholders, 4], [ImageItem(b"", 1, 4, (1, 4, 4))])
+    with pytest.raises(InvalidRequestError, match=r"token_ids\[5\] is 704"):
+        beyond.positions([3, *placeholders, 704], [ImageItem(b"", 1, 4, (1, 4, 4))])
 
 
 def test_placeholders_expand_in_place(family: Family) -> None:

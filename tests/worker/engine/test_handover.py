@@ -23,6 +23,7 @@ from vlm_worker.testing import (
     answer_alone,
     embed,
 )
+from vlm_worker.testing.arithmetic import VOCABULARY
 from vlm_worker.types import (
     FinishedEvent,
     FinishReason,
@@ -160,6 +161,17 @@ async def test_receiving_needs_a_reservation_and_every_block(start: Any) -> None
     await engine.release(request.key)
     with pytest.raises(GoneError):
         await engine.import_blocks(request.key, 0, block)
+
+
+async def test_a_first_token_that_the_model_does_not_have_is_refused(start: Any) -> None:
+    engine: Engine = start()
+    request = text(length=8)
+    await engine.reserve(request.key, 9)
+    await engine.receive(request)
+    await engine.import_blocks(request.key, 0, memoryview(bytes(2 * 32)))
+    with pytest.raises(CorruptTransferError, match=f"first token is {VOCABULARY}"):
+        await engine.start_decode(request.key, VOCABULARY)
+    await engine.release(request.key)
 
 
 @pytest.mark.parametrize(

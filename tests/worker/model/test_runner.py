@@ -113,6 +113,35 @@ def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str, kv_d
         away.import_blocks([1, 2], memoryview(blocks[:-1]))
 
 
+def test_no_token_is_read_as_another_one(runner: ModelRunner, seen: Question) -> None:
+    """An id without a row ends the step; a placeholder without one is its picture's."""
+    stepper = Stepper(runner)
+    sequence = stepper.start(seen, (), max_tokens=8)
+    index = next(i for i, token in enumerate(seen.token_ids) if token > 10)
+    sequence.token_ids[index] = runner.family.vocab_size
+    with pytest.raises(IndexError):
+        stepper.generate([sequence], max_tokens=1, chunk=4096, eos=None)
+
+
+def test_a_placeholder_may_lie_beyond_the_table(runner: ModelRunner, seen: Question) -> None:
+    near, far = build_runner(SETTINGS), build_runner(SETTINGS)
+    placeholder = near.family.image_token_id
+    beyond = near.family.vocab_size + 3
+    checkpoint = far._loaded.checkpoint
+    family = dataclasses.replace(far.family, image_token_id=beyond)
+    far._loaded = dataclasses.replace(
+        far._loaded, checkpoint=dataclasses.replace(checkpoint, family=family)
+    )
+    token_ids = tuple(beyond if token == placeholder else token for token in seen.token_ids)
+    answers = []
+    for one, question in ((near, seen), (far, dataclasses.replace(seen, token_ids=token_ids))):
+        stepper = Stepper(one)
+        sequence = stepper.start(question, (), max_tokens=8)
+        stepper.generate([sequence], max_tokens=8, chunk=4096, eos=None)
+        answers.append(sequence.answer)
+    assert answers[0] == answers[1]
+
+
 def test_one_bad_picture_of_a_batch_fails_alone(runner: ModelRunner, seen: Question) -> None:
     good, other = seen.pictures
     poisoned = np.frombuffer(other.patches, np.float32).copy()

@@ -55,13 +55,17 @@ def check_items(
     items: Sequence[ImageItem],
     *,
     image_token_id: int,
+    vocab_size: int,
     num_tokens_of: Callable[[Grid], int | None],
 ) -> None:
     """Raise InvalidRequestError unless items are sorted, apart, inside, and made of placeholders.
 
-    Items come over the wire from the gateway; a worker believes none of their numbers.
+    Items come over the wire from the gateway; a worker believes none of their numbers. Every other
+    token has a row of the embedding table: its id is below `vocab_size`. A placeholder needs none,
+    because the rows of its picture take its place.
     """
     end = 0
+    has_row = token_ids < vocab_size
     for number, item in enumerate(items):
         num_tokens = num_tokens_of(item.grid_thw)
         if num_tokens is None:
@@ -81,4 +85,12 @@ def check_items(
                 f"items[{number}] covers tokens {item.offset} to {item.end}, "
                 "which are not all image placeholders"
             )
+        has_row[item.offset : item.end] = True
         end = item.end
+    if not has_row.all():
+        index = int(has_row.argmin())
+        raise InvalidRequestError(
+            f"token_ids[{index}] is {token_ids[index]}; the model has embeddings for ids below "
+            f"{vocab_size}",
+            param="token_ids",
+        )

@@ -131,6 +131,11 @@ class Handover:
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} decodes already")
         if sequence.sink.missing:
             raise CorruptTransferError(f"blocks {sorted(sequence.sink.missing)} never came")
+        if not 0 <= first_token_id < self._runner.vocab_size:
+            raise CorruptTransferError(
+                f"the first token is {first_token_id}; the model's ids are below "
+                f"{self._runner.vocab_size}"
+            )
         sequence.sink.stream = stream
         sequence.token_ids = np.append(sequence.token_ids, np.int32(first_token_id))
         if first_token_id in stop_ids(sequence, eos_token_ids=settings.eos_token_ids):

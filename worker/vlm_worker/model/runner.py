@@ -248,9 +248,14 @@ class ModelRunner:
         return embedding.rows
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of the table; some families number placeholders beyond it."""
-        table = self._model.get_input_embeddings()
-        rows: torch.Tensor = table(ids.masked_fill(ids >= table.num_embeddings, 0))
+        """Of the table. Some families number the placeholder beyond it; no other id may be there.
+
+        `Family.positions` refuses a request with such an id, and a placeholder without a picture.
+        """
+        table, placeholder = self._model.get_input_embeddings(), self.family.image_token_id
+        if placeholder >= table.num_embeddings:
+            ids = ids.masked_fill(ids == placeholder, 0)
+        rows: torch.Tensor = table(ids)
         return rows
 
     def _to_write(self, block_ids: Sequence[int]) -> np.ndarray:

@@ -159,13 +159,15 @@ class Family:
             `[P, T]` int64, P = `num_position_rows`; and delta: token i >= T stands at i + delta.
 
         Raises:
-            InvalidRequestError: an item overlaps, lies outside, or is unlike its grid or tokens.
+            InvalidRequestError: an item overlaps, lies outside, or is unlike its grid or tokens; or
+                a token has no embedding.
         """
         ids = np.asarray(token_ids, dtype=np.int64)
         position_rules.check_items(
             ids,
             items,
             image_token_id=self.image_token_id,
+            vocab_size=self.vocab_size,
             num_tokens_of=self.processor.num_tokens,
         )
         if self.spec.positions == "rope":
