@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -12,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import Tokenizer
 from worker.gateway.pictures import encoded
 from worker.gateway.stack import MODEL
 
+from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart
 from vlm_worker.gateway.prompt import Language, check_context
@@ -44,6 +48,24 @@ TURNS = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused_at_start(tmp_path: Path) -> None:
+    """The ids of tokens that were added to the tokenizer alone have no row in the table."""
+    for file in MODEL.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    num_free = language().family.vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<FOO{number}>" for number in range(num_free)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    Language(tmp_path)  # each has a row
+    tokenizer.add_tokens(["<BAR>", "<BAZ>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(
+        ModelConfigError, match=r"tokenizer\.json: '<BAR>' has the id 704, one of 2 .*below 704"
+    ):
+        Language(tmp_path)
 
 
 def their_part(part: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vlm_worker.model.loader import load_model
 from vlm_worker.types import Stage
 
 WEIGHTS = "model.safetensors"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n"
 LM = (Stage.PREFILL, Stage.DECODE)
 
 
@@ -112,7 +114,7 @@ def without(name: str) -> Callable[[Path], None]:
         ),
         pytest.param(
             lambda d: edit(d, lambda c: c.update(model_type="llama")),
-            "model_type is 'llama'; the families that are built: .*qwen2_5_vl",
+            r"model_type is 'llama', .* use .*qwen2_5_vl.*docs/families\.md",
             id="another family",
         ),
         pytest.param(
@@ -129,6 +131,26 @@ def without(name: str) -> Callable[[Path], None]:
             lambda d: (d / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0notjson!"),
             "no safetensors header",
             id="not safetensors",
+        ),
+        pytest.param(
+            lambda d: (d / WEIGHTS).write_text(POINTER),
+            rf"{WEIGHTS}: is a Git LFS pointer.*git lfs pull",
+            id="LFS pointer",
+        ),
+        pytest.param(
+            lambda d: (d / "config.json").write_text(POINTER),
+            r"config\.json: is a Git LFS pointer",
+            id="config is an LFS pointer",
+        ),
+        pytest.param(
+            lambda d: (d / "config.json").write_text("[" * 100_000),
+            r"config\.json: is not JSON",
+            id="deep",
+        ),
+        pytest.param(
+            lambda d: edit(d, lambda c: c["text_config"].update(hidden_act={})),
+            "cannot be loaded: ",
+            id="what transformers cannot read",
         ),
         pytest.param(
             lambda d: (d / WEIGHTS).write_bytes(b""), "no safetensors header", id="empty file"
@@ -152,6 +174,24 @@ def test_an_unreadable_model_is_refused_with_path_and_fix(
     with pytest.raises(ModelConfigError, match=message) as caught:
         load_model(model_dir, LM)
     assert "config.json" in str(caught.value) or str(model_dir) in str(caught.value)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+@pytest.mark.parametrize(
+    "method", ["awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors", "finegrained_fp8"]
+)
+def test_a_quantized_checkpoint_is_refused_naming_the_field(
+    model_dir: Path, method: str, part: str | None
+) -> None:
+    def quantize(config: dict[str, Any]) -> None:
+        fields = config if part is None else config[part]
+        fields["quantization_config"] = {"quant_method": method, "bits": 4}
+
+    edit(model_dir, quantize)
+    with pytest.raises(
+        ModelConfigError, match=rf"quantization_config: quant_method is '{method}'; .*bfloat16"
+    ):
+        load_model(model_dir, LM)
 
 
 def test_a_half_needs_only_its_own_tensors(model_dir: Path) -> None:

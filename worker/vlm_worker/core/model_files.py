@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vlm_worker.errors import WorkerError
 
@@ -14,14 +14,30 @@ class ModelConfigError(WorkerError):
     """The model's files ask for what this worker cannot do: whoever chose the model must act."""
 
 
+LFS_POINTER: Final = b"version "
+"""How Git LFS begins the file that it leaves in place of a large one; no JSON, no safetensors."""
+
+
+def check_no_pointer(path: Path, beginning: bytes) -> None:
+    """Raise ModelConfigError if a file of this beginning is what Git LFS leaves in its place."""
+    if beginning.startswith(LFS_POINTER):
+        raise ModelConfigError(
+            f"{path}: is a Git LFS pointer, not the file itself; run `git lfs pull` where the "
+            "model was cloned, and copy it again"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; raises ModelConfigError where there is none."""
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ModelConfigError(f"{path}: cannot be read: {reason}") from error
-    except ValueError as error:
+    check_no_pointer(path, data[: len(LFS_POINTER)])
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path}: is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path}: holds no JSON object")
@@ -59,6 +75,16 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"must be an integer of at least {least}, not {value!r}")
         return value
+
+    def counts(self, name: str, *, least: int = 1) -> tuple[int, ...]:
+        """An integer of at least `least`, or a list of them; required."""
+        value = self._values.get(name)
+        found = value if isinstance(value, list) else [value]
+        if any(isinstance(x, bool) or not isinstance(x, int) or x < least for x in found):
+            raise self.error(
+                name, f"must be an integer of at least {least} or a list of them, not {value!r}"
+            )
+        return tuple(found)
 
     def number(self, name: str, default: float) -> float:
         """A positive number."""

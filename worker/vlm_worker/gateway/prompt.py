@@ -6,7 +6,6 @@ messages ─▶ template ─▶ pieces ─▶ ids ─▶ one placeholder a pictu
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vlm_worker.core.families import Family, ModelConfigError, load_family
+from vlm_worker.core.model_files import LFS_POINTER, Fields, check_no_pointer, read_json
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import Message
@@ -63,6 +63,7 @@ class Language:
     def __init__(self, model_dir: Path) -> None:
         self.family: Family = load_family(model_dir)
         self.tokenizer: Tokenizer = _load_tokenizer(model_dir)
+        _check_ids(model_dir / "tokenizer.json", self.tokenizer, self.family)
         self._pieces = PieceEncoder(self.tokenizer, self.family)
         self._longest_token = max(len(token) for token in self.tokenizer.get_vocab())
         self._prefix, self._suffix, self._bos = self._surroundings(model_dir)
@@ -115,7 +116,12 @@ class Language:
         """What the tokenizer itself puts before and after a text, and the beginning's name."""
         bare = self.tokenizer.encode("a", add_special_tokens=False).ids
         full = self.tokenizer.encode("a", add_special_tokens=True).ids
-        at = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
+        if not bare or at is None:
+            raise ModelConfigError(
+                f"{model_dir / 'tokenizer.json'}: the letter 'a' has no tokens; use the tokenizer "
+                "that belongs to these weights"
+            )
         return full[:at], full[at + len(bare) :], _named_tokens(model_dir).get("bos_token")
 
 
@@ -156,17 +162,34 @@ def context_exceeded(what: str, limit: int, param: str) -> ApiError:
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer:
     path = model_dir / "tokenizer.json"
+    if path.is_file():
+        with path.open("rb") as file:
+            check_no_pointer(path, file.read(len(LFS_POINTER)))
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises nothing narrower
         raise ModelConfigError(f"{path}: cannot be read: {error}") from error
 
 
+def _check_ids(path: Path, tokenizer: Tokenizer, family: Family) -> None:
+    """Raise unless each token has an embedding, the placeholder of pictures apart."""
+    beyond = [
+        (token_id, token)
+        for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()
+        if token_id >= family.vocab_size and token_id != family.image_token_id
+    ]
+    if not beyond:
+        return
+    token_id, token = min(beyond)
+    raise ModelConfigError(
+        f"{path}: {token!r} has the id {token_id}, one of {len(beyond)} tokens without an "
+        f"embedding; vocab_size in config.json gives one to ids below {family.vocab_size}. Use the "
+        "tokenizer that belongs to these weights, or call resize_token_embeddings and save again"
+    )
+
+
 def _read_optional(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_bytes()) if path.exists() else {}
-    if not isinstance(value, dict):
-        raise ModelConfigError(f"{path}: holds no JSON object")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _named_tokens(model_dir: Path) -> dict[str, str]:
@@ -181,19 +204,22 @@ def _named_tokens(model_dir: Path) -> dict[str, str]:
 
 
 def _sampling_defaults(model_dir: Path) -> SamplingDefaults:
-    config = _read_optional(model_dir / "generation_config.json")
-    repetition_penalty = float(config.get("repetition_penalty") or 1.0)
+    path = model_dir / "generation_config.json"
+    # 0 and null mean: not set
+    given = {name: value for name, value in _read_optional(path).items() if value}
+    fields = Fields(str(path), given)
+    repetition_penalty = fields.number("repetition_penalty", 1.0)
     if not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
         raise ModelConfigError(
-            f"{model_dir / 'generation_config.json'}: repetition_penalty is {repetition_penalty}; "
+            f"{path}: repetition_penalty is {repetition_penalty}; "
             f"it must be above 0 and at most {MAX_REPETITION_PENALTY:g}"
         )
-    if not config.get("do_sample"):
+    if "do_sample" not in fields:
         return SamplingDefaults(repetition_penalty=repetition_penalty)
     return SamplingDefaults(
-        temperature=float(config.get("temperature") or 1.0),
-        top_p=float(config.get("top_p") or 1.0),
-        top_k=int(config.get("top_k") or 0),
-        min_p=float(config.get("min_p") or 0.0),
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        top_k=fields.count("top_k") if "top_k" in fields else 0,
+        min_p=fields.number("min_p", 1.0) if "min_p" in fields else 0.0,
         repetition_penalty=repetition_penalty,
     )

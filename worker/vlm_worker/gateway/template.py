@@ -20,7 +20,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vlm_worker.core.families import ModelConfigError
+from vlm_worker.core.model_files import ModelConfigError, read_json
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart, Message
 
@@ -37,7 +37,14 @@ class ChatTemplate:
     def __init__(
         self, source: str, control_tokens: Sequence[str], named_tokens: Mapping[str, str]
     ) -> None:
-        self._template = _environment().from_string(source)
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ModelConfigError(
+                f"the model's chat template (chat_template.jinja, or chat_template in "
+                f"tokenizer_config.json) cannot be read: {line}{error}"
+            ) from error
         self._named_tokens = dict(named_tokens)
         longest_first = sorted(control_tokens, key=len, reverse=True)
         pattern = "|".join(re.escape(token) for token in longest_first)
@@ -145,11 +152,14 @@ def read_template(model_dir: Path) -> str | None:
     """`chat_template.jinja`, else what stands in `tokenizer_config.json`; None without either."""
     path = model_dir / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelConfigError(f"{path}: is not UTF-8: {error}") from error
     config = model_dir / "tokenizer_config.json"
     if not config.exists():
         return None
-    template = json.loads(config.read_bytes()).get("chat_template")
+    template = read_json(config).get("chat_template")
     if template is not None and not isinstance(template, str):
         raise ModelConfigError(f"{config}: chat_template must be one string")
     return template

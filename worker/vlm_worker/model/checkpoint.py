@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_worker.core.families import Family, load_family
-from vlm_worker.core.model_files import ModelConfigError, read_json
+from vlm_worker.core.model_files import ModelConfigError, check_no_pointer, read_json
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -135,13 +135,15 @@ def _read_header(file: Path) -> dict[str, Any]:
     """The header, and a check that the file is as long as it says."""
     try:
         with file.open("rb") as stream:
-            size = _header_size(file, stream.read(8))
+            prefix = stream.read(8)
+            check_no_pointer(file, prefix)
+            size = _header_size(file, prefix)
             header = json.loads(stream.read(size))
         header.pop("__metadata__", None)
         end = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except OSError as error:
         raise ModelConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, AttributeError, LookupError, TypeError) as error:
+    except (ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ModelConfigError(f"{file}: no safetensors header; copy the file again") from error
     if file.stat().st_size < end:
         raise ModelConfigError(

@@ -244,8 +244,10 @@ def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) 
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )
-    except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise ModelConfigError(f"{checkpoint.path}: cannot be loaded: {error}") from error
+    except Exception as error:  # what transformers raises depends on what the files ask for
+        raise ModelConfigError(
+            f"{checkpoint.path}: cannot be loaded: {type(error).__name__}: {_one_line(error)}"
+        ) from error
     missing = sorted(report["missing_keys"])
     misshapen = sorted(str(key[0]) for key in report["mismatched_keys"])
     if missing or misshapen or report["error_msgs"]:
@@ -258,6 +260,10 @@ def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) 
     unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unread, f"never read: {unread[:3]}"
     return model
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _log(loaded: LoadedModel) -> None:

@@ -6,13 +6,12 @@ Imports are where they are needed: a checksum runner brings no torch, a gateway 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from vlm_worker.core.families import Family, load_family
+from vlm_worker.core.model_files import Fields, read_json
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.serve.sources import fetch_model
@@ -89,15 +88,18 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """What ends an answer: of generation_config.json, else of config.json."""
+    """What ends an answer: of generation_config.json, else of config.json.
+
+    Raises ModelConfigError where it is no id.
+    """
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.exists():
             continue
-        fields: dict[str, Any] = json.loads(path.read_bytes())
-        found = fields.get("eos_token_id", fields.get("text_config", {}).get("eos_token_id"))
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+        fields = Fields(str(path), read_json(path))
+        part = fields if "eos_token_id" in fields else fields.child("text_config")
+        if "eos_token_id" in part:
+            return part.counts("eos_token_id", least=0)
     return ()
 
 

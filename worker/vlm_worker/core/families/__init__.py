@@ -45,6 +45,8 @@ def load_family(model_dir: str | Path) -> Family:
     image_processor = processor.get("image_processor")
     if image_processor is None:
         image_processor = read_json(root / "preprocessor_config.json")
+    elif not isinstance(image_processor, Mapping):
+        raise Fields(str(combined), processor).error("image_processor", "must be an object")
     return parse_family(config, image_processor, processor)
 
 
@@ -64,9 +66,27 @@ def parse_family(
     if spec is None:
         known = ", ".join(sorted(FAMILIES))
         raise files.config.error(
-            "model_type", f"is {model_type!r}; the families that are built: {known}"
+            "model_type",
+            f"is {model_type!r}, which is not served; use a model of one of these families: "
+            f"{known} (docs/families.md lists models and limits)",
         )
+    _check_not_quantized(files.config)
     return spec.parse(spec, files)
+
+
+def _check_not_quantized(config: Fields) -> None:
+    """Raise where the weights are those of a quantization library (AWQ, GPTQ, FP8, ...)."""
+    for part in (config, config.child("text_config")):
+        for name in ("quantization_config", "compression_config"):
+            if name not in part:
+                continue
+            fields = part.child(name)
+            method = fields.text("quant_method", "unknown")
+            raise fields.error(
+                "quant_method",
+                f"is {method!r}; quantized checkpoints are not served. Use the model's checkpoint "
+                "in bfloat16 or float32; --weights=int8 rounds it at start",
+            )
 
 
 __all__ = [
