@@ -14,6 +14,7 @@ from worker.gateway.stack import BLOCK_SIZE, MODEL
 from vlm_worker.core.families import ModelConfigError
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import parse_completion
+from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import Config
 from vlm_worker.gateway.orchestrate.job import Job
 from vlm_worker.gateway.prepare import Preparer
@@ -34,7 +35,9 @@ def prepared(tmp_path: Path, generation: dict[str, Any]) -> Preparer:
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "generation_config.json").write_text(json.dumps(generation))
-    return Preparer(Language(model), "m", 256, BLOCK_SIZE, any_priority=True)
+    return Preparer(
+        Language(model), "m", 256, BLOCK_SIZE, Salts("m", lambda: None), any_priority=True
+    )
 
 
 async def job(preparer: Preparer, **said: Any) -> Job:
@@ -93,5 +96,7 @@ async def test_a_bias_of_a_token_beyond_the_model_s_is_refused(preparer: Prepare
 
 
 def test_a_model_whose_penalty_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelConfigError, match="repetition_penalty is -1"):
+    with pytest.raises(
+        ModelConfigError, match="repetition_penalty must be a positive number, not -1"
+    ):
         prepared(tmp_path, {"repetition_penalty": -1})

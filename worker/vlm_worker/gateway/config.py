@@ -132,4 +132,4 @@ class Live:
         keys = load_keys(self._keys_path)
         if keys != self.now.keys:
             self.now = dataclasses.replace(self.now, keys=keys)
-            logger.info("keys applied", extra={"tenants": [name for name, _ in keys.by_tenant]})
+            logger.info("keys applied", extra={"tenants": [key.tenant for key in keys.by_tenant]})

@@ -13,7 +13,7 @@ from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart
 from vlm_worker.gateway.api.requests import ChatRequest, CompletionRequest, Options
 from vlm_worker.gateway.api.sampling import SamplingOptions
-from vlm_worker.gateway.auth import cache_salt
+from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import Admission, Config
 from vlm_worker.gateway.orchestrate.job import Job
 from vlm_worker.gateway.pictures import Picture, read_pictures
@@ -42,6 +42,7 @@ class Preparer:
     served_name: str
     max_model_len: int
     block_size: int
+    salts: Salts
     any_priority: bool = False
 
     async def chat(
@@ -95,7 +96,7 @@ class Preparer:
             pictures=pictures,
             prompt_without=prompt_without,
             sampling=_sampling(ask.options.sampling, self.language.defaults, max_tokens),
-            cache_salt=cache_salt(self.served_name, ask.tenant),
+            cache_salt=self.salts.of(ask.tenant),
             skip_corrupt=ask.config.limits.on_corrupt == "Skip",
             max_wait_seconds=max_wait_seconds(ask.config.admission),
             block_size=self.block_size,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlm_worker.client import WorkerClient
+from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import Live
 from vlm_worker.gateway.meters import Meters
 from vlm_worker.gateway.orchestrate.background import Background
@@ -59,6 +60,7 @@ class Service:
             served_name=settings.served_name,
             max_model_len=settings.max_model_len,
             block_size=settings.block_size,
+            salts=Salts(settings.served_name, lambda: self.live.now.keys),
             any_priority=settings.any_priority,
         )
         self.boot_id = secrets.token_hex(16)
