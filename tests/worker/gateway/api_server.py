@@ -12,6 +12,16 @@ from aiohttp import web
 PATH = "/api/v1/namespaces/{namespace}/pods"
 
 
+COMPAT = "ours"
+REPLICA_SET: dict[str, Any] = {
+    "apiVersion": "apps/v1",
+    "kind": "ReplicaSet",
+    "name": "demo-decode-1",
+    "uid": "00000000-0000-0000-0000-000000000001",
+    "controller": True,
+}
+
+
 def pod(
     name: str,
     *,
@@ -20,15 +30,19 @@ def pod(
     ready: str = "True",
     accepting: str | None = None,
     deleted: bool = False,
+    owner: dict[str, Any] | None = REPLICA_SET,
+    compat: str | None = COMPAT,
     **labels: str,
 ) -> dict[str, Any]:
     conditions = [{"type": "ContainersReady", "status": ready}]
     if accepting is not None:
         conditions.append({"type": "triptych.dev/accepting", "status": accepting})
-    metadata: dict[str, Any] = {
-        "name": name,
-        "labels": {"triptych.dev/service": "demo", "triptych.dev/role": role, **labels},
-    }
+    own = {"triptych.dev/service": "demo", "triptych.dev/role": role, **labels}
+    if compat is not None:
+        own["triptych.dev/compat"] = compat
+    metadata: dict[str, Any] = {"name": name, "labels": own}
+    if owner is not None:
+        metadata["ownerReferences"] = [owner]
     if deleted:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     status = {"conditions": conditions} | ({"podIP": ip} if ip else {})

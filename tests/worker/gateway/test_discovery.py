@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
-from worker.gateway.api_server import ApiServer, pod
+from worker.gateway.api_server import COMPAT, REPLICA_SET, ApiServer, pod
 
 from vlm_worker.gateway import discovery
 from vlm_worker.gateway.discovery import KEEP_SECONDS, DiscoveryError, PodWatch
@@ -48,7 +48,7 @@ async def watching(api: ApiServer, **options: object) -> AsyncIterator[Seen]:
         server,
         namespace="ns",
         service="demo",
-        compat="",
+        compat=COMPAT,
         on_pods=seen,
         clock=lambda: seen.now,
     )
@@ -174,7 +174,18 @@ async def test_outside_of_a_cluster_it_says_what_to_do() -> None:
         pytest.param(
             pod("a", ready="Unknown"), KnownPod("a", "127.0.0.5:9000", ready=False), id="unknown"
         ),
-        pytest.param(pod("a", **{"triptych.dev/compat": "x"}), None, id="another compat set"),
+        pytest.param(pod("a"), KnownPod("a", "127.0.0.5:9000"), id="a worker"),
+        pytest.param(pod("a", compat="x"), None, id="another compat set"),
+        pytest.param(pod("a", compat=None), None, id="no compat label"),
+        pytest.param(pod("a", compat=""), None, id="an empty compat label"),
+        pytest.param(pod("a", owner=None), None, id="made by hand"),
+        pytest.param(
+            pod("a", owner={**REPLICA_SET, "controller": False}), None, id="owned, not controlled"
+        ),
+        pytest.param(pod("a", owner={**REPLICA_SET, "kind": "Job"}), None, id="of a Job"),
+        pytest.param(
+            pod("a", owner={**REPLICA_SET, "apiVersion": "x.dev/v1"}), None, id="of another API"
+        ),
         pytest.param({}, None, id="nothing"),
         pytest.param({"metadata": [], "status": 5}, None, id="nonsense"),
     ],
@@ -182,4 +193,4 @@ async def test_outside_of_a_cluster_it_says_what_to_do() -> None:
 def test_a_pod_is_read_as_what_it_may_do(
     value: dict[str, object], expected: KnownPod | None
 ) -> None:
-    assert known_pod(value, compat="ours") == expected
+    assert known_pod(value, compat=COMPAT) == expected

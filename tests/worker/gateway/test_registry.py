@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import pytest
+from worker.server.serving import serving
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.pods import KnownPod
@@ -54,3 +56,25 @@ def _counted(peer: Peer) -> int:
 
 def _load(*, num_inflight: int) -> Load:
     return Load(num_inflight, 0, 0.0, 4096, 4096, True, b"boot")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "complaint"),
+    [("", "its compat is not set"), ("c2", "its compat is c2, not c1"), ("c1", "")],
+)
+async def test_a_worker_of_no_or_another_compat_gets_no_request(
+    theirs: str, complaint: str
+) -> None:
+    """Whoever answers at a worker's address must be of the set that the gateway fronts."""
+    async with serving("decode", f"--compat={theirs}") as worker:
+        registry = Registry(served_name="shapes", compat="c1")
+        registry.apply([KnownPod("a", worker.client.address)])
+        peer = registry.by_name["a"]
+        try:
+            async with asyncio.timeout(60):
+                while not peer.complaint and not peer.hello:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert peer.complaint.startswith(complaint)
+            assert bool(registry.candidates()) == (not complaint)
+        finally:
+            await registry.close()

@@ -75,6 +75,9 @@ WRONG = {
     "a hub model without organisation": ([*HF[:2], "--model=hf://name"], "hf://org/name"),
     "another source": ([*HF[:2], "--model=s3://bucket/x"], "neither a directory nor hf://"),
     "a gateway without workers": (GATEWAY, "--worker=HOST:PORT"),
+    "a gateway that watches pods of any compat": (
+        ["gateway", *CONTRACT_GATEWAY[:-1]], "--compat: give it with --namespace"
+    ),
     "a gateway with both": (["gateway", *CONTRACT_GATEWAY, "--worker=a:1"], "not both"),
     "an address without port": ([*GATEWAY, "--worker=a"], "HOST:PORT"),
 }  # fmt: skip

@@ -3,6 +3,9 @@
 A pod may get requests when it is not being deleted, its containers are ready, and the readiness
 gate `triptych.dev/accepting` is not False. The Pod's own Ready condition says less: it is False too
 while the gate merely has not been set yet.
+
+A pod is of the service if a ReplicaSet controls it and it has the service's compat. A label of the
+service alone does not make it one. Those who may create pods can forge all of it (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -30,13 +33,18 @@ class KnownPod:
 
 
 def known_pod(pod: Mapping[str, Any], *, compat: str) -> KnownPod | None:
-    """A worker pod; None where it is none, has no address yet, or is of another compat set."""
+    """A worker pod; None where it is none, has no address yet, or is of another compat set.
+
+    A pod without a compat label is of another set.
+    """
     metadata, status = _part(pod, "metadata"), _part(pod, "status")
     labels = _part(metadata, "labels")
     ip = status.get("podIP")
     if labels.get(ROLE_LABEL) not in WORKER_ROLES or not isinstance(ip, str) or not ip:
         return None
-    if compat and labels.get(COMPAT_LABEL, compat) != compat:
+    if labels.get(COMPAT_LABEL) != compat:
+        return None
+    if not any(_is_controller(owner) for owner in metadata.get("ownerReferences") or ()):
         return None
     conditions = {
         c.get("type"): c.get("status")
@@ -51,6 +59,16 @@ def known_pod(pod: Mapping[str, Any], *, compat: str) -> KnownPod | None:
         ready=conditions.get("ContainersReady") == "True",
         # A pod that goes may still be the last one that can serve: it drains.
         accepting=not deleted and conditions.get(ACCEPTING_GATE) != "False",
+    )
+
+
+def _is_controller(owner: Any) -> bool:
+    """Whether a Deployment's ReplicaSet made the pod; a pod made by hand has no controller."""
+    return (
+        isinstance(owner, Mapping)
+        and owner.get("controller") is True
+        and owner.get("kind") == "ReplicaSet"
+        and str(owner.get("apiVersion", "")).startswith("apps/")
     )
 
 

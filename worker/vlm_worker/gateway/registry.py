@@ -253,8 +253,9 @@ class Registry:
         """Whether a worker serves what we serve."""
         if hello.model != self._served_name:
             raise IncompatibleError(f"it serves {hello.model!r}, not {self._served_name!r}")
-        if self._compat and hello.compat and hello.compat != self._compat:
-            raise IncompatibleError(f"its compat is {hello.compat}, not {self._compat}")
+        if self._compat and hello.compat != self._compat:
+            found = hello.compat or "not set (--compat)"
+            raise IncompatibleError(f"its compat is {found}, not {self._compat}")
 
 
 async def _comes_within(event: asyncio.Event, seconds: float) -> bool:

@@ -89,6 +89,8 @@ def _gateway(
         fail("give --namespace and --service to watch pods, or --worker=HOST:PORT, not both")
     if not args.worker and not (args.namespace and args.service):
         fail("--namespace and --service go together")
+    if not args.worker and not args.compat:
+        fail("--compat: give it with --namespace and --service; pods of another one are not used")
     return GatewaySettings(
         **common,
         bind=args.bind,
