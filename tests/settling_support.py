@@ -78,7 +78,26 @@ class Pod:
     phase: str = "pending"
     ready_since: float | None = None
     scheduled_since: float | None = None
+    became_ready: float | None = None
+    unready_since: float | None = None
+    back_at: float = float("inf")
     gone_at: float = float("inf")
+
+    @property
+    def view(self) -> PodView:
+        ready = self.phase == "ready"
+        return PodView(
+            self.uid,
+            self.variant,
+            self.phase,
+            self.created,
+            # the gate keeps its time when a container starts again
+            self.ready_since if ready else None,
+            self.scheduled_since,
+            served=self.ready_since is not None,
+            became_ready=self.became_ready if ready else None,
+            unready_since=None if ready else self.unready_since,
+        )
 
 
 class World:
@@ -118,7 +137,13 @@ class World:
         pod = Pod(f"pod-{self.count}", role, name, self.now)
         if ready:
             pod.phase, pod.ready_since, pod.scheduled_since = "ready", self.now, self.now
+            pod.became_ready = self.now
         self.pods.append(pod)
+
+    def crash(self, pod: Pod, *, down: float):
+        """A ready pod's process ends, or its node goes silent, for that long."""
+        assert pod.phase == "ready"
+        pod.phase, pod.unready_since, pod.back_at = "starting", self.now, self.now + down
 
     def write(self, role, manager, replicas):
         self.numbers[role], self.owners[role] = replicas, manager
@@ -135,10 +160,7 @@ class World:
                 replicas=self.numbers[role],
                 owner=self.owners[role],
                 live=live,
-                pods=tuple(
-                    PodView(p.uid, p.variant, p.phase, p.created, p.ready_since, p.scheduled_since)
-                    for p in own
-                ),
+                pods=tuple(item.view for item in own),
                 rolling=self.rolling,
             )
         samples = {
@@ -184,8 +206,11 @@ class World:
                 )
                 if used < self.nodes.get(item.variant, 10**9):
                     item.phase, item.scheduled_since = "starting", self.now
-            if item.phase == "starting" and self.now - item.created >= self.startup:
-                item.phase, item.ready_since = "ready", self.now
+            if item.phase == "starting" and self.now >= min(
+                item.back_at, float("inf") if item.ready_since else item.created + self.startup
+            ):
+                item.phase, item.became_ready = "ready", self.now
+                item.ready_since = item.ready_since or self.now
         self._reconcile()
 
     def _reconcile(self):

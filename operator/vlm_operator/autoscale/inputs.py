@@ -231,4 +231,14 @@ def _pod(pod: PodState) -> PodView:
         phase = "pending"
     elif pod.ready:
         phase = "ready"
-    return PodView(pod.uid, pod.variant, phase, pod.created, pod.taking_since, pod.scheduled_since)
+    return PodView(
+        uid=pod.uid,
+        variant=pod.variant,
+        phase=phase,
+        created=pod.created,
+        ready_since=pod.taking_since,
+        scheduled_since=pod.scheduled_since,
+        served=pod.served,
+        became_ready=pod.ready_since,
+        unready_since=pod.unready_since,
+    )

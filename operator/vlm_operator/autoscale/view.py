@@ -21,6 +21,11 @@ class PodView:
         created: seconds since the epoch.
         ready_since: seconds since the epoch; None until it takes work.
         scheduled_since: when it got its node, seconds since the epoch; None where unknown.
+        served: its containers were ready at least once.
+        became_ready: when it last became ready, seconds since the epoch; later than `ready_since`
+            if it was not ready in between. None while it is not, or where unknown.
+        unready_since: when it last ceased to be ready, seconds since the epoch; None while it is,
+            or where unknown.
     """
 
     uid: str
@@ -29,6 +34,9 @@ class PodView:
     created: float
     ready_since: float | None = None
     scheduled_since: float | None = None
+    served: bool = False
+    became_ready: float | None = None
+    unready_since: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

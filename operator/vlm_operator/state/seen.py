@@ -64,6 +64,11 @@ class PodState:
         return min(began) if self.ready and began else None
 
     @property
+    def served(self) -> bool:
+        """Whether its containers were ever ready: only then is its gate written."""
+        return self.ready or self.containers_ready or self.accepting is not None
+
+    @property
     def starting(self) -> bool:
         """On a node, and not ready yet."""
         return self.scheduled and not self.ready and not self.draining and not self.finished

@@ -12,7 +12,7 @@ from vlm_operator.api.tuning import Tuning as WrittenTuning
 from vlm_operator.autoscale.inputs import service_policy, service_view
 from vlm_operator.autoscale.tuning import Tuning, constants
 from vlm_operator.names import Role
-from vlm_operator.observe import node_class, observe, pod_states
+from vlm_operator.observe import node_class, observe, pod_states, seconds
 from vlm_operator.pods import place
 from vlm_operator.rollout import current_revisions, keep_defaults
 from vlm_operator.testing import settle
@@ -167,3 +167,37 @@ def test_a_pod_that_is_not_ready_has_not_begun():
     }
     (found,) = pod_states([manifest])
     assert found.ready_since is None
+
+
+def test_a_pod_that_crashed_is_known_to_have_served_by_the_gate_that_outlives_it():
+    """The API server keeps the gate, and its time, when a container starts again."""
+
+    def manifest(*conditions):
+        return {
+            "metadata": {
+                "name": "p",
+                "uid": "u",
+                "labels": {"triptych.dev/role": "decode"},
+                "creationTimestamp": "2026-01-01T00:00:00Z",
+            },
+            "spec": {"nodeName": "n"},
+            "status": {
+                "conditions": [
+                    {
+                        "type": name,
+                        "status": status,
+                        "lastTransitionTime": f"2026-01-01T00:{minute:02}:00Z",
+                    }
+                    for name, status, minute in conditions
+                ]
+            },
+        }
+
+    gate = ("triptych.dev/accepting", "True", 2)
+    created = seconds("2026-01-01T00:00:00Z")
+    (loads,) = pod_states([manifest(("Ready", "False", 1))])
+    (down,) = pod_states([manifest(("Ready", "False", 30), gate)])
+    (back,) = pod_states([manifest(("Ready", "True", 31), gate)])
+    assert [pod.served for pod in (loads, down, back)] == [False, True, True]
+    assert down.unready_since == created + 30 * 60
+    assert (back.taking_since, back.ready_since) == (created + 2 * 60, created + 31 * 60)

@@ -115,6 +115,8 @@ def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> S
         pool = view.pools.get(role)
         for pod in pool.pods if pool is not None else ():
             if pod.phase in ("pending", "starting"):
+                if pod.served and pod.uid not in memory.starting:
+                    continue  # a container that starts again is no start of a pod
                 if len(starting) < MAX_STARTING:
                     starting[pod.uid] = pod.created
             elif pod.phase == "ready" and pod.uid in memory.starting:

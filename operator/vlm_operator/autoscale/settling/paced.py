@@ -29,12 +29,14 @@ class Exhausted:
     Attributes:
         times: that it happened in a row; each doubles the wait.
         nodes: it gave not even a node.
+        late: uids of the pods that it did not make ready.
     """
 
     since: float
     until: float
     times: int
     nodes: bool = False
+    late: tuple[str, ...] = ()
 
     @property
     def what(self) -> str:

@@ -29,6 +29,7 @@ class Stock:
         standing: decided replicas.
         pending: pods on no node.
         overdue: pods that are in their phase of a start for too long: no capacity.
+        never_ready: uids of those of them that have never been ready.
         stuck: those of them that are on no node.
         draining, active, live: draining pods, all others, and what Deployments ask for; these know
             variants that the policy has no longer, too.
@@ -37,6 +38,7 @@ class Stock:
     standing: Mapping[str, int]
     pending: Mapping[str, int]
     overdue: Mapping[str, int]
+    never_ready: Mapping[str, tuple[str, ...]]
     stuck: Mapping[str, int]
     draining: Mapping[str, int]
     active: Mapping[str, int]
@@ -101,7 +103,7 @@ def take_stock(
     slow = [
         pod
         for pod in pool.of("starting")
-        if now - _placed(pod) >= waits.get(pod.variant, (0.0, 0.0))[1]
+        if now - _began(pod) >= waits.get(pod.variant, (0.0, 0.0))[1]
     ]
     standing = _standing(policy, pool, pace)
 
@@ -113,6 +115,13 @@ def take_stock(
         standing=standing,
         pending=within(list(pool.of("pending"))),
         overdue=within([*stuck, *slow]),
+        never_ready={
+            name: tuple(
+                pod.uid for pod in (*stuck, *slow) if pod.variant == name and not pod.served
+            )
+            for name, count in standing.items()
+            if count
+        },
         stuck=within(stuck),
         draining=_count(list(pool.of("draining"))),
         active=_count([pod for pod in pool.pods if pod.phase != "draining"]),
@@ -126,7 +135,8 @@ def exhausted(
     """Which node types are not tried now, as remembered and as pods show it.
 
     Each time in a row doubles the wait. A pod that has become ready since then ends it, and where
-    nodes were lacking one that has got a node does.
+    nodes were lacking one that has got a node does. A pod that was ready before says nothing about
+    its node type: its process or its node failed, and the next pod may well start.
     """
     found: dict[str, Exhausted] = {}
     for item in policy.variants:
@@ -134,11 +144,12 @@ def exhausted(
         own = [pod for pod in pool.pods if pod.variant == item.name]
         if known is not None and any(_came(pod, known) for pod in own):
             known = None
-        if stock.overdue.get(item.name) and (known is None or known.until <= now):
+        late = stock.never_ready.get(item.name)
+        if late and (known is None or known.until <= now):
             times = 1 if known is None else known.times + 1
             wait = tuning.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
             lacking = bool(stock.stuck.get(item.name))
-            known = Exhausted(since=now, until=now + wait, times=times, nodes=lacking)
+            known = Exhausted(since=now, until=now + wait, times=times, nodes=lacking, late=late)
         if known is not None and now < known.until + tuning.exhausted_seconds:
             found[item.name] = known
     return found
@@ -146,13 +157,16 @@ def exhausted(
 
 def _came(pod: PodView, known: Exhausted) -> bool:
     """Whether a pod shows that its node type gives again what it did not give."""
-    if pod.phase == "ready" and (pod.ready_since or 0.0) > known.since:
-        return True
+    if pod.phase == "ready":
+        became = max(pod.ready_since or 0.0, pod.became_ready or 0.0)
+        return pod.uid in known.late or became > known.since
     return known.nodes and (pod.scheduled_since or 0.0) > known.since
 
 
-def _placed(pod: PodView) -> float:
-    """When a pod got its node; its creation, where nobody says."""
+def _began(pod: PodView) -> float:
+    """When the start of a pod on a node began: on the node, or after it was last ready."""
+    if pod.served and pod.unready_since is not None:
+        return pod.unready_since
     return pod.created if pod.scheduled_since is None else pod.scheduled_since
 
 

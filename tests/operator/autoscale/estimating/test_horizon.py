@@ -1,5 +1,7 @@
 """Start-ups are measured, slopes must rise, and yesterday is a floor."""
 
+import dataclasses
+
 import pytest
 from estimating_support import NOW, PLAIN, Pod, Service, policy
 from hypothesis import given
@@ -7,12 +9,15 @@ from hypothesis import strategies as st
 
 from vlm_operator.autoscale.estimating.horizon import (
     SeasonMemory,
+    StartupMemory,
     forecast,
     ninth_tenth,
     planned,
     rising_slope,
+    time_startups,
     with_hour,
 )
+from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import Role
 
 HOUR = 3600.0
@@ -135,3 +140,17 @@ def test_a_week_has_its_own_season_once_two_were_seen():
     assert eve[3] < 2.5
     monday = start + 24 * 7 * 4 * HOUR
     assert forecast(policy(), memory, monday + HOUR) > 4.0
+
+
+def test_a_container_that_starts_again_is_no_start_of_a_pod():
+
+    def seen(now: float, pod: PodView) -> View:
+        return View(now, {Role.DECODE: PoolView(1, None, {}, (pod,))}, {})
+
+    loads = PodView("x", "plain", "starting", NOW, scheduled_since=NOW)
+    about_to = dataclasses.replace(loads, served=True)  # its gate is not seen yet
+    ready = dataclasses.replace(about_to, phase="ready", ready_since=NOW + 90)
+    memory = StartupMemory()
+    for now, pod in ((0, loads), (85, about_to), (90, ready), (900, about_to), (910, ready)):
+        memory = time_startups(policy(), seen(NOW + now, pod), memory)
+    assert memory.seconds == {"decode/plain": (90.0,)}

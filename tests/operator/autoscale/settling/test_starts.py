@@ -1,7 +1,9 @@
 """Pods that do not come are written off by their phase, and their node type is let alone."""
 
+import dataclasses
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from settling_support import NOW, TICK, World, need, pool, service, variant
 
@@ -9,8 +11,13 @@ from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.estimating.horizon import Phases
 from vlm_operator.autoscale.policy import Budget
-from vlm_operator.autoscale.settling.paced import PoolPace
-from vlm_operator.autoscale.settling.stock import Stock, patience, take_stock
+from vlm_operator.autoscale.settling.paced import Exhausted, PoolPace
+from vlm_operator.autoscale.settling.stock import (
+    Stock,
+    exhausted,
+    patience,
+    take_stock,
+)
 from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
@@ -107,3 +114,65 @@ def test_a_pod_waits_on_for_its_node_where_the_budget_allows_no_other_type(mode)
     assert not dear
     world.nodes = {"a": 3}
     assert run(world, 2.9, 60).capacity == ""
+
+
+@given(
+    crashes=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 50), st.floats(1, 3000)), max_size=5
+    ),
+    mode=st.sampled_from([ScalingMode.MANUAL, ScalingMode.EXTERNAL, ScalingMode.AUTO]),
+    asked=st.integers(40, 60),
+)
+@settings(max_examples=30)
+def test_a_pod_that_was_ready_never_shows_that_its_node_type_lacks_anything(crashes, mode, asked):
+    """Ticks are 40 s; pods are down for up to 50 minutes, from before the pool is asked to grow."""
+    rules = pool(DECODE, HEAVY, mode=mode, replicas=2)
+    world = World(service(rules), {DECODE: {"a": 2}})
+    world.phases = TIMED
+    for tick in range(asked):
+        for which, at, down in crashes:
+            ready = [pod for pod in world.pods if pod.phase == "ready"]
+            if at == tick and which < len(ready):
+                world.crash(ready[which], down=down)
+        assert world.tick([need(1.5)], seconds=40)[DECODE].capacity == ""
+    standing = world.replicas(DECODE)
+    world.policy = service(dataclasses.replace(rules, replicas=standing + 1))
+    if mode is ScalingMode.EXTERNAL:
+        world.write(DECODE, "hpa", standing + 1)
+    assert world.tick([need(standing + 0.5)])[DECODE].to >= standing + 1
+
+
+@pytest.mark.parametrize("mode", [ScalingMode.EXTERNAL, ScalingMode.MANUAL])
+def test_a_pool_grows_after_its_pod_was_killed_and_came_back(mode):
+    rules = pool(DECODE, variant("a"), mode=mode, replicas=2)
+    world = World(service(rules), {DECODE: {"a": 2}})
+    run(world, 2.0, 600)
+    world.crash(world.pods[0], down=9.0)
+    assert world.tick([need(2.0)])[DECODE].capacity == ""
+    run(world, 2.0, 15)
+    world.policy = service(dataclasses.replace(rules, replicas=3))
+    world.write(DECODE, "kubectl", 3)
+    assert world.tick([need(2.0)])[DECODE].variants == {"a": 3}
+
+
+def test_a_pod_that_is_down_for_longer_than_a_start_is_no_capacity_and_gets_a_substitute():
+    world = World(service(pool(DECODE, variant("a"))), {DECODE: {"a": 2}})
+    run(world, 2.0, 600)
+    world.crash(world.pods[0], down=1e6)
+    assert run(world, 2.0, 60).variants == {"a": 2}, "it may come back"
+    assert run(world, 2.0, 10).variants == {"a": 3}
+
+
+def test_a_pod_that_becomes_ready_ends_the_write_off():
+    """Though its gate is older, or its time, in whole seconds, seems to be."""
+    rules = pool(DECODE, variant("a"))
+    known = Exhausted(since=NOW + 0.7, until=NOW + 600, times=1, late=("late",))
+    pace = PoolPace(NOW, rules.mode, exhausted={"a": known})
+    all_along = PodView("x", "a", "ready", NOW - 900, NOW - 800, NOW - 890, True)
+    back = dataclasses.replace(all_along, became_ready=NOW + 3)
+    late = PodView("late", "a", "ready", NOW - 60, NOW, NOW - 50, True, became_ready=NOW)
+    for pod, found in ((all_along, {"a": known}), (back, {}), (late, {})):
+        seen = PoolView(1, None, {"a": 1}, (pod,))
+        estimate = Estimate((), {}, True, 0.0, {})
+        counted = take_stock(rules, seen, pace, estimate, Tuning(), now=NOW + 5)
+        assert exhausted(rules, seen, counted, pace, Tuning(), now=NOW + 5) == found
