@@ -3,8 +3,10 @@
 event of a VLMService (kopf), or of anything with our labels (informer) ─▶ App.wake
                                                              the daemon takes a turn ◀─┘
 
-No handler looks at what changed: the loop reads everything. kopf keeps the daemon, and the
-finalizer that it puts on the object until the daemon returns. For an object that it first meets
+An event of a VLMService wakes its loop only if it changed what a turn reads from users and from
+kopf: `signature` names it. The operator's own status write changes nothing of that, so it starts no
+turn. Beyond that no handler looks at what changed: the loop reads everything. kopf keeps the
+daemon, and the finalizer that it puts on the object until the daemon returns. For an object that it first meets
 while it is being deleted kopf starts no daemon and drops the finalizer as soon as the handlers of
 that event have returned: then `changed` itself goes on with the drain that another process left.
 Nothing here raises PermanentError, after which kopf would never start the daemon again.
@@ -16,7 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import kopf
@@ -39,6 +41,23 @@ _DELETED = kopf.DaemonStoppingReason.RESOURCE_DELETED
 _EXITING = kopf.DaemonStoppingReason.OPERATOR_EXITING
 
 
+Signature = tuple[object, ...]
+# What users ask for on the object itself, beside `spec`.
+WAKING_ANNOTATIONS = (f"{names.GROUP}/restarted-at", f"{names.GROUP}/reconcile-at")
+
+
+def signature(meta: Mapping[str, Any]) -> Signature:
+    """Return what of a VLMService's metadata wakes its loop; a status write leaves it as it is."""
+    notes = meta.get("annotations") or {}
+    return (
+        meta.get("uid"),
+        meta.get("generation"),
+        meta.get("deletionTimestamp"),
+        tuple(meta.get("finalizers") or ()),
+        tuple(notes.get(key) for key in WAKING_ANNOTATIONS),
+    )
+
+
 @dataclasses.dataclass
 class App:
     """What all handlers share. Its one writer is the event loop.
@@ -59,6 +78,7 @@ class App:
     check: Callable[[], None] = lambda: None
     watching: Watching = dataclasses.field(default_factory=Watching)
     turning: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    _signatures: dict[tuple[str, str], Signature] = dataclasses.field(default_factory=dict)
     _wakes: dict[tuple[str, str], asyncio.Event] = dataclasses.field(default_factory=dict)
 
     def wake(self, namespace: str, name: str) -> None:
@@ -66,6 +86,13 @@ class App:
         bell = self._wakes.get((namespace, name))
         if bell is not None:
             bell.set()
+
+    def changed(self, namespace: str, name: str, meta: Mapping[str, Any]) -> None:
+        """Make a service's loop take a turn soon if its signature is another one than before."""
+        found = signature(meta)
+        if self._signatures.get((namespace, name)) != found:
+            self._signatures[namespace, name] = found
+            self.wake(namespace, name)
 
     def wake_all(self) -> None:
         """Make every loop take a turn soon: something changed that they all may read."""
@@ -79,6 +106,7 @@ class App:
     def forget(self, namespace: str, name: str) -> None:
         """Drop what was kept of a service that is gone."""
         self._wakes.pop((namespace, name), None)
+        self._signatures.pop((namespace, name), None)
         self.turning.pop((namespace, name), None)
 
     def problem(self) -> str:
@@ -118,7 +146,7 @@ async def changed(memo: Any, meta: Any, namespace: str, name: str, **_: Any) -> 
         await _let_go(app, loop, (namespace, name), exiting=lambda: False)
         app.forget(namespace, name)
         return
-    app.wake(namespace, name)
+    app.changed(namespace, name, meta)
 
 
 async def tend(memo: Any, namespace: str, name: str, stopped: Any, **_: Any) -> None:

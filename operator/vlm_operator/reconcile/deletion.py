@@ -62,12 +62,7 @@ class Deletion:
     def status(self, previous: Manifest) -> Manifest:
         """The last status, saying what is waited for."""
         pods = self._observed.of(Role.GATEWAY)
-        inflight = sum(
-            sample.inflight
-            for sample in self._observed.samples.values()
-            if sample.role is Role.GATEWAY
-        )
-        message = f"draining {len(pods)} gateway pods with {inflight} requests in flight"
+        message = f"{len(pods)} gateway pods finish the requests that they have"
         failure = Failure(Told.DELETING, message, person=False)
         generation = int(self._meta["generation"])
         return refused_status(failure, previous, generation=generation, now=self._observed.now)

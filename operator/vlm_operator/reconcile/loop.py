@@ -149,13 +149,13 @@ class Loop:
             return None
         deletion = Deletion(observed)
         await deletion.stop_gateway(self._cluster, namespace=self._namespace)
+        if deletion.finished:  # a status that cannot be written must not keep the object
+            self._forget()
+            return None
         previous: Manifest = body.get("status", {})
         status = deletion.status(previous)
         news = events(previous, status)
         await self._tell(body, status, news)
-        if deletion.finished:
-            self._forget()
-            return None
         return DRAIN_TICK_SECONDS
 
     def _forget(self) -> None:

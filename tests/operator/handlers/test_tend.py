@@ -223,6 +223,42 @@ async def test_a_service_with_a_daemon_is_drained_by_that_alone():
     assert bell.is_set()
 
 
+WAKING = {
+    "another spec": {"generation": 2},
+    "another object of the name": {"uid": "other"},
+    "a finalizer": {"finalizers": ["triptych.dev/drain"]},
+    "a restart that was asked for": {"annotations": {"triptych.dev/restarted-at": "now"}},
+    "a turn that was asked for": {"annotations": {"triptych.dev/reconcile-at": "now"}},
+}
+
+
+@pytest.mark.parametrize("change", WAKING.values(), ids=WAKING)
+async def test_a_change_that_a_turn_reads_wakes_the_loop(change: dict):
+    memo = Memo(FakeLoop(60.0))
+    bell = memo.app.bell("ns", "demo")
+    await changed(memo=memo, meta=META, namespace="ns", name="demo")
+    bell.clear()
+    await changed(memo=memo, meta={**META, **change}, namespace="ns", name="demo")
+    assert bell.is_set()
+
+
+QUIET = {
+    "a status write": {"resourceVersion": "2", "managedFields": [{"manager": "triptych-status"}]},
+    "a label": {"labels": {"team": "vision"}},
+    "a note of somebody else": {"annotations": {"note": "1"}},
+}
+
+
+@pytest.mark.parametrize("change", QUIET.values(), ids=QUIET)
+async def test_the_event_of_a_status_write_starts_no_turn(change: dict):
+    memo = Memo(FakeLoop(60.0))
+    bell = memo.app.bell("ns", "demo")
+    await changed(memo=memo, meta=META, namespace="ns", name="demo")
+    bell.clear()
+    await changed(memo=memo, meta={**META, **change}, namespace="ns", name="demo")
+    assert not bell.is_set()
+
+
 async def test_kopf_is_set_up_as_the_design_asks():
     settings = kopf.OperatorSettings()
     await configure(settings=settings, memo=Memo(FakeLoop()))
