@@ -72,7 +72,7 @@ def cache_key(module: Path = MODULE) -> str:
     digest = hashlib.sha256()
     for name in ("go.mod", "go.sum"):
         digest.update((module / name).read_bytes())
-    digest.update(_ldflags().encode())
+    digest.update(ldflags().encode())
     return f"{KUBERNETES_VERSION}-{digest.hexdigest()[:12]}"
 
 
@@ -143,7 +143,7 @@ def _go_build(
     """Run `go build`, a progress line every few seconds from what -v prints."""
     env = dict(environment) | {"CGO_ENABLED": "0"}
     command = [go, "build", "-v", "-trimpath", "-mod=readonly", "-buildvcs=false"]
-    command += ["-ldflags", _ldflags(), "-o", f"{out}/", *PACKAGES.values()]
+    command += ["-ldflags", ldflags(), "-o", f"{out}/", *PACKAGES.values()]
     started = told = time.monotonic()
     compiled = 0
     tail: list[str] = []
@@ -177,7 +177,8 @@ def _explain(output: str) -> tuple[str, str]:
     )
 
 
-def _ldflags() -> str:
+def ldflags() -> str:
+    """Return the linker flags that stamp the version; a node without it says it is of v0.0.0."""
     _, minor, _ = KUBERNETES_VERSION.split(".")
     base, client = "k8s.io/component-base/version", "k8s.io/client-go/pkg/version"
     stamps = {

@@ -35,7 +35,8 @@ class ControlPlane:
     Args:
         settings: The environment's, if not given.
         folder: Where to keep everything; a temporary one if not given.
-        port: Of the API server on 127.0.0.1; 0 for any free one.
+        port: Of the API server; 0 for any free one.
+        address: Of the API server. One of this machine, if pods have network namespaces.
         progress: Told in a line what is being done.
     """
 
@@ -45,12 +46,14 @@ class ControlPlane:
         settings: LocalSettings | None = None,
         folder: Path | None = None,
         port: int = 0,
+        address: str = flags.LOOPBACK,
         progress: build.Progress = lambda _: None,
     ) -> None:
         self._settings = settings or LocalSettings.read()
         self._given = folder
         self._progress = progress
         self._children: list[Child] = []
+        self._address = address
         self._asked_port = port
         self._port = 0
         self.folder = Path()
@@ -69,7 +72,7 @@ class ControlPlane:
     @property
     def server(self) -> str:
         """The API server's URL."""
-        return f"https://127.0.0.1:{self._port}"
+        return f"https://{self._address}:{self._port}"
 
     def client(self) -> Client:
         """Return a client of the administrator: `async with cp.client() as api`."""
@@ -134,7 +137,7 @@ class ControlPlane:
     async def _start_on_free_ports(self) -> None:
         """Start; if another process took a port since we found it free, start on others."""
         if self._asked_port:
-            _require_free(self._asked_port)
+            _require_free(self._address, self._asked_port)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 await self._start_processes()
@@ -150,11 +153,14 @@ class ControlPlane:
         etcd_port, peer_port, free_port = free_ports(3)
         self._port = self._asked_port or free_port
         authority = self.authority()
-        identities = flags.issue(authority)
+        identities = flags.issue(authority, self._address)
         etcd = f"http://127.0.0.1:{etcd_port}"
         self._spawn("etcd", flags.etcd(self.folder, etcd, f"http://127.0.0.1:{peer_port}"))
         (self.folder / "audit.yaml").write_text(json.dumps(flags.AUDIT_POLICY))
-        self._spawn("kube-apiserver", flags.apiserver(self.folder, etcd, self._port, identities))
+        self._spawn(
+            "kube-apiserver",
+            flags.apiserver(self.folder, etcd, self._address, self._port, identities),
+        )
         for user, file in flags.USERS.items():
             pair = identities.clients[user]
             access = Access(
@@ -165,7 +171,10 @@ class ControlPlane:
             )
             access.write(self.folder / file)
         await self._wait_until_ready()
-        self._spawn("kube-controller-manager", flags.controller_manager(self.folder, identities))
+        self._spawn(
+            "kube-controller-manager",
+            flags.controller_manager(self.folder, self._address, identities),
+        )
         self._spawn("kube-scheduler", flags.scheduler(self.folder))
         await self._wait_for_service_account()
 
@@ -221,13 +230,13 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-def _require_free(port: int) -> None:
+def _require_free(address: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError as error:
             raise PortTakenError(
-                f"Port {port} on 127.0.0.1 is taken.",
+                f"Port {port} on {address} is taken.",
                 f"Choose another, or see who has it: ss -ltnp 'sport = :{port}'",
             ) from error

@@ -6,9 +6,13 @@ from pathlib import Path
 
 from . import pki
 
+LOOPBACK = "127.0.0.1"
 # A loopback address may be a pod's IP but not an endpoint's: these would only write warnings.
-_CONTROLLERS = ["*", "-endpoints-controller", "-endpointslice-controller"]
-_CONTROLLERS += ["-endpointslice-mirroring-controller", "-node-ipam-controller"]
+_OF_ENDPOINTS = [
+    "-endpoints-controller",
+    "-endpointslice-controller",
+    "-endpointslice-mirroring-controller",
+]
 AUDIT_POLICY = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
@@ -36,9 +40,9 @@ USERS = {
 }
 
 
-def issue(authority: pki.Authority) -> Identities:
-    """Have `authority` vouch for everybody."""
-    names = ["127.0.0.1", "10.0.0.1", "localhost", "kubernetes.default.svc", "kubernetes.default"]
+def issue(authority: pki.Authority, address: str) -> Identities:
+    """Have `authority` vouch for everybody; the API server answers at `address`."""
+    names = [address, "10.0.0.1", "localhost", "kubernetes.default.svc", "kubernetes.default"]
     clients = {
         user: authority.issue(user, groups=["system:masters"] if user == ADMIN else [])
         for user in [*USERS, KUBELET_CLIENT]
@@ -61,14 +65,19 @@ def etcd(folder: Path, client: str, peer: str) -> list[str]:
     ]
 
 
-def apiserver(folder: Path, etcd: str, port: int, who: Identities) -> list[str]:
-    """Return the flags of kube-apiserver on `port`; `folder` has the audit policy."""
+def apiserver(folder: Path, etcd: str, address: str, port: int, who: Identities) -> list[str]:
+    """Return the flags of kube-apiserver at `address`; `folder` has the audit policy.
+
+    Unless it is a loopback address, it is the endpoint of the Service `kubernetes`.
+    """
     kubelet = who.clients[KUBELET_CLIENT]
+    reconciler = "none" if address == LOOPBACK else "lease"
     return [
         f"--etcd-servers={etcd}",
         f"--secure-port={port}",
-        "--bind-address=127.0.0.1",
-        "--endpoint-reconciler-type=none",
+        f"--bind-address={address}",
+        f"--advertise-address={address}",
+        f"--endpoint-reconciler-type={reconciler}",
         f"--tls-cert-file={who.server.certificate}",
         f"--tls-private-key-file={who.server.key}",
         f"--client-ca-file={who.ca.certificate}",
@@ -87,15 +96,16 @@ def apiserver(folder: Path, etcd: str, port: int, who: Identities) -> list[str]:
     ]
 
 
-def controller_manager(folder: Path, who: Identities) -> list[str]:
-    """Return the flags of kube-controller-manager."""
+def controller_manager(folder: Path, address: str, who: Identities) -> list[str]:
+    """Return the flags of kube-controller-manager, of an API server at `address`."""
+    controllers = ["*", "-node-ipam-controller", *(_OF_ENDPOINTS if address == LOOPBACK else [])]
     return [
         f"--kubeconfig={folder / 'controller-manager.kubeconfig'}",
         f"--service-account-private-key-file={who.signing.key}",
         f"--root-ca-file={who.ca.certificate}",
         "--use-service-account-credentials",
         "--leader-elect=false",
-        f"--controllers={','.join(_CONTROLLERS)}",
+        f"--controllers={','.join(controllers)}",
         "--secure-port=0",
         "--pvclaimbinder-sync-period=1s",
         "--horizontal-pod-autoscaler-sync-period=2s",
