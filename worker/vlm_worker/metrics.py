@@ -59,6 +59,10 @@ OUT_OF_MEMORY_TOTAL: Final = "vlm_out_of_memory_total"  # counter
 LEASES: Final = "vlm_leases"  # gauge {state}: held, reserved, quarantined
 LEASES_EXPIRED_TOTAL: Final = "vlm_leases_expired_total"  # counter
 TRANSFERS_REFUSED_TOTAL: Final = "vlm_transfers_refused_total"  # counter {reason}
+# gauges {kind}: uploads, images, embeddings, exposed
+REQUEST_MEMORY_BYTES: Final = "vlm_request_memory_bytes"
+REQUEST_MEMORY_LIMIT_BYTES: Final = "vlm_request_memory_limit_bytes"
+NATIVE_KERNELS_INFO: Final = "vlm_native_kernels_info"  # gauge {variant}, always 1
 EXPOSED_BYTES: Final = "vlm_exposed_bytes"  # gauge {state}: used, lost
 INVARIANT_VIOLATIONS_TOTAL: Final = "vlm_invariant_violations_total"  # counter
 

@@ -18,7 +18,7 @@ from vlm_worker.types import PreparedImage, Request
 
 
 async def test_idle_embeddings_leave_when_room_is_needed_and_pinned_ones_stay(start: Any) -> None:
-    engine: Engine = start(embedding_cache_bytes=100, max_image_tokens=10)
+    engine: Engine = start(embedding_cache_bytes=170, max_image_tokens=10)
     await events(engine.encode(key("pinned"), [picture(0, num_tokens=10)]))
     for number in range(1, 4):
         await events(engine.encode(key(str(number)), [picture(number, num_tokens=10)]))

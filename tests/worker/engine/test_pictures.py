@@ -11,12 +11,14 @@ from worker.engine.asked_pictures import encode_first, events, key, picture
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EncodeEvent, ItemFailed, ItemReady
+from vlm_worker.engine.settings import Bound
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
     EngineError,
     GoneError,
     InvalidImageError,
+    InvalidRequestError,
     OverloadedError,
 )
 from vlm_worker.testing import (
@@ -202,3 +204,53 @@ async def test_a_drained_encoder_refuses(start: Any) -> None:
 
 async def test_no_pictures_end_at_once(start: Any) -> None:
     assert await events(start().encode(key("a"), [])) == []
+
+
+async def test_waiting_requests_hold_no_more_embeddings_than_the_budget(start: Any) -> None:
+    """512 requests whose consumers do not come: the rest is told when to come back."""
+    num_bytes = embed(picture(1)).nbytes
+    fit = 28
+    engine: Engine = start(
+        embedding_cache_bytes=fit * num_bytes,
+        max_image_tokens=5,
+        max_waiting_images=1000,
+        max_waiting_pixels=1 << 30,
+    )
+    streams = [engine.encode(key(str(number)), [picture(number)]) for number in range(512)]
+    told = [(await events(stream))[-1] for stream in streams]
+    assert [type(event) for event in told[:fit]] == [ItemReady] * fit
+    for event in told[fit:]:
+        assert isinstance(event, ItemFailed)
+        assert isinstance(event.error, OverloadedError)
+        assert event.error.retry_after_seconds > 0
+    stats = engine.stats()
+    assert stats.held_embedding_bytes == stats.max_held_embedding_bytes == fit * num_bytes
+    assert stats.encoder_cache.bytes <= fit * num_bytes
+    assert stats.queue.refused[Bound.EMBEDDINGS] == 512 - fit
+    engine.release_embedding(key("0"), 0)
+    assert isinstance((await events(engine.encode(key("next"), [picture(600)])))[-1], ItemReady)
+    for number in range(1, fit):
+        await engine.cancel(key(str(number)))
+    await engine.cancel(key("next"))
+    assert engine.stats().held_embedding_bytes == 0
+
+
+async def test_one_image_held_by_many_counts_for_each_of_them(start: Any) -> None:
+    """Each holder has copies made for its own consumer."""
+    num_bytes = embed(picture(1)).nbytes
+    engine: Engine = start(embedding_cache_bytes=3 * num_bytes, max_image_tokens=5)
+    told = [
+        (await events(engine.encode(key(str(number)), [picture(1)])))[-1] for number in range(4)
+    ]
+    assert [type(event) for event in told] == [ItemReady] * 3 + [ItemFailed]
+
+
+async def test_embeddings_that_never_fit_are_no_overload(start: Any) -> None:
+    num_bytes = embed(picture(1)).nbytes
+    engine: Engine = start(embedding_cache_bytes=3 * num_bytes, max_image_tokens=5)
+    told = await events(engine.encode(key("a"), [picture(number) for number in range(4)]))
+    assert len(told) == 4
+    for event in told:
+        assert isinstance(event, ItemFailed)
+        assert isinstance(event.error, InvalidRequestError)
+        assert "--embedding-cache-bytes" in str(event.error)

@@ -165,5 +165,8 @@ def encode(
         async def prepare(self, data: Any, spec: Any) -> Any:
             return image
 
+        def image_bytes(self, spec: Any) -> int:
+            return int(image.patches.nbytes)
+
     role = EncoderRole(worker.parts.host, Known())
     return role.encode(EncodeCall(key, (item,), bytes(32)), chunks(), CallClock())

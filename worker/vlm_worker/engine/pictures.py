@@ -29,6 +29,7 @@ from vlm_worker.errors import (
     DuplicateError,
     EngineError,
     GoneError,
+    InvalidRequestError,
     OverloadedError,
     WorkerError,
 )
@@ -47,6 +48,9 @@ class Job:
 
 class Pictures:
     """The encoder's half of the engine. Lives on the engine thread.
+
+    Attributes:
+        held_bytes: embeddings that are queued or held for peers, each request by itself.
 
     Raises:
         ValueError: the largest picture has no room in the cache, with the numbers.
@@ -69,6 +73,7 @@ class Pictures:
         )
         self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)
         self.draining = False
+        self.held_bytes = 0
         self.num_refused = dict.fromkeys(Bound, 0)
         self._runner = runner
         self._settings = settings
@@ -89,12 +94,16 @@ class Pictures:
         entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
         if entry is None:
             return False
-        self._known.setdefault(key, set()).add(entry)
+        known = self._known.setdefault(key, set())
+        if entry not in known:
+            known.add(entry)
+            self._held(entry.num_tokens)
         return True
 
     def release_known(self, key: RequestKey) -> None:
         """See `Engine.release_known`."""
         for entry in self._known.pop(key, ()):
+            self._held(-entry.num_tokens)
             self.unpin(entry, key)
 
     def encode(
@@ -110,7 +119,8 @@ class Pictures:
             self._outbox.end(stream)
             return
         job = Job(key, stream, set(range(len(images))), priority)
-        refusal = self._refusal(key, images)
+        own_bytes = sum(self._num_bytes(entry.num_tokens) for entry in self._known.get(key, ()))
+        refusal = self._refusal(key, images, own_bytes)
         if refusal is not None:
             for item in range(len(images)):
                 self._settle(job, ItemFailed(item, refusal))
@@ -133,6 +143,7 @@ class Pictures:
         pinned = self._pinned.get(key, {})
         entry = pinned.pop(item, None)
         if entry is not None:
+            self._held(-entry.num_tokens)
             self.unpin(entry, (key, item))
         if not pinned and key not in self._jobs:
             self._pinned.pop(key, None)
@@ -145,6 +156,7 @@ class Pictures:
             self._outbox.end(job.stream)
         pinned = self._pinned.pop(key, None)
         for item, entry in (pinned or {}).items():
+            self._held(-entry.num_tokens)
             self.unpin(entry, (key, item))
         return pinned is not None
 
@@ -201,27 +213,51 @@ class Pictures:
             self.queue.abandon(entry)
 
     # ---- parts -----------------------------------------------------------------------------------
-    def _refusal(self, key: RequestKey, images: tuple[PreparedImage, ...]) -> WorkerError | None:
+    def _num_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self._runner.embed_layout.row_bytes
+
+    def _held(self, num_tokens: int) -> None:
+        """So many more rows are queued or held for a peer; less if negative."""
+        self.held_bytes += self._num_bytes(num_tokens)
+        assert self.held_bytes >= 0
+
+    def _refusal(
+        self, key: RequestKey, images: tuple[PreparedImage, ...], own_bytes: int
+    ) -> WorkerError | None:
         if self.draining:
             return DrainingError("this worker is draining")
         if key in self._pinned:
             return DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
-        return self._overload(images)
+        needed = self._num_bytes(sum(image.num_tokens for image in images))
+        if needed > self._settings.embedding_cache_bytes:
+            return InvalidRequestError(
+                f"the embeddings of this request take {needed} bytes, and this worker has "
+                f"{self._settings.embedding_cache_bytes}: send fewer or smaller images, or raise "
+                "--embedding-cache-bytes"
+            )
+        return self._overload(images, needed - own_bytes)
 
-    def _overload(self, images: tuple[PreparedImage, ...]) -> OverloadedError | None:
-        """Why so many more pictures may not wait; whatever their pixels, one call's may alone."""
+    def _overload(
+        self, images: tuple[PreparedImage, ...], more_bytes: int
+    ) -> OverloadedError | None:
+        """Why so many more pictures may not wait; whatever their pixels, one call's may alone.
+
+        `more_bytes` of embeddings are held for each request by itself, shared images included:
+        each has copies made for its own consumer.
+        """
         queue, settings = self.queue, self._settings
         more_pixels = sum(num_pixels(image) for image in images) if queue else 0
         for bound, queued, more, most in (
             (Bound.IMAGES, len(queue), len(images), settings.max_waiting_images),
             (Bound.PIXELS, queue.num_pixels, more_pixels, settings.max_waiting_pixels),
+            (Bound.EMBEDDINGS, self.held_bytes, more_bytes, settings.embedding_cache_bytes),
         ):
             if queued + more > most:
                 self.num_refused[bound] += 1
-                return OverloadedError(
-                    f"{queued} {bound.value} wait for the encoder, {most} may",
-                    retry_after_seconds=retry_after(queue.seconds),
-                )
+                what = f"{queued} {bound.value} wait for the encoder, {most} may"
+                if bound is Bound.EMBEDDINGS:
+                    what = f"{queued} bytes of {bound.value} are queued or held, {most} may be"
+                return OverloadedError(what, retry_after_seconds=retry_after(queue.seconds))
         return None
 
     def _begin(self, job: Job, item: int, image: PreparedImage) -> None:
@@ -230,6 +266,7 @@ class Pictures:
             image.image_key, (job.key, item), num_tokens=image.num_tokens, now=now
         )
         self._pinned[job.key][item] = entry
+        self._held(image.num_tokens)
         if found is Lookup.HIT:
             self._ready(job, item, entry, cache_hit=True, times=(now, now, now))
             return

@@ -22,6 +22,9 @@ class Bound(enum.StrEnum):
     IMAGES = "images"
     PIXELS = "pixels"
     UNREAD = "unread"
+    EMBEDDINGS = "embeddings"
+    UPLOADS = "uploads"
+    IMAGE_MEMORY = "image_memory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +56,9 @@ class EngineSettings:
         watermark_percent: share of the KV blocks that admission leaves free for growth.
         whole_images: the family attends in both directions inside an image, so that a chunk of
             prefill never cuts one.
-        embedding_cache_bytes: budget of the embedding cache's hot tier, on the runner's device.
+        embedding_cache_bytes: budget of the embedding cache's hot tier, on the runner's device;
+            the embeddings that are queued or held for peers have no more than this, beyond it a
+            call is answered OverloadedError.
         embedding_cold_cache_bytes: budget of its cold tier, in host memory; 0 is none, which is
             right where the device is a CPU: there the hot tier is host memory already.
         embedding_ttl_seconds: an embedding unused for so long is not served again.
@@ -194,6 +199,8 @@ class EngineStats:
     reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.
     `prefix_cache_queries` and `_hits` count tokens of prompts, visual ones included, which are
     also counted apart; `prefix_cache_evictions` counts blocks.
+    `held_embedding_bytes` are of embeddings that are queued or held for peers, of
+    `max_held_embedding_bytes`.
     `busy` is what was computed, and how long it took.
     `kv_request_bytes` tells how much KV the answers that ended here had taken, by modality.
     """
@@ -206,6 +213,8 @@ class EngineStats:
     num_held: int = 0
     num_reserved: int = 0
     num_pinned_embeddings: int = 0
+    held_embedding_bytes: int = 0
+    max_held_embedding_bytes: int = 0
     work_queued_seconds: float = 0.0
     work_admitted_seconds_total: float = 0.0
     kv: KVStats | None = None

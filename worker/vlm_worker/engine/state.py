@@ -146,6 +146,8 @@ class State:
             num_held=sequences.num_held,
             num_reserved=len(sequences.reservations),
             num_pinned_embeddings=pictures.num_pinned,
+            held_embedding_bytes=pictures.held_bytes,
+            max_held_embedding_bytes=self._settings.embedding_cache_bytes,
             queue=self._queue_stats(),
             work_queued_seconds=queued_seconds,
             work_admitted_seconds_total=stepping.admitted_seconds + pictures.queue.admitted_seconds,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -87,6 +88,7 @@ class MediaPool:
         self._observer = observer
         self._children = Children(self._config, num_places=self._settings.num_children)
         self._running: set[asyncio.Task[Any]] = set()
+        self._dropped: set[asyncio.Task[Any]] = set()
         self._aliases = AliasCache(self._settings.max_aliases)
         self._num_waiting = 0
         self._waiting_pixels = 0
@@ -129,6 +131,18 @@ class MediaPool:
             data, max_pixels=spec.max_pixels, salt=spec.salt, num_tokens=spec.num_tokens
         )
 
+    def image_bytes(self, spec: ImageSpec) -> int:
+        """Memory of this process that one image takes: its patches and its pixels.
+
+        As `spec` says: `prepare` refuses a file that says otherwise. 0 if no such image is served.
+        """
+        try:
+            geometry = self._processor.capped(spec.max_pixels).geometry(spec.height, spec.width)
+        except InvalidRequestError:
+            return 0
+        patches = 4 * math.prod(geometry.grid_thw) * self._processor.patch_dim
+        return patches + 3 * geometry.height * geometry.width
+
     async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
         """Decode and preprocess one picture.
 
@@ -139,7 +153,12 @@ class MediaPool:
         """
         try:
             task = await self._admit(self._check(data, spec))
-            prepared, digest = await asyncio.shield(task)
+            try:
+                prepared, digest = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.done():
+                    self._dropped.add(task)
+                raise
         except InvalidImageError as error:
             if self._observer is not None:
                 self._observer.picture_refused(error.code or "invalid_image")
@@ -199,6 +218,8 @@ class MediaPool:
         done, body = await self._decoded(child, picture)
         if not done.ok:
             raise _refusal(bytes(body), picture.spec.item)
+        if asyncio.current_task() in self._dropped:  # patches are many times the pixels
+            raise asyncio.CancelledError
         return await self._result(done, body, picture.geometry, begun - queued), done.file_digest
 
     async def _decoded(
@@ -270,6 +291,7 @@ class MediaPool:
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
+        self._dropped.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as seen where its caller is gone
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
+from vlm_worker.core.memory import MemoryBudget
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import (
     CancelledError,
@@ -27,6 +28,7 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.roles.history import History
+from vlm_worker.roles.memory import RequestMemory
 from vlm_worker.roles.offers import Life, Offers
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.outgoing import Outgoing
@@ -41,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 
 SUSPECT_SWEEPS: Final = 10
+UPLOADS: Final = 512 << 20
+IMAGES: Final = 1536 << 20
+"""Bytes of images' files, and of decoded images, if nobody says how many."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -67,7 +72,7 @@ class Host:
 
     `delays` holds seconds by stage, for tests. `accepting` is False while draining. `on_transfer`
     is told of every transfer pulled. `transport` is how bytes go where both sides have it, and
-    `copier` copies what is fetched from here.
+    `copier` copies what is fetched from here. `memory` is what its requests may hold.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class Host:
         transport: Transport | None = None,
         copier: Copier = PLAIN,
         strict: bool = False,
+        memory: RequestMemory | None = None,
     ) -> None:
         self.engine = engine
+        self.memory = memory or RequestMemory(MemoryBudget(uploads=UPLOADS, images=IMAGES))
         self.life = life
         self.embed_layout = embed_layout
         self.kv_layout = kv_layout

@@ -1,7 +1,7 @@
-"""The pictures of a call, from the bytes of their files to patches.
+"""The images of a call, from the bytes of their files to patches.
 
 chunks ─▶ a file, when it is complete ─▶ known, and its embedding in the cache? ─▶ no patches needed
-                                     └─▶ else the media pool decodes it
+                                     └─▶ else the media pool decodes it, within the call's memory
 """
 
 from __future__ import annotations
@@ -10,101 +10,118 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator
-from typing import Final, Protocol
+from typing import Any, Protocol
 
-from vlm_worker.errors import InvalidImageError, InvalidRequestError, OverloadedError
+from vlm_worker.errors import InvalidImageError, InvalidRequestError, PeerLostError
 from vlm_worker.media.pool import ImageSpec, KnownImage
 from vlm_worker.roles.host import Host
+from vlm_worker.roles.memory import CallMemory
 from vlm_worker.types import PreparedImage, RequestKey
 from vlm_worker.wire.calls import EncodeCall
-
-MAX_UPLOAD_BYTES: Final = 512 << 20
-RETRY_AFTER_SECONDS: Final = 1.0
 
 Chunk = tuple[int, bytes]
 """Index of the item, and the next bytes of its file."""
 
 
 class Media(Protocol):
-    """What decodes pictures: `media.pool.MediaPool`."""
+    """What decodes images: `media.pool.MediaPool`."""
 
     async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
         """What this very file became before; no decoding."""
 
     async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
-        """Decode and preprocess one picture, or raise InvalidImageError."""
+        """Decode and preprocess one image, or raise InvalidImageError."""
+
+    def image_bytes(self, spec: ImageSpec) -> int:
+        """Memory of this process that one image takes, from decoding until it is encoded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """What became of one picture, and when."""
+    """What became of one image, and when."""
 
     result: PreparedImage | InvalidImageError
     done: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File:
+    """One file that is here whole. `known` says what it became before."""
+
+    item: int
+    data: bytearray
+    spec: ImageSpec
+    known: asyncio.Task[PreparedImage | None]
+
+
 class Uploads:
-    """What all Encode calls of a worker are receiving, within one bound of bytes."""
+    """What all Encode calls of a worker are receiving, within the memory of its requests."""
 
     def __init__(self, host: Host, media: Media) -> None:
         self._host = host
         self._media = media
-        self._num_bytes = 0
 
-    async def prepare(self, call: EncodeCall, chunks: AsyncIterator[Chunk]) -> list[Prepared]:
-        """All pictures of a call, each a result or what is wrong with it.
+    async def prepare(
+        self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
+    ) -> list[Prepared]:
+        """All images of a call, each a result or what is wrong with it.
+
+        Decoding begins when the memory of all images is granted: at once while there is plenty,
+        else when all files are here. `memory` holds it until the call ends.
 
         Raises:
-            InvalidRequestError: the chunks are not what the call announced.
-            OverloadedError: too many bytes are being uploaded, or too many pictures wait.
+            InvalidRequestError: the chunks are not what the call announced, or its images never
+                fit into the memory of this worker.
+            OverloadedError: too many bytes are being uploaded, or too many images wait.
+            PeerLostError: the files are not here in time.
         """
-        num_bytes = sum(item.num_bytes for item in call.items)
-        if num_bytes > MAX_UPLOAD_BYTES:
-            raise InvalidRequestError(
-                f"the pictures have {num_bytes} bytes, {MAX_UPLOAD_BYTES} may come in one request"
-            )
-        if self._num_bytes + num_bytes > MAX_UPLOAD_BYTES:
-            raise OverloadedError(
-                f"{self._num_bytes} bytes of pictures are being received",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
-        self._num_bytes += num_bytes
-        tasks: list[asyncio.Task[Prepared]] = []
+        specs = [_spec(call, item) for item in range(len(call.items))]
+        need = [self._media.image_bytes(spec) for spec in specs]
+        files: list[_File] = []
+        tasks: list[asyncio.Task[Any]] = []
+        decoding: list[asyncio.Task[Prepared]] = []
+
+        def decode_all() -> None:
+            for file in files[len(decoding) :]:
+                decoding.append(asyncio.create_task(self._one(file, memory)))
+                tasks.append(decoding[-1])
+
         try:
-            async for item, data in _files(call, chunks):
-                tasks.append(asyncio.create_task(self._one(call, item, data)))
-            return list(await asyncio.gather(*tasks))
+            async for item, data in self._files(call, chunks, memory):
+                known = asyncio.create_task(self._known(call.key, data, specs[item]))
+                tasks.append(known)
+                files.append(_File(item, data, specs[item], known))
+                if not memory.has_images and sum(need) <= memory.most:
+                    memory.claim_early(sum(need))
+                if memory.has_images:
+                    decode_all()
+            if not memory.has_images:
+                found = await asyncio.gather(*(file.known for file in files))
+                unknown = [n for n, one in zip(need, found, strict=True) if one is None]
+                await memory.claim_images(sum(unknown), num_images=len(unknown))
+            decode_all()
+            return list(await asyncio.gather(*decoding))
         finally:
-            self._num_bytes -= num_bytes
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, call: EncodeCall, item: int, data: bytearray) -> Prepared:
-        said = call.items[item]
-        spec = ImageSpec(
-            item=item,
-            format=said.format,
-            width=said.width,
-            height=said.height,
-            num_tokens=said.num_tokens,
-            max_pixels=said.max_pixels,
-            salt=call.cache_salt,
-        )
+    async def _one(self, file: _File, memory: CallMemory) -> Prepared:
         await self._host.delay("media")
         result: PreparedImage | InvalidImageError | None
         try:
-            result = await self._known(call.key, data, spec)
+            result = await file.known
             if result is None:
-                result = await self._media.prepare(memoryview(data), spec)
+                result = await self._media.prepare(memoryview(file.data), file.spec)
         except InvalidImageError as error:
             result = error
+        memory.forget_file(len(file.data))
         return Prepared(result, done=time.monotonic())
 
     async def _known(
         self, key: RequestKey, data: bytearray, spec: ImageSpec
     ) -> PreparedImage | None:
-        """The picture without patches, where its embedding is still in the cache."""
+        """The image without patches, if its embedding is still in the cache."""
         known = await self._media.known_key(memoryview(data), spec)
         if known is None:
             return None
@@ -112,21 +129,38 @@ class Uploads:
             return None
         return PreparedImage(known.image_key, known.grid_thw, known.num_tokens, memoryview(b""))
 
+    async def _files(
+        self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
+    ) -> AsyncIterator[tuple[int, bytearray]]:
+        """Each file when it is complete; files come in order, none longer than announced."""
+        within = self._host.timers.encode
+        current, data = 0, bytearray()
+        deadline = time.monotonic() + within
+        async for item, part in chunks:
+            if item != current or item >= len(call.items):
+                raise InvalidRequestError(f"chunk of item {item} where item {current} is due")
+            expected = call.items[item].num_bytes
+            if len(data) + len(part) > expected:
+                raise InvalidRequestError(f"item {item} has more than its {expected} bytes")
+            if time.monotonic() > deadline:  # a peer that trickles holds memory no longer
+                raise PeerLostError(f"the images were not here within {within:g} s")
+            memory.received(len(part))
+            data += part
+            if len(data) == expected:
+                yield item, data
+                current, data = current + 1, bytearray()
+        if current != len(call.items):
+            raise InvalidRequestError(f"the stream ended within item {current}")
 
-async def _files(
-    call: EncodeCall, chunks: AsyncIterator[Chunk]
-) -> AsyncIterator[tuple[int, bytearray]]:
-    """Each file when it is complete; files come in order, none longer than announced."""
-    current, data = 0, bytearray()
-    async for item, part in chunks:
-        if item != current or item >= len(call.items):
-            raise InvalidRequestError(f"chunk of item {item} where item {current} is due")
-        data += part
-        expected = call.items[item].num_bytes
-        if len(data) > expected:
-            raise InvalidRequestError(f"item {item} has more than its {expected} bytes")
-        if len(data) == expected:
-            yield item, data
-            current, data = current + 1, bytearray()
-    if current != len(call.items):
-        raise InvalidRequestError(f"the stream ended within item {current}")
+
+def _spec(call: EncodeCall, item: int) -> ImageSpec:
+    said = call.items[item]
+    return ImageSpec(
+        item=item,
+        format=said.format,
+        width=said.width,
+        height=said.height,
+        num_tokens=said.num_tokens,
+        max_pixels=said.max_pixels,
+        salt=call.cache_salt,
+    )

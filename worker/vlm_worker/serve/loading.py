@@ -32,7 +32,8 @@ class Loaded:
     """A model that can run. `revision` is the one in its layouts; `max_positions` its own limit.
 
     `device` is `cpu` or of another kind, whose memory is not the host's. `native_library` is the
-    file of the kernels in C++, where there is one.
+    file of the kernels in C++, where there is one, and `native_kernels` its variant.
+    `available_bytes` is the host memory that is left, where somebody knows.
     """
 
     runner: Runner
@@ -44,6 +45,8 @@ class Loaded:
     facts: ModelFacts
     device: str = "cpu"
     native_library: str | None = None
+    native_kernels: str = "none"
+    available_bytes: int | None = None
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -59,11 +62,12 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         runner, positions = _checksum(settings)
         eos: tuple[int, ...] = ()
         weights_bytes, max_positions = 0, settings.max_model_len
-        device, native_library = "cpu", None
+        device, native_library, native_kernels, available = "cpu", None, "none", None
     else:
         device = _device(settings.device)
         runner, weights_bytes = _model(settings, model_dir, device)
-        native_library = _native_library()
+        native_library, native_kernels = _native_library()
+        available = _available_bytes()
         positions, max_positions = family.positions, family.max_position_embeddings
         eos = eos_token_ids(model_dir)
     embed, kv = runner.embed_layout, runner.kv_layout
@@ -84,6 +88,8 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         facts,
         device,
         native_library,
+        native_kernels,
+        available,
     )
 
 
@@ -137,10 +143,16 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runn
     return runner, runner.weights_bytes
 
 
-def _native_library() -> str | None:
+def _native_library() -> tuple[str | None, str]:
     from vlm_kernels.cpu import native
 
-    return native.path()
+    return native.path(), native.variant_name()
+
+
+def _available_bytes() -> int:
+    from vlm_worker.model.container import available_memory_bytes
+
+    return available_memory_bytes()
 
 
 def _device(wanted: str) -> str:

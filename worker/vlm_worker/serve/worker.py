@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
+from vlm_worker.core.memory import MemoryBudget
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
+from vlm_worker.model.container import num_cpus
 from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encoder import EncoderRole
 from vlm_worker.roles.host import Host
+from vlm_worker.roles.memory import RequestMemory
 from vlm_worker.roles.offers import Life
 from vlm_worker.roles.prefill import PrefillRole
+from vlm_worker.serve.budget import (
+    LARGE_SIDE,
+    cold_cache_bytes,
+    embedding_copies,
+    request_memory,
+)
 from vlm_worker.serve.loading import Loaded, Progress, load
 from vlm_worker.serve.memory import keep_what_is_loaded
 from vlm_worker.serve.signals import StopSignals
@@ -35,11 +45,8 @@ from vlm_worker.wire.copying import copier_of
 
 logger = logging.getLogger(__name__)
 
-COLD_CACHE_BYTES: Final = 1 << 30
-"""Of the host, for embeddings that a GPU has no room for, where nobody says how many."""
-
-LARGE_SIDE: Final = 1 << 14
-"""Pixels: no picture has more visual tokens than a square one of this size."""
+MIN_DECODERS: Final = 2
+MAX_DECODERS: Final = 16
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -108,6 +115,7 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
     max_model_len = min(settings.max_model_len, loaded.max_positions)
     engine = _engine(settings, loaded, max_model_len=max_model_len)
     server.state.model = loaded.facts
+    budget = _budget(settings, loaded)
     host = Host(
         engine,
         life=Life(server.state.boot_id, server.state.pod_uid),
@@ -119,12 +127,14 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         transport=make_transport(settings, native_library=loaded.native_library),
         copier=copier_of(loaded.native_library),
         strict=settings.strict,
+        memory=RequestMemory(budget, max_waiting=settings.queues.max_waiting_images),
     )
+    logger.info("request memory", extra={"bytes": budget.total, **dataclasses.asdict(budget)})
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:
         encoder = None
         if Stage.ENCODER in settings.stages:
-            pool = _media(loaded, scaled_jpeg=settings.scaled_jpeg, observer=server.meters)
+            pool = _media(loaded, settings, observer=server.meters)
             media = await stack.enter_async_context(pool)
             encoder = EncoderRole(host, media)
         yield Parts(
@@ -132,6 +142,8 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
             host,
             loaded.revision,
             max_model_len=max_model_len,
+            num_embedding_copies=embedding_copies(settings, loaded.device),
+            native_kernels=loaded.native_kernels,
             encoder=encoder,
             prefill=PrefillRole(host) if Stage.PREFILL in settings.stages else None,
             decode=DecodeRole(host) if Stage.DECODE in settings.stages else None,
@@ -140,9 +152,6 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
 
 def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> Engine:
     queues = settings.queues
-    cold_bytes = settings.embedding_cold_cache_bytes
-    if cold_bytes is None:
-        cold_bytes = 0 if loaded.device == "cpu" else COLD_CACHE_BYTES
     largest = loaded.family.geometry(LARGE_SIDE, LARGE_SIDE).num_tokens
     try:
         bounds = EngineSettings(
@@ -167,7 +176,7 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
             target_step_seconds=queues.target_step_ms / 1000 or None,
             max_image_tokens=min(largest, max_model_len),
             embedding_cache_bytes=settings.embedding_cache_bytes,
-            embedding_cold_cache_bytes=cold_bytes,
+            embedding_cold_cache_bytes=cold_cache_bytes(settings, loaded.device),
             embedding_ttl_seconds=settings.embedding_ttl_seconds,
         )
         return Engine(loaded.runner, settings=bounds, positions=loaded.positions)
@@ -178,14 +187,39 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
         ) from error
 
 
+def num_decoders(settings: WorkerSettings) -> int:
+    """Decode children: as the flag says, else half as many as CPUs.
+
+    `num_threads` is the pod's CPU limit if the operator knows one, else the container says it.
+    """
+    if settings.decode_processes:
+        return settings.decode_processes
+    count = settings.num_threads or num_cpus()
+    return max(MIN_DECODERS, min(count // 2, MAX_DECODERS))
+
+
+def _budget(settings: WorkerSettings, loaded: Loaded) -> MemoryBudget:
+    try:
+        return request_memory(
+            settings,
+            loaded.family,
+            device=loaded.device,
+            available_bytes=loaded.available_bytes,
+        )
+    except ValueError as error:
+        raise ModelConfigError(f"--request-memory-bytes: {error}") from error
+
+
 @contextlib.asynccontextmanager
 async def _media(
-    loaded: Loaded, *, scaled_jpeg: bool, observer: MediaObserver
+    loaded: Loaded, settings: WorkerSettings, *, observer: MediaObserver
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         loaded.family.processor,
         model_revision=loaded.revision,
-        settings=MediaSettings(scaled_jpeg=scaled_jpeg),
+        settings=MediaSettings(
+            scaled_jpeg=settings.scaled_jpeg, num_children=num_decoders(settings)
+        ),
         observer=observer,
         native_library=loaded.native_library,
     )

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from vlm_worker import metrics
+from vlm_worker.core.memory import MemoryKind
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
 from vlm_worker.errors import Refusal
 from vlm_worker.server.state import LeaseCounts, Outcome, Snapshot, TransferCounts
@@ -44,6 +45,7 @@ def snapshot_families(snapshot: Snapshot, *, max_requests: int) -> Iterable[Metr
     yield _kv_request_bytes(engine)
     yield from _leases(snapshot.leases)
     yield from _transfers(snapshot.transfers)
+    yield from _memory(snapshot)
     yield from _encoder_cache(engine.encoder_cache)
     yield from _prefix_cache(engine)
     yield from _counters(engine)
@@ -112,6 +114,19 @@ def _transfers(transfers: TransferCounts) -> Iterable[Metric]:
     )
     exposed = {"used": transfers.exposed_bytes, "lost": transfers.lost_bytes}
     yield labelled_gauge(metrics.EXPOSED_BYTES, "Memory that peers read.", "state", exposed)
+
+
+def _memory(snapshot: Snapshot) -> Iterable[Metric]:
+    memory = snapshot.memory
+    for name, text, values in (
+        (metrics.REQUEST_MEMORY_BYTES, "Bytes that requests hold.", memory.used),
+        (metrics.REQUEST_MEMORY_LIMIT_BYTES, "Bytes that they may hold.", memory.limits),
+    ):
+        by_kind = {kind: values.get(kind, 0) for kind in MemoryKind}
+        yield labelled_gauge(name, text, "kind", by_kind)
+    variant = {snapshot.native_kernels: 1.0}
+    text = "The variant of the kernels in C++; none: torch computes, slower."
+    yield labelled_gauge(metrics.NATIVE_KERNELS_INFO, text, "variant", variant)
 
 
 def _encoder_cache(cache: EncoderCacheStats) -> Iterable[Metric]:

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 from vlm_worker.core.leases import LeaseKind
+from vlm_worker.core.memory import MemoryKind
 from vlm_worker.engine.engine import Engine
+from vlm_worker.engine.settings import Bound, EngineStats
 from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encoder import EncoderRole
 from vlm_worker.roles.host import Host
 from vlm_worker.roles.prefill import PrefillRole
-from vlm_worker.server.state import LeaseCounts, Snapshot, TransferCounts, WorkerState
+from vlm_worker.server.state import (
+    LeaseCounts,
+    MemoryCounts,
+    Snapshot,
+    TransferCounts,
+    WorkerState,
+)
 from vlm_worker.wire.calls import Hello, Limits, Load
+
+_BOUNDS: Final = {
+    MemoryKind.UPLOADS: Bound.UPLOADS,
+    MemoryKind.IMAGES: Bound.IMAGE_MEMORY,
+    MemoryKind.EMBEDDINGS: Bound.EMBEDDINGS,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """A role is None where its stage is not loaded. `model_revision` is the one in the layouts."""
+    """A role is None where its stage is not loaded. `model_revision` is the one in the layouts.
+
+    `num_embedding_copies` are made of each embedding that is held for a peer; `native_kernels` is
+    the variant of the kernels in C++, or `none`.
+    """
 
     engine: Engine
     host: Host
     model_revision: str
     max_model_len: int
+    num_embedding_copies: int = 0
+    native_kernels: str = "none"
     encoder: EncoderRole | None = None
     prefill: PrefillRole | None = None
     decode: DecodeRole | None = None
@@ -40,7 +61,32 @@ class Parts:
         engine = dataclasses.replace(engine, invariant_violations=violations)
         ledger = self.host.transport.ledger
         transfers = TransferCounts(dict(self.host.num_refused), ledger.used, ledger.lost)
-        return Snapshot(engine, counts, self.host.num_inflight, transfers)
+        return Snapshot(
+            self._with_refusals(engine),
+            counts,
+            self.host.num_inflight,
+            transfers,
+            self._memory(engine),
+            self.native_kernels,
+        )
+
+    def _memory(self, engine: EngineStats) -> MemoryCounts:
+        memory, ledger = self.host.memory, self.host.transport.ledger
+        copies = engine.held_embedding_bytes * self.num_embedding_copies
+        used = {
+            **memory.used,
+            MemoryKind.EMBEDDINGS: engine.encoder_cache.bytes + copies,
+            MemoryKind.EXPOSED: ledger.used + ledger.lost,
+        }
+        return MemoryCounts(memory.budget.total, memory.budget.by_kind(), used)
+
+    def _with_refusals(self, engine: EngineStats) -> EngineStats:
+        """The engine's refusals, and those of calls that never came to it."""
+        refused = dict(engine.queue.refused)
+        for kind, count in self.host.memory.num_refused.items():
+            bound = _BOUNDS[kind]
+            refused[bound] = refused.get(bound, 0) + count
+        return dataclasses.replace(engine, queue=dataclasses.replace(engine.queue, refused=refused))
 
     @property
     def complaint(self) -> str | None:

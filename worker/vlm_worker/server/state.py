@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
+from vlm_worker.core.memory import MemoryKind
 from vlm_worker.core.rates import Rates
 from vlm_worker.engine.settings import EngineStats
 from vlm_worker.errors import (
@@ -151,6 +152,15 @@ class TransferCounts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MemoryCounts:
+    """Bytes that requests may hold in this process, their shares by kind, and what is in use."""
+
+    budget_bytes: int = 0
+    limits: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
+    used: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the engine and the leases say at one moment; None before the model is loaded."""
 
@@ -158,3 +168,5 @@ class Snapshot:
     leases: LeaseCounts
     num_calls: int
     transfers: TransferCounts = dataclasses.field(default_factory=TransferCounts)
+    memory: MemoryCounts = dataclasses.field(default_factory=MemoryCounts)
+    native_kernels: str = "none"

@@ -146,6 +146,8 @@ def _worker(
         queues=QueueSettings(
             **{field.name: getattr(args, field.name) for field in dataclasses.fields(QueueSettings)}
         ),
+        request_memory_bytes=args.request_memory_bytes,
+        decode_processes=args.decode_processes,
         embedding_cache_bytes=args.embedding_cache_bytes,
         embedding_cold_cache_bytes=args.embedding_cold_cache_bytes,
         embedding_ttl_seconds=args.embedding_ttl_seconds,

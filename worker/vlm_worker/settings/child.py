@@ -16,6 +16,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         "--kv-memory-bytes": settings.kv_memory_bytes,
         "--kv-memory-percent": settings.kv_memory_percent,
         "--embedding-cold-cache-bytes": settings.embedding_cold_cache_bytes,
+        "--request-memory-bytes": settings.request_memory_bytes,
     }
     return [
         role.value,
@@ -40,6 +41,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
         ),
         f"--embedding-cache-bytes={settings.embedding_cache_bytes}",
         f"--embedding-ttl-seconds={settings.embedding_ttl_seconds}",
+        f"--decode-processes={settings.decode_processes}",
         f"--threads={settings.num_threads}",
         f"--runner={settings.runner}",
         f"--transport={settings.transport}",

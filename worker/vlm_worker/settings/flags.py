@@ -154,6 +154,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batched-tokens", type=_at_least(16), default=2048, help="of a step")
     _add_queues(parser)
     parser.add_argument(
+        "--request-memory-bytes",
+        type=_at_least(1),
+        help="that requests may hold beside weights and KV: files, decoded images, embeddings "
+        "(the sum of these parts' own bounds, at most half of the memory that is left)",
+    )
+    parser.add_argument(
+        "--decode-processes",
+        type=_at_least(0),
+        default=0,
+        help="that decode images; 0: half as many as CPUs, 2 to 16",
+    )
+    parser.add_argument(
         "--embedding-cache-bytes", type=_at_least(0), default=256 << 20, help="of device memory"
     )
     parser.add_argument(

@@ -84,6 +84,8 @@ class WorkerSettings:
     `checksum` replaces the model by arithmetic, for fault tests. With `compile`, layers that torch
     computes on a GPU are compiled at start. With `scaled_jpeg`, a JPEG is decoded no larger than
     the model needs it: the same for all workers of a service. `delays` holds seconds by stage.
+    `request_memory_bytes` is what requests may hold beside weights and KV (None: the sum of its
+    parts' own bounds). `decode_processes` decode images; 0 follows the number of CPUs.
     `embedding_cache_bytes` are on the device, `embedding_cold_cache_bytes` behind them on the host
     (None: it depends on the device). `transport` is how bytes go between workers that both have it,
     by memory in `shared_memory_dir` for one; they expose at most `exposed_memory_bytes` at a time.
@@ -116,6 +118,8 @@ class WorkerSettings:
     max_requests: int = 256
     max_batched_tokens: int = 2048
     queues: QueueSettings = dataclasses.field(default_factory=QueueSettings)
+    request_memory_bytes: int | None = None
+    decode_processes: int = 0
     embedding_cache_bytes: int = 256 << 20
     embedding_cold_cache_bytes: int | None = None
     embedding_ttl_seconds: float = 600.0

@@ -9,7 +9,8 @@ from vlm_worker.errors import InvalidRequestError
 
 MAX_ITEMS = 64
 MAX_TOKENS = 1 << 21
-MAX_PICTURE_BYTES = 256 << 20
+MAX_PICTURE_BYTES = 20 << 20
+"""The decoder takes no larger file (`media.header.ImageLimits`)."""
 MAX_IDS = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_ATTEMPT = 1 << 20

@@ -12,6 +12,14 @@ def encode_call_of(message: pb.EncodeBegin) -> calls.EncodeCall:
     checks.between(len(message.items), "items", 1, checks.MAX_ITEMS)
     if len({item.transfer_id for item in message.items}) < len(message.items):
         raise InvalidRequestError("items.transfer_id must be another for each item")
+    for index, item in enumerate(message.items):
+        if item.num_bytes > checks.MAX_PICTURE_BYTES:
+            raise InvalidImageError(
+                f"the image has {item.num_bytes} bytes; at most {checks.MAX_PICTURE_BYTES} are "
+                "accepted",
+                item=index,
+                code="image_too_large",
+            )
     return calls.EncodeCall(
         key=values.key_of(message),
         items=tuple(

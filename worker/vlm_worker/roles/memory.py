@@ -1,0 +1,166 @@
+"""The memory of one Encode call, from its first byte to its last embedding. On one event loop.
+
+with memory.call(tenant) as call:
+    call.received(n)                 count bytes, or OverloadedError
+    await call.claim_images(n, ...)  wait for the memory of all images, or OverloadedError
+    call.forget_file(n)              a file is decoded
+... all that is left comes back here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from vlm_worker.core.memory import Claim, ImageMemory, MemoryBudget, MemoryKind, UploadMemory
+from vlm_worker.errors import InvalidRequestError, OverloadedError
+
+RETRY_AFTER_SECONDS: Final = 1.0
+MAX_WAITING_IMAGES: Final = 256
+"""Images of calls that wait for memory; their files wait with them."""
+
+
+class RequestMemory:
+    """What all Encode calls of a worker hold, within the process's budget.
+
+    Attributes:
+        num_early_refusals: calls that were refused before their upload, for want of memory for
+            their embeddings; the engine counts those that it refuses itself.
+    """
+
+    def __init__(self, budget: MemoryBudget, *, max_waiting: int = MAX_WAITING_IMAGES) -> None:
+        self.budget = budget
+        self.uploads = UploadMemory(budget.uploads)
+        self.images = ImageMemory(budget.images, max_waiting=max_waiting)
+        self.num_early_refusals = 0
+        self._turns: dict[Claim, asyncio.Future[None]] = {}
+
+    @property
+    def used(self) -> Mapping[MemoryKind, int]:
+        """Bytes in use of the kinds that are counted here."""
+        return {MemoryKind.UPLOADS: self.uploads.used, MemoryKind.IMAGES: self.images.used}
+
+    @property
+    def num_refused(self) -> Mapping[MemoryKind, int]:
+        """Calls that were refused, by what was full."""
+        return {
+            MemoryKind.UPLOADS: self.uploads.num_refused,
+            MemoryKind.IMAGES: self.images.num_refused,
+            MemoryKind.EMBEDDINGS: self.num_early_refusals,
+        }
+
+    @contextlib.contextmanager
+    def call(self, tenant: bytes) -> Iterator[CallMemory]:
+        """What one call holds; all of it comes back at the end."""
+        call = CallMemory(self, tenant)
+        try:
+            yield call
+        finally:
+            call.close()
+
+    async def wait(self, claim: Claim, *, num_images: int) -> None:
+        """Wait until a claim is granted.
+
+        Raises:
+            OverloadedError: too many images wait already.
+        """
+        if not self.images.wait(claim, num_images=num_images):
+            raise OverloadedError(
+                f"{self.images.num_waiting} images wait for memory already",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        turn = self._turns[claim] = asyncio.get_running_loop().create_future()
+        self.grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if self._turns.pop(claim, None) is None:  # granted, and nobody is left to use it
+                self.images.give_back(claim)
+            else:
+                self.images.give_up(claim)
+            self.grant()
+            raise
+
+    def grant(self) -> None:
+        """Wake everybody whose turn it is. Called after every change."""
+        for claim in self.images.granted():
+            turn = self._turns.pop(claim)
+            if not turn.done():
+                turn.set_result(None)
+
+
+class CallMemory:
+    """What one call holds."""
+
+    def __init__(self, memory: RequestMemory, tenant: bytes) -> None:
+        self._memory = memory
+        self._tenant = tenant
+        self._num_uploaded = 0
+        self._claim: Claim | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the memory of its images is granted."""
+        return self._claim is not None
+
+    def received(self, num_bytes: int) -> None:
+        """Count a part of a file.
+
+        Raises:
+            OverloadedError: the files that others send leave no memory for it.
+        """
+        uploads = self._memory.uploads
+        if not uploads.take(num_bytes):
+            raise OverloadedError(
+                f"{uploads.used} of {uploads.capacity} bytes are taken by files of images",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        self._num_uploaded += num_bytes
+
+    def forget_file(self, num_bytes: int) -> None:
+        """A file is not needed any more."""
+        self._num_uploaded -= num_bytes
+        self._memory.uploads.give_back(num_bytes)
+
+    def claim_early(self, num_bytes: int) -> None:
+        """Take the memory of all images before all files are here, if there is plenty."""
+        claim = self._new_claim(num_bytes)
+        if self._memory.images.take_early(claim):
+            self._claim = claim
+
+    async def claim_images(self, num_bytes: int, *, num_images: int) -> None:
+        """Wait for the memory of all images; every file is here.
+
+        Raises:
+            InvalidRequestError: this worker never has so much.
+            OverloadedError: too many images wait already.
+        """
+        claim = self._new_claim(num_bytes)
+        await self._memory.wait(claim, num_images=num_images)
+        self._claim = claim
+
+    @property
+    def most(self) -> int:
+        """Bytes of images that one call may have."""
+        return self._memory.images.largest
+
+    def _new_claim(self, num_bytes: int) -> Claim:
+        largest = self.most
+        if num_bytes > largest:
+            raise InvalidRequestError(
+                f"the images of this request take {num_bytes} bytes when decoded, and this worker "
+                f"has {largest} for one request: send fewer or smaller images, or raise "
+                "--request-memory-bytes"
+            )
+        return self._memory.images.claim(num_bytes, tenant=self._tenant)
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        self._memory.uploads.give_back(self._num_uploaded)
+        self._num_uploaded = 0
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            self._memory.images.give_back(claim)
+            self._memory.grant()
