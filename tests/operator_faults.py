@@ -109,6 +109,7 @@ def behind(plane: ControlPlane, proxy: ProxyThread, folder: pathlib.Path, name: 
         f"--lease-seconds={LEASE_SECONDS}",
         f"--silence-seconds={SILENCE_SECONDS}",
         "--watch-seconds=20",
+        "--relist-seconds=40",  # lost events are part of these tests
     )
 
 

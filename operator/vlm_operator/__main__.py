@@ -18,7 +18,7 @@ import kopf
 
 from vlm_operator import kube, names
 from vlm_operator.admin import admin
-from vlm_operator.cluster import CHILD_KINDS, POD, VLM_NODE_CLASS, Kind, Source
+from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind, Source
 from vlm_operator.errors import OperatorError
 from vlm_operator.framework import Watching
 from vlm_operator.handlers import App
@@ -101,7 +101,7 @@ def _parts(
 
     informers = {
         (kind, namespace): _informer(settings, connection, kind, namespace, told)
-        for kind in (*CHILD_KINDS, POD, VLM_NODE_CLASS)
+        for kind in (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
         for namespace in (settings.namespaces if kind.namespaced else ()) or (None,)
     }
     cluster = Informed(Fenced(connection, lease), informers)
@@ -155,7 +155,7 @@ def _informer(
         namespace,
         labelled=names.LABEL_SERVICE if kind.namespaced else "",
         told=told,
-        resync=settings.resync_seconds,
+        relist=settings.relist_seconds,
         silence=settings.silence_seconds,
     )
 

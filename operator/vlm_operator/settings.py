@@ -26,8 +26,9 @@ class Settings:
             one.
         cluster_domain: the suffix of `status.url`.
         lease_seconds: how long others wait for a leader that is gone; none writes in its last 5.
-        resync_seconds: a service takes a full turn, and children are listed, at least this often,
-            events or not.
+        resync_seconds: a service takes a full turn at least this often, events or not.
+        relist_seconds: children, pods and nodes are listed again this often; between two lists
+            their watches are resumed.
         watch_seconds: how long kopf's watch of VLMServices lasts before it lists again.
         silence_seconds: how long a watch may say nothing before it is taken for dead.
         spare_seconds: how long a rollout's new pod waits for a node before one is drained for it.
@@ -46,6 +47,7 @@ class Settings:
     metrics_port: int = 8080
     cluster_domain: str = "cluster.local"
     resync_seconds: float = 60.0
+    relist_seconds: float = 1800.0
     watch_seconds: int = 300
     silence_seconds: int = 70
     spare_seconds: float = 120.0
@@ -92,7 +94,9 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--cluster-domain", default=default.cluster_domain, metavar="DOMAIN",
         help="suffix of status.url (%(default)s)")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
-        help="list children, take a full turn, at least this often (%(default)s)")  # fmt: skip
+        help="a service takes a full turn at least this often (%(default)s)")  # fmt: skip
+    add("--relist-seconds", type=float, default=default.relist_seconds, metavar="S",
+        help="list children, pods and nodes again this often (%(default)s)")  # fmt: skip
     add("--watch-seconds", type=int, default=default.watch_seconds, metavar="S",
         help="VLMServices are watched so long, then listed again (%(default)s)")  # fmt: skip
     add("--silence-seconds", type=int, default=default.silence_seconds, metavar="S",

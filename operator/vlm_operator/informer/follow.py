@@ -1,10 +1,12 @@
-"""Keeps a store up to date, whatever becomes of the watch: list, watch for a while, list again.
+"""Keeps a store up to date, whatever becomes of the watch: list once, then watch on and on.
 
-list ─▶ watch until `resync` is over, it breaks, or says nothing for `silence` ─▶ list ...
+list ─▶ watch for `seconds` ─▶ watch from where it ended ─▶ ... ─▶ after `relist`: list again
+          └── an error, 410 Gone, or silence ─▶ list again
 
-A watch never lasts long, so that an event that got lost is made up for. After an error what is
-known may be read for `GRACE_SECONDS`; from then on until the next list is whole a turn waits, or is
-told that the API server is away.
+The API server ends a watch after `seconds`; the next one resumes at the version up to which events
+and bookmarks came, so a quiet cluster is not listed. A list every `relist` makes up for an event
+that got lost. After an error what is known may be read for `GRACE_SECONDS`; from then on until the
+next list is whole a turn waits, or is told that the API server is away.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ PATIENCE_SECONDS = 5.0  # that a read waits for a list: as long as one that the 
 GRACE_SECONDS = 10.0  # less than the view of a turn that nothing woke may be old
 LEAST_SECONDS = 1.0  # between two lists, where watches end at once
 LONGEST_PAUSE_SECONDS = 5.0
+RELIST_SECONDS = 1800.0
 
 
 class Informer:
@@ -37,7 +40,8 @@ class Informer:
         namespace: None for all.
         labelled: a label that objects must carry to be followed; "" for all.
         told: hears whose objects changed.
-        resync: the longest that a watch lasts, in seconds.
+        seconds: the longest that one watch lasts.
+        relist: everything is listed again after so many seconds, whatever the watches said.
         silence: a watch that says nothing for so many seconds is dead.
     """
 
@@ -49,7 +53,8 @@ class Informer:
         *,
         labelled: str,
         told: Callable[[Service], None],
-        resync: float = 60.0,
+        seconds: float = 60.0,
+        relist: float = RELIST_SECONDS,
         silence: float = 70.0,
     ) -> None:
         self._source = source
@@ -57,7 +62,8 @@ class Informer:
         self._namespace = namespace
         self._labelled = labelled
         self._told = told
-        self._resync = resync
+        self._seconds = seconds
+        self._relist = relist
         self._silence = silence
         self._whole = asyncio.Event()
         self._readable_until = float("-inf")  # by the clock of the event loop
@@ -67,14 +73,19 @@ class Informer:
     async def run(self) -> None:
         """Follow until cancelled."""
         clock, failures = asyncio.get_running_loop().time, 0
+        list_at = float("-inf")
         while True:
             due = clock() + LEAST_SECONDS
             try:
-                version = await self._list()
+                if clock() >= list_at:
+                    await self._list()
+                    # not all kinds, nor all operators, at the same moment
+                    list_at = clock() + self._relist * random.uniform(0.7, 1.0)  # noqa: S311
                 failures = 0
-                await self._watch(version)
+                await self._watch(self.store.version)
             except ClusterError as error:
                 failures += 1
+                list_at = float("-inf")
                 self._lost(error)
                 if failures > 1:  # a watch that broke is no reason to wait with the list
                     await asyncio.sleep(pauses.growing(failures - 1, longest=LONGEST_PAUSE_SECONDS))
@@ -95,8 +106,8 @@ class Informer:
                 raise UnavailableError(0, "Unseen", text) from None
         return self.store.list(namespace, labels)
 
-    async def _list(self) -> int:
-        """Take in everything there is; returns the version at which that was so."""
+    async def _list(self) -> None:
+        """Take in everything there is."""
         uids: set[str] = set()
         version = 0
         async with contextlib.aclosing(
@@ -109,7 +120,6 @@ class Informer:
         self._tell(self.store.only(uids, version))
         self._readable_until = float("inf")
         self._whole.set()
-        return version
 
     async def _watch(self, since: int) -> None:
         """Take in what happens, until the watch ends."""
@@ -120,7 +130,7 @@ class Informer:
                 labelled=self._labelled,
                 since=since,
                 # not all kinds, nor all operators, at the same moment
-                seconds=self._resync * random.uniform(0.7, 1.0),  # noqa: S311
+                seconds=self._seconds * random.uniform(0.7, 1.0),  # noqa: S311
                 silence=self._silence,
             )
         ) as events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_operator.cluster import POD, VLM_POOL, Kind, Manifest
+from vlm_operator.cluster import NODE, POD, VLM_POOL, Kind, Manifest
 from vlm_operator.state import ANNOTATION_DELETION_COST
 
 _META = (
@@ -25,10 +25,14 @@ _CONTAINER = ("ready", "restartCount", "state", "lastState")
 def kept(kind: Kind, item: Manifest) -> Manifest:
     """Return the part of an object that is worth its memory.
 
-    Who manages which field is asked of VLMPools alone; of pods `observe` reads a few fields.
+    Who manages which field is asked of VLMPools alone; of pods `observe` reads a few fields. Of
+    nodes node classes read labels, readiness and what can be allocated; the rest, lists of images
+    above all, is most of a node.
     """
     if kind == POD:
         return _pod(item)
+    if kind == NODE:
+        return _node(item)
     if kind == VLM_POOL:
         return item
     meta = {key: value for key, value in item["metadata"].items() if key != "managedFields"}
@@ -53,6 +57,22 @@ def _pod(item: Manifest) -> Manifest:
             "initContainerStatuses": _containers(status.get("initContainerStatuses", [])),
             "containerStatuses": _containers(status.get("containerStatuses", [])),
         },
+    }
+
+
+def _node(item: Manifest) -> Manifest:
+    status = item.get("status", {})
+    conditions = [
+        {"type": one["type"], "status": one["status"]}
+        for one in status.get("conditions", [])
+        if one["type"] == "Ready"
+    ]
+    return {
+        "apiVersion": item["apiVersion"],
+        "kind": item["kind"],
+        "metadata": _some(item["metadata"], _META),
+        "spec": _some(item.get("spec", {}), ("unschedulable",)),
+        "status": {**_some(status, ("allocatable",)), "conditions": conditions},
     }
 
 

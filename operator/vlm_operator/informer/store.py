@@ -50,6 +50,11 @@ class Store:
         """How many objects are held."""
         return len(self._held)
 
+    @property
+    def version(self) -> int:
+        """The version up to which lists, events and bookmarks have come."""
+        return self._told
+
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
         """Return what carries `labels`, in one namespace or everywhere, by name."""
         service = labels.get(names.LABEL_SERVICE)

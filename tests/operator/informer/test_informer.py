@@ -15,6 +15,7 @@ from vlm_operator import names
 from vlm_operator.cluster import (
     CHILD_KINDS,
     CONFIG_MAP,
+    NODE,
     POD,
     SERVICE,
     VLM_NODE_CLASS,
@@ -23,10 +24,10 @@ from vlm_operator.cluster import (
 )
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.informer import Informed, Informer, follow
-from vlm_operator.reconcile import Loop, Options
+from vlm_operator.reconcile import ClassBook, ClassLoop, Loop, Options
 from vlm_operator.testing import FakeCluster, FakeScraper, WatchableCluster, settle
 
-FOLLOWED = (*CHILD_KINDS, POD, VLM_NODE_CLASS)
+FOLLOWED = (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
 LABELS = {names.LABEL_SERVICE: "demo"}
 
 
@@ -41,7 +42,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Followed:
     """A cluster, and what a process sees of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, relist: float) -> None:
         self.cluster = WatchableCluster()
         self.woken: list[tuple[str, str]] = []
         self.informers = {
@@ -51,6 +52,7 @@ class Followed:
                 None,
                 labelled=names.LABEL_SERVICE if kind.namespaced else "",
                 told=self.woken.append,
+                relist=relist,
             )
             for kind in FOLLOWED
         }
@@ -58,9 +60,9 @@ class Followed:
 
 
 @contextlib.asynccontextmanager
-async def followed() -> AsyncIterator[Followed]:
+async def followed(*, relist: float = 3600.0) -> AsyncIterator[Followed]:
     """Informers at work."""
-    found = Followed()
+    found = Followed(relist)
     tasks = [asyncio.create_task(one.run()) for one in found.informers.values()]
     try:
         yield found
@@ -120,6 +122,32 @@ async def test_a_write_is_seen_by_the_next_list_and_its_echo_wakes_nobody():
         assert len(found.woken) == 2
 
 
+async def test_node_classes_read_nodes_from_memory():
+    async with followed() as found:
+        manifest = {
+            "apiVersion": VLM_NODE_CLASS.api_version,
+            "kind": VLM_NODE_CLASS.kind,
+            "metadata": {"name": "gpu"},
+            "spec": {"nodeSelector": {"type": "gpu"}},
+        }
+        found.cluster.plant(manifest)
+        node = {"apiVersion": "v1", "kind": "Node"}
+        found.cluster.plant({**node, "metadata": {"name": "one", "labels": {"type": "gpu"}}})
+        classes = ClassLoop(
+            found.reads, ClassBook(), clock=found.cluster.clock, changed=lambda: None
+        )
+        for _ in range(3):
+            await classes.turn()
+        found.cluster.plant({**node, "metadata": {"name": "two", "labels": {"type": "gpu"}}})
+        async with asyncio.timeout(5):
+            while len(await found.reads.list(NODE)) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await classes.turn()
+        (item,) = await found.reads.list(VLM_NODE_CLASS)
+        assert item["status"]["nodes"] == 2
+        assert found.cluster.lists["Node"] == 1
+
+
 async def test_a_dry_run_leaves_no_trace():
     async with followed() as found:
         await found.reads.apply(config_map("one"), manager="m", dry_run=True)
@@ -159,8 +187,24 @@ async def test_what_is_known_may_be_read_for_a_while_after_the_watch_broke(
         assert await data(found.reads) == {"one": "1"}
 
 
-async def test_an_event_that_got_lost_is_made_up_for_when_the_watch_ends():
+async def test_a_watch_that_ended_is_resumed_and_nothing_is_listed_again():
     async with followed() as found:
+        found.cluster.plant(config_map("one", "1"))
+        assert await data(found.reads) == {"one": "1"}
+        await until(lambda: found.cluster.watching == len(FOLLOWED))
+        lists = dict(found.cluster.lists)
+        found.cluster.end_watches()
+        found.cluster.plant(config_map("two", "2"))
+        found.cluster.remove(CONFIG_MAP, "ns", "one")
+        await until(lambda: found.cluster.watching == len(FOLLOWED))
+        async with asyncio.timeout(5):
+            while await data(found.reads) != {"two": "2"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert found.cluster.lists == lists
+
+
+async def test_an_event_that_got_lost_is_made_up_for_by_the_next_list():
+    async with followed(relist=0.0) as found:
         found.cluster.plant(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}
         await until(lambda: found.cluster.watching == len(FOLLOWED))

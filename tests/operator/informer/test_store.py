@@ -9,10 +9,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from vlm_operator import names
-from vlm_operator.cluster import CONFIG_MAP, POD, VLM_POOL, Kind
+from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Kind
 from vlm_operator.informer import Store
 from vlm_operator.informer.kept import kept
 from vlm_operator.observe import pod_states
+from vlm_operator.status.classes import class_status
 
 Manifest = dict[str, Any]
 LABELS = {names.LABEL_SERVICE: "demo"}
@@ -241,3 +242,31 @@ def test_of_a_pod_all_is_kept_that_is_read():
 def test_who_wrote_a_pools_number_is_kept():
     pool = {"apiVersion": "triptych.dev/v1alpha1", "kind": "VLMPool", **POD_MANIFEST}
     assert kept(VLM_POOL, pool)["metadata"]["managedFields"] == [{"manager": "kubelet"}]
+
+
+def test_of_a_node_its_readiness_labels_and_devices_are_kept_and_its_images_are_not():
+    images = [{"names": [f"registry/image:{number}"], "sizeBytes": 1} for number in range(50)]
+    ready = {"type": "Ready", "status": "True", "message": "kubelet is posting ready status"}
+    node = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": "one", "uid": "u", "resourceVersion": "1", "labels": {"type": "gpu"}},
+        "spec": {"podCIDR": "10.0.0.0/24", "unschedulable": False},
+        "status": {
+            "allocatable": {"nvidia.com/gpu": "4"},
+            "capacity": {"nvidia.com/gpu": "4"},
+            "conditions": [{"type": "MemoryPressure", "status": "False"}, ready],
+            "images": images,
+        },
+    }
+    manifest = {
+        "spec": {"nodeSelector": {"type": "gpu"}, "accelerator": {"resourceName": "nvidia.com/gpu"}}
+    }
+
+    def status(item: dict[str, Any]) -> dict[str, Any]:
+        return class_status(manifest, [item], in_use=0, starts=(), now=0.0)
+
+    small = kept(NODE, node)
+    assert status(small) == status(node)
+    assert status(small)["allocatable"] == 4
+    assert "images" not in small["status"]
