@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vlm_operator.autoscale.codec import encode
 from vlm_operator.autoscale.reasons import Reason
-from vlm_operator.autoscale.record import VERSION, Record, RecordError, load_record
+from vlm_operator.autoscale.record import VERSION, Record, RecordError, read_log
 
 SERVICE = "bottlenecks/shapes"
 KEPT = {Reason.SCALE_UP, Reason.PANIC, Reason.IDLE, Reason.WAKE}
@@ -23,12 +23,9 @@ KEPT = {Reason.SCALE_UP, Reason.PANIC, Reason.IDLE, Reason.WAKE}
 def records(log: Path) -> Iterator[Record]:
     """The records of the service in which a pool's load decided, the first of each kind."""
     known = set()
-    for line in log.read_text().splitlines():
-        try:
-            record = load_record(line[line.find("{") :])
-        except RecordError:
-            continue
-        if record.service != SERVICE:
+    lines = (line[line.find("{") :] for line in log.read_text().splitlines())
+    for _, record in read_log(lines):
+        if isinstance(record, RecordError) or record.service != SERVICE:
             continue
         moved = {
             (role, item.reason)

@@ -3,12 +3,18 @@
 {"version": 2, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
 
 Nothing is rounded. `replay` computes the outcome again from what went in: the same to the bit.
+A log carries it packed: JSON, deflated, in base64, cut into parts that log collectors take.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
+import hashlib
 import json
+import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vlm_operator.autoscale.codec import decode, encode
@@ -17,6 +23,8 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 
 VERSION = 2
+PART_CHARACTERS = 12_000
+"""Of a packed record in one line of a log: with its envelope a line stays below 16 KB."""
 
 
 class RecordError(ValueError):
@@ -43,6 +51,17 @@ class Record:
         """One line of JSON."""
         return json.dumps({"version": VERSION, **encode(self)}, allow_nan=False)
 
+    def packed(self) -> list[dict[str, Any]]:
+        """The parts that a log writes, one a line."""
+        text = self.dump().encode()
+        data = base64.b64encode(zlib.compress(text, 9)).decode()
+        parts = [data[i : i + PART_CHARACTERS] for i in range(0, len(data), PART_CHARACTERS)]
+        name = hashlib.sha256(text).hexdigest()[:16]
+        return [
+            {"id": name, "part": number, "parts": len(parts), "data": part}
+            for number, part in enumerate(parts, start=1)
+        ]
+
     @property
     def changes_something(self) -> bool:
         """Whether any pool's number moves by it."""
@@ -67,6 +86,45 @@ def load_record(line: str) -> Record:
             raise
         raise RecordError(f"this is no record of a decision: {error}") from error
     return found
+
+
+def read_log(lines: Iterable[str]) -> Iterator[tuple[int, Record | RecordError]]:
+    """Every record of a log with the number of its last line, from 1.
+
+    Parts of one record may have other lines between them. A line that is no record gives the
+    `RecordError` that says why.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = _joined(line, found)
+            if text is not None:
+                yield number, load_record(text)
+        except RecordError as error:
+            yield number, error
+
+
+def _joined(line: str, found: dict[str, dict[int, str]]) -> str | None:
+    """The JSON of a record that is whole with this line; None while parts are missing.
+
+    A line without a packed record is returned as it is.
+    """
+    try:
+        value = json.loads(line)
+        part = value["record"]
+        name, count = str(part["id"]), int(part["parts"])
+        found.setdefault(name, {})[int(part["part"])] = str(part["data"])
+    except (ValueError, KeyError, TypeError):
+        return line
+    parts = found[name]
+    if any(number not in parts for number in range(1, count + 1)):
+        return None
+    del found[name]
+    try:
+        data = "".join(parts[number] for number in range(1, count + 1))
+        return zlib.decompress(base64.b64decode(data, validate=True)).decode()
+    except (binascii.Error, zlib.error, UnicodeDecodeError) as error:
+        raise RecordError(f"the packed record {name} is damaged: {error}") from error
 
 
 def replay(record: Record) -> Outcome:

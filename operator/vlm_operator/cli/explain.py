@@ -11,7 +11,7 @@ from vlm_operator.apply import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.explain import explain, explain_status
-from vlm_operator.autoscale.record import Record, RecordError, differences, load_record, replay
+from vlm_operator.autoscale.record import Record, RecordError, differences, read_log, replay
 from vlm_operator.cli.access import Access, condition, find_service, open_cluster
 from vlm_operator.cli.errors import CliError
 from vlm_operator.cli.output import console
@@ -64,11 +64,11 @@ async def explain_records(path: Path, *, last: bool) -> None:
 def _records(path: Path, lines: list[str]) -> list[tuple[int, Record]]:
     """The records among the lines of a log, by number; other lines of a log are passed over."""
     found, problem = [], ""
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append((number, load_record(line)))
-        except RecordError as error:
-            problem = problem or f"line {number}: {error}"
+    for number, record in read_log(lines):
+        if isinstance(record, RecordError):
+            problem = problem or f"line {number}: {record}"
+        else:
+            found.append((number, record))
     if not found:
         raise CliError(
             f"{path} has no record of a decision" + (f": {problem}" if problem else ""),

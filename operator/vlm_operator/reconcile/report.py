@@ -5,9 +5,9 @@ Each write happens only where its content changed, so that an idle service is no
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Hashable
+from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
@@ -149,16 +149,31 @@ class Reporter:
             if before is not None and before[0] != decision.to:
                 SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
         if news:
-            sizing = intent.sizing
+            self._log(view, intent)
+
+    def _log(self, view: View, intent: Intent) -> None:
+        """Log what was decided, in words; with a record to replay if anything was computed."""
+        decided = {
+            role.value: f"{item.before} → {item.to} {item.reason}: {item.message}"
+            for role, item in intent.decisions.items()
+        }
+        service = f"{self._namespace}/{self._name}"
+        sizing = intent.sizing
+        modes = {pool.mode for pool in sizing.policy.pools.values()}
+        parts: list[dict[str, Any]] = []
+        if modes != {ScalingMode.MANUAL}:
             record = Record(
-                service=f"{self._namespace}/{self._name}",
+                service=service,
                 policy=sizing.policy,
                 view=sizing.view,
                 memory=sizing.before,
                 outcome=sizing.outcome,
                 epoch=view.epoch,
             )
-            logger.info("decision", extra={"record": json.loads(record.dump())})
+            parts = record.packed()
+        logger.info("decision", extra={"service": service, "decided": decided})
+        for part in parts:
+            logger.info("decision record", extra={"service": service, "record": part})
 
 
 def stored_memory(observed: Observed, name: str) -> Memory:

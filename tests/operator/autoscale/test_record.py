@@ -21,7 +21,14 @@ from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.outcome import Attribution, Candidate
 from vlm_operator.autoscale.policy import Budget, ServicePolicy
 from vlm_operator.autoscale.reasons import Bound, Reason
-from vlm_operator.autoscale.record import Record, RecordError, differences, load_record, replay
+from vlm_operator.autoscale.record import (
+    Record,
+    RecordError,
+    differences,
+    load_record,
+    read_log,
+    replay,
+)
 from vlm_operator.autoscale.settling.paced import Foreign, PaceMemory
 from vlm_operator.names import Role
 
@@ -74,6 +81,35 @@ def test_a_record_is_found_in_the_line_of_a_log_and_a_change_of_it_shows():
     said = differences(changed, replay(changed))
     assert len(said) == 1
     assert said[0].startswith("outcome.decisions.decode.to: recorded 99, now ")
+
+
+@given(st.integers(0, 2**32), st.integers(1, 20))
+@settings(max_examples=10)
+def test_packed_records_come_back_from_a_log_however_their_lines_are_mixed(seed, ticks):
+    records = list(lived(seed, ticks))
+    lines = [json.dumps({"record": part}) for one in records for part in one.packed()]
+    lines += ['{"message": "hello"}', "starting"]
+    random.Random(seed).shuffle(lines)
+    found = [one.dump() for _, one in read_log(lines) if isinstance(one, Record)]
+    assert sorted(found) == sorted(one.dump() for one in records)
+
+
+def test_a_large_record_is_cut_into_lines_that_log_collectors_take(monkeypatch):
+    *_, record = lived(3, 5)
+    monkeypatch.setattr("vlm_operator.autoscale.record.PART_CHARACTERS", 100)
+    parts = record.packed()
+    assert len(parts) > 3
+    assert max(len(part["data"]) for part in parts) <= 100
+    lines = [json.dumps({"record": part}) for part in parts]
+    ((number, found),) = read_log(lines)
+    assert number == len(lines)
+    assert found.dump() == record.dump()
+    assert list(read_log(lines[:-1])) == []
+    damaged = json.loads(lines[0])
+    damaged["record"]["data"] = "!" * 100
+    ((_, error),) = read_log([json.dumps(damaged), *lines[1:]])
+    assert isinstance(error, RecordError)
+    assert "damaged" in str(error)
 
 
 @pytest.mark.parametrize(

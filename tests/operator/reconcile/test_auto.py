@@ -5,9 +5,9 @@ import json
 
 import pytest
 from operator_load import FAST, SLO, auto, loaded_world, replicas, run, said, seen
-from operator_support import body, pool
+from operator_support import World, body, pool
 
-from vlm_operator.autoscale.record import differences, load_record, replay
+from vlm_operator.autoscale.record import differences, read_log, replay
 from vlm_operator.cluster import CONFIG_MAP, EVENT, VLM_POOL, VLM_SERVICE
 from vlm_operator.names import Role
 from vlm_operator.reconcile.report import MEMORY_SECONDS
@@ -188,13 +188,27 @@ def test_the_logged_record_of_a_decision_replays_to_the_bit(caplog):
     world.scraper.tokens = 1900
     caplog.set_level("INFO")
     run(world, turns=3)
-    lines = [item.record for item in caplog.records if item.message == "decision"]
-    moved = [
-        record for line in lines if (record := load_record(json.dumps(line))).changes_something
+    lines = [
+        json.dumps({"record": item.record})
+        for item in caplog.records
+        if item.message == "decision record"
     ]
+    assert max(map(len, lines)) < 16_000
+    moved = [record for _, record in read_log(lines) if record.changes_something]
     assert len(moved) == 1
+    words = [item.decided["decode"] for item in caplog.records if item.message == "decision"]
+    assert any(text.startswith("1 → 3 ") for text in words)
     assert moved[0].service == "ns/demo"
     assert differences(moved[0], replay(moved[0])) == []
+
+
+def test_a_service_of_manual_pools_logs_its_numbers_and_no_record(caplog):
+    world = World(body(encoder=pool(), decode=pool(2)))
+    caplog.set_level("INFO")
+    run(world, turns=3)
+    (line,) = [item for item in caplog.records if item.message == "decision"]
+    assert set(line.decided) == {"encoder", "decode"}
+    assert [item for item in caplog.records if item.message == "decision record"] == []
 
 
 def test_the_log_is_silent_while_the_same_is_decided(caplog):
