@@ -76,10 +76,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="image of workers and gateways whose VLMService names none (%(default)s)")  # fmt: skip
     add("--image-pull-policy", default=default.image_pull_policy, metavar="POLICY",
         help="imagePullPolicy of every pod; default: Kubernetes' own")  # fmt: skip
-    # pods of a local cluster share one network namespace, each with a loopback address of its own
-    local = (environ.get("POD_IP") or "").startswith("127.")
-    add("--worker-bind", default="$(POD_IP)" if local else default.worker_bind, metavar="ADDRESS",
-        help="what pods pass to --bind (:: on real nodes, $(POD_IP) on local ones)")  # fmt: skip
+    add("--worker-bind", default=default.worker_bind, metavar="ADDRESS",
+        help="what pods pass to --bind (%(default)s)")  # fmt: skip
     add("--identity", default=environ.get("POD_NAME") or socket.gethostname(), metavar="NAME",
         help="holder of the Lease (POD_NAME, else the host name)")  # fmt: skip
     add("--lease-namespace", default=environ.get("POD_NAMESPACE") or default.lease_namespace,

@@ -12,6 +12,7 @@ from vlm_operator.local.agent.command import (
     entrypoint,
     environment,
     expand,
+    on_shared_network,
 )
 
 FACTS = Facts(pod_ip="127.9.1.1", host_ip="127.9.0.1", node="n")
@@ -104,6 +105,18 @@ def test_a_limit_is_told_in_units_of_its_divisor():
 def test_quantities_are_numbers_times_their_unit(number: int, unit: str):
     factor = {"": 1, "m": 0.001, "k": 1000, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
     assert float(quantity.parse(f"{number}{unit}")) == pytest.approx(number * factor)
+
+
+@pytest.mark.parametrize("everywhere", ["--bind=::", "--bind=0.0.0.0"])
+def test_pods_of_one_network_namespace_bind_their_own_address(everywhere: str):
+    argv = ["vlm-worker", "decode", everywhere, "--grpc-port=9000"]
+    wanted = ["vlm-worker", "decode", "--bind=127.9.1.2", "--grpc-port=9000"]
+    assert on_shared_network(argv, "127.9.1.2") == wanted
+
+
+def test_an_address_that_a_pod_is_given_stays():
+    argv = ["vlm-worker", "--bind=127.0.0.1", "::", "--served-name=::"]
+    assert on_shared_network(argv, "127.9.1.2") == argv
 
 
 @pytest.mark.parametrize("text", ["", "x", "1x", "Gi", "1 Gi"])

@@ -27,6 +27,11 @@ from .script import ScriptedPod
 
 logger = logging.getLogger(__name__)
 
+SHARED_NETWORK = (
+    "pods share this machine's network namespace, as on no real cluster: "
+    "--bind=:: becomes --bind=<address of the pod>"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig:
@@ -84,6 +89,7 @@ class Agent:
         """Register the nodes and run what is bound to them, until cancelled."""
         if self._cgroups.problem:
             logger.warning(self._cgroups.problem)
+        logger.info(SHARED_NETWORK)
         try:
             async with AsyncExitStack() as stack:
                 self._http = await stack.enter_async_context(aiohttp.ClientSession())

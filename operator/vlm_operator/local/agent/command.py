@@ -14,6 +14,7 @@ from . import quantity
 
 Images = Mapping[str, Sequence[str]]
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
+_EVERY_ADDRESS = ("--bind=::", "--bind=0.0.0.0")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
 
 
@@ -47,6 +48,15 @@ def arguments(
     """Return argv: `command` replaces the image's start, `args` follow, `$(VAR)` is filled in."""
     given = container.get("command") or start
     return [expand(word, environment) for word in [*given, *container.get("args", [])]]
+
+
+def on_shared_network(argv: Sequence[str], pod_ip: str) -> list[str]:
+    """Return argv with the pod's own address where it asks for all addresses.
+
+    The pods of a local cluster share one network namespace: with `::`, two of them would ask for
+    the same port. This is a difference to a real node, whose pods bind what they are told to.
+    """
+    return [f"--bind={pod_ip}" if word in _EVERY_ADDRESS else word for word in argv]
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:

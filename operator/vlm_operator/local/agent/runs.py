@@ -70,7 +70,9 @@ class RunMaker:
             cpus=float(quantity.parse(limits["cpu"])) if "cpu" in limits else None,
         )
         process = ProcessSpec(
-            argv=command.arguments(container, start, env),
+            argv=command.on_shared_network(
+                command.arguments(container, start, env), self._facts.pod_ip
+            ),
             env=env,
             cwd=container.get("workingDir") or "/",
             stage=self._folder / "roots" / f"{container['name']}-{number}",
