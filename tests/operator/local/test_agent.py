@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.client import ApiError
+from vlm_operator.local.client import STRATEGIC, ApiError
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
 
@@ -126,6 +126,16 @@ async def test_a_grpc_probe_asks_the_health_service(pods: Pods):
     await pods.until_condition("known", "Ready", "True")
     unknown = await pods.until_phase("unknown", "Running")
     assert condition(unknown, "Ready")["status"] == "False"
+
+
+async def test_a_pod_whose_node_was_given_up_is_ready_again_when_the_node_is_back(pods: Pods):
+    await pods.create(pod("p", SLEEP))
+    await pods.until_condition("p", "Ready", "True")
+    given_up = {"conditions": [{"type": "Ready", "status": "False"}]}  # as the node controller does
+    path = f"{pods.path}/p/status"
+    answer = await pods.api.patch(path, {"status": given_up}, kind=STRATEGIC)
+    assert condition(answer, "Ready")["status"] == "False"
+    await pods.until_condition("p", "Ready", "True")
 
 
 async def test_a_readiness_gate_keeps_a_pod_unready_until_somebody_opens_it(pods: Pods):

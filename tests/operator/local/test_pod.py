@@ -24,21 +24,37 @@ POD: Object = {
 
 
 class Api:
-    """Takes every status and every event."""
+    """Keeps the pod's status, as an API server merges it, and every event."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.status: Object = {}
 
-    async def patch(self, *_: Any, **__: Any) -> None:
-        pass
+    async def patch(self, _: str, body: Object, **__: Any) -> Object:
+        self.merge(body["status"])
+        return self.pod
+
+    def merge(self, status: Object) -> None:
+        """A strategic merge: a condition replaces the one of its type."""
+        kept = {one["type"]: one for one in self.status.get("conditions", [])}
+        given = {one["type"]: one for one in status.get("conditions", [])}
+        self.status = {**self.status, **status, "conditions": [*{**kept, **given}.values()]}
+
+    @property
+    def pod(self) -> Object:
+        return {**POD, "status": self.status}
+
+    def holds(self, kind: str) -> str | None:
+        """The verdict of one condition."""
+        found = {one["type"]: one["status"] for one in self.status.get("conditions", [])}
+        return found.get(kind)
 
     async def record(self, _: Object, reason: str, message: str, *, warning: bool) -> None:
         self.events.append(f"{reason} {message} {warning}")
 
 
-async def test_a_volume_that_nobody_foresaw_is_told_while_the_pod_waits(tmp_path: Path):
-    api = Api()
-    pod = Pod(
+def made(api: Api, folder: Path) -> Pod:
+    return Pod(
         POD,
         Facts("127.1.1.1", "127.1.0.1", "node"),
         client=cast("Client", api),
@@ -46,10 +62,32 @@ async def test_a_volume_that_nobody_foresaw_is_told_while_the_pod_waits(tmp_path
         http=cast("aiohttp.ClientSession", None),
         images={},
         base_environment={},
-        cgroups=Cgroups(tmp_path),
+        cgroups=Cgroups(folder),
         backoff=Backoff(),
-        folder=tmp_path / "u",
+        folder=folder / "u",
     )
+
+
+async def test_what_another_writes_over_a_nodes_verdict_is_written_back(tmp_path: Path):
+    api = Api()
+    pod = made(api, tmp_path)
+    living = asyncio.create_task(pod.run())
+
+    async def is_told() -> bool:
+        return api.holds("Initialized") == "True"
+
+    await until(is_told, seconds=30, awaited="the first status")
+    api.merge({"conditions": [{"type": "Initialized", "status": "False"}]})
+    assert api.holds("Initialized") == "False"
+    pod.seen(api.pod)
+    await until(is_told, seconds=30, awaited="the status to be written back")
+    pod.gone()
+    await living
+
+
+async def test_a_volume_that_nobody_foresaw_is_told_while_the_pod_waits(tmp_path: Path):
+    api = Api()
+    pod = made(api, tmp_path)
     living = asyncio.create_task(pod.run())
 
     async def told() -> bool:

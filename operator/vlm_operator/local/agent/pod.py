@@ -227,9 +227,10 @@ class Pod:
         async with self._writing:
             conditions = self._written["conditions"]
             computed = status.pod_status(self.pod, self.view(), conditions, now=time.time())
-            if computed != self._written:
+            if computed != self._written or status.overwritten(self.pod, computed):
                 body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": computed}
-                await self._client.patch(f"{self._path}/status", body, kind=STRATEGIC)
+                stored = await self._client.patch(f"{self._path}/status", body, kind=STRATEGIC)
+                self.pod = {**self.pod, "status": stored.get("status", {})}
                 self._written = computed
 
     def _container(self, spec: Mapping[str, Any]) -> Container:

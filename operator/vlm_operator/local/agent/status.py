@@ -95,6 +95,19 @@ def pod_status(
     return status
 
 
+def overwritten(pod: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
+    """Whether the API server has another phase, or another verdict in a condition of a node's.
+
+    The node controller sets Ready to False when the node's Lease runs out: a node that is back
+    says again what it knows.
+    """
+    stored = pod.get("status", {})
+    verdicts = {one["type"]: one["status"] for one in stored.get("conditions") or []}
+    return stored.get("phase") != status["phase"] or any(
+        verdicts.get(one["type"]) != one["status"] for one in status["conditions"]
+    )
+
+
 def pod_phase(view: PodView, *, restart_policy: str) -> str:
     """Return the phase, by the rules of a kubelet."""
     init_done = all(_succeeded(one) for one in view.init_containers)
