@@ -28,7 +28,7 @@ from vlm_operator.local.demo.ask import (
     read_picture,
 )
 from vlm_operator.local.demo.checks import CHECKOUT, check_checkout, check_machine, choose_port
-from vlm_operator.local.demo.forward import forward
+from vlm_operator.local.demo.forward import Gateways, forward
 from vlm_operator.local.demo.watch import Reporter, pod_state, service_state
 from vlm_operator.local.errors import LocalError
 from vlm_operator.local.settings import LocalSettings
@@ -123,8 +123,13 @@ class Demo:
                 await self._volume(cluster)
             await self._install(cluster)
             await self._wait_until_ready(api)
-            pod = await self._gateway_pod(api)
-            async with forward(cluster.kubectl, cluster.kubeconfig, pod=pod, port=port) as url:
+            async with forward(
+                cluster.kubectl,
+                cluster.kubeconfig,
+                find=lambda: self._gateways(api),
+                port=port,
+                say=self._reporter.say,
+            ) as url:
                 self._reporter.say(f"{url}/v1 leads to the gateway; asking about {image.name}")
                 answer = await self._ask(url, picture)
                 self._reporter.show(Text(await cluster.run("get", "vlm")))
@@ -198,11 +203,19 @@ class Demo:
                     lines += [f"    {line}" for line in log.splitlines()]
         return "\n".join(lines)
 
-    async def _gateway_pod(self, api: Client) -> str:
+    async def _gateways(self, api: Client) -> Gateways | None:
         labels = f"{names.LABEL_SERVICE}={SERVICE},{names.LABEL_ROLE}={names.Role.GATEWAY}"
-        listed = await api.get(f"/api/v1/namespaces/{NAMESPACE}/pods", labelSelector=labels)
-        ready = [pod for pod in listed["items"] if pod_state(pod) == "Ready"]
-        return f"{NAMESPACE}/{ready[0]['metadata']['name']}"
+        try:
+            listed = await api.get(f"/api/v1/namespaces/{NAMESPACE}/pods", labelSelector=labels)
+        except ApiError:  # an API server that is away says nothing of its pods
+            return None
+        by_name = {f"{NAMESPACE}/{pod['metadata']['name']}": pod for pod in listed["items"]}
+        ready = [
+            name
+            for name, pod in by_name.items()
+            if pod_state(pod) == "Ready" and "deletionTimestamp" not in pod["metadata"]
+        ]
+        return Gateways(frozenset(by_name), tuple(ready))
 
     async def _ask(self, url: str, picture: bytes) -> Answer:
         self._reporter.show(Text(f"\n  {self._options.asked}", style="bold"))
