@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from vlm_operator.cluster import (
 from vlm_operator.names import Role
 from vlm_operator.state import ANNOTATION_DELETION_COST, NodeClassState, Observed, PodState
 
+SIGNALLED = 128  # exit codes above it are this and the signal's number
 _ROLES = frozenset(role.value for role in Role)
 
 
@@ -159,8 +161,33 @@ def _ending(terminated: Mapping[str, Any] | None) -> str:
     if terminated is None:
         return ""
     reason, code = terminated.get("reason", "Error"), terminated.get("exitCode")
-    last = str(terminated.get("message", "")).strip().splitlines()[-1:]
-    return f"{reason}, exit code {code}" + "".join(f": {line}" for line in last)
+    cause = _cause(str(terminated.get("message", "")), by_signal=(code or 0) > SIGNALLED)
+    return f"{reason}, exit code {code}" + (f": {cause}" if cause else "")
+
+
+def _cause(log: str, *, by_signal: bool) -> str:
+    """The last error among the last lines of a log; empty if there is none.
+
+    A process that a signal ended wrote no reason: only an error that is its very last line counts.
+    """
+    lines = log.strip().splitlines()
+    for line in lines[-1:] if by_signal else reversed(lines):
+        if found := _error_in(line):
+            return found
+    return ""
+
+
+def _error_in(line: str) -> str:
+    """What a line says, if it is an error: an entry of that level, or text that is no entry."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(entry, dict) or "level" not in entry:
+        return line
+    if str(entry["level"]).lower() not in ("error", "critical"):
+        return ""
+    return ": ".join(str(entry[key]) for key in ("message", "error") if entry.get(key))
 
 
 def _one_line(text: str, *, limit: int = 300) -> str:

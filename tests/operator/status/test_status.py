@@ -39,6 +39,10 @@ def test_a_condition_keeps_its_time_until_its_status_turns():
     assert world.condition("Ready")["lastTransitionTime"] == turned["lastTransitionTime"]
 
 
+READY_LINE = '{"level": "info", "message": "ready"}'
+FAILED_LINE = '{"level": "error", "message": "the engine failed", "error": "no memory"}'
+
+
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
@@ -91,10 +95,36 @@ def test_the_schedulers_words_become_one_sentence(message: str, sentence: str):
             },
             "restarted 3 times: OOMKilled, exit code 137",
         ),
+        (
+            {"state": {"terminated": {"exitCode": 137, "message": READY_LINE}}},
+            "Error, exit code 137",
+        ),
+        (
+            {"state": {"terminated": {"exitCode": 137, "message": f"{FAILED_LINE}\n{READY_LINE}"}}},
+            "Error, exit code 137",
+        ),
+        (
+            {"state": {"terminated": {"exitCode": 1, "message": f"{FAILED_LINE}\n{READY_LINE}"}}},
+            "Error, exit code 1: the engine failed: no memory",
+        ),
+        (
+            {"state": {"terminated": {"exitCode": 134, "message": f"{READY_LINE}\nabort()"}}},
+            "Error, exit code 134: abort()",
+        ),
         ({"state": {"waiting": {"reason": "ContainerCreating"}}}, ""),
         ({"state": {"running": {}}, "ready": True}, ""),
     ],
-    ids=["image", "crash", "memory", "creating", "running"],
+    ids=[
+        "image",
+        "crash",
+        "memory",
+        "killed",
+        "killed after an error",
+        "failed",
+        "aborted",
+        "creating",
+        "running",
+    ],
 )
 def test_a_container_that_cannot_run_says_why(status: dict, blocked: str):
     manifest = {
