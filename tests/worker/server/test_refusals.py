@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 from worker.server.serving import (
     FAMILY,
@@ -22,6 +23,7 @@ from vlm_worker.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from vlm_worker.server.state import Outcome
 from vlm_worker.types import RequestKey, Source
 from vlm_worker.wire.calls import (
     CancelOutcome,
@@ -34,6 +36,7 @@ from vlm_worker.wire.calls import (
     ReserveCall,
 )
 from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.methods import METHODS
 
 
 async def test_the_same_attempt_twice_is_a_duplicate() -> None:
@@ -50,6 +53,23 @@ async def test_a_cancel_that_overtakes_its_call_still_counts() -> None:
         call = PrefillCall(request_of(), "t-1", ())
         with pytest.raises(CancelledError):
             _ = [reply async for reply in worker.client.prefill(call, timeout=TIMEOUT)]
+
+
+async def test_an_upload_that_ends_before_its_first_message_is_cancelled() -> None:
+    encode = METHODS["Encode"]
+    async with (
+        serving("encoder") as worker,
+        grpc.aio.insecure_channel(worker.client.address) as channel,
+    ):
+        stub = channel.stream_stream(
+            encode.path,
+            request_serializer=encode.request_to_bytes,
+            response_deserializer=encode.response_from_bytes,
+        )
+        call = stub(timeout=TIMEOUT)
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert worker.server.state.outcomes == {Outcome.CANCELLED: 1}
 
 
 async def test_a_stage_that_is_not_loaded_is_incompatible() -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from vlm_worker.errors import (
+    CancelledError,
     DrainingError,
     IncompatibleError,
     InvalidRequestError,
@@ -150,7 +151,9 @@ class Service:
         role = _loaded(self._ready().encoder, "encoder")
         within = self._state.settings.timers.no_progress
         first = await _next(requests, within)
-        if first is None or first.WhichOneof("kind") != "begin":
+        if first is None:  # it cancelled: gRPC ends the stream before it cancels this task
+            raise CancelledError("the caller ended the Encode stream before its first message")
+        if first.WhichOneof("kind") != "begin":
             raise InvalidRequestError("an Encode stream starts with `begin`")
         call = encode.encode_call_of(first.begin)
         replies = role.encode(call, _chunks(requests, context, within), clock)
