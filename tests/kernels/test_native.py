@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import logging
 import os
+import platform
 import shutil
 import sys
 import threading
@@ -287,11 +288,52 @@ def test_the_environment_says_where_a_library_comes_from() -> None:
     assert plain.compilers == libraries.COMPILERS
 
 
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [
+        ("x86_64", ["amx", "avx512bf16", "avx2", "portable"]),
+        ("AMD64", ["amx", "avx512bf16", "avx2", "portable"]),
+        ("aarch64", ["portable"]),
+        ("riscv64", ["portable"]),
+    ],
+)
+def test_an_image_has_the_variants_of_its_architecture(
+    machine: str, names: list[str], sources: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "commands"
+    fake = tmp_path / "g++"  # makes the file that it is told to, and notes its options
+    fake.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n'
+        'while [ "$1" != -o ]; do shift; done\nprintf object > "$2"\n'
+    )
+    fake.chmod(0o755)
+    places = libraries.Places(tmp_path / "none", tmp_path / "cache", (str(fake),))
+    made = libraries.prebuild(tmp_path / "image", places, machine=machine, sources=sources)
+    assert [file.name.rpartition("-")[0] for file in made] == names
+    if names == ["portable"]:
+        assert "-m" not in [word[:2] for word in log.read_text().split()]
+
+
+def test_a_compiler_that_takes_too_long_is_named_with_its_file_and_a_remedy(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "g++"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    slow.chmod(0o755)
+    places = libraries.Places(tmp_path / "none", tmp_path / "cache", (str(slow),))
+    with pytest.raises(libraries.NativeError, match=r"still at work on \w+\.cpp after 0\.1 s.*DIR"):
+        libraries._run([str(slow), "-c", "kernels.cpp"], 0.1)
+    monkeypatch.setattr(libraries, "COMPILE_SECONDS", 0.1)
+    slow.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.3; echo > "$2"\n')
+    libraries.prebuild(tmp_path / "image", places, machine="aarch64", sources=sources)
+
+
 @pytest.mark.full
 def test_every_variant_compiles_for_an_image(tmp_path: Path, compiler: str) -> None:
     places = libraries.Places(tmp_path / "none", tmp_path / "cache", (compiler,))
-    made = libraries.prebuild(tmp_path / "image", places)
-    assert len(made) == len(libraries.VARIANTS)
+    machine = platform.machine()
+    made = libraries.prebuild(tmp_path / "image", places, machine=machine)
+    assert len(made) == len(libraries.made_for(machine))
     without = libraries.Places(tmp_path / "image", tmp_path / "none", ())
     for variant in libraries.supported():
         native.load(libraries.build(variant, without))

@@ -1,8 +1,9 @@
-"""`python -m vlm_kernels.cpu DIR`: compile every variant into a directory, for an image."""
+"""`python -m vlm_kernels.cpu DIR`: compile an image's libraries, for this architecture."""
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def main() -> None:
         sys.exit("usage: python -m vlm_kernels.cpu DIR")
     try:
         places = libraries.Places.of(os.environ)  # noqa: TID251  an entry point of its own
-        libraries.prebuild(Path(sys.argv[1]), places)
+        libraries.prebuild(Path(sys.argv[1]), places, machine=platform.machine())
     except libraries.NativeError as error:
         sys.exit(f"native kernels: {error}")
 

@@ -30,8 +30,9 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 OPTIONS = ("-std=gnu++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno")
 DIGEST_BYTES = 32
-COMPILE_SECONDS = 300
-"""A compiler that takes longer than this is taken for stuck."""
+COMPILE_SECONDS = 900
+"""For one file, while a process waits for its kernels. An image build has no limit."""
+VERSION_SECONDS = 60
 
 
 class NativeError(Exception):
@@ -46,29 +47,35 @@ class Variant:
         name: also defined in C++, as `TRIPTYCH_AVX512BF16`.
         needs: flags in /proc/cpuinfo.
         options: of the compiler.
+        machines: that have such instructions, by `platform.machine()`; empty for all.
     """
 
     name: str
     needs: frozenset[str]
     options: tuple[str, ...]
+    machines: frozenset[str] = frozenset()
 
 
 V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "xsave"})
 """Flags of what a compiler may use for x86-64-v3."""
 
+X86 = frozenset({"x86_64", "amd64"})
+
 AVX512BF16 = Variant(
     "avx512bf16",
     V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
     ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+    X86,
 )
 VARIANTS = (
     Variant(
         "amx",
         AVX512BF16.needs | {"amx_tile", "amx_bf16", "amx_int8"},
         (*AVX512BF16.options, "-DTRIPTYCH_AVX512BF16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        X86,
     ),
     AVX512BF16,
-    Variant("avx2", V3, ("-march=x86-64-v3",)),
+    Variant("avx2", V3, ("-march=x86-64-v3",), X86),
     Variant("portable", frozenset(), ()),
 )
 """Best first."""
@@ -143,7 +150,7 @@ def build(variant: Variant, places: Places, *, sources: Path = SOURCES) -> Path:
     if _is_whole(prebuilt):
         return prebuilt
     compiler = _compiler(places)
-    version = _run([compiler, "--version"])
+    version = _run([compiler, "--version"], VERSION_SECONDS)
     cached = places.cache / f"{variant.name}-{_hash(sources, variant, *places.options, version)}.so"
     if _is_whole(cached):
         return cached
@@ -161,17 +168,26 @@ def build(variant: Variant, places: Places, *, sources: Path = SOURCES) -> Path:
     return cached
 
 
-def prebuild(directory: Path, places: Places) -> list[Path]:
-    """Compile every variant into a directory, for machines that have no compiler.
+def made_for(machine: str) -> tuple[Variant, ...]:
+    """The variants that a CPU of this architecture may run, best first."""
+    return tuple(one for one in VARIANTS if not one.machines or machine.lower() in one.machines)
+
+
+def prebuild(
+    directory: Path, places: Places, *, machine: str, sources: Path = SOURCES
+) -> list[Path]:
+    """Compile every variant of an architecture into a directory, for machines without a compiler.
+
+    It takes as long as it takes: nobody waits for a pod, and builders may be slow or emulated.
 
     Raises:
         NativeError: one does not compile.
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = []
-    for variant in VARIANTS:
-        files.append(directory / f"{variant.name}-{_hash(SOURCES, variant, *places.options)}.so")
-        _compile(_compiler(places), variant, SOURCES, files[-1], places.options)
+    for variant in made_for(machine):
+        files.append(directory / f"{variant.name}-{_hash(sources, variant, *places.options)}.so")
+        _compile(_compiler(places), variant, sources, files[-1], places.options, seconds=None)
     return files
 
 
@@ -203,9 +219,18 @@ def _is_whole(path: Path) -> bool:
 
 
 def _compile(
-    compiler: str, variant: Variant, sources: Path, target: Path, more_options: tuple[str, ...]
+    compiler: str,
+    variant: Variant,
+    sources: Path,
+    target: Path,
+    more_options: tuple[str, ...],
+    *,
+    seconds: float | None = COMPILE_SECONDS,
 ) -> None:
-    """Objects side by side, then one library, which appears under its name when it is whole."""
+    """Objects side by side, then one library, which appears under its name when it is whole.
+
+    `seconds` bounds each command; None for no bound.
+    """
     defined = f"-DTRIPTYCH_{variant.name.upper()}"
     options = (*OPTIONS, *variant.options, defined, *more_options)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as name:
@@ -216,23 +241,31 @@ def _compile(
             for file, made in zip(files, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(_run, commands))
+            list(pool.map(lambda command: _run(command, seconds), commands))
         whole = Path(name) / "whole.so"
-        _run([compiler, *more_options, "-shared", *map(str, objects), "-o", str(whole)])
+        linking = [compiler, *more_options, "-shared", *map(str, objects), "-o", str(whole)]
+        _run(linking, seconds)
         digest = hashlib.sha256(whole.read_bytes()).digest()
         with whole.open("ab") as file:
             file.write(digest)  # no part of the library ends there: loaders do not read it
         whole.rename(target)
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str], seconds: float | None) -> str:
     """What a command prints; raises NativeError with the first line that says why it failed."""
     try:
         done = subprocess.run(  # noqa: S603  our own arguments
-            command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=seconds, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise NativeError(f"{command[0]} does not run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        what = next((Path(word).name for word in command if word.endswith(".cpp")), "its answer")
+        raise NativeError(
+            f"{command[0]} was still at work on {what} after {seconds:g} s: this machine is too "
+            "slow to compile while a process waits; build the libraries beforehand with "
+            "`python -m vlm_kernels.cpu DIR` and set TRIPTYCH_NATIVE_DIR"
+        ) from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
         first = next((line for line in lines if "error" in line), lines[0])
