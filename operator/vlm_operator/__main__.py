@@ -24,6 +24,7 @@ from vlm_operator.framework import Watching
 from vlm_operator.handlers import App
 from vlm_operator.informer import Informed, Informer
 from vlm_operator.leader import AT_ONCE, Aside, Fenced, Lease, Timing
+from vlm_operator.plan import Network
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.pods import Images
 from vlm_operator.reconcile import ClassBook, ClassLoop, Loop, Options
@@ -162,11 +163,18 @@ def _informer(
 
 def _options(settings: Settings) -> Options:
     images = Images(pull_policy=settings.image_pull_policy, bind=settings.worker_bind)
+    network = Network(
+        operator_namespace=settings.lease_namespace,
+        monitoring_namespace=settings.monitoring_namespace,
+        api_server_ports=settings.api_server_ports,
+        dns_namespace=settings.dns_namespace,
+        dns_ports=settings.dns_ports,
+    )
     return Options(
         worker_image=settings.worker_image,
         cluster_domain=settings.cluster_domain,
         spare_seconds=settings.spare_seconds,
-        plan=PlanOptions(images=images, operator_namespace=settings.lease_namespace),
+        plan=PlanOptions(images=images, network=network),
     )
 
 

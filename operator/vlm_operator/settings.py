@@ -25,6 +25,9 @@ class Settings:
         metrics_port: of the operator's own `/metrics`, `/healthz` and `/readyz`; 0 picks a free
             one.
         cluster_domain: the suffix of `status.url`.
+        api_server_ports: that NetworkPolicies let gateways reach.
+        dns_namespace: where NetworkPolicies let every pod ask for names, at `dns_ports`.
+        monitoring_namespace: whose pods NetworkPolicies let read /metrics; empty for none.
         lease_seconds: how long others wait for a leader that is gone; none writes in its last 5.
         resync_seconds: a service takes a full turn at least this often, events or not.
         relist_seconds: children, pods and nodes are listed again this often; between two lists
@@ -46,6 +49,10 @@ class Settings:
     worker_bind: str = "::"
     metrics_port: int = 8080
     cluster_domain: str = "cluster.local"
+    api_server_ports: tuple[int, ...] = (443, 6443)
+    dns_namespace: str = "kube-system"
+    dns_ports: tuple[int, ...] = (53,)
+    monitoring_namespace: str = ""
     resync_seconds: float = 60.0
     relist_seconds: float = 1800.0
     watch_seconds: int = 300
@@ -60,6 +67,8 @@ class Settings:
         found = os.environ if environ is None else environ  # noqa: TID251
         options = vars(_parser(found).parse_args(argv))
         options["namespaces"] = tuple(options["namespaces"])
+        for name in ("api_server_ports", "dns_ports"):
+            options[name] = tuple(options[name]) or getattr(cls, name)
         return cls(**options)
 
 
@@ -91,6 +100,15 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="of /metrics, /healthz and /readyz (%(default)s)")  # fmt: skip
     add("--cluster-domain", default=default.cluster_domain, metavar="DOMAIN",
         help="suffix of status.url (%(default)s)")  # fmt: skip
+    add("--api-server-port", dest="api_server_ports", action="append", type=_port, default=[],
+        metavar="PORT",
+        help="NetworkPolicies let gateways reach it; repeatable; default: 443, 6443")  # fmt: skip
+    add("--dns-namespace", default=default.dns_namespace, metavar="NS",
+        help="NetworkPolicies let pods ask its pods for names (%(default)s)")  # fmt: skip
+    add("--dns-port", dest="dns_ports", action="append", type=_port, default=[], metavar="PORT",
+        help="of the pods that answer them; repeatable; default: 53")  # fmt: skip
+    add("--monitoring-namespace", default=default.monitoring_namespace, metavar="NS",
+        help="NetworkPolicies let its pods read /metrics; default: none")  # fmt: skip
     add("--resync-seconds", type=float, default=default.resync_seconds, metavar="S",
         help="a service takes a full turn at least this often (%(default)s)")  # fmt: skip
     add("--relist-seconds", type=float, default=default.relist_seconds, metavar="S",
@@ -104,6 +122,13 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--log-level", default=default.log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     add("--log-format", default=default.log_format, choices=["json", "plain"])
     return parser
+
+
+def _port(text: str) -> int:
+    """A TCP or UDP port."""
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: give a number from 1 to 65535")
+    return int(text)
 
 
 def _lease_seconds(text: str) -> float:

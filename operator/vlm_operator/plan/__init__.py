@@ -7,5 +7,6 @@ policies.py     who may speak to whom, as NetworkPolicies
 
 from vlm_operator.plan.children import Plan, plan, pool_claim
 from vlm_operator.plan.deployments import Options, owner_reference
+from vlm_operator.plan.policies import Network
 
-__all__ = ["Options", "Plan", "owner_reference", "plan", "pool_claim"]
+__all__ = ["Network", "Options", "Plan", "owner_reference", "plan", "pool_claim"]

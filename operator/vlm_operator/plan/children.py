@@ -81,7 +81,7 @@ def plan(
     found.append(_gateway_config(service))
     found.extend(
         _object(service, NETWORK_POLICY, role, spec=spec)
-        for role, spec in network_policies(service, options.operator_namespace).items()
+        for role, spec in network_policies(service, options.network).items()
     )
     found.extend(_services(service))
     found.extend(_budgets(service, observed, desired))

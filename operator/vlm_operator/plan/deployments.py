@@ -13,6 +13,7 @@ from vlm_operator import names
 from vlm_operator.api import VLMService
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.names import Role
+from vlm_operator.plan.policies import Network
 from vlm_operator.pods import Images, gateway_template, labels, selector, worker_template
 from vlm_operator.rollout import Step
 from vlm_operator.state import (
@@ -33,7 +34,7 @@ class Options:
     """What the operator's own settings add to a plan."""
 
     images: Images = dataclasses.field(default_factory=Images)
-    operator_namespace: str = names.OPERATOR_NAMESPACE
+    network: Network = dataclasses.field(default_factory=Network)
 
 
 def owner_reference(service: VLMService) -> dict[str, object]:

@@ -7,6 +7,7 @@ client ─8000─▶ gateway ─9000─▶ encoder, prefill, decode        opera
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from vlm_operator import names
@@ -16,8 +17,6 @@ from vlm_operator.pods import selector
 
 Rule = dict[str, Any]
 
-# The API server's address is the cluster's own affair; these are the ports that it listens on.
-API_SERVER_PORTS = (443, 6443)
 NODE_LOCAL_DNS = "169.254.20.10/32"
 # Every address but the cluster's own ranges and the nodes' metadata services.
 _INTERNET: Rule = {
@@ -28,15 +27,34 @@ _INTERNET: Rule = {
 }
 
 
-def network_policies(service: VLMService, operator_namespace: str) -> dict[Role, Rule]:
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What the operator's own settings say of the cluster's network.
+
+    Attributes:
+        operator_namespace: whose pods may read /stats and /metrics.
+        monitoring_namespace: another one of that kind; empty for none.
+        api_server_ports: that gateways may reach at any address, before and behind the Service.
+        dns_namespace: of the cluster's DNS pods.
+        dns_ports: that they listen on.
+    """
+
+    operator_namespace: str = names.OPERATOR_NAMESPACE
+    monitoring_namespace: str = ""
+    api_server_ports: tuple[int, ...] = (443, 6443)
+    dns_namespace: str = "kube-system"
+    dns_ports: tuple[int, ...] = (53,)
+
+
+def network_policies(service: VLMService, network: Network) -> dict[Role, Rule]:
     """Return the `spec` of each role's NetworkPolicy."""
     flows = _flows(service)
     return {
         role: {
             "podSelector": {"matchLabels": selector(service.name, role)},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": _ingress(service, role, flows, operator_namespace),
-            "egress": _egress(service, role, flows),
+            "ingress": _ingress(service, role, flows, network),
+            "egress": _egress(service, role, flows, network),
         }
         for role in (*service.spec.pools.present, Role.GATEWAY)
     }
@@ -61,12 +79,12 @@ def _flows(service: VLMService) -> list[tuple[Role, Role]]:
 
 
 def _ingress(
-    service: VLMService, role: Role, flows: list[tuple[Role, Role]], operator_namespace: str
+    service: VLMService, role: Role, flows: list[tuple[Role, Role]], network: Network
 ) -> list[Rule]:
-    operator = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}}
-    }
-    rules: list[Rule] = [{"from": [operator], "ports": [_tcp(names.PORT_HTTP)]}]
+    readers = [
+        _namespace(one) for one in (network.operator_namespace, network.monitoring_namespace) if one
+    ]
+    rules: list[Rule] = [{"from": readers, "ports": [_tcp(names.PORT_HTTP)]}]
     if role is Role.GATEWAY:
         return [{"ports": [_tcp(names.PORT_GATEWAY)]}, *rules]
     callers = [_pods(service, source) for source, target in flows if target is role]
@@ -77,12 +95,17 @@ def _ingress(
     return rules
 
 
-def _egress(service: VLMService, role: Role, flows: list[tuple[Role, Role]]) -> list[Rule]:
-    dns = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+def _egress(
+    service: VLMService, role: Role, flows: list[tuple[Role, Role]], network: Network
+) -> list[Rule]:
     rules: list[Rule] = [
         {
-            "to": [dns, {"ipBlock": {"cidr": NODE_LOCAL_DNS}}],
-            "ports": [{"protocol": "UDP", "port": 53}, _tcp(53)],
+            "to": [_namespace(network.dns_namespace), {"ipBlock": {"cidr": NODE_LOCAL_DNS}}],
+            "ports": [
+                rule
+                for port in network.dns_ports
+                for rule in ({"protocol": "UDP", "port": port}, _tcp(port))
+            ],
         }
     ]
     targets = [_pods(service, target) for source, target in flows if source is role]
@@ -92,7 +115,7 @@ def _egress(service: VLMService, role: Role, flows: list[tuple[Role, Role]]) -> 
     if producers:
         rules.append({"to": producers, "ports": [_tcp(names.PORT_DATA)]})
     if role is Role.GATEWAY:
-        rules.append({"ports": [_tcp(port) for port in API_SERVER_PORTS]})
+        rules.append({"ports": [_tcp(port) for port in network.api_server_ports]})
     if service.spec.model.uri.startswith("hf://"):
         rules.append({"to": [_INTERNET], "ports": [_tcp(443)]})
     return rules
@@ -101,6 +124,10 @@ def _egress(service: VLMService, role: Role, flows: list[tuple[Role, Role]]) -> 
 def _transfers(flows: list[tuple[Role, Role]]) -> list[tuple[Role, Role]]:
     """Those in which KV or embeddings are pulled."""
     return [(source, target) for source, target in flows if source is not Role.GATEWAY]
+
+
+def _namespace(name: str) -> Rule:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def _pods(service: VLMService, role: Role) -> Rule:

@@ -219,6 +219,17 @@ def test_workers_of_every_cluster_are_told_the_same_address_to_bind(ip: str):
     assert Settings.read([], {"POD_IP": ip}).worker_bind == "::"
 
 
+def test_a_port_of_the_clusters_is_a_number_and_replaces_the_default(
+    capsys: pytest.CaptureFixture[str],
+):
+    found = Settings.read(["--api-server-port=8443", "--dns-port=53", "--dns-port=5353"], {})
+    assert (found.api_server_ports, found.dns_ports) == ((8443,), (53, 5353))
+    assert Settings.read([], {}).api_server_ports == (443, 6443)
+    with pytest.raises(SystemExit):
+        Settings.read(["--api-server-port=https"], {})
+    assert "https is not a port: give a number from 1 to 65535" in capsys.readouterr().err
+
+
 def test_a_lease_that_leaves_no_time_for_a_write_is_refused(capsys):
     with pytest.raises(SystemExit):
         Settings.read(["--lease-seconds=5"], {})

@@ -8,7 +8,7 @@ import pytest
 from operator_support import body, pool, service
 
 from vlm_operator import names
-from vlm_operator.plan.policies import network_policies
+from vlm_operator.plan.policies import Network, network_policies
 from vlm_operator.pods import object_labels
 
 OPERATOR = "triptych-system"
@@ -117,7 +117,9 @@ def needed(roles: list[str], *, hub: bool) -> set[tuple[str, str, int]]:
 def test_every_needed_flow_is_allowed_and_all_others_are_denied(roles: list[str], hub: bool):
     model = {"uri": "hf://org/name", "revision": "abc"} if hub else {"uri": "pvc://shapes"}
     manifest = body({"model": model}, **{role: pool() for role in roles})
-    policies = {str(k): v for k, v in network_policies(service(manifest), OPERATOR).items()}
+    policies = {
+        str(k): v for k, v in network_policies(service(manifest), Network(OPERATOR)).items()
+    }
     ends = {role: pod(role) for role in [*roles, "gateway"]} | OUTSIDE
     ends |= {f"other-{role}": pod(role, of="other") for role in names.POOL_ROLES}
     found = {
@@ -132,3 +134,29 @@ def test_every_needed_flow_is_allowed_and_all_others_are_denied(roles: list[str]
     expected |= {(f"other-{role}", "gateway", 8000) for role in names.POOL_ROLES}
     expected |= {("gateway", f"other-{r}", p) for r in names.POOL_ROLES for p in (443, 6443)}
     assert found == expected
+
+
+def test_ports_and_namespaces_of_another_cluster_replace_the_usual_ones():
+    network = Network(
+        OPERATOR,
+        monitoring_namespace="monitoring",
+        api_server_ports=(16443,),
+        dns_namespace="openshift-dns",
+        dns_ports=(5353,),
+    )
+    manifest = body(decode=pool())
+    policies = {str(k): v for k, v in network_policies(service(manifest), network).items()}
+    gateway, decode = pod("gateway"), pod("decode")
+    api = OUTSIDE["api"]
+    assert allowed(policies, gateway, api, 16443)
+    assert not allowed(policies, gateway, api, 443)
+    assert not allowed(policies, decode, api, 16443)
+    names_of = End("dns", {}, "openshift-dns", "10.96.0.10")
+    assert allowed(policies, decode, names_of, 5353)
+    assert not allowed(policies, decode, OUTSIDE["dns"], 53)
+    prometheus = End("prometheus", {}, "monitoring", "10.1.0.6")
+    for target in (gateway, decode):
+        assert allowed(policies, prometheus, target, 9001)
+        assert allowed(policies, OUTSIDE["operator"], target, 9001)
+        assert not allowed(policies, OUTSIDE["stranger"], target, 9001)
+    assert not allowed(policies, prometheus, decode, 9000)
