@@ -39,7 +39,7 @@ class Settings:
 
     namespaces: tuple[str, ...] = ()
     kubeconfig: str | None = None
-    worker_image: str = "triptych/worker:dev"
+    worker_image: str = "localhost/triptych/worker:dev"
     image_pull_policy: str = ""
     identity: str = "operator"
     lease_namespace: str = "triptych-system"

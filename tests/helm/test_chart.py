@@ -83,10 +83,42 @@ def test_the_operator_understands_its_command_line(
         deployment = one(rendered(helm, chart, *arguments), "Deployment", "triptych-operator")
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         read = settings.Settings.read(container["args"], {"POD_NAMESPACE": "ns", "POD_NAME": "p"})
-        assert read.worker_image in ("triptych/worker:0.1.0", "triptych/worker:9")
+        assert read.worker_image in (
+            "localhost/triptych/worker:0.1.0",
+            "localhost/triptych/worker:9",
+        )
+        assert read.api_server_ports == (443, 6443)
+        assert (read.dns_namespace, read.dns_ports) == ("kube-system", (53,))
         assert read.lease_name == names.OPERATOR_LEASE
         assert deployment["spec"]["strategy"] == {"type": "Recreate"}
         assert {port["containerPort"] for port in container["ports"]} == {read.metrics_port}
+
+
+def test_the_clusters_network_reaches_the_operator(helm: Helm, chart: str) -> None:
+    chosen = "apiServerPorts={16443},dns.namespace=openshift-dns,dns.ports={5353}"
+    arguments = [word for pair in chosen.split(",") for word in ("--set", f"network.{pair}")] + [
+        "--set",
+        "network.monitoringNamespace=monitoring",
+    ]
+    deployment = one(rendered(helm, chart, *arguments), "Deployment", "triptych-operator")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    read = settings.Settings.read(container["args"], {})
+    assert read.api_server_ports == (16443,)
+    assert (read.dns_namespace, read.dns_ports) == ("openshift-dns", (5353,))
+    assert read.monitoring_namespace == "monitoring"
+
+
+@pytest.mark.parametrize("value", ["apiServerPorts={70000}", "apiServerPorts={}", "dns.ports={x}"])
+def test_a_port_that_is_none_is_refused(helm: Helm, chart: str, value: str) -> None:
+    arguments = ("template", "t", chart, "--set", f"network.{value}")
+    assert "/network/" in helm(*arguments, check=False).stderr.replace(".", "/")
+
+
+def test_the_default_images_are_of_no_registry_that_others_can_fill(helm: Helm, chart: str) -> None:
+    deployment = one(rendered(helm, chart), "Deployment", "triptych-operator")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    named = [container["image"], *(a for a in container["args"] if a.startswith("--worker-image="))]
+    assert [name.rpartition("=")[2].partition("/")[0] for name in named] == ["localhost"] * 2
 
 
 def test_a_digest_wins_over_the_tag(helm: Helm, chart: str, values_file: str) -> None:
