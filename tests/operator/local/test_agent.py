@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vlm_operator.local.agent.process import no_identities
 from vlm_operator.local.client import STRATEGIC, ApiError
 from vlm_operator.local.controlplane import ControlPlane
 from vlm_operator.local.waiting import until
@@ -136,6 +137,22 @@ async def test_a_pod_whose_node_was_given_up_is_ready_again_when_the_node_is_bac
     answer = await pods.api.patch(path, {"status": given_up}, kind=STRATEGIC)
     assert condition(answer, "Ready")["status"] == "False"
     await pods.until_condition("p", "Ready", "True")
+
+
+@pytest.mark.parametrize("context", [{"runAsUser": 65532}, {"runAsNonRoot": True}])
+async def test_a_pod_and_what_is_run_in_it_have_a_uid_that_no_user_database_names(
+    pods: Pods, context: dict[str, object]
+):
+    if why := no_identities():
+        pytest.skip(f"this machine gives containers no uid: {why}")
+    program = (
+        f"import os, pwd; print(os.getuid(), 65532 in [u.pw_uid for u in pwd.getpwall()])\n{SLEEP}"
+    )
+    probe = {"exec": {"command": ["sh", "-c", "test $(id -u) = 65532"]}, **EVERY_SECOND}
+    spec = {"securityContext": context}
+    await pods.create(pod("p", program, readinessProbe=probe, spec=spec))
+    await pods.until_condition("p", "Ready", "True")
+    assert await pods.log("p") == "65532 False\n"
 
 
 async def test_a_readiness_gate_keeps_a_pod_unready_until_somebody_opens_it(pods: Pods):

@@ -12,6 +12,7 @@ from vlm_operator.local.agent.command import (
     entrypoint,
     environment,
     expand,
+    identity,
     on_shared_network,
 )
 
@@ -105,6 +106,24 @@ def test_a_limit_is_told_in_units_of_its_divisor():
 def test_quantities_are_numbers_times_their_unit(number: int, unit: str):
     factor = {"": 1, "m": 0.001, "k": 1000, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
     assert float(quantity.parse(f"{number}{unit}")) == pytest.approx(number * factor)
+
+
+@pytest.mark.parametrize(
+    ("of_pod", "of_container", "found"),
+    [
+        (None, None, None),
+        ({"runAsNonRoot": True}, None, (65532, 65532)),
+        ({"runAsUser": 7, "runAsGroup": 8}, None, (7, 8)),
+        ({"runAsUser": 7}, {"runAsUser": 9}, (9, 9)),
+        ({"runAsUser": 7}, {"runAsUser": 0}, None),
+    ],
+)
+def test_a_container_runs_as_its_security_context_says(
+    of_pod: dict | None, of_container: dict | None, found: tuple[int, int] | None
+):
+    assert (
+        identity({"securityContext": of_container}, {"spec": {"securityContext": of_pod}}) == found
+    )
 
 
 @pytest.mark.parametrize("everywhere", ["--bind=::", "--bind=0.0.0.0"])

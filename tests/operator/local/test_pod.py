@@ -65,6 +65,7 @@ def made(api: Api, folder: Path) -> Pod:
         cgroups=Cgroups(folder),
         backoff=Backoff(),
         folder=folder / "u",
+        identities=True,
     )
 
 

@@ -28,7 +28,7 @@ def user(request: pytest.FixtureRequest) -> list[str]:
     return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
 
 
-def run(user: list[str], folder: Path, script: str, **spec) -> tuple[int, str, dict]:
+def run(prefix: list[str], folder: Path, script: str, **spec) -> tuple[int, str, dict]:
     """Run a shell script in a sandbox; return exit code, output, and what was reported."""
     for name in ("stage", "volume"):
         (folder / name).mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ def run(user: list[str], folder: Path, script: str, **spec) -> tuple[int, str, d
         if path == Path("/tmp"):
             break
         path.chmod(path.stat().st_mode | 0o055)
-    if user:
+    if prefix:
         for path in folder.rglob("*"):
             os.chown(path, NOBODY, NOBODY)
     (folder / "sandbox.py").write_bytes(SANDBOX.read_bytes())
@@ -60,7 +60,7 @@ def run(user: list[str], folder: Path, script: str, **spec) -> tuple[int, str, d
         )
     )
     ended = subprocess.run(
-        [*user, SYSTEM_PYTHON or "python3", "-I", "-S", str(folder / "sandbox.py"), str(file)],
+        [*prefix, SYSTEM_PYTHON or "python3", "-I", "-S", str(folder / "sandbox.py"), str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -128,3 +128,20 @@ def test_what_it_leaves_running_dies_with_it(user: list[str], tmp_path: Path):
     assert f": {marker}" in seen
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert f": {marker}" not in listed.stdout
+
+
+def test_a_uid_that_it_is_given_has_no_name_and_opens_what_the_agent_opens(
+    user: list[str], tmp_path: Path
+):
+    naming = "id -un >/dev/null 2>&1 || echo nobody"
+    script = f"id -u; id -g; {naming}; umask 077; echo x > /v/own; cat /v/own"
+    (tmp_path / "volume").mkdir()
+    mounts = [{"source": str(tmp_path / "volume"), "path": "/v", "read_only": False}]
+    code, output, report = run(user, tmp_path, script, mounts=mounts, user=[65532, 65531])
+    assert (code, output.split()) == (0, ["65532", "65531", "nobody", "x"]), report
+
+
+def test_a_uid_has_no_capability_left(user: list[str], tmp_path: Path):
+    script = "grep CapEff /proc/self/status; chroot / true 2>/dev/null || echo refused"
+    _, output, _ = run(user, tmp_path, script, user=[65532, 65532])
+    assert output.split() == ["CapEff:", "0" * 16, "refused"]

@@ -23,6 +23,7 @@ from .kubelet_api import KubeletApi, server_context
 from .node import Node, Runner
 from .nodes import NodeType
 from .pod import Pod
+from .process import no_identities
 from .script import ScriptedPod
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Agent:
         self._config = config
         self._addresses = Addresses()
         self._cgroups = Cgroups()
+        self._no_identities = no_identities()
         self._nodes: list[Node] = []
         self._recorders: dict[str, Recorder] = {}
         self._http: aiohttp.ClientSession | None = None
@@ -90,6 +92,8 @@ class Agent:
         if self._cgroups.problem:
             logger.warning(self._cgroups.problem)
         logger.info(SHARED_NETWORK)
+        if self._no_identities:
+            logger.warning("containers run as root: %s", self._no_identities)
         try:
             async with AsyncExitStack() as stack:
                 self._http = await stack.enter_async_context(aiohttp.ClientSession())
@@ -155,6 +159,7 @@ class Agent:
             cgroups=self._cgroups,
             backoff=self._config.backoff,
             folder=self._config.folder / pod["metadata"]["uid"],
+            identities=not self._no_identities,
         )
 
     def _find_pod(self, namespace: str, name: str) -> Pod | None:

@@ -13,6 +13,7 @@ from typing import Any
 from . import quantity
 
 Images = Mapping[str, Sequence[str]]
+IMAGE_USER = 65532  # of both Dockerfiles
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
 _EVERY_ADDRESS = ("--bind=::", "--bind=0.0.0.0")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
@@ -48,6 +49,19 @@ def arguments(
     """Return argv: `command` replaces the image's start, `args` follow, `$(VAR)` is filled in."""
     given = container.get("command") or start
     return [expand(word, environment) for word in [*given, *container.get("args", [])]]
+
+
+def identity(container: Mapping[str, Any], pod: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the uid and gid that a container runs as; None for root.
+
+    An image that must not run as root says a number itself: here it is that of our own images.
+    """
+    asked = {
+        **(pod["spec"].get("securityContext") or {}),
+        **(container.get("securityContext") or {}),
+    }
+    uid = asked.get("runAsUser", IMAGE_USER if asked.get("runAsNonRoot") else 0)
+    return (uid, asked.get("runAsGroup", uid)) if uid else None
 
 
 def on_shared_network(argv: Sequence[str], pod_ip: str) -> list[str]:

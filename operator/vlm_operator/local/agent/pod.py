@@ -45,6 +45,7 @@ class Pod:
         cgroups: Where limits are set.
         backoff: Between restarts.
         folder: Its own, removed at its end.
+        identities: Whether containers get the uid and gid that they ask for.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pod:
         cgroups: Cgroups,
         backoff: Backoff,
         folder: Path,
+        identities: bool,
     ) -> None:
         self.pod = pod
         self.facts = facts
@@ -75,6 +77,7 @@ class Pod:
             base=base_environment,
             cgroups=cgroups,
             folder=folder,
+            identities=identities,
         )
         self._backoff = backoff
         self._started_at = time.time()

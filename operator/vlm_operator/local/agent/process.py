@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ class ProcessSpec:
     mounts: Sequence[Bind] = ()
     read_only: bool = False
     cgroups: Sequence[str] = ()
+    user: tuple[int, int] | None = None
 
     def sandbox(self, **more: int) -> dict[str, object]:
         """Return what the sandbox script reads."""
@@ -49,7 +51,7 @@ class ProcessSpec:
             for one in self.mounts
         ]
         plain = {"argv": [*self.argv], "env": dict(self.env), "cwd": self.cwd, "mounts": mounts}
-        limits = {"read_only": self.read_only, "cgroups": [*self.cgroups]}
+        limits = {"read_only": self.read_only, "cgroups": [*self.cgroups], "user": self.user}
         return {**plain, **limits, "stage": str(self.stage), "agent": os.getpid(), **more}
 
 
@@ -160,6 +162,14 @@ class Process:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def no_identities() -> str:
+    """Why containers cannot have a uid of their own on this machine; empty if they can."""
+    done = subprocess.run(  # noqa: S603
+        _interpreter("--check-user"), capture_output=True, text=True, check=False
+    )
+    return (done.stdout + done.stderr).strip() if done.returncode else ""
 
 
 async def _launch(spec: str, report: int) -> asyncio.subprocess.Process:

@@ -26,6 +26,7 @@ class RunMaker:
         base: Mapping[str, str],
         cgroups: Cgroups,
         folder: Path,
+        identities: bool,
     ) -> None:
         self.binds: Mapping[str, Path] = {}
         self._facts = facts
@@ -34,6 +35,7 @@ class RunMaker:
         self._base = base
         self._cgroups = cgroups
         self._folder = folder
+        self._identities = identities
 
     async def prepare(self, pod: Spec, container: Spec, number: int) -> Prepared:
         """Return what run `number` needs.
@@ -79,6 +81,7 @@ class RunMaker:
             mounts=sight.keep(mounts, sight.code()),
             read_only=container.get("securityContext", {}).get("readOnlyRootFilesystem", False),
             cgroups=cgroup.procs,
+            user=command.identity(container, pod) if self._identities else None,
         )
         log = ContainerLog(self._folder / "logs" / container["name"] / f"{number}.log")
         return Prepared(process, cgroup, log)

@@ -7,11 +7,14 @@
 
 Its root is the machine's, bound entry by entry into a tmpfs, so that a mount path that does not
 exist here can be made without touching the machine. `--enter PID SPEC` runs argv in a started one.
+A container's uid and gid are those of a user namespace inside: they have no entry in the machine's
+user database, and files open to it as they do to the agent.
 Stands alone: the standard library only, no package of ours.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -23,6 +26,7 @@ CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_MOVE, MS_REC, MS_PRIVATE = 8192, 16384, 1 << 18
 PR_SET_PDEATHSIG = 1
+NS_GET_USERNS = 0xB701
 CANNOT_START = 128  # the exit code that a kubelet shows for a container that never ran
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -32,6 +36,8 @@ def main(argv: list[str]) -> int:
     """Start the container of a spec file, enter one, or check; return the exit code."""
     if argv[0] == "--check":
         return check()
+    if argv[0] == "--check-user":
+        return check_user()
     if argv[0] == "--enter":
         return enter(int(argv[1]), json.loads(Path(argv[2]).read_text()))
     return launch(json.loads(Path(argv[0]).read_text()))
@@ -40,7 +46,8 @@ def main(argv: list[str]) -> int:
 def launch(spec: dict[str, Any]) -> int:
     """Run a container to its end: {argv, env, cwd, stage, mounts, read_only, cgroups, …}.
 
-    `agent` is the pid that must be its parent, `report` the descriptor of a socket to answer on.
+    `agent` is the pid that must be its parent, `report` the descriptor of a socket to answer on,
+    `user` its uid and gid, if it is not to be root.
     """
     tie_to(spec["agent"])
     answer = spec["report"]
@@ -73,6 +80,9 @@ def become(spec: dict[str, Any], ready: int) -> NoReturn:
             Path(file).write_text("0")  # 0 is the writer itself
         build_root(spec)
         os.chdir(spec["cwd"])
+        if spec.get("user"):
+            take_identity(*spec["user"])
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another identity forgets it
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -86,11 +96,13 @@ def become(spec: dict[str, Any], ready: int) -> NoReturn:
 def enter(pid: int, spec: dict[str, Any]) -> int:
     """Run argv in the container whose process 1 is `pid`; return its exit code."""
     tie_to(spec["agent"])
-    own = Path("/proc/self/ns/user").stat().st_ino
     root = os.open(f"/proc/{pid}/root", os.O_RDONLY)
-    kinds = ["user"] if Path(f"/proc/{pid}/ns/user").stat().st_ino != own else []
-    spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in [*kinds, "mnt", "pid"]]
-    for space in spaces:
+    user, mounts, pids = (
+        os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("user", "mnt", "pid")
+    )
+    # the mounts belong to the user namespace that made them, the program to one inside
+    owner = fcntl.ioctl(mounts, NS_GET_USERNS)
+    for space in (*([owner] if not is_ours(owner) else []), mounts, pids):
         checked(libc.setns(space, 0), "setns")
     child = os.fork()
     if child == 0:
@@ -102,6 +114,9 @@ def enter(pid: int, spec: dict[str, Any]) -> int:
             os.fchdir(root)
             os.chroot(".")
             os.chdir(spec["cwd"])
+            if not os.path.sameopenfile(user, owner):
+                checked(libc.setns(user, 0), "setns")
+                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another identity forgets it
             os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
         except OSError as error:
             os.write(2, f"{error}\n".encode())
@@ -120,6 +135,36 @@ def check() -> int:
     return 0
 
 
+def check_user() -> int:
+    """Print why containers cannot have a uid of their own on this machine, or nothing."""
+    try:
+        separate()
+        take_identity(65532, 65532)
+    except OSError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def is_ours(user_namespace: int) -> bool:
+    """Whether this process is in it."""
+    return os.path.samestat(os.fstat(user_namespace), Path("/proc/self/ns/user").stat())
+
+
+def take_identity(uid: int, gid: int) -> None:
+    """Become this user and group in a user namespace of one's own, which maps no others."""
+    within = os.geteuid(), os.getegid()
+    checked(libc.unshare(CLONE_NEWUSER), "unshare")
+    map_ids(outside=within, inside=(uid, gid))
+
+
+def map_ids(*, outside: tuple[int, int], inside: tuple[int, int]) -> None:
+    """Say who this process is in the user namespace that it has just made."""
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{inside[0]} {outside[0]} 1")
+    Path("/proc/self/gid_map").write_text(f"{inside[1]} {outside[1]} 1")
+
+
 def tie_to(agent: int) -> None:
     """Ask the kernel to kill this process when the agent ends."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -133,9 +178,7 @@ def separate() -> None:
     uid, gid = os.geteuid(), os.getegid()
     checked(libc.unshare(flags | (CLONE_NEWUSER if uid else 0)), "unshare")
     if uid:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+        map_ids(outside=(uid, gid), inside=(0, 0))
 
 
 def build_root(spec: dict[str, Any]) -> None:
