@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +19,10 @@ from vlm_operator.cluster import (
     Kind,
     Manifest,
 )
+from vlm_operator.endings import ending
 from vlm_operator.names import Role
 from vlm_operator.state import ANNOTATION_DELETION_COST, NodeClassState, Observed, PodState
 
-SIGNALLED = 128  # exit codes above it are this and the signal's number
 _ROLES = frozenset(role.value for role in Role)
 
 
@@ -127,11 +126,11 @@ def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) ->
         waiting, ended = state.get("waiting"), state.get("terminated")
         last = entry.get("lastState", {}).get("terminated") or ended
         if waiting is not None and waiting.get("reason") not in ("ContainerCreating", None):
-            return _one_line(f"{waiting['reason']}: {_ending(last) or waiting.get('message', '')}")
+            return _one_line(f"{waiting['reason']}: {ending(last) or waiting.get('message', '')}")
         if ended is not None and ended.get("exitCode"):
-            return _one_line(_ending(ended))
+            return _one_line(ending(ended))
         if last is not None and not entry.get("ready") and last.get("exitCode"):
-            return _one_line(f"restarted {entry.get('restartCount', 1)} times: {_ending(last)}")
+            return _one_line(f"restarted {entry.get('restartCount', 1)} times: {ending(last)}")
     return ""
 
 
@@ -155,39 +154,6 @@ def _request(spec: Manifest, resource: str) -> str:
             if resource in part:
                 return str(part[resource])
     return "enough"
-
-
-def _ending(terminated: Mapping[str, Any] | None) -> str:
-    if terminated is None:
-        return ""
-    reason, code = terminated.get("reason", "Error"), terminated.get("exitCode")
-    cause = _cause(str(terminated.get("message", "")), by_signal=(code or 0) > SIGNALLED)
-    return f"{reason}, exit code {code}" + (f": {cause}" if cause else "")
-
-
-def _cause(log: str, *, by_signal: bool) -> str:
-    """The last error among the last lines of a log; empty if there is none.
-
-    A process that a signal ended wrote no reason: only an error that is its very last line counts.
-    """
-    lines = log.strip().splitlines()
-    for line in lines[-1:] if by_signal else reversed(lines):
-        if found := _error_in(line):
-            return found
-    return ""
-
-
-def _error_in(line: str) -> str:
-    """What a line says, if it is an error: an entry of that level, or text that is no entry."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return line
-    if not isinstance(entry, dict) or "level" not in entry:
-        return line
-    if str(entry["level"]).lower() not in ("error", "critical"):
-        return ""
-    return ": ".join(str(entry[key]) for key in ("message", "error") if entry.get(key))
 
 
 def _one_line(text: str, *, limit: int = 300) -> str:
