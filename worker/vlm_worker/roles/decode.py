@@ -15,22 +15,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from vlm_worker.core.prefix import content_of
-from vlm_worker.engine.events import EventStream, PrefillEvent
-from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
+from vlm_worker.errors import CorruptTransferError, GoneError
+from vlm_worker.roles.answers import answer_of, ended_by_first_token
 from vlm_worker.roles.host import Host, Transfer
 from vlm_worker.roles.offers import check_fingerprint
 from vlm_worker.roles.pulling import pull
 from vlm_worker.roles.times import CallClock
 from vlm_worker.transfer.incoming import Pull
 from vlm_worker.transfer.landing import Landing
-from vlm_worker.types import (
-    FailedEvent,
-    FinishedEvent,
-    KVLayout,
-    RequestKey,
-    StageSpan,
-    TokenEvent,
-)
+from vlm_worker.types import KVLayout, RequestKey, StageSpan
 from vlm_worker.wire.calls import (
     DecodeCall,
     DecodeEvent,
@@ -38,7 +31,6 @@ from vlm_worker.wire.calls import (
     Reply,
     Reservation,
     ReserveCall,
-    Tokens,
 )
 from vlm_worker.wire.data import Fetch
 from vlm_worker.wire.frames import Commit, Units
@@ -113,14 +105,14 @@ class DecodeRole:
             raise GoneError(f"transfer {call.kv.transfer_id} is not held here")
         stream = host.engine.adopt_local(call.request)
         try:
-            async with aclosing(_answer(stream)) as answer:
+            async with aclosing(answer_of(stream)) as answer:
                 async for event in answer:
                     yield Reply(event, (), clock.now())
         except GoneError:
             commit = await prefilled.settled()
             if commit.finish_reason is None:
                 raise
-            yield _ended_by_first_token(call, commit, (), clock)
+            yield ended_by_first_token(call, commit, (), clock)
 
     async def _pulled(
         self, call: DecodeCall, clock: CallClock
@@ -134,12 +126,12 @@ class DecodeRole:
         spans: tuple[StageSpan, ...] = (clock.span("kv_transfer", begun),)
         if commit.finish_reason is not None:
             await host.engine.cancel(key)
-            yield _ended_by_first_token(call, commit, spans, clock)
+            yield ended_by_first_token(call, commit, spans, clock)
             return
         if commit.first_token_id is None:
             raise CorruptTransferError("the commit lacks the first token")
         stream = await host.engine.start_decode(key, commit.first_token_id)
-        async with aclosing(_answer(stream)) as answer:
+        async with aclosing(answer_of(stream)) as answer:
             async for event in answer:
                 yield Reply(event, spans, clock.now())
                 spans = ()
@@ -196,26 +188,3 @@ class DecodeRole:
                 await landing.put(units)
             await landing.settle()
         return begun or time.monotonic()
-
-
-def _ended_by_first_token(
-    call: DecodeCall, commit: Commit, spans: tuple[StageSpan, ...], clock: CallClock
-) -> Reply[DecodeEvent]:
-    """The first token, which the gateway has from prefill, was the last."""
-    assert commit.finish_reason is not None
-    num_tokens = call.request.num_delivered_tokens + 1
-    return Reply(Finished(commit.finish_reason, num_tokens), spans, clock.now())
-
-
-async def _answer(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens | Finished]:
-    """The engine's events as the wire has them, to the last word."""
-    async for event in stream:
-        match event:
-            case TokenEvent(index, token_id, logprobs=logprobs):
-                yield Tokens(index, (token_id,), () if logprobs is None else (logprobs,))
-            case FinishedEvent(reason, num_tokens):
-                yield Finished(reason, num_tokens)
-                return
-            case FailedEvent(error):
-                raise error
-    raise EngineError("the engine ended the answer without a last word")
