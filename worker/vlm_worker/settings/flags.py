@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from vlm_worker.settings.values import DEFAULT_SHARED_MEMORY_DIR, MAX_PORT
+from vlm_worker.settings.values import DEFAULT_PATIENCE_SECONDS, DEFAULT_SHARED_MEMORY_DIR, MAX_PORT
 from vlm_worker.types import STAGES, Role, Stage
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -51,7 +51,10 @@ def command_line() -> argparse.ArgumentParser:
     gateway.add_argument("--config", type=Path, help="gateway.json, re-read every second")
     gateway.add_argument("--api-keys-dir", type=Path, help="one bearer key per file")
     gateway.add_argument(
-        "--patience-seconds", type=_seconds, default=10.0, help="for a pool without pods"
+        "--patience-seconds",
+        type=_seconds,
+        default=DEFAULT_PATIENCE_SECONDS,
+        help="for a pool without pods",
     )
     gateway.add_argument("--max-waiting", type=_at_least(0), default=512, help="for room at once")
     _add_client_priority(gateway)

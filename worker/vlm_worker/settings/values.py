@@ -12,6 +12,9 @@ from vlm_worker.types import Role, Stage
 
 HF_PREFIX = "hf://"
 MAX_PORT: Final = 65535
+DEFAULT_PATIENCE_SECONDS: Final = 20.0
+"""If the only pod of a pool is killed and its model is small, it is back after 11 to 12 s. A
+client's own timeout is 60 s or more."""
 DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have random names
 
 
@@ -163,7 +166,7 @@ class GatewaySettings:
     block_size: int = 64
     max_model_len: int = 4096
     drain_timeout_seconds: float = 600.0
-    patience_seconds: float = 10.0
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS
     max_waiting: int = 512
     any_priority: bool = False
     compat: str = ""
