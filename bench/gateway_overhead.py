@@ -38,6 +38,7 @@ from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart  # noqa
 from vlm_worker.gateway.config import Config  # noqa: E402
 from vlm_worker.gateway.pictures import read_pictures  # noqa: E402
 from vlm_worker.gateway.prompt import Language  # noqa: E402
+from vlm_worker.gateway.turns import at_once  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     ImageItem,
     Request,
@@ -95,7 +96,7 @@ class Direct:
         if picture is not None:
             parts.insert(0, ImagePart(data_url(picture), "auto", ""))
         images = [part for part in parts if isinstance(part, ImagePart)]
-        self._pictures = read_pictures(images, Config(), language.family)
+        self._pictures = at_once(read_pictures(images, Config(), language.family))
         counts = [p.num_tokens for p in self._pictures if p is not None]
         self._prompt = language.chat([Message("user", tuple(parts))], counts)
 

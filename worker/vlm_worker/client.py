@@ -75,7 +75,7 @@ class WorkerClient:
     # ---- a request -----------------------------------------------------------------------------
 
     async def encode(
-        self, call: calls.EncodeCall, pictures: Sequence[bytes], *, timeout: float
+        self, call: calls.EncodeCall, pictures: Sequence[bytes | bytearray], *, timeout: float
     ) -> AsyncGenerator[calls.Reply[calls.EncodeEvent]]:
         """Send pictures; yields Decoded once, then ItemReady or ItemFailed for each."""
         wanted = asyncio.get_running_loop().create_future()
@@ -236,7 +236,7 @@ class WorkerClient:
 
 
 async def _upload(
-    call: calls.EncodeCall, pictures: Sequence[bytes], wanted: asyncio.Future[bool]
+    call: calls.EncodeCall, pictures: Sequence[bytes | bytearray], wanted: asyncio.Future[bool]
 ) -> AsyncIterator[pb.EncodeRequest]:
     """The call, then its pictures if they are `wanted`.
 

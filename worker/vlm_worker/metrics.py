@@ -50,6 +50,10 @@ PREFIX_CACHE_HITS: Final = "vlm_prefix_cache_hits_total"  # counter {kind}, toke
 PREFIX_CACHE_EVICTIONS: Final = "vlm_prefix_cache_evictions_total"  # counter, blocks
 # counter {outcome}: ok, invalid, rejected, cancelled, error
 REQUESTS_TOTAL: Final = "vlm_requests_total"
+# counter {bound}: memory, tenant_memory, waiting, connections
+GATEWAY_REFUSED_TOTAL: Final = "vlm_gateway_refused_total"
+GATEWAY_MEMORY_BYTES: Final = "vlm_gateway_memory_bytes"  # gauge {kind}: body, prompt
+GATEWAY_MEMORY_LIMIT_BYTES: Final = "vlm_gateway_memory_limit_bytes"  # gauge
 INFLIGHT: Final = "vlm_inflight"  # gauge
 ACCEPTING: Final = "vlm_accepting"  # gauge
 HEARTBEAT_TIMESTAMP_SECONDS: Final = "vlm_heartbeat_timestamp_seconds"  # gauge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from worker.gateway.corpus import Bad, chat, content, message
 from worker.gateway.pictures import ask, png
 
-PARTS = [{"type": "text", "text": "x"}] * 10_000
+PARTS = [{"type": "text", "text": "x"}] * 2000
 
 MESSAGE_ROWS = [
     Bad(
@@ -32,7 +32,21 @@ MESSAGE_ROWS = [
     ),
     Bad("content as a number", content(5), 400, "invalid_type", "messages[0].content"),
     Bad("no parts", content([]), 400, "invalid_value", "messages[0].content"),
-    Bad("10 000 parts", content(PARTS), 400, "invalid_value", "messages[0].content"),
+    Bad("2000 parts", content(PARTS), 400, "invalid_value", "messages[0].content"),
+    Bad(
+        "1200 parts of three messages",
+        chat(messages=[{"role": "user", "content": PARTS[:400]}] * 3),
+        400,
+        "invalid_value",
+        "messages[2].content",
+    ),
+    Bad("20 000 parts", content(PARTS * 10), 400, "invalid_json"),
+    Bad(
+        "a long data URL in another place",
+        chat(metadata={"url": "data:image/png;base64," + "A" * 5000}),
+        400,
+        "invalid_value",
+    ),
     Bad("a name", message(name="bob"), 400, "unsupported_parameter", "messages[0].name"),
     Bad(
         "tool calls",

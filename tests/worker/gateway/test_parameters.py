@@ -34,6 +34,7 @@ from vlm_worker.gateway.api.parameters import (
 from vlm_worker.gateway.api.requests import parse_chat, parse_completion
 from vlm_worker.gateway.api.sampling import SamplingOptions
 from vlm_worker.gateway.orchestrate.encoding import PICTURE_CODES
+from vlm_worker.gateway.turns import at_once
 
 DOCS = Path(__file__).parents[3] / "docs" / "openai.md"
 CHAT_BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -105,9 +106,11 @@ def test_every_part_of_the_client_is_documented() -> None:
 
 def parse(table: Sequence[Parameter], changes: dict[str, Any]) -> Any:
     if table is MESSAGE:
-        return parse_chat({**CHAT_BODY, "messages": [{"role": "user", "content": "x"} | changes]})
+        return at_once(
+            parse_chat({**CHAT_BODY, "messages": [{"role": "user", "content": "x"} | changes]})
+        )
     if table is CHAT:
-        return parse_chat(CHAT_BODY | changes)
+        return at_once(parse_chat(CHAT_BODY | changes))
     return parse_completion(COMPLETION_BODY | changes)
 
 

@@ -12,6 +12,7 @@ from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.messages import ImagePart
 from vlm_worker.gateway.config import Config, Limits, Media
 from vlm_worker.gateway.pictures import Picture, read_pictures
+from vlm_worker.gateway.turns import at_once
 
 FAMILY = load_family(MODEL)
 
@@ -19,7 +20,7 @@ FAMILY = load_family(MODEL)
 def read(data: bytes, detail: str = "auto", kind: str = "image/png", **limits: object) -> Picture:
     config = Config(limits=Limits(**limits))  # type: ignore[arg-type]
     part = ImagePart(data_url(data, kind), detail, "here")  # type: ignore[arg-type]
-    (picture,) = read_pictures([part], config, FAMILY)
+    (picture,) = at_once(read_pictures([part], config, FAMILY))
     assert picture is not None
     return picture
 
@@ -58,7 +59,7 @@ def test_more_bytes_than_allowed_are_refused_before_they_are_decoded() -> None:
 def test_a_broken_picture_is_left_out_where_the_service_says_so() -> None:
     parts = [ImagePart(data_url(data), "auto", "x") for data in (png(), png()[:30])]
     config = Config(limits=Limits(on_corrupt="Skip"))
-    found = read_pictures(parts, config, FAMILY)
+    found = at_once(read_pictures(parts, config, FAMILY))
     assert found[0] is not None
     assert found[1] is None
 
@@ -72,6 +73,6 @@ def test_an_allowed_domain_is_told_that_fetching_is_not_built() -> None:
         "http://good.example@evil.example/",
     ):
         with pytest.raises(ApiError) as refused:
-            read_pictures([ImagePart(url, "auto", "here")], config, FAMILY)
+            at_once(read_pictures([ImagePart(url, "auto", "here")], config, FAMILY))
         codes.append(refused.value.code)
     assert codes == ["image_fetch_unsupported", "image_url_not_allowed", "image_url_not_allowed"]

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.gateway.api import data_urls
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.strict_json import MAX_DEPTH, parse_object
+from vlm_worker.gateway.api.strict_json import MAX_DEPTH, MAX_VALUES, read_json
+from vlm_worker.gateway.turns import Steps, at_once
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    return at_once(read_json(body)).value
+
 
 VALUES = st.recursive(
     st.none()
@@ -87,3 +95,88 @@ def test_hostile_bodies_take_linear_time(body: bytes) -> None:
     with contextlib.suppress(ApiError):
         parse_object(body)
     assert time.perf_counter() - started < 5.0
+
+
+# ---- bounds, before anything is decoded ----------------------------------------------------------
+
+LARGE = 31 * 2**20
+
+
+def steps_of(work: Steps[object]) -> tuple[int, BaseException | None]:
+    """How many steps it takes, and how it ends."""
+    count = 0
+    try:
+        while True:
+            next(work)
+            count += 1
+    except StopIteration:
+        return count, None
+    except ApiError as error:
+        return count, error
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":{}},', b"0,", b'"",', b"[[", b'"data:",'])
+def test_a_large_body_of_any_values_is_refused_before_it_is_read_to_its_end(unit: bytes) -> None:
+    body = bytearray(b'{"a":[' + unit * (LARGE // len(unit)) + b"0]}")
+    count, error = steps_of(read_json(body))
+    assert isinstance(error, ApiError)
+    assert (error.status, error.code) == (400, "request_too_large")
+    assert str(data_urls.MAX_REST_BYTES) in error.message
+    assert count < 4 * 2**20 // 512
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":{}},', b"0,", b'"",'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(unit: bytes) -> None:
+    def of(count: int) -> bytes:
+        return b'{"a":[' + unit * count + b"0]}"
+
+    per_unit = unit.count(b",") + unit.count(b"[") + unit.count(b"{")
+    fits = (MAX_VALUES - 5) // per_unit
+    assert len(parse_object(of(fits))["a"]) == fits + 1
+    with pytest.raises(ApiError, match=f"more than {MAX_VALUES} values"):
+        parse_object(of(fits + 5))
+    with pytest.raises(ApiError, match=f"more than {MAX_VALUES} values"):
+        parse_object(of(4 * 2**20 // len(unit) - 10))
+
+
+def test_the_work_on_a_large_body_comes_in_small_steps() -> None:
+    url = b"data:image/png;base64," + b"A" * (LARGE - 2**20)
+    body = b'{"m":{"url":"' + url + b'"},"t":"' + b"\\n" * 2**18 + b'"}'
+    count, error = steps_of(read_json(bytearray(body)))
+    assert error is None
+    assert count > LARGE // 2**18
+
+
+# ---- images are taken out ------------------------------------------------------------------------
+
+URLS = st.integers(0, 3).map(lambda n: "data:image/png;base64," + "AB/+" * 2000 * n)
+PARTS = st.recursive(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | URLS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["url", "x", 'url"', "\\"]), inner, max_size=3
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(["url", "a", "b"]), PARTS), st.booleans(), st.booleans())
+def test_with_the_images_put_back_it_reads_as_by_the_standard_library(
+    value: dict[str, object], spaced: bool, slashes: bool
+) -> None:
+    text = json.dumps(value, separators=(" , ", " : ") if spaced else (",", ":"))
+    text = text.replace("/", "\\/") if slashes else text
+    found = at_once(read_json(text.encode()))
+    long_urls = []
+
+    def put_back(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: put_back(item) for name, item in part.items()}
+        if isinstance(part, list):
+            return [put_back(item) for item in part]
+        if part in found.images:
+            long_urls.append(part)
+            return json.loads(b'"' + bytes(found.images[part]) + b'"')
+        return part
+
+    assert put_back(found.value) == json.loads(text)
+    assert len(long_urls) == len(found.images)

@@ -2,7 +2,7 @@
 
 FrontDoor ─▶ Router ─▶ /v1/chat/completions  /v1/completions        Endpoint
                        /v1/models  /v1/models/{id}
-                       /healthz  /readyz  /metrics                  /stats on the admin port alone
+                       /healthz  /readyz              /stats and /metrics on the admin port alone
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def admin_app(service: Service) -> Starlette:
     """What the operator and Prometheus see, inside the cluster."""
     pages = Pages(service)
     return Starlette(
-        routes=[Route("/stats", pages.stats, methods=["GET"]), *pages.common],
+        routes=[
+            Route("/stats", pages.stats, methods=["GET"]),
+            Route("/metrics", pages.metrics, methods=["GET"]),
+            *pages.common,
+        ],
         exception_handlers={HTTPException: _not_found},
     )
 
@@ -109,7 +113,6 @@ class Pages:
         self.common = [
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
         ]
 
     async def models(self, _: Request) -> HttpResponse:

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vlm_worker.gateway.answering import ClientGoneError
 from vlm_worker.gateway.api.errors import ApiError, invalid, too_large
+from vlm_worker.gateway.memory import Held
+from vlm_worker.gateway.turns import Turns
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 MAX_BODY_BYTES = 32 * 2**20
+# Less is read as fast as it comes.
+UNPACED_BYTES = 2**20
 BODY_SILENCE_SECONDS = 10.0
 BODY_SECONDS = 60.0
 _SECONDS = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
-async def read_body(scope: dict[str, Any], receive: Receive) -> bytes:
-    """The whole body.
+async def read_body(
+    scope: dict[str, Any], receive: Receive, *, held: Held, turns: Turns
+) -> bytearray:
+    """The whole body, a large one in turns with other work.
+
+    `held` has its bytes, those that were announced before the first is read.
 
     Raises:
         ApiError: 415 for anything but plain JSON, 413 above 32 MiB, 408 when it does not come.
+        FullError: the gateway has no memory for it now.
         ClientGoneError: the client left before its end.
     """
     headers = dict(scope["headers"])
     _check_type(headers)
-    if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
+    announced = int(headers.get(b"content-length", b"0"))
+    if announced > MAX_BODY_BYTES:
         raise _oversized()
-    chunks, num_bytes, more = [], 0, True
+    held.admit(announced)
+    body, more = bytearray(), True
+    started = time.monotonic()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             while more:
@@ -38,15 +51,25 @@ async def read_body(scope: dict[str, Any], receive: Receive) -> bytes:
                 if message["type"] == "http.disconnect":
                     raise ClientGoneError("the client left before the end of its request")
                 chunk, more = message.get("body", b""), message.get("more_body", False)
-                num_bytes += len(chunk)
-                if num_bytes > MAX_BODY_BYTES:
+                if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _oversized()
-                chunks.append(chunk)
+                held.admit(len(body) + len(chunk))
+                body += chunk
+                if more and len(body) > UNPACED_BYTES:
+                    await turns.rest()
+                if more and len(body) < least_bytes(announced, time.monotonic() - started):
+                    raise TimeoutError
     except TimeoutError:
         raise ApiError(
             408, "The body of the request did not come in time.", code="timeout"
         ) from None
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return body
+
+
+def least_bytes(announced: int, seconds: float) -> float:
+    """How much of a body must have come after so many seconds: memory is held for all of it."""
+    share = (seconds - BODY_SILENCE_SECONDS) / (BODY_SECONDS - BODY_SILENCE_SECONDS)
+    return announced * max(0.0, share)
 
 
 def timeout_of(scope: dict[str, Any]) -> float | None:

@@ -84,12 +84,16 @@ class Applied:
 class Live:
     """The applied settings; `watch` is their only writer."""
 
-    def __init__(self, config: Path | None, api_keys_dir: Path | None) -> None:
+    def __init__(
+        self, config: Path | None, api_keys_dir: Path | None, *, images_per_request: int
+    ) -> None:
+        """`images_per_request` holds until a `config` says otherwise."""
         self._config_path = config
         self._keys_path = api_keys_dir
         # Without a readable directory of keys nobody gets in.
         keys = None if api_keys_dir is None else Keys(())
-        self.now = Applied(Config(), None, keys)
+        limits = Limits(images_per_request=images_per_request)
+        self.now = Applied(Config(limits=limits), None, keys)
         self._complaint = ""
         self.reload()
 

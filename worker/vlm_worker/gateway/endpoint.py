@@ -14,10 +14,10 @@ from vlm_worker.gateway.answering import ClientGoneError, Response, Send, Writer
 from vlm_worker.gateway.api import errors
 from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.requests import Options, parse_chat, parse_completion
-from vlm_worker.gateway.api.strict_json import parse_object
+from vlm_worker.gateway.api.requests import Options
 from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_disconnect
 from vlm_worker.gateway.choices import Choices
+from vlm_worker.gateway.memory import FullError, Held
 from vlm_worker.gateway.orchestrate.generation import Generation
 from vlm_worker.gateway.orchestrate.job import Emit, Job
 from vlm_worker.gateway.orchestrate.recovery import Place
@@ -39,6 +39,7 @@ class _Exchange:
     request_id: str
     tenant: str
     client_request_id: str
+    held: Held
     arrived: float
     outcome: str = "error"
     options: Options | None = None
@@ -62,6 +63,7 @@ class Endpoint:
             state["request_id"],
             state["tenant"],
             state["client_request_id"],
+            self._service.hold_memory(state["tenant"]),
             arrived=self._service.clock(),
         )
         response = Response(send)
@@ -79,63 +81,50 @@ class Endpoint:
             logger.exception("request failed", extra={"request_id": exchange.request_id})
             await _last_word(response, errors.internal(exchange.request_id))
         finally:
+            exchange.held.release()
             self._service.leave(exchange.outcome)
             self._log(exchange)
 
     async def _exchange(
         self, exchange: _Exchange, scope: dict[str, Any], receive: Receive, response: Response
     ) -> None:
-        service = self._service
+        service, held = self._service, exchange.held
         if service.refusing:
             raise errors.unavailable("This gateway is shutting down; another one takes requests.")
         timeout = timeout_of(scope)
-        room = service.recovery.room
+        room, turns = service.recovery.room, service.preparer.turns
         try:
             room.check()  # before anything is spent on it
-            body = await read_body(scope, receive)
+            body = [await read_body(scope, receive, held=held, turns=turns)]
             place = room.enter()
-        except WorkerError as error:
-            raise _answer_to(error, exchange.request_id) from error
+        except FullError as error:
+            service.meters.refused(error.bound)
+            raise errors.full(error) from error
         with place:
-            await self._serve(exchange, body, receive, response, place=place, timeout=timeout)
+            trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
+            # the only reference to the body goes where it is read
+            job, options = await self._prepare(body.pop(), exchange)
+            exchange.options = options
+            held.prepared(job.num_bytes)
+            writer = self._writer(response, options, job, trace)
+            choices = exchange.choices = self._choices(job, options, writer, trace, place)
+            ends = (until_disconnect(receive), cut(service), too_late(trace, timeout))
+            try:
+                await watched(choices.run(), ends=ends, ping=writer.ping)
+            except WorkerError as error:
+                raise _answer_to(error, exchange.request_id, job.pictures) from error
 
-    async def _serve(
-        self,
-        exchange: _Exchange,
-        body: bytes,
-        receive: Receive,
-        response: Response,
-        *,
-        place: Place,
-        timeout: float | None,
-    ) -> None:
+    async def _prepare(self, body: bytearray, exchange: _Exchange) -> tuple[Job, Options]:
         service = self._service
-        trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
-        job, options = await self._prepare(body, exchange)
-        exchange.options = options
-        writer = self._writer(response, options, job, trace)
-        choices = exchange.choices = self._choices(job, options, writer, trace, place)
-        try:
-            await watched(
-                choices.run(),
-                ends=(until_disconnect(receive), cut(service), too_late(trace, timeout)),
-                ping=writer.ping,
-            )
-        except WorkerError as error:
-            raise _answer_to(error, exchange.request_id, job.pictures) from error
-
-    async def _prepare(self, body: bytes, exchange: _Exchange) -> tuple[Job, Options]:
-        service, config = self._service, self._service.live.now.config
         if delay := service.settings.delays.get("gateway"):
             await asyncio.sleep(delay)
-        prepare = service.preparer
-        parsed = parse_object(body)
-        ids = {"request_id": exchange.request_id, "tenant": exchange.tenant}
-        if self._kind == "chat":
-            chat = parse_chat(parsed)
-            return await prepare.chat(chat, config, **ids), chat.options
-        completion = parse_completion(parsed)
-        return await prepare.completion(completion, config, **ids), completion.options
+        return await service.preparer.read(
+            body,
+            self._kind,
+            service.live.now.config,
+            request_id=exchange.request_id,
+            tenant=exchange.tenant,
+        )
 
     def _writer(self, response: Response, options: Options, job: Job, trace: Trace) -> Writer:
         language = self._service.language

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from vlm_worker import metrics
 from vlm_worker.core.histogram import Histogram as Seconds
 from vlm_worker.core.rates import Rates
+from vlm_worker.gateway.memory import Bound, Kind, MemoryBudget
 from vlm_worker.gateway.ttft import TtftSummary
 from vlm_worker.metrics import SECONDS_BUCKETS, STAGE_BUCKETS
 from vlm_worker.types import Modality
@@ -34,10 +35,11 @@ VISUAL_TOKENS_BUCKETS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 class Meters:
     """Every collector of the gateway; label values come from closed sets alone.
 
-    `now` is the time on the gateway's clock, as in all that is told it.
+    `now` is the time on the gateway's clock, as in all that is told it. `memory` is what requests
+    may hold.
     """
 
-    def __init__(self, now: float = 0.0) -> None:
+    def __init__(self, now: float = 0.0, *, memory: MemoryBudget | None = None) -> None:
         # a second series for each counter, which nobody reads
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = self._registry = CollectorRegistry()
@@ -82,6 +84,21 @@ class Meters:
             "Visual tokens of the requests with pictures.",
             buckets=VISUAL_TOKENS_BUCKETS,
             registry=registry,
+        )
+        self._refused = self._counter(
+            metrics.GATEWAY_REFUSED_TOTAL, "Requests refused by what was full.", "bound"
+        )
+        for bound in Bound:
+            self._refused.labels(bound)
+        self._memory = memory or MemoryBudget(0)
+        self._memory_bytes = Gauge(
+            metrics.GATEWAY_MEMORY_BYTES,
+            "Bytes that requests hold.",
+            ["kind"],
+            registry=registry,
+        )
+        self._memory_limit = self._gauge(
+            metrics.GATEWAY_MEMORY_LIMIT_BYTES, "Bytes that requests may hold."
         )
         self._inflight = self._gauge(metrics.INFLIGHT, "Requests being served.")
         self._accepting = self._gauge(metrics.ACCEPTING, "1 while new requests are taken.")
@@ -130,6 +147,10 @@ class Meters:
         self.num_requests += 1
         self._requests.labels(outcome).inc()
 
+    def refused(self, bound: Bound) -> None:
+        """A bound of this gateway refused a request."""
+        self._refused.labels(bound).inc()
+
     @property
     def gaps(self) -> dict[str, Any]:
         """Times between tokens, as in `/stats`."""
@@ -156,6 +177,9 @@ class Meters:
         self._inflight.set(num_inflight)
         self._accepting.set(accepting)
         self._heartbeat.set(time.time())
+        self._memory_limit.set(self._memory.num_bytes)
+        for kind in Kind:
+            self._memory_bytes.labels(kind).set(self._memory.used(kind))
         text: bytes = generate_latest(self._registry)
         return text
 

@@ -6,22 +6,24 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import urllib.parse
-from collections.abc import Sequence
-
-import pybase64
-import xxhash
+from collections.abc import Mapping, Sequence
 
 from vlm_worker.core.families import Family
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart
+from vlm_worker.gateway.base64_images import (
+    NotBase64Error,
+    TooManyBytesError,
+    decode_base64,
+    split_data_url,
+)
 from vlm_worker.gateway.config import Config, Limits
-from vlm_worker.media.header import ImageHeader, ImageLimits, read_header
+from vlm_worker.gateway.turns import Steps
+from vlm_worker.media.header import MIME_TYPES, ImageHeader, ImageLimits, read_header
 
-_DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]{1,32});base64,")
-_PREFIX_LENGTH = 64
+_NO_IMAGES: Mapping[str, memoryview] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Picture:
     cache key is the encoder's own.
     """
 
-    data: bytes
+    data: bytes | bytearray
     format: str
     width: int
     height: int
@@ -43,9 +45,18 @@ class Picture:
 
 
 def read_pictures(
-    parts: Sequence[ImagePart], config: Config, family: Family
-) -> tuple[Picture | None, ...]:
-    """Check and count every picture; nothing is fetched, nothing is decoded.
+    parts: Sequence[ImagePart],
+    config: Config,
+    family: Family,
+    images: Mapping[str, memoryview] = _NO_IMAGES,
+) -> Steps[tuple[Picture | None, ...]]:
+    """Check and count every picture; nothing is fetched, no pixel is decoded.
+
+    Args:
+        parts: of the request's messages, in order.
+        config: what holds now.
+        family: of the model.
+        images: the URLs that were taken out of the body, by what stands in for them.
 
     Returns:
         One entry a part; None where a broken picture is left out (`on_corrupt: Skip`).
@@ -56,15 +67,23 @@ def read_pictures(
     limit = config.limits.images_per_request
     if len(parts) > limit:
         raise invalid(
-            f"This service takes up to {limit} pictures a request, this one has {len(parts)}.",
+            f"This service takes up to {limit} images a request, this one has {len(parts)}. Its "
+            "operator sets the limit: model.limits.imagesPerRequest of a VLMService, "
+            "--images-per-request of vlm-worker.",
             param=parts[limit].path,
             code="too_many_images",
         )
-    return tuple(_read(i, part, config, family) for i, part in enumerate(parts))
+    found = []
+    for index, part in enumerate(parts):
+        found.append((yield from _read(index, part, config, family, images.get(part.url))))
+        yield
+    return tuple(found)
 
 
-def _read(index: int, part: ImagePart, config: Config, family: Family) -> Picture | None:
-    mime_type, data = _bytes_of(part, config)
+def _read(
+    index: int, part: ImagePart, config: Config, family: Family, taken_out: memoryview | None
+) -> Steps[Picture | None]:
+    mime_type, data, digest = yield from _bytes_of(part, config, taken_out)
     limits = config.limits
     hard = ImageLimits()
     try:
@@ -72,7 +91,7 @@ def _read(index: int, part: ImagePart, config: Config, family: Family) -> Pictur
             data,
             item=index,
             limits=dataclasses.replace(hard, max_bytes=min(hard.max_bytes, limits.bytes_per_image)),
-            mime_type=mime_type,
+            mime_type=_checked_type(mime_type),
         )
     except InvalidImageError as error:
         if error.code == "invalid_image" and limits.on_corrupt == "Skip":
@@ -90,7 +109,7 @@ def _read(index: int, part: ImagePart, config: Config, family: Family) -> Pictur
         height=header.height,
         num_tokens=geometry.num_tokens,
         max_pixels=max_pixels,
-        digest=xxhash.xxh3_128_digest(data),
+        digest=digest,
         path=part.path,
     )
 
@@ -110,31 +129,46 @@ def _cap(part: ImagePart, header: ImageHeader, limits: Limits, family: Family) -
     return min(cap or limits.pixels_per_image, limits.pixels_per_image)
 
 
-def _bytes_of(part: ImagePart, config: Config) -> tuple[str, bytes]:
-    """The media type and the bytes of a data URL."""
-    url = part.url
-    match = _DATA_URL.match(url[: len("data:;base64,") + _PREFIX_LENGTH])
-    if match is None:
-        raise _not_a_picture(part, config)
-    encoded = memoryview(url.encode("ascii", "replace"))[match.end() :]
+def _bytes_of(
+    part: ImagePart, config: Config, taken_out: memoryview | None
+) -> Steps[tuple[str, bytearray, bytes]]:
+    """The media type of a data URL, its bytes and their digest."""
+    escaped = taken_out is not None
+    url = part.url.encode("ascii", "replace") if taken_out is None else taken_out
+    found = split_data_url(url, escaped=escaped)
+    if found is None:
+        raise _not_a_picture(part, config, is_data=escaped)
+    mime_type, text = found
     limit = config.limits.bytes_per_image
-    if len(encoded) // 4 * 3 > limit + 3:
+    try:
+        if not escaped and len(text) // 4 * 3 > limit + 3:
+            raise TooManyBytesError
+        data, digest = yield from decode_base64(text, max_bytes=limit, escaped=escaped)
+    except TooManyBytesError as error:
         raise invalid(
             f"The picture has more than {limit} bytes: send it smaller.",
             param=part.path,
             code="image_too_large",
-        )
-    try:
-        data = pybase64.b64decode(encoded, validate=True)
-    except ValueError as error:
-        raise _bad_base64(part) from error
-    if not data or pybase64.b64encode(data[len(data) // 3 * 3 - 3 :])[-4:] != encoded[-4:]:
-        raise _bad_base64(part)
-    return match.group(1), data
+        ) from error
+    except NotBase64Error as error:
+        raise invalid(
+            f"The data URL does not hold canonical base64: {error}.",
+            param=f"{part.path}.url",
+            code="invalid_image_url",
+        ) from error
+    return mime_type, data, digest
 
 
-def _not_a_picture(part: ImagePart, config: Config) -> ApiError:
-    scheme = part.url[:32].partition(":")[0].lower()
+def _checked_type(mime_type: str) -> str | None:
+    """A media type that is to be refused; None for every one that is served.
+
+    Many clients call every image the same, so the content alone says which of them it is.
+    """
+    return None if mime_type in MIME_TYPES else mime_type
+
+
+def _not_a_picture(part: ImagePart, config: Config, *, is_data: bool) -> ApiError:
+    scheme = "data" if is_data else part.url[:32].partition(":")[0].lower()
     if scheme == "data":
         return invalid(
             "A data URL must read data:image/TYPE;base64,DATA.",
@@ -165,14 +199,6 @@ def _host(url: str) -> str | None:
         return urllib.parse.urlsplit(url[:2048]).hostname
     except ValueError:
         return None
-
-
-def _bad_base64(part: ImagePart) -> ApiError:
-    return invalid(
-        "The data URL does not hold canonical base64.",
-        param=f"{part.path}.url",
-        code="invalid_image_url",
-    )
 
 
 def _sentence(error: Exception) -> str:

@@ -7,12 +7,19 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart
-from vlm_worker.gateway.api.requests import ChatRequest, CompletionRequest, Options
+from vlm_worker.gateway.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Options,
+    parse_chat,
+    parse_completion,
+)
 from vlm_worker.gateway.api.sampling import SamplingOptions
+from vlm_worker.gateway.api.strict_json import JsonBody, read_json
 from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import Admission, Config
 from vlm_worker.gateway.orchestrate.job import Job
@@ -24,6 +31,7 @@ from vlm_worker.gateway.prompt import (
     check_context,
     context_exceeded,
 )
+from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.types import SamplingParams
 
 T = TypeVar("T")
@@ -44,13 +52,54 @@ class Preparer:
     block_size: int
     salts: Salts
     any_priority: bool = False
+    turns: Turns = dataclasses.field(default_factory=Turns)
+
+    async def read(
+        self,
+        body: bytes | bytearray,
+        kind: Literal["chat", "completion"],
+        config: Config,
+        *,
+        request_id: str,
+        tenant: str,
+    ) -> tuple[Job, Options]:
+        """A body as a job, and what the client said of its answer.
+
+        Nothing of the body is referenced afterwards.
+
+        Raises:
+            ApiError: naming the part at fault.
+        """
+        ids = {"request_id": request_id, "tenant": tenant}
+        if kind == "chat":
+            chat, pictures = await self.turns.run(self._read_chat(body, config))
+            return await self.chat(chat, pictures, config, **ids), chat.options
+        parsed = await self.turns.run(read_json(body))
+        completion = parse_completion(parsed.value)
+        return await self.completion(completion, config, **ids), completion.options
+
+    def _read_chat(
+        self, body: bytes | bytearray, config: Config
+    ) -> Steps[tuple[ChatRequest, tuple[Picture | None, ...]]]:
+        parsed = yield from read_json(body)
+        request = yield from parse_chat(parsed.value)
+        _check_urls(parsed, request.images)
+        self.check_model(request.options.model)
+        pictures = yield from read_pictures(
+            request.images, config, self.language.family, parsed.images
+        )
+        return request, pictures
 
     async def chat(
-        self, request: ChatRequest, config: Config, *, request_id: str, tenant: str
+        self,
+        request: ChatRequest,
+        found: Sequence[Picture | None],
+        config: Config,
+        *,
+        request_id: str,
+        tenant: str,
     ) -> Job:
         """A chat as a job; raises ApiError naming the part at fault."""
-        self.check_model(request.options.model)
-        found = read_pictures(request.images, config, self.language.family)
         messages = _without(request.messages, [i for i, p in enumerate(found) if p is None])
         pictures = tuple(p for p in found if p is not None)
         texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
@@ -61,7 +110,7 @@ class Preparer:
         def prompt_without(dropped: frozenset[int]) -> Prompt:
             return prompt_of(dropped) if dropped else prompt
 
-        ask = _Ask(request.options, config, request_id, tenant, param="messages")
+        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
         return self._job(ask, prompt_without, pictures)
 
     async def completion(
@@ -73,7 +122,7 @@ class Preparer:
         prompt = await _encode(
             functools.partial(self.language.completion, request.prompt), num_bytes
         )
-        ask = _Ask(request.options, config, request_id, tenant, param="prompt")
+        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="prompt")
         return self._job(ask, lambda _: prompt, ())
 
     def _job(
@@ -103,6 +152,7 @@ class Preparer:
             priority=ask.options.sampling.priority,
             inline=ask.config.on_demand == "InlineAtPrefill",
             max_hold_seconds=max_hold_seconds(ask.config),
+            num_bytes=ask.num_text_bytes + sum(len(picture.data) for picture in pictures),
         )
 
     def context(self, config: Config) -> int:
@@ -161,7 +211,18 @@ class _Ask:
     config: Config
     request_id: str
     tenant: str
+    num_text_bytes: int
     param: str
+
+
+def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
+    """Refuse a long data URL that is no image's."""
+    if sum(image.url in body.images for image in images) != len(body.images):
+        raise invalid(
+            "A long data URL stands where no image is expected; it belongs into 'image_url.url'.",
+            param=None,
+            code="invalid_value",
+        )
 
 
 def max_hold_seconds(config: Config) -> float:

@@ -16,7 +16,8 @@ from pathlib import Path
 from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.app import admin_app, public_app
 from vlm_worker.gateway.discovery import ApiServer, PodWatch
-from vlm_worker.gateway.http import Server, server
+from vlm_worker.gateway.http import ConnectionBound, Server, server
+from vlm_worker.gateway.memory import Bound
 from vlm_worker.gateway.prompt import Language
 from vlm_worker.gateway.registry import Connect, static_pods
 from vlm_worker.gateway.service import Service
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Until Services have noticed that we are not ready, requests still come: they are served.
 NOTICE_SECONDS = 2.0
 LAST_WORDS_SECONDS = 5.0
+MAX_ADMIN_CONNECTIONS = 256
 
 
 class Gateway:
@@ -51,11 +53,17 @@ class Gateway:
 
     async def serve(self, stop: asyncio.Event, *, notice_seconds: float = NOTICE_SECONDS) -> None:
         """Serve until `stop` is set, then drain; new requests are taken `notice_seconds` longer."""
-        apps = ((public_app(self.service), self._public), (admin_app(self.service), self._admin))
-        self._servers = [server(app) for app, _ in apps]
+        service = self.service
+        clients = ConnectionBound(
+            service.settings.max_connections, lambda: service.meters.refused(Bound.CONNECTIONS)
+        )
+        self._servers = [
+            server(public_app(service), bound=clients),
+            server(admin_app(service), bound=ConnectionBound(MAX_ADMIN_CONNECTIONS)),
+        ]
         tasks = [
             asyncio.create_task(one.serve(sockets=[sock]))
-            for one, (_, sock) in zip(self._servers, apps, strict=True)
+            for one, sock in zip(self._servers, (self._public, self._admin), strict=True)
         ]
         logger.info("gateway serves", extra={"url": self.url, "admin_url": self.admin_url})
         stopping = asyncio.create_task(stop.wait())

@@ -11,6 +11,7 @@ from typing import Any
 from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import Live
+from vlm_worker.gateway.memory import Held, MemoryBudget
 from vlm_worker.gateway.meters import Meters
 from vlm_worker.gateway.orchestrate.background import Background
 from vlm_worker.gateway.orchestrate.recovery import Recovery
@@ -40,7 +41,9 @@ class Service:
         self.settings = settings
         self.language = language
         self.clock = clock
-        self.live = Live(settings.config, settings.api_keys_dir)
+        self.live = Live(
+            settings.config, settings.api_keys_dir, images_per_request=settings.images_per_request
+        )
         self.registry = Registry(
             served_name=settings.served_name,
             compat=settings.compat,
@@ -53,7 +56,8 @@ class Service:
             max_waiting=settings.max_waiting,
             clock=clock,
         )
-        self.meters = Meters(clock())
+        self.memory = MemoryBudget(settings.memory_bytes)
+        self.meters = Meters(clock(), memory=self.memory)
         self.background = Background()
         self.preparer = Preparer(
             language=language,
@@ -73,6 +77,11 @@ class Service:
         self.refusing = False
         self.cut = asyncio.Event()
         self._was_ready = False
+
+    def hold_memory(self, tenant: str) -> Held:
+        """What a request of this tenant will hold in this gateway."""
+        keys = self.live.now.keys
+        return self.memory.hold(tenant, shared=keys is not None and len(keys.by_tenant) > 1)
 
     def enter(self) -> None:
         """A request begins."""

@@ -67,7 +67,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
             bind=args.host,
             http_port=args.port,
             admin_port=args.admin_port,
-            any_priority=args.client_priority == "any",
+            **_front(args),
         )
         return ServeSettings(
             host=args.host, port=args.port, split=args.split, worker=worker, gateway=gateway
@@ -103,9 +103,19 @@ def _gateway(
         config=args.config,
         api_keys_dir=args.api_keys_dir,
         patience_seconds=args.patience_seconds,
-        max_waiting=args.max_waiting,
-        any_priority=args.client_priority == "any",
+        **_front(args),
     )
+
+
+def _front(args: argparse.Namespace) -> dict[str, Any]:
+    """What bounds clients; `--max-waiting` of `serve` may be absent."""
+    bounds = {
+        "memory_bytes": args.gateway_memory_bytes,
+        "max_connections": args.max_connections,
+        "images_per_request": args.images_per_request,
+        "any_priority": args.client_priority == "any",
+    }
+    return bounds if args.max_waiting is None else {**bounds, "max_waiting": args.max_waiting}
 
 
 def _name_of(model: str) -> str:
@@ -143,9 +153,7 @@ def _worker(
         kv_reserve_percent=args.kv_reserve_percent,
         max_requests=args.max_requests,
         max_batched_tokens=args.max_batched_tokens,
-        queues=QueueSettings(
-            **{field.name: getattr(args, field.name) for field in dataclasses.fields(QueueSettings)}
-        ),
+        queues=_queues(args),
         request_memory_bytes=args.request_memory_bytes,
         decode_processes=args.decode_processes,
         embedding_cache_bytes=args.embedding_cache_bytes,
@@ -158,6 +166,11 @@ def _worker(
         exposed_memory_bytes=args.exposed_memory_bytes,
         strict=args.strict,
     )
+
+
+def _queues(args: argparse.Namespace) -> QueueSettings:
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(QueueSettings)}
+    return QueueSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 def _data_port(args: argparse.Namespace) -> int:

@@ -62,6 +62,9 @@ def gateway_argv(settings: GatewaySettings, *, workers: Iterable[str], parent: i
         f"--admin-port={settings.admin_port}",
         f"--patience-seconds={settings.patience_seconds:g}",
         f"--max-waiting={settings.max_waiting}",
+        f"--gateway-memory-bytes={settings.memory_bytes}",
+        f"--max-connections={settings.max_connections}",
+        f"--images-per-request={settings.images_per_request}",
         f"--client-priority={'any' if settings.any_priority else 'later'}",
         *(f"--worker={address}" for address in workers),
     ]

@@ -6,7 +6,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from vlm_worker.settings.values import DEFAULT_PATIENCE_SECONDS, DEFAULT_SHARED_MEMORY_DIR, MAX_PORT
+from vlm_worker.settings.values import (
+    DEFAULT_PATIENCE_SECONDS,
+    DEFAULT_SHARED_MEMORY_DIR,
+    LEAST_MEMORY_BYTES,
+    MAX_IMAGES,
+    MAX_PORT,
+)
 from vlm_worker.types import STAGES, Role, Stage
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -57,22 +63,28 @@ def command_line() -> argparse.ArgumentParser:
         help="for a pool without pods",
     )
     gateway.add_argument("--max-waiting", type=_at_least(0), default=512, help="for room at once")
-    _add_client_priority(gateway)
+    _add_front(gateway)
     gateway.set_defaults(parser=gateway)
     serve = commands.add_parser("serve", help="all roles on this machine", allow_abbrev=False)
     _add_model(serve, positional=True)
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=_port, default=8000)
     serve.add_argument("--split", action="store_true", help="one process per role")
+    serve.add_argument(
+        "--admin-port",
+        type=_port,
+        default=0,
+        help="the gateway's /stats and /metrics (any free one; it is printed at the start)",
+    )
     _add_engine(serve)
-    _add_client_priority(serve)
+    _add_front(serve)
     serve.set_defaults(
         parser=serve,
+        max_waiting=None,  # bounds the gateway and each worker; each has its own default
         grpc_port=0,
         data_port=0,
         announced_data_port=None,
         worker_http_port=0,
-        admin_port=0,
         drain_timeout_seconds=5.0,
     )
     return parser
@@ -199,7 +211,23 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runner", choices=RUNNERS, default="model", help=argparse.SUPPRESS)
 
 
-def _add_client_priority(parser: argparse.ArgumentParser) -> None:
+def _add_front(parser: argparse.ArgumentParser) -> None:
+    """What bounds clients: of a gateway, alone or in `serve`."""
+    parser.add_argument(
+        "--gateway-memory-bytes",
+        type=_at_least(LEAST_MEMORY_BYTES),
+        default=512 << 20,
+        help="that requests may hold in the gateway: twice each body, then its images and texts",
+    )
+    parser.add_argument(
+        "--max-connections", type=_at_least(1), default=1024, help="of clients to the gateway"
+    )
+    parser.add_argument(
+        "--images-per-request",
+        type=_images,
+        default=4,
+        help=f"0 to {MAX_IMAGES}; a gateway.json (--config) goes before it",
+    )
     parser.add_argument(
         "--client-priority",
         choices=CLIENT_PRIORITIES,
@@ -240,6 +268,12 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def _images(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_IMAGES:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 to {MAX_IMAGES}")
+    return int(text)
 
 
 def _port(text: str) -> int:

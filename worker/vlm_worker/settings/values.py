@@ -15,6 +15,10 @@ MAX_PORT: Final = 65535
 DEFAULT_PATIENCE_SECONDS: Final = 20.0
 """If the only pod of a pool is killed and its model is small, it is back after 11 to 12 s. A
 client's own timeout is 60 s or more."""
+MAX_IMAGES: Final = 64
+"""Of a request: as many as a worker takes in one call."""
+LEAST_MEMORY_BYTES: Final = 128 << 20
+"""For two bodies of the largest size, of two tenants, each with a copy."""
 DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have random names
 
 
@@ -149,7 +153,9 @@ class GatewaySettings:
     mounted Secret with one bearer key per file, whose name is the tenant; None is open.
     `api_server` is the cluster's, as https://host:port; empty outside of one. A request waits
     `patience_seconds` for a pod after its pool has lost the last one; at most `max_waiting` wait
-    for room at once. With `any_priority`, a client may put its requests before those of others.
+    for room at once. Requests hold at most `memory_bytes` together, and there are at most
+    `max_connections` connections; `images_per_request` holds where `config` does not say. With
+    `any_priority`, a client may put its requests before those of others.
     """
 
     model: ModelSource
@@ -168,6 +174,9 @@ class GatewaySettings:
     drain_timeout_seconds: float = 600.0
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS
     max_waiting: int = 512
+    memory_bytes: int = 512 << 20
+    max_connections: int = 1024
+    images_per_request: int = 4
     any_priority: bool = False
     compat: str = ""
     delays: Mapping[str, float] = dataclasses.field(default_factory=dict)

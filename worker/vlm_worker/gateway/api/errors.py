@@ -137,6 +137,11 @@ def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
     )
 
 
+def full(error: worker_errors.OverloadedError) -> ApiError:
+    """429: a bound of this gateway; the message is its own."""
+    return overloaded(str(error), retry_after_seconds=error.retry_after_seconds)
+
+
 def internal(request_id: str) -> ApiError:
     """500: a defect; the log has the details under the request's id."""
     return ApiError(

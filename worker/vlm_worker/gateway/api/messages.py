@@ -10,7 +10,9 @@ from vlm_worker.gateway.api import parameters
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.fields import Fields, check_text
 from vlm_worker.gateway.api.parameters import refuse
+from vlm_worker.gateway.turns import Steps
 
+# Of one message, and of all together; a string is one part.
 MAX_PARTS = 1024
 MAX_TEXT = 4 * 2**20
 MAX_URL = 64 * 2**20  # the body's own limit is smaller
@@ -27,7 +29,10 @@ class TextPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture in a message; `path` is what errors call it."""
+    """A picture in a message; `path` is what errors call it.
+
+    `url` stands in for a long data URL, which `JsonBody.images` has.
+    """
 
     url: str
     detail: Detail
@@ -47,7 +52,7 @@ class Message:
         return (TextPart(self.content),) if isinstance(self.content, str) else self.content
 
 
-def parse_message(path: str, value: Any) -> Message:
+def parse_message(path: str, value: Any) -> Steps[Message]:
     """Check one message; raises ApiError naming the part under `path`."""
     fields = Fields(path, value)
     role = fields.required_text("role", max_length=32)
@@ -63,10 +68,12 @@ def parse_message(path: str, value: Any) -> Message:
     content = fields.take("content")
     fields.done()
     known = cast(ChatRole, "system" if role == "developer" else role)
-    return Message(known, _content(f"{path}.content", content, known))
+    return Message(known, (yield from _content(f"{path}.content", content, known)))
 
 
-def _content(path: str, value: Any, role: ChatRole) -> str | tuple[TextPart | ImagePart, ...]:
+def _content(
+    path: str, value: Any, role: ChatRole
+) -> Steps[str | tuple[TextPart | ImagePart, ...]]:
     if value is None:
         raise invalid(f"'{path}' is required.", param=path, code="missing_required_parameter")
     if isinstance(value, str):
@@ -81,7 +88,11 @@ def _content(path: str, value: Any, role: ChatRole) -> str | tuple[TextPart | Im
             param=path,
             code="invalid_value",
         )
-    return tuple(_part(f"{path}[{i}]", item, role) for i, item in enumerate(value))
+    parts = []
+    for index, item in enumerate(value):
+        parts.append(_part(f"{path}[{index}]", item, role))
+        yield
+    return tuple(parts)
 
 
 def _part(path: str, value: Any, role: ChatRole) -> TextPart | ImagePart:

@@ -12,7 +12,13 @@ from typing import Any
 from vlm_worker.gateway.api import parameters
 from vlm_worker.gateway.api.errors import invalid, unsupported
 from vlm_worker.gateway.api.fields import Fields, check_text
-from vlm_worker.gateway.api.messages import MAX_TEXT, ImagePart, Message, parse_message
+from vlm_worker.gateway.api.messages import (
+    MAX_PARTS,
+    MAX_TEXT,
+    ImagePart,
+    Message,
+    parse_message,
+)
 from vlm_worker.gateway.api.parameters import refuse
 from vlm_worker.gateway.api.sampling import (
     SamplingOptions,
@@ -20,6 +26,7 @@ from vlm_worker.gateway.api.sampling import (
     completion_logprobs,
     parse_sampling,
 )
+from vlm_worker.gateway.turns import Steps
 
 MAX_MESSAGES = 1024
 MAX_TOKENS = 2**20
@@ -64,7 +71,7 @@ class CompletionRequest:
     prompt: str
 
 
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
+def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     """Check a chat request; raises ApiError naming the part."""
     fields = Fields("", body)
     refuse(fields, parameters.CHAT)
@@ -74,9 +81,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     max_tokens, param = _max_tokens(fields, ("max_completion_tokens", "max_tokens"))
     options = _options(fields, max_tokens, param, parse_sampling(fields, chat_logprobs(fields)))
     fields.done()
-    return ChatRequest(
-        options, tuple(parse_message(f"messages[{i}]", value) for i, value in enumerate(messages))
-    )
+    return ChatRequest(options, (yield from _messages(messages)))
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -92,6 +97,22 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
         raise unsupported("best_of", "'best_of' must equal 'n': every choice is returned.")
     fields.done()
     return CompletionRequest(options, prompt)
+
+
+def _messages(values: Sequence[Any]) -> Steps[tuple[Message, ...]]:
+    parsed, num_parts = [], 0
+    for index, value in enumerate(values):
+        message = yield from parse_message(f"messages[{index}]", value)
+        parsed.append(message)
+        num_parts += len(message.parts)
+        if num_parts > MAX_PARTS:
+            raise invalid(
+                f"The messages may have up to {MAX_PARTS} parts in all; there are more.",
+                param=f"messages[{index}].content",
+                code="invalid_value",
+            )
+        yield
+    return tuple(parsed)
 
 
 def _options(

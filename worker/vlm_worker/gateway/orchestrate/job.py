@@ -31,6 +31,7 @@ class Job:
         max_hold_seconds: if they may not, how long it is held until there is one; 0: not at all.
         block_size: tokens of a KV block.
         priority: a larger one goes first.
+        num_bytes: of its pictures and texts.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Job:
     priority: int = 0
     inline: bool = True
     max_hold_seconds: float = 0.0
+    num_bytes: int = 0
 
     def demand(self, num_delivered: int) -> Demand:
         """What the route must provide for, after so many tokens of the answer."""

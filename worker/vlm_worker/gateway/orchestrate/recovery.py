@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Self
 
-from vlm_worker.errors import OverloadedError
+from vlm_worker.gateway.memory import Bound, FullError
 
 # As many as one pod runs at once: all of its requests may be moved when it dies.
 BURST_RETRIES: Final = 256.0
 RETRIES_PER_REQUEST: Final = 0.1
 RETRIES_PER_SECOND: Final = 1.0
-RETRY_AFTER_SECONDS: Final = 1.0
 
 
 class RetryBudget:
@@ -55,11 +54,11 @@ class WaitingRoom:
         return len(self._places)
 
     def check(self) -> None:
-        """Raise OverloadedError, which says when to come back, where there is no place."""
+        """Raise FullError, which says when to come back, where there is no place."""
         if len(self._places) >= self._size:
-            raise OverloadedError(
-                f"{len(self._places)} requests wait for room already",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
+            raise FullError(
+                f"{len(self._places)} requests wait for a worker already, as many as may.",
+                Bound.WAITING,
             )
 
     def enter(self) -> Place:

@@ -1,0 +1,223 @@
+"""What large bodies of one client do to the streams of others: the gaps between their tokens.
+
+    python bench/body_shapes.py [--seconds 6] [--streams 8] [--senders 2]
+
+A gateway and a worker with arithmetic for a model are processes of their own. Streams run without
+pause. For each shape, other connections send bodies of 31 MiB of that shape, one after another,
+from a process of their own; before each shape the streams run alone. One JSON line per shape has
+the 99th percentile of the gaps alone and under load, their ratio, and how the bodies were answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from workers import free_port, message_of
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "examples" / "shapes" / "model"
+NUM_BYTES = 31 * 2**20
+START_SECONDS = 120.0
+HEAD = b'{"model":"shapes","max_tokens":1,"messages":[{"role":"user","content":"hi"}],"x":'
+
+
+def repeated(unit: bytes) -> bytes:
+    """An array of one unit, again and again."""
+    return HEAD + b"[" + unit * (NUM_BYTES // len(unit)) + b"0]}"
+
+
+def of_parts() -> bytes:
+    """700 messages of 1,024 empty texts."""
+    message = {"role": "user", "content": [{"type": "text", "text": ""}] * 1024}
+    return json.dumps({"model": "shapes", "max_tokens": 1, "messages": [message] * 700}).encode()
+
+
+def of_image(num_bytes: int, text: str = "") -> bytes:
+    """One image without meaning, and a text."""
+    url = b"data:image/png;base64," + base64.b64encode(os.urandom(num_bytes * 3 // 4))
+    parts = [{"type": "image_url", "image_url": {"url": "URL"}}, {"type": "text", "text": text}]
+    body = {"model": "shapes", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    return json.dumps(body).encode().replace(b"URL", url)
+
+
+SHAPES: dict[str, Callable[[], bytes]] = {
+    "[]": lambda: repeated(b"[],"),
+    "{}": lambda: repeated(b"{},"),
+    '{"a":{}}': lambda: repeated(b'{"a":{}},'),
+    "0,": lambda: repeated(b"0,"),
+    '"",': lambda: repeated(b'"",'),
+    "nested": lambda: b"[" * NUM_BYTES,
+    "nested objects": lambda: b'{"a":' * (NUM_BYTES // 5),
+    "escapes": lambda: HEAD + b'"' + b"\\n" * (NUM_BYTES // 2) + b'"}',
+    "quotes": lambda: b'{"a":' + b'\\"' * (NUM_BYTES // 2),
+    "data: strings": lambda: repeated(b'"data:",'),
+    "700x1024 empty texts": of_parts,
+    "one image": lambda: of_image(NUM_BYTES),
+    "one image of 20 MiB": lambda: of_image(26 * 2**20),
+    "an image and 4 MiB of escapes": lambda: of_image(NUM_BYTES - 2**22, "\n" * (2**21 - 2**10)),
+}
+
+
+@contextlib.asynccontextmanager
+async def process(ready: str, *args: str) -> AsyncIterator[None]:
+    """A `vlm-worker` process that has said `ready`, ended on leaving."""
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "vlm_worker", *args, f"--model={MODEL}", "--served-name=shapes",
+        "--bind=127.0.0.1", cwd=ROOT / "worker", stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert running.stderr is not None
+    draining = None
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while message_of((await running.stderr.readline()).decode()) != ready:
+                if running.stderr.at_eof():
+                    raise SystemExit(f"{args[0]} ended")
+        draining = asyncio.create_task(running.stderr.read())
+        yield
+    finally:
+        running.terminate()
+        await running.wait()
+        if draining is not None:
+            await draining
+
+
+async def stream(port: int, gaps: list[float], stop: asyncio.Event) -> None:
+    """One answer after another; notes the time between two pieces of one answer."""
+    request = {"model": "shapes", "messages": [{"role": "user", "content": "hi"}], "stream": True,
+               "max_tokens": 1000, "ignore_eos": True}  # fmt: skip
+    body = json.dumps(request).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    )
+    while not stop.is_set():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + body)
+        last = None
+        while not stop.is_set() and (line := await reader.readline()):
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                if last is not None:
+                    gaps.append(now - last)
+                last = now
+        writer.close()
+
+
+async def gaps_of(port: int, num_streams: int, seconds: float) -> list[float]:
+    """The gaps that streams see for some seconds."""
+    gaps: list[float] = []
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_streams):
+            group.create_task(stream(port, gaps, stop))
+        await asyncio.sleep(1.0)
+        gaps.clear()
+        await asyncio.sleep(seconds)
+        found = sorted(gaps)
+        stop.set()
+    return found
+
+
+async def send(port: int, body: bytes, seconds: float, statuses: Counter[str]) -> None:
+    """One body after another, each on a connection of its own."""
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    )
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        answer = b""
+        with contextlib.suppress(OSError):
+            writer.write(head)
+            for start in range(0, len(body), 2**20):
+                writer.write(body[start : start + 2**20])
+                await writer.drain()
+            answer = await reader.read()
+        statuses[answer[9:12].decode() or "none"] += 1
+        writer.close()
+
+
+async def sender(shape: str, port: int, num_senders: int, seconds: float) -> None:
+    """This process sends; prints how it was answered."""
+    body = SHAPES[shape]()
+    statuses: Counter[str] = Counter()
+    print("ready", flush=True)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_senders):
+            group.create_task(send(port, body, seconds, statuses))
+    print(json.dumps(statuses), flush=True)
+
+
+async def under_load(
+    shape: str, port: int, options: argparse.Namespace
+) -> tuple[list[float], dict[str, int]]:
+    """The gaps while bodies of a shape are sent."""
+    sending = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, f"--send={shape}", f"--port={port}",
+        f"--senders={options.senders}", f"--seconds={options.seconds + 1.5}",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert sending.stdout is not None
+    await sending.stdout.readline()
+    gaps = await gaps_of(port, options.streams, options.seconds)
+    return gaps, json.loads(await sending.stdout.read())
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """In milliseconds."""
+    return round(ordered[round(share * (len(ordered) - 1))] * 1e3, 2)
+
+
+async def main() -> None:
+    """Start everything, measure, stop everything."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--senders", type=int, default=2)
+    parser.add_argument("--shape", action="append", choices=SHAPES, default=[])
+    parser.add_argument("--send", choices=SHAPES, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.send:
+        await sender(options.send, options.port, options.senders, options.seconds)
+        return
+    grpc, public = free_port(), free_port()
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(process(
+            "ready", "decode", "--stages=encoder,prefill,decode", "--runner=checksum",
+            f"--grpc-port={grpc}", f"--http-port={free_port()}", "--threads=1",
+        ))  # fmt: skip
+        await stack.enter_async_context(process(
+            "gateway serves", "gateway", f"--http-port={public}", f"--admin-port={free_port()}",
+            f"--worker=127.0.0.1:{grpc}",
+        ))  # fmt: skip
+        for shape in options.shape or SHAPES:
+            alone = await gaps_of(public, options.streams, options.seconds)
+            loaded, answers = await under_load(shape, public, options)
+            figure = {
+                "bench": "body_shapes",
+                "shape": shape,
+                "alone_p99_ms": percentile(alone, 0.99),
+                "loaded_p99_ms": percentile(loaded, 0.99),
+                "ratio": round(percentile(loaded, 0.99) / percentile(alone, 0.99), 2),
+                "alone_max_ms": percentile(alone, 1.0),
+                "loaded_max_ms": percentile(loaded, 1.0),
+                "gaps": [len(alone), len(loaded)],
+                "answers": answers,
+            }
+            print(json.dumps(figure), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

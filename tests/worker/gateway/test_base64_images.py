@@ -1,0 +1,97 @@
+"""The bytes of a data URL, piece by piece as at once, and what a client is told of others."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_worker.gateway import base64_images
+from vlm_worker.gateway.base64_images import (
+    NotBase64Error,
+    TooManyBytesError,
+    decode_base64,
+    split_data_url,
+)
+from vlm_worker.gateway.turns import at_once
+
+
+def decoded(text: bytes, *, max_bytes: int = 2**20, escaped: bool = False) -> tuple[bytes, bytes]:
+    data, digest = at_once(decode_base64(memoryview(text), max_bytes=max_bytes, escaped=escaped))
+    return bytes(data), digest
+
+
+@pytest.fixture(params=[8, 64, 65536])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(base64_images, "_PIECE", request.param)
+    return int(request.param)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 47, 48, 49, 1000])
+def test_any_bytes_come_back_and_are_hashed(length: int) -> None:
+    data = bytes(i * 37 % 256 for i in range(length))
+    assert decoded(base64.b64encode(data)) == (data, xxhash.xxh3_128_digest(data))
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("slash", [b"\\/", b"\\u002f", b"\\u002F"])
+@pytest.mark.parametrize("plus", [b"+", b"\\u002B"])
+def test_escapes_of_other_json_encoders_are_read(slash: bytes, plus: bytes) -> None:
+    data = b"\xff\xef\xfb" * 50 + b"\xff"
+    text = base64.b64encode(data).replace(b"/", slash).replace(b"+", plus)
+    assert decoded(text, escaped=True)[0] == data
+
+
+@given(st.binary(min_size=1, max_size=200), st.integers(0, 300), st.sampled_from(b"\n -_=!\xff"))
+def test_a_foreign_character_anywhere_is_refused(data: bytes, at: int, character: int) -> None:
+    text = base64.b64encode(data)
+    at %= len(text)
+    spoiled = text[:at] + bytes([character]) + text[at:]
+    with pytest.raises(NotBase64Error):
+        decoded(spoiled)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"QUJD\nQUJD", "line break at character 5"),
+        (b"QUJD\r\nQUJD", "line break at character 5"),
+        (b"QUJD QUJD", "white space at character 5"),
+        (b"QUJDQU-_", "'-' at character 7"),
+        (b"QUJDQQ", "'=' at its end is missing"),
+        (b"QUJDQR==", "last character"),
+        (b"QUJDQQ==QUJD", "'=' at its end is missing|before its end|alphabet"),
+        (b"", "empty"),
+    ],
+)
+def test_what_is_wrong_is_said(text: bytes, said: str) -> None:
+    with pytest.raises(NotBase64Error, match=said):
+        decoded(text)
+
+
+def test_more_bytes_than_allowed_are_not_decoded_to_the_end() -> None:
+    text = b"AAAA" * 2**20
+    steps = decode_base64(memoryview(text), max_bytes=100_000, escaped=False)
+    with pytest.raises(TooManyBytesError):
+        list(itertools.islice(steps, 4))
+
+
+@pytest.mark.parametrize(
+    ("url", "escaped", "found"),
+    [
+        (b"data:image/png;base64,QUJD", False, ("image/png", b"QUJD")),
+        (b"data:image\\/png;base64,QUJD", True, ("image/png", b"QUJD")),
+        (b"data:image\\/png;base64,QUJD", False, None),
+        (b"data:text/plain;base64,QUJD", False, None),
+        (b"data:image/png,QUJD", False, None),
+    ],
+)
+def test_a_data_url_is_split(url: bytes, escaped: bool, found: tuple[str, bytes] | None) -> None:
+    split = split_data_url(url, escaped=escaped)
+    assert (split and (split[0], bytes(split[1]))) == found
