@@ -11,12 +11,13 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import IncompatibleError, PeerLostError, WorkerError
 from vlm_worker.gateway.pods import KnownPod
+from vlm_worker.gateway.waiting import Waiters
 from vlm_worker.route import Candidate
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.types import Role, Stage
@@ -55,6 +56,12 @@ class Peer:
         self.num_others = max(0, load.num_inflight - self.num_inflight)
 
     @property
+    def accepts(self) -> bool:
+        """Whether it takes new requests, by the cluster's word and its own."""
+        load = self.load
+        return self.pod.accepting and not self.refuses and (load is None or load.accepting)
+
+    @property
     def candidate(self) -> Candidate | None:
         """As the route sees it; None before its Hello."""
         hello, load = self.hello, self.load
@@ -71,7 +78,7 @@ class Peer:
             kv_capacity_tokens=hello.limits.kv_capacity_tokens,
             max_model_len_tokens=hello.limits.max_model_len,
             ready=self.pod.ready,
-            accepting=self.pod.accepting and not self.refuses and (not load or load.accepting),
+            accepting=self.accepts,
             num_inflight=self.num_inflight + self.num_others,
             num_waiting=load.num_waiting if load else 0,
             work_queued_seconds=load.work_queued_seconds if load else 0.0,
@@ -100,7 +107,7 @@ class Registry:
         self._lost_at: dict[Stage, float] = {}
         self._peers: dict[str, Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._waiters = Waiters()
 
     def apply(self, pods: Sequence[KnownPod]) -> None:
         """The pods there are now; those that are gone are let go, a moved one is another one."""
@@ -162,21 +169,21 @@ class Registry:
         for peer in self._peers.values():
             if peer.hello is not None and peer.hello.boot_id == boot_id:
                 peer.refuses = True
+                self._notify()
 
     def lost_at(self, stage: Stage) -> float | None:
         """When a pod that had this stage was last lost or let go; None: never."""
         return self._lost_at.get(stage)
 
-    async def wait_until(self, condition: Callable[[], bool], *, timeout: float) -> bool:
-        """Wait until a condition on the candidates holds; False where it does not in time."""
-        try:
-            async with asyncio.timeout(timeout):
-                while not condition():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
+    ) -> bool:
+        """Wait until a condition on the pods that there are holds; False if it does not in time.
+
+        Their load is no part of it: a load report wakes nobody. Waiters of one `group` lack the
+        same.
+        """
+        return await self._waiters.wait_until(condition, timeout=timeout, group=group)
 
     async def close(self) -> None:
         """Let go of everyone."""
@@ -186,7 +193,7 @@ class Registry:
         await asyncio.gather(*self._closing)
 
     def _notify(self) -> None:
-        self._changed.set()
+        self._waiters.notify()
 
     def _let_go(self, peer: Peer) -> None:
         self._note_loss(peer)
@@ -213,6 +220,7 @@ class Registry:
                 self._check(hello)
                 peer.hello, peer.load, peer.num_others = hello, None, 0
                 peer.refuses, peer.complaint = False, ""
+                self._notify()
                 logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
                 delay = timers.retry
                 await self._follow_load(peer)
@@ -233,8 +241,10 @@ class Registry:
                     load = await anext(loads, None)
                 if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
                     return
+                accepted = peer.accepts
                 peer.report(load)
-                self._notify()
+                if peer.accepts != accepted:
+                    self._notify()
 
     def _lost(self, peer: Peer, error: Exception) -> None:
         if str(error) != peer.complaint:

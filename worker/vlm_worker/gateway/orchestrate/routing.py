@@ -63,14 +63,15 @@ class Routing:
             ContextTooLongError: no pod ever has room for the prompt.
         """
         route = choose()
-        while isinstance(route, NoRoute) and route.capacity_tokens is None:
+        while _waits(route):
+            assert isinstance(route, NoRoute)
             left = self._wait_until(route.stage) - self._trace.clock()
             if left <= 0:
                 break
             timeout = min(left, self._registry.timers.heartbeat)
             with self._held() if self._lacks_encoder(route) else contextlib.nullcontext():
                 await self._registry.wait_until(
-                    lambda: isinstance(choose(), Route), timeout=timeout
+                    lambda: not _waits(choose()), timeout=timeout, group=self._lack(route.stage)
                 )
             route = choose()
             if isinstance(route, NoRoute):
@@ -82,6 +83,11 @@ class Routing:
         if self._lacks_encoder(route):
             raise NoEncoderError(route.reason, held_seconds=self._job.max_hold_seconds)
         raise NoRouteError(route.stage, route.reason)
+
+    def _lack(self, stage: Stage) -> tuple[object, ...]:
+        """What the request lacks: others with the same are helped by the same pods."""
+        job = self._job
+        return (stage, job.inline, bool(job.pictures), job.sampling.max_tokens > 1)
 
     def _lacks_encoder(self, route: NoRoute) -> bool:
         """Whether an encoder pod alone can help."""
@@ -106,3 +112,8 @@ class Routing:
         """Until when a pod may come back to a pool that had pods a moment ago; 0: it had none."""
         lost_at = self._registry.lost_at(stage)
         return 0.0 if lost_at is None else lost_at + self._recovery.patience_seconds
+
+
+def _waits(route: Route | NoRoute) -> bool:
+    """Whether a pod that comes may help; none helps a prompt that fits into no pod."""
+    return isinstance(route, NoRoute) and route.capacity_tokens is None
