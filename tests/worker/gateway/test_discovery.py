@@ -7,7 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import certifi
 import pytest
+from aiohttp import web
 from worker.gateway.api_server import COMPAT, REPLICA_SET, ApiServer, pod
 
 from vlm_worker.gateway import discovery
@@ -194,3 +196,50 @@ def test_a_pod_is_read_as_what_it_may_do(
     value: dict[str, object], expected: KnownPod | None
 ) -> None:
     assert known_pod(value, compat=COMPAT) == expected
+
+
+class Closing(ApiServer):
+    """Ends every watch at once, without an event."""
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        return response
+
+
+async def test_a_watch_that_ends_at_once_is_taken_up_less_and_less_often() -> None:
+    delays: list[float] = []
+    enough = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        delays.append(seconds)
+        if len(delays) == 12:
+            enough.set()
+            await asyncio.get_running_loop().create_future()
+
+    async with Closing() as api:
+        server = discovery.ApiServer(api.url)
+        watch = PodWatch(
+            server, namespace="ns", service="demo", compat=COMPAT, on_pods=Seen(), sleep=sleep
+        )
+        task = asyncio.create_task(watch.run())
+        async with asyncio.timeout(30):
+            await enough.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert sum("watch" in request for request in api.requests) == len(delays)
+    assert all(delay >= discovery.FIRST_DELAY_SECONDS / 2 for delay in delays)
+    assert all(delay >= discovery.MAX_DELAY_SECONDS / 2 for delay in delays[6:])
+    assert len(set(delays[6:])) > 1, "gateways do not come back together"
+
+
+def test_trust_is_made_once_for_each_certificate(tmp_path: Path) -> None:
+    ours = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    first = tmp_path / "ca.crt"
+    first.write_text("".join(ours[:2]))
+    trust = discovery._Trust()
+    made = trust.of(first)
+    assert made is trust.of(first)
+    first.write_text("".join(ours))
+    assert trust.of(first) is not made
+    assert trust.of(None) is True

@@ -16,7 +16,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,23 @@ class ApiServer:
             return {}
         return {"authorization": f"Bearer {self.token_file.read_text().strip()}"}
 
-    @property
-    def tls(self) -> ssl.SSLContext | bool:
-        """Trust in the cluster's own authority."""
-        return ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
+
+class _Trust:
+    """Trust in the cluster's own authority, made once for each content of its file."""
+
+    def __init__(self) -> None:
+        self._made_of: bytes | None = None
+        self._context: ssl.SSLContext | None = None
+
+    def of(self, ca_file: Path | None) -> ssl.SSLContext | bool:
+        """For one request; True is the system's own trust."""
+        if ca_file is None:
+            return True
+        content = ca_file.read_bytes()
+        if self._context is None or content != self._made_of:
+            self._context = ssl.create_default_context(cadata=content.decode())
+            self._made_of = content
+        return self._context
 
 
 class PodWatch:
@@ -91,6 +104,7 @@ class PodWatch:
         compat: str,
         on_pods: Callable[[Sequence[KnownPod]], None],
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._server = server
         self._path = f"{server.url}/api/v1/namespaces/{namespace}/pods"
@@ -98,6 +112,8 @@ class PodWatch:
         self._compat = compat
         self._on_pods = on_pods
         self._clock = clock
+        self._sleep = sleep
+        self._trust = _Trust()
         self._pods: dict[str, KnownPod] = {}
         self._last_good: float | None = None
 
@@ -107,20 +123,23 @@ class PodWatch:
         version: str | None = None
         async with aiohttp.ClientSession() as session:
             while True:
+                opened, reason = self._clock(), ""
                 try:
                     if version is None:
                         version = await self._list(session)
                     async for seen in self._watch(session, version):
                         version, delay = seen, FIRST_DELAY_SECONDS
-                    continue
                 except DiscoveryError as error:
                     version = None if error.fresh_list else version
                     reason = str(error)
                 except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                     reason = f"{type(error).__name__}: {error}"
-                logger.warning("pods cannot be watched", extra={"reason": reason})
-                self._forget_if_stale()
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - only jitter
+                if reason:
+                    logger.warning("pods cannot be watched", extra={"reason": reason})
+                    self._forget_if_stale()
+                elif self._clock() - opened > MAX_DELAY_SECONDS:
+                    delay = FIRST_DELAY_SECONDS  # it ended as the server ends every watch
+                await self._sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - only jitter
                 delay = min(delay * 2, MAX_DELAY_SECONDS)
 
     async def _list(self, session: aiohttp.ClientSession) -> str:
@@ -180,7 +199,7 @@ class PodWatch:
                 self._path,
                 params={"labelSelector": self._selector, **query},
                 headers=self._server.headers,
-                ssl=self._server.tls,
+                ssl=self._trust.of(self._server.ca_file),
                 timeout=timeout,
             )
         )
