@@ -125,8 +125,10 @@ class Pages:
         return _json(self._model())
 
     async def healthz(self, _: Request) -> HttpResponse:
-        """The event loop answers."""
-        return HttpResponse("ok\n", media_type="text/plain")
+        """The event loop answers, and the tasks that never end run."""
+        reason = self._service.tasks.unhealthy_because
+        status = 200 if reason is None else 503
+        return HttpResponse(f"{reason or 'ok'}\n", status_code=status, media_type="text/plain")
 
     async def readyz(self, _: Request) -> HttpResponse:
         """Every stage that requests need has a ready pod."""

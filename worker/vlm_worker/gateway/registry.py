@@ -229,6 +229,10 @@ class Registry:
                 delay = timers.max_retry
             except (WorkerError, TimeoutError) as error:
                 self._lost(peer, error)
+            except Exception as error:
+                # A defect of ours costs one worker for a while, not for ever.
+                logger.exception("following a worker failed", extra={"pod": peer.pod.name})
+                self._lost(peer, error)
             if await _comes_within(peer.news, delay):
                 delay = timers.retry  # it became ready: it is not left waiting for a back-off
             else:

@@ -121,19 +121,15 @@ async def running(
         contextlib.closing(listen(settings.bind, settings.http_port)) as public,
         contextlib.closing(listen(settings.bind, settings.admin_port)) as admin,
     ):
-        tasks = [
-            asyncio.create_task(service.live.watch(), name="settings"),
-            asyncio.create_task(service.tick(), name="rates"),
-        ]
+        service.tasks.start("settings", service.live.watch)
+        service.tasks.start("rates", service.tick)
         if watch is not None:
-            tasks.append(asyncio.create_task(watch.run(), name="pods"))
+            service.tasks.start("pods", watch.run)
         service.registry.apply(static_pods(settings.workers))
         try:
             yield Gateway(service, public, admin)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await service.tasks.close()
             await service.background.finish()
             await service.registry.close()
 

@@ -18,6 +18,7 @@ from vlm_worker.gateway.orchestrate.recovery import Recovery
 from vlm_worker.gateway.prepare import Preparer
 from vlm_worker.gateway.prompt import Language
 from vlm_worker.gateway.registry import Connect, Registry
+from vlm_worker.gateway.supervision import Supervisor
 from vlm_worker.route import missing_stages
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.types import Role, Stage
@@ -59,6 +60,7 @@ class Service:
         self.memory = MemoryBudget(settings.memory_bytes)
         self.meters = Meters(clock(), memory=self.memory)
         self.background = Background()
+        self.tasks = Supervisor(clock)
         self.preparer = Preparer(
             language=language,
             served_name=settings.served_name,
