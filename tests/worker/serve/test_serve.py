@@ -14,6 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from PIL import Image, ImageDraw
@@ -52,6 +53,13 @@ async def _url(process: Process, told: list[str]) -> str:
         if found := re.search(r"is served at (\S+);", told[-1]):
             return found[1]
     raise AssertionError(f"it ended without a URL: {told}")
+
+
+async def metrics_of(told: list[str]) -> dict[str, str]:
+    """The metrics behind every address that the start named, by what they are of."""
+    named = re.findall(r"metrics of the (\w+): (\S+)", "\n".join(told))
+    async with httpx.AsyncClient(timeout=30) as client:
+        return {name: (await client.get(url)).text for name, url in named}
 
 
 async def ask_about_a_red_circle(url: str) -> str | None:
@@ -105,6 +113,10 @@ def _runs(pid: int) -> bool:
 async def test_it_answers_about_a_picture_and_ctrl_c_leaves_nothing(flags: tuple[str, ...]) -> None:
     async with served(*flags) as (process, url, told):
         assert await ask_about_a_red_circle(url) == "red"
+        metrics = await metrics_of(told)
+        assert "vlm_ttft_seconds_count" in metrics.pop("gateway")
+        assert metrics.keys() == ({"encoder", "prefill", "decode"} if flags else {"worker"})
+        assert all("vlm_heartbeat_timestamp_seconds" in text for text in metrics.values())
         below = descendants(process.pid)
         assert below, "the media pool at least has processes of its own"
         process.send_signal(signal.SIGINT)

@@ -28,6 +28,11 @@ def say(message: str) -> None:
     print(f"vlm-worker: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
+def say_metrics(name: str, url: str) -> None:
+    """Where one process, or one part of this one, has its metrics."""
+    say(f"metrics of the {name}: {url}/metrics")
+
+
 async def run_local(settings: ServeSettings) -> int:
     """Run until Ctrl-C; returns the exit code."""
     with StopSignals() as signals:
@@ -42,7 +47,7 @@ async def run_local(settings: ServeSettings) -> int:
             front = dataclasses.replace(settings.gateway, workers=(address,))
             front = with_model_dir(front, model_dir)
             async with running(front, connect=server.connect) as gateway:
-                announcing = asyncio.create_task(_announce(gateway, settings))
+                announcing = asyncio.create_task(_announce(gateway, settings, server.http_port))
                 await gateway.serve(signals.stop, notice_seconds=0.0)
                 announcing.cancel()
             await server.drain()
@@ -50,9 +55,11 @@ async def run_local(settings: ServeSettings) -> int:
     return 0
 
 
-async def _announce(gateway: Gateway, settings: ServeSettings) -> None:
+async def _announce(gateway: Gateway, settings: ServeSettings, worker_port: int) -> None:
     """Say where it is, once the gateway knows its worker."""
     while not gateway.service.registry.candidates():  # noqa: ASYNC110  it has no event for this
         await asyncio.sleep(POLL_SECONDS)
+    say_metrics("gateway", gateway.admin_url)
+    say_metrics("worker", f"http://{LOOPBACK}:{worker_port}")
     name = settings.gateway.served_name
     say(f"{name} is served at {gateway.url}/v1; Ctrl-C stops it")

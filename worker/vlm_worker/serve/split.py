@@ -17,7 +17,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Any
 
-from vlm_worker.serve.local import LOOPBACK, say
+from vlm_worker.serve.local import LOOPBACK, say, say_metrics
 from vlm_worker.serve.signals import StopSignals
 from vlm_worker.settings import ServeSettings
 from vlm_worker.settings.child import gateway_argv, worker_argv
@@ -103,11 +103,13 @@ async def _start(settings: ServeSettings, children: list[Child]) -> None:
     for child in children:
         ready = await child.ready
         say(f"{child.name} is ready")
+        say_metrics(child.name, f"http://{LOOPBACK}:{ready['http_port']}")
         addresses.append(f"{LOOPBACK}:{ready['grpc_port']}")
     argv = gateway_argv(settings.gateway, workers=addresses, parent=parent)
     children.append(await _spawn(Role.GATEWAY.value, argv))
-    url = (await children[-1].ready)["url"]
-    say(f"{settings.gateway.served_name} is served at {url}/v1; Ctrl-C stops it")
+    ready = await children[-1].ready
+    say_metrics(Role.GATEWAY.value, ready["admin_url"])
+    say(f"{settings.gateway.served_name} is served at {ready['url']}/v1; Ctrl-C stops it")
 
 
 async def _spawn(name: str, argv: list[str]) -> Child:
