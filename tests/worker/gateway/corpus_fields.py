@@ -13,6 +13,8 @@ FIELD_ROWS = [
     Bad("empty messages", chat(messages=[]), 400, "invalid_value", "messages"),
     Bad("messages as a string", chat(messages="hi"), 400, "invalid_type", "messages"),
     Bad("a message as a string", chat(messages=["hi"]), 400, "invalid_type", "messages[0]"),
+    Bad("vLLM's least tokens", chat(min_tokens=3), 400, "unsupported_parameter", "min_tokens"),
+    Bad("vLLM's stops", chat(stop_token_ids=[3]), 400, "unsupported_parameter", "stop_token_ids"),
     Bad("an unknown parameter", chat(chat_template="x"), 400, "unknown_parameter", "chat_template"),
     Bad(
         "a template argument",

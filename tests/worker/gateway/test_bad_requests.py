@@ -89,7 +89,7 @@ async def test_a_wrong_path_or_method_is_told_what_there_is(api: httpx.AsyncClie
 @pytest.mark.parametrize(
     ("field", "meant"),
     [("max_token", ": is 'max_tokens' meant?"), ("Temperature", ": is 'temperature' meant?"),
-     ("guided_grammar", ".")],
+     ("guided_grammar", "."), ("max_takens", ": is 'max_tokens' meant?"), ("min_chars", ".")],
 )  # fmt: skip
 async def test_a_field_that_is_misspelt_is_told_which_is_meant(
     api: httpx.AsyncClient, field: str, meant: str

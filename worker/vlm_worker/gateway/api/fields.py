@@ -12,6 +12,9 @@ from typing import Any, Self
 
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 
+# As alike as names are that differ by a letter or two; others mean something else.
+_TYPO = 0.85
+
 
 class Fields:
     """Typed access to one object; `path` is what errors call it, "" for the body itself.
@@ -124,7 +127,7 @@ class Fields:
         """Refuse what nobody took."""
         for name in self._left:
             where = self.at(name if len(name) <= 64 and name.isprintable() else "?")
-            meant = difflib.get_close_matches(name[:64], sorted(self._known), 1)
+            meant = difflib.get_close_matches(name[:64], sorted(self._known), 1, _TYPO)
             hint = f": is '{self.at(meant[0])}' meant?" if meant else "."
             raise invalid(
                 f"'{where}' is not a known parameter{hint}", param=where, code="unknown_parameter"

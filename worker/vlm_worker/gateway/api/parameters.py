@@ -122,6 +122,14 @@ EXTRA: Final = (
         "0 to 1000, 0 by default: a smaller one goes first; "
         "from -1000 where the gateway runs with `--client-priority=any`",
     ),
+    _refused("min_tokens", "an answer may end at its first token; `ignore_eos` is taken"),
+    _refused("stop_token_ids", "answers end by text: send `stop`"),
+    _refused("bad_words", "send a `logit_bias` of -100"),
+    _refused("prompt_logprobs", "`logprobs` are of the answer"),
+    _refused("guided_json", "constrained output is not built"),
+    _refused("guided_regex", "constrained output is not built"),
+    _refused("guided_choice", "constrained output is not built"),
+    _refused("structured_outputs", "constrained output is not built"),
 )
 
 # Fields of a message, by OpenAI's client; what is not listed for a role is unknown there.

@@ -75,6 +75,7 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
     """Check a chat request; raises ApiError naming the part."""
     fields = Fields("", body)
     refuse(fields, parameters.CHAT)
+    refuse(fields, parameters.EXTRA)
     messages = fields.array("messages", min_length=1, max_length=MAX_MESSAGES)
     if messages is None:
         raise fields.missing("messages")
@@ -88,6 +89,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """Check a completion request; raises ApiError naming the part."""
     fields = Fields("", body)
     refuse(fields, parameters.COMPLETION)
+    refuse(fields, parameters.EXTRA)
     prompt = _prompt(fields)
     max_tokens, param = _max_tokens(fields, ("max_tokens",))
     sampling = parse_sampling(fields, completion_logprobs(fields))
