@@ -202,3 +202,13 @@ async def test_metrics_are_told_on_the_admin_port_alone() -> None:
     async with serving(gateway_settings([])) as gateway, httpx.AsyncClient() as client:
         assert (await client.get(f"{gateway.url}/metrics")).status_code == 404
         assert (await client.get(f"{gateway.admin_url}/metrics")).status_code == 200
+
+
+async def test_the_flag_for_images_holds_without_a_gateway_json() -> None:
+    message = ask("what is this", png(), png())
+    body = {"model": "shapes", "messages": [message], "max_tokens": 1}
+    for limit, status in ((1, 400), (2, 503)):
+        settings = gateway_settings([], images_per_request=limit)
+        async with serving(settings) as gateway, httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(f"{gateway.url}/v1/chat/completions", json=body)
+            assert answer.status_code == status, answer.text

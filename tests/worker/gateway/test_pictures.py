@@ -76,3 +76,18 @@ def test_an_allowed_domain_is_told_that_fetching_is_not_built() -> None:
             at_once(read_pictures([ImagePart(url, "auto", "here")], config, FAMILY))
         codes.append(refused.value.code)
     assert codes == ["image_fetch_unsupported", "image_url_not_allowed", "image_url_not_allowed"]
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_the_content_says_which_format_it_is_whatever_the_url_says(form: str) -> None:
+    assert read(encoded(form), kind="image/jpeg").format == form
+    assert read(encoded(form), kind="image/png").format == form
+
+
+def test_too_many_images_are_told_where_the_limit_is_set() -> None:
+    parts = [ImagePart(data_url(png()), "auto", str(i)) for i in range(3)]
+    with pytest.raises(ApiError, match="up to 2 images a request, this one has 3") as refused:
+        at_once(read_pictures(parts, Config(limits=Limits(images_per_request=2)), FAMILY))
+    assert refused.value.param == "2"
+    assert "model.limits.imagesPerRequest" in refused.value.message
+    assert "--images-per-request" in refused.value.message

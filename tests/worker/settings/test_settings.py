@@ -52,6 +52,20 @@ def test_serve_has_every_stage_behind_one_port() -> None:
     assert (settings.worker.served_name, settings.port, settings.split) == ("shapes", 0, True)
 
 
+def test_the_bound_of_waiting_requests_holds_for_all_that_serve_starts() -> None:
+    bounded = parse(["serve", "/m", "--max-waiting=8"], {})
+    assert isinstance(bounded, ServeSettings)
+    assert bounded.gateway.max_waiting == bounded.worker.queues.max_waiting == 8
+    usual = parse(["serve", "/m"], {})
+    assert isinstance(usual, ServeSettings)
+    gateway = parse(["gateway", "--model=/m", "--served-name=m", "--worker=h:1"], {})
+    worker = parse(["prefill", "--model=/m", "--served-name=m"], {})
+    assert isinstance(gateway, GatewaySettings)
+    assert isinstance(worker, WorkerSettings)
+    assert usual.gateway.max_waiting == gateway.max_waiting
+    assert usual.worker.queues.max_waiting == worker.queues.max_waiting
+
+
 def test_delays_are_seconds_by_stage() -> None:
     flags = ["--inject-delay-ms=encode=300", "--inject-delay-ms=kv_transfer=20"]
     settings = parse(["encoder", *CONTRACT_WORKER, *flags], {})
@@ -99,7 +113,9 @@ def test_the_children_of_serve_get_the_settings_of_their_parent() -> None:
             "--inject-delay-ms=encode=5", "--model-revision=r1", "--timer-scale=0.3",
             "--transport=shared-memory", "--shared-memory-dir=/mem", "--exposed-memory-bytes=9",
             "--strict", "--client-priority=any", "--jpeg-scaling=dct",
-            "--admission-policy=dual_queue", "--target-step-ms=50"]  # fmt: skip
+            "--admission-policy=dual_queue", "--target-step-ms=50", "--max-waiting=8",
+            "--images-per-request=9", "--max-connections=77",
+            "--gateway-memory-bytes=200000000"]  # fmt: skip
     settings = parse(argv, {})
     assert isinstance(settings, ServeSettings)
     child = parse(worker_argv(settings.worker, Role.PREFILL, bind="127.0.0.1", parent=7), {})
