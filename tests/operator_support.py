@@ -15,6 +15,7 @@ from vlm_operator.cluster import (
     EVENT,
     KINDS,
     POD,
+    REPLICA_SET,
     VLM_POOL,
     VLM_SERVICE,
     Cluster,
@@ -137,7 +138,7 @@ class World:
     def states(self) -> list[DeploymentState]:
         """The Deployments of pools, as decisions see them."""
         found = [DeploymentState.of(item) for item in self.cluster.all(DEPLOYMENT)]
-        return [item for item in found if item.role is not Role.GATEWAY]
+        return [item for item in found if item is not None and item.role is not Role.GATEWAY]
 
     def scale(self, role: str, replicas: int) -> None:
         """Do what `kubectl scale vlmp/demo-ROLE` does."""
@@ -153,7 +154,7 @@ class World:
         return {
             (kind.kind, item["metadata"]["name"]): _plain(item)
             for kind in KINDS.values()
-            if kind not in (EVENT, POD)
+            if kind not in (EVENT, POD, REPLICA_SET)
             for item in self.cluster.all(kind)
         }
 

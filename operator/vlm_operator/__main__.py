@@ -18,6 +18,7 @@ import kopf
 
 from vlm_operator import kube, names
 from vlm_operator.admin import admin
+from vlm_operator.apply import Learned
 from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind, Source
 from vlm_operator.errors import OperatorError
 from vlm_operator.framework import Watching
@@ -93,7 +94,7 @@ def _parts(
     scraper: HttpScraper,
 ) -> Parts:
     """Put everything together."""
-    book = ClassBook()
+    book, learned = ClassBook(), Learned()
     # hundreds of loops that wake together decide a few at a time: others get their turn between
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -118,6 +119,7 @@ def _parts(
             # not all at the same moment, and none later than promised
             resync=settings.resync_seconds * random.uniform(0.7, 1.0),  # noqa: S311
             epoch=lambda: lease.epoch,
+            learned=learned,
             book=book,
             gate=gate,
         )

@@ -49,6 +49,7 @@ ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")  # Kubernetes' own, between both
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 REVIEW = Kind(
     "authorization.k8s.io/v1", "SubjectAccessReview", "subjectaccessreviews", namespaced=False
@@ -82,6 +83,7 @@ KINDS = {
     (kind.api_version, kind.kind): kind
     for kind in (
         *CHILD_KINDS,
+        REPLICA_SET,
         POD,
         EVENT,
         NODE,

@@ -19,6 +19,12 @@ WRITES = Counter(
     ["kind", "verb"],
     registry=REGISTRY,
 )
+UNLEARNED = Counter(
+    "vlm_operator_unlearned",
+    "Dry runs that the API server refused: additions to objects of that kind go unnoticed.",
+    ["kind"],
+    registry=REGISTRY,
+)
 BAD_SAMPLES = Counter(
     "vlm_operator_bad_samples",
     "Answers of pods to /stats that were dropped: unreachable, malformed, absurd, of another pod.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 
 GROUP = "triptych.dev"
 VERSION = "v1alpha1"
@@ -77,8 +78,25 @@ def child(service: str, part: Role | str) -> str:
 
 
 def deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
-    """Name one Deployment, short enough for its pods' hostnames to be their whole names."""
+    """Name one Deployment, short enough for its pods' hostnames to be their whole names.
+
+    The digest covers each part by itself: service `z` with variant `decode-v` and service
+    `z-decode` with variant `v` read alike, and get two names.
+    """
+    parts = json.dumps([service, str(role), variant, revision])
+    digest = hashlib.sha256(parts.encode()).hexdigest()[:8]
+    head = bounded(f"{service}-{role}-{variant}", limit=MAX_DEPLOYMENT_NAME - 9)
+    return f"{head}-{digest}"
+
+
+def former_deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
+    """Name a Deployment as version 0.1 did. A live one keeps that name."""
     return bounded(f"{service}-{role}-{variant}-{revision}", limit=MAX_DEPLOYMENT_NAME)
+
+
+def gateway(service: str, compat: str) -> str:
+    """Name the gateway's Deployment of one compat set, beside the one called `child`."""
+    return bounded(f"{child(service, Role.GATEWAY)}-{compat}")
 
 
 def bounded(name: str, *, limit: int = MAX_NAME) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import quantity
 from vlm_operator.cluster import (
     CHILD_KINDS,
+    DEPLOYMENT,
     POD,
     VLM_NODE_CLASS,
     VLM_SERVICE,
@@ -21,13 +22,23 @@ from vlm_operator.cluster import (
 )
 from vlm_operator.endings import ending
 from vlm_operator.names import Role
-from vlm_operator.state import ANNOTATION_DELETION_COST, NodeClassState, Observed, PodState
+from vlm_operator.state import (
+    ANNOTATION_DELETION_COST,
+    NodeClassState,
+    Observed,
+    PodState,
+    is_pod_of,
+    owned_by,
+)
 
 _ROLES = frozenset(role.value for role in Role)
+Key = tuple[str, str]  # kind and name
 
 
 async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) -> Observed:
     """Read a service, everything with its label, and the node classes.
+
+    What carries the label and belongs to somebody else is set apart before anything reads it.
 
     Raises:
         ClusterError: something could not be read; a partial view is never returned.
@@ -45,16 +56,34 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
             *(children(kind) for kind in CHILD_KINDS),
         ),
     )
+    uid = None if service is None else str(service["metadata"]["uid"])
+    labelled = [item for items in found for item in items]
+    owned, foreign = _parted(labelled, lambda item: owned_by(item, uid))
+    ours, theirs = (_names(some, DEPLOYMENT.kind) for some in (owned, foreign))
+    own, strangers = _parted(pods, lambda item: is_pod_of(item, name, ours=ours, foreign=theirs))
     return Observed(
         service=service,
-        children={
-            (item["kind"], item["metadata"]["name"]): item for items in found for item in items
-        },
-        pods=pod_states(pods),
+        children=owned,
+        pods=pod_states(list(own.values())),
         node_classes={item["metadata"]["name"]: node_class(item) for item in classes},
         samples={},
         now=now,
+        foreign={**foreign, **strangers},
     )
+
+
+def _parted(
+    items: Sequence[Manifest], ours: Callable[[Manifest], bool]
+) -> tuple[dict[Key, Manifest], dict[Key, Manifest]]:
+    """Objects by kind and name: those that are ours, and the others."""
+    found: tuple[dict[Key, Manifest], dict[Key, Manifest]] = ({}, {})
+    for item in items:
+        found[0 if ours(item) else 1][item["kind"], item["metadata"]["name"]] = item
+    return found
+
+
+def _names(items: Collection[Key], kind: str) -> frozenset[str]:
+    return frozenset(name for found, name in items if found == kind)
 
 
 def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:

@@ -15,7 +15,7 @@ from vlm_operator.api.pod import (
     Engine,
 )
 from vlm_operator.names import Role
-from vlm_operator.pods import Images, gateway_template, worker_template
+from vlm_operator.pods import gateway_template, worker_template
 from vlm_operator.rollout import current_revisions, keep_defaults
 from vlm_worker.settings.flags import command_line
 
@@ -42,11 +42,11 @@ def containers(request: pytest.FixtureRequest) -> list[dict[str, object]]:
     templates = []
     for (role, variant), revision in current_revisions(service, shared, ()).items():
         if role is Role.GATEWAY:
-            templates.append(gateway_template(service, revision, Images()))
+            templates.append(gateway_template(service, revision))
             continue
         pool = service.spec.pools.present[role]
         chosen = next(item for item in pool.variants if item.name == variant)
-        templates.append(worker_template(service, pool, chosen, revision, Images()))
+        templates.append(worker_template(service, pool, chosen, revision))
     return [container for item in templates for container in item["spec"]["containers"]]
 
 

@@ -1,6 +1,7 @@
 """Writing: server-side apply in the plan's order, pruning, gates, events.
 
-compare.py  is this object what we applied?                     covers, digest
+compare.py  is this object what we applied?                     drift, stamped
+learned.py  what does the API server add by itself?             Learned
 contest.py  who else writes what we write? back off             contested
 objects.py  apply what differs, prune what the plan dropped     apply_plan, prune
 marks.py    small writes: pods' gates, status, pools, memory
@@ -9,6 +10,7 @@ events.py   a transition becomes one Event, counted if it recurs
 
 from vlm_operator.apply.contest import contested
 from vlm_operator.apply.events import post_events
+from vlm_operator.apply.learned import Learned
 from vlm_operator.apply.marks import (
     MEMORY_KEY,
     apply_gates,
@@ -29,6 +31,7 @@ __all__ = [
     "MEMORY_KEY",
     "Accepted",
     "Applied",
+    "Learned",
     "apply_gates",
     "apply_plan",
     "apply_pool_status",

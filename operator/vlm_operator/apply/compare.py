@@ -1,15 +1,27 @@
 """Is the live object still what we applied? Decided here, so that an idle loop writes nothing.
 
-A digest of the manifest stands in an annotation: another digest means that we want something
-else now, fields that we dropped included. With the same digest, `difference` finds what somebody
-changed, by asking whether the live object contains the manifest.
+A digest of the manifest is an annotation of the object: another digest means that we want
+something else now, fields that we dropped included. With the same digest, `drift` finds what
+somebody changed.
+
+wanted    our manifest
+live      what the API server holds: wanted + its defaults + what others changed
+learned   answers to dry runs of such a manifest: wanted + defaults and injections of admission
+
+part                                        rule
+metadata                                    contains wanted: labels and notes of others are theirs
+status                                      not compared
+all else                                    equals wanted, but for what is learned and assigned
+selector, matchLabels, nodeSelector         the same, also while nothing is learned
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vlm_operator.api import quantity
@@ -17,7 +29,6 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.state import ANNOTATION_APPLIED
 
 # What tells the items of a list apart, tried in this order.
-_SHARED = (".ownerReferences", ".conditions")  # others have their items there too
 _KEYS = (
     "name",
     "mountPath",
@@ -28,6 +39,38 @@ _KEYS = (
     "uid",
     "topologyKey",
 )
+_SHARED = ("ownerReferences", "conditions")  # others have their items there too
+_IDENTITY = frozenset(("apiVersion", "kind", "metadata", "status"))
+_STRICT = frozenset(("selector", "matchLabels", "nodeSelector"))  # nobody defaults these
+_QUANTITIES = re.compile(r"\.(resources|sizeLimit|divisor)(\.|\[|$)")
+# What the API server, a controller or the autoscaler fills in: any value is right.
+_ASSIGNED = {
+    "Service": re.compile(
+        r"\.spec\.(clusterIPs?|ipFamilies|ipFamilyPolicy|healthCheckNodePort|ports\[\d+\]\.nodePort)"
+    ),
+    "ServiceAccount": re.compile(r"\.(secrets|imagePullSecrets)"),
+    "VLMPool": re.compile(r"\.spec\.replicas"),
+}
+_EMPTY: tuple[Any, ...] = ("", None, {}, [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """One field that is not as wanted.
+
+    Attributes:
+        steps: keys of maps and indexes of lists, from the object's root.
+        added: the live object has it and the manifest has not.
+    """
+
+    steps: tuple[str | int, ...]
+    added: bool = False
+
+    @property
+    def path(self) -> str:
+        """As a user writes it: `spec.selector.x`, `spec.ports[0].port`."""
+        text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in self.steps)
+        return text.removeprefix(".")
 
 
 def stamped(manifest: Manifest) -> Manifest:
@@ -39,46 +82,177 @@ def stamped(manifest: Manifest) -> Manifest:
     return {**manifest, "metadata": {**meta, "annotations": notes}}
 
 
-def difference(live: Any, wanted: Any, path: str = "") -> str | None:
-    """Return the path of the first field that the live object has not as wanted; None if none.
+def drift(
+    live: Manifest, wanted: Manifest, learned: Sequence[Manifest] | None = ()
+) -> tuple[Drift, ...]:
+    """Return every field that the live object has not as wanted.
 
-    Empty maps, lists and strings count as absent, quantities by their value: the API server
-    drops the former and rewrites the latter. Keys that others add to maps are theirs; items that
-    they add to our lists are not.
+    Empty maps, lists and strings count as absent, quantities by their value: the API server drops
+    the former and rewrites the latter.
+
+    Args:
+        live: the object as it is.
+        wanted: the manifest.
+        learned: what the API server made of such manifests; None if nobody knows. Then additions
+            outside of selectors are accepted.
     """
-    if isinstance(wanted, dict):
-        live = live if isinstance(live, dict) else {}
+    return tuple(_Walk(str(wanted.get("kind", ""))).object(live, wanted, learned))
+
+
+def patch(wanted: Manifest, found: Sequence[Drift]) -> Manifest:
+    """Return the merge patch that removes what others added: null per key, lists as a whole."""
+    meta = wanted["metadata"]
+    result: Manifest = {
+        "apiVersion": wanted["apiVersion"],
+        "kind": wanted["kind"],
+        "metadata": {key: meta[key] for key in ("name", "namespace", "uid") if key in meta},
+    }
+    for item in found:
+        lists = [at for at, step in enumerate(item.steps) if isinstance(step, int)]
+        whole = item.steps[: lists[0]] if lists else item.steps
+        node: Any = result
+        source: Any = wanted
+        for step in whole[:-1]:
+            node, source = node.setdefault(step, {}), source.get(step, {})
+        node[whole[-1]] = source.get(whole[-1])
+    return result
+
+
+class _Walk:
+    """One comparison of an object of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        self._assigned = _ASSIGNED.get(kind)
+
+    def object(
+        self, live: Manifest, wanted: Manifest, learned: Sequence[Manifest] | None
+    ) -> Iterator[Drift]:
+        for key in ("apiVersion", "kind", "metadata"):
+            if key in wanted:
+                yield from self._any(live.get(key), wanted[key], None, (key,))
+        rest = {key: value for key, value in wanted.items() if key not in _IDENTITY}
+        have = {key: value for key, value in live.items() if key not in _IDENTITY}
+        yield from self._map(have, rest, learned, ())
+
+    def _any(
+        self, live: Any, wanted: Any, learned: Sequence[Any] | None, at: tuple[str | int, ...]
+    ) -> Iterator[Drift]:
+        if isinstance(wanted, Mapping):
+            yield from self._map(live if isinstance(live, dict) else {}, wanted, learned, at)
+        elif isinstance(wanted, list | tuple):
+            yield from self._list(live if isinstance(live, list) else [], wanted, learned, at)
+        elif not _same(live, wanted, Drift(at).path):
+            yield Drift(at)
+
+    def _map(
+        self,
+        live: Mapping[str, Any],
+        wanted: Mapping[str, Any],
+        learned: Sequence[Any] | None,
+        at: tuple[str | int, ...],
+    ) -> Iterator[Drift]:
         for key, value in wanted.items():
-            found = difference(live.get(key), value, f"{path}.{key}")
-            if found is not None:
-                return found
-        return None
-    if isinstance(wanted, list | tuple):
-        return _list_difference(live if isinstance(live, list) else [], wanted, path)
-    if wanted in ("", None) and live in ("", None):
-        return None
-    return None if live == wanted or _same_quantity(live, wanted) else path
+            yield from self._any(live.get(key), value, _below(learned, key), (*at, key))
+        exact = learned is not None or bool(at and at[-1] in _STRICT)
+        if not exact or at[:1] == ("metadata",):
+            return
+        for key in sorted(set(live) - set(wanted)):
+            found = Drift((*at, key), added=True)
+            if not self._expected(live[key], _below(learned or (), key) or (), found):
+                yield found
 
-
-def _list_difference(live: Sequence[Any], wanted: Sequence[Any], path: str) -> str | None:
-    if not all(isinstance(item, dict) for item in wanted):
-        return None if list(live) == list(wanted) else path
-    key = next((name for name in _KEYS if _tells_apart(wanted, name)), None)
-    if key is None:
-        # rules of a policy, tolerations: atomic lists, in our order
-        if len(live) != len(wanted):
-            return path
-        pairs = list(zip(live, wanted, strict=True))
-    else:
+    def _list(
+        self,
+        live: Sequence[Any],
+        wanted: Sequence[Any],
+        learned: Sequence[Any] | None,
+        at: tuple[str | int, ...],
+    ) -> Iterator[Drift]:
+        if not all(isinstance(item, Mapping) for item in wanted):
+            if list(live) != list(wanted):
+                yield Drift(at)
+            return
+        if not wanted:
+            if live and not any(_equal(live, answer, Drift(at).path) for answer in learned or ()):
+                yield Drift(at, added=True)
+            return
+        key = _key(wanted)
+        if key is None:
+            # rules of a policy, tolerations: atomic lists, in our order
+            if len(live) != len(wanted):
+                yield Drift(at, added=len(live) > len(wanted))
+                return
+            for index, (have, item) in enumerate(zip(live, wanted, strict=True)):
+                yield from self._any(have, item, _below(learned, index), (*at, index))
+            return
         known = {item.get(key): item for item in live if isinstance(item, dict)}
-        if set(known) - {item[key] for item in wanted} and not path.endswith(_SHARED):
-            return path
-        pairs = [(known.get(item[key]), item) for item in wanted]
-    for index, (have, item) in enumerate(pairs):
-        found = difference(have, item, f"{path}[{index}]")
-        if found is not None:
-            return found
-    return None
+        extra = set(known) - {item[key] for item in wanted}
+        if at[-1] not in _SHARED:
+            told = [_by(key, answer) for answer in learned or ()]
+            injected = {name for answer in told for name in answer}
+            if any(
+                name not in injected
+                or not any(_equal(known[name], one.get(name), Drift(at).path) for one in told)
+                for name in extra
+            ):
+                yield Drift(at, added=True)
+        for index, item in enumerate(wanted):
+            below = learned and [
+                one[item[key]]
+                for one in (_by(key, answer) for answer in learned)
+                if item[key] in one
+            ]
+            yield from self._any(known.get(item[key]), item, below, (*at, index))
+
+    def _expected(self, value: Any, learned: Sequence[Any], found: Drift) -> bool:
+        """Whether something that nobody asked for is the API server's, or nothing at all."""
+        path = f".{found.path}"
+        return (
+            value in _EMPTY
+            or (self._assigned is not None and self._assigned.fullmatch(path) is not None)
+            or any(_equal(value, answer, path) for answer in learned)
+        )
+
+
+def _below(learned: Sequence[Any] | None, step: str | int) -> Sequence[Any] | None:
+    """The same place in each answer, one step further down."""
+    if learned is None:
+        return None
+    found = []
+    for answer in learned:
+        if isinstance(step, str) and isinstance(answer, Mapping) and step in answer:
+            found.append(answer[step])
+        if isinstance(step, int) and isinstance(answer, list) and step < len(answer):
+            found.append(answer[step])
+    return found
+
+
+def _by(key: str, items: Any) -> Mapping[Any, Any]:
+    if not isinstance(items, list):
+        return {}
+    return {item[key]: item for item in items if isinstance(item, dict) and key in item}
+
+
+def _equal(live: Any, other: Any, path: str) -> bool:
+    """Whether two values are the same to Kubernetes: empties left out, quantities by value."""
+    if isinstance(live, dict) and isinstance(other, dict):
+        keys = set(live) | set(other)
+        return all(_equal(live.get(key), other.get(key), f"{path}.{key}") for key in keys)
+    if isinstance(live, list) and isinstance(other, list):
+        return len(live) == len(other) and all(
+            _equal(one, two, path) for one, two in zip(live, other, strict=True)
+        )
+    return _same(live, other, path)
+
+
+def _same(live: Any, wanted: Any, path: str) -> bool:
+    if live == wanted or (wanted in _EMPTY and live in _EMPTY):
+        return True
+    return _QUANTITIES.search(f".{path}") is not None and _same_quantity(live, wanted)
+
+
+def _key(items: Sequence[Mapping[str, Any]]) -> str | None:
+    return next((name for name in _KEYS if _tells_apart(items, name)), None)
 
 
 def _tells_apart(items: Sequence[Mapping[str, Any]], key: str) -> bool:

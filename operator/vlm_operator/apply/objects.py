@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.apply.compare import difference, stamped
+from vlm_operator.apply.compare import Drift, drift, patch, stamped
 from vlm_operator.apply.contest import Contests, Key, current, due, repaired
+from vlm_operator.apply.learned import Learned
 from vlm_operator.cluster import CHILD_KINDS, Cluster, Manifest, kind_of
 from vlm_operator.errors import ClusterError, ConflictError, NameConflictError, UnavailableError
 from vlm_operator.metrics import WRITES
-from vlm_operator.state import ANNOTATION_APPLIED, Observed
+from vlm_operator.state import ANNOTATION_APPLIED, Observed, owned_by
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +28,27 @@ class Accepted:
     """What became of our manifests, by kind and name. Written by `apply_plan` alone.
 
     Attributes:
-        paths: a digest whose answer still differed at a path: the API server's own ways are no
-            drift.
+        kept: a digest, and the paths at which the answer to our own write differed from it: the
+            API server's own ways are no drift.
         digests: what was last found or put as wanted.
         compared: a digest and the version of an object that was as it says: it still is.
         contests: what somebody else changed since.
+        news: what was put right since the loop last asked, for people.
+        learned: what the API server adds by itself.
     """
 
-    paths: dict[Key, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    kept: dict[Key, tuple[str, frozenset[str]]] = dataclasses.field(default_factory=dict)
     digests: dict[Key, str] = dataclasses.field(default_factory=dict)
     compared: dict[Key, tuple[str, str | None]] = dataclasses.field(default_factory=dict)
     contests: Contests = dataclasses.field(default_factory=dict)
+    news: list[str] = dataclasses.field(default_factory=list)
+    learned: Learned = dataclasses.field(default_factory=Learned)
+
+    def told(self) -> tuple[str, ...]:
+        """Hand over the news, once."""
+        found = tuple(self.news)
+        self.news.clear()
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +94,7 @@ async def apply_plan(
         key = (manifest["kind"], manifest["metadata"]["name"])
         label = f"{key[0]} {key[1]}"
         try:
-            live = observed.children.get(key)
+            live = observed.children.get(key) or observed.foreign.get(key)
             if live is None:
                 live = await cluster.get(kind_of(manifest), namespace, key[1])
             _check_owner(live, key, uid)
@@ -128,7 +139,7 @@ async def claim_pool(
         NameConflictError: an object of that name is somebody else's.
     """
     key = (claim["kind"], claim["metadata"]["name"])
-    live = observed.children.get(key)
+    live = observed.children.get(key) or observed.foreign.get(key)
     if live is None:
         live = await cluster.get(kind_of(claim), claim["metadata"]["namespace"], key[1])
     _check_owner(live, key, uid)
@@ -144,15 +155,13 @@ async def prune(
     keep: frozenset[tuple[str, str]],
     *,
     namespace: str,
-    uid: str,
 ) -> tuple[str, ...]:
     """Delete children that the plan no longer names, pods' owners first; returns their names."""
     gone = []
     for kind in reversed(CHILD_KINDS):
         for live in observed.of_kind(kind.kind):
             meta = live["metadata"]
-            owned = _controller(live) == uid
-            if (kind.kind, meta["name"]) in keep or not owned or "deletionTimestamp" in meta:
+            if (kind.kind, meta["name"]) in keep or "deletionTimestamp" in meta:
                 continue
             await cluster.delete(kind, namespace, meta["name"], uid=meta["uid"])
             WRITES.labels(kind=kind.kind, verb="delete").inc()
@@ -174,63 +183,117 @@ async def _apply(
     """Apply one object where it differs; returns it as written, None where nothing was."""
     wanted = stamped(manifest)
     digest = wanted["metadata"]["annotations"][ANNOTATION_APPLIED]
-    found: str | None = None
+    found: tuple[Drift, ...] = ()
     if live is not None:
         if "deletionTimestamp" in live["metadata"]:
             return None  # on its way out: it is made anew once it is gone
         version = digest, live["metadata"].get("resourceVersion")
         if accepted.compared.get(key) == version:
             return None
-        found = difference(live, wanted)
-        if found is None or accepted.paths.get(key) == (digest, found):
+        known = accepted.kept.get(key)
+        kept = known[1] if known is not None and known[0] == digest else frozenset()
+        found = await _drift(cluster, live, wanted, digest, accepted=accepted, now=now)
+        found = tuple(item for item in found if item.path not in kept)
+        if not found:
             accepted.digests[key] = digest
             accepted.compared[key] = version
             return None
         # a precondition: the object that we looked at, not one that took its name since
         wanted["metadata"]["uid"] = live["metadata"]["uid"]
-        logger.info("differs", extra={"kind": key[0], "object": key[1], "field": found})
+        paths = [item.path for item in found]
+        logger.info("differs", extra={"kind": key[0], "object": key[1], "fields": paths})
     if accepted.digests.get(key) == digest:  # it was as wanted, and somebody changed it
         if due(accepted.contests, key, now=now) > 0:
             return None
-        accepted.contests = repaired(accepted.contests, key, found or "its existence", now=now)
-    answer = await _write(cluster, wanted, existed=live is not None)
+        field = found[0].path if found else "its existence"
+        accepted.contests = repaired(accepted.contests, key, field, now=now)
+        if found:
+            accepted.news.append(f"{key[0]} {key[1]}: {_listed(found)} changed; put back")
+    answer, left = await _write(cluster, wanted, live, found, accepted.learned)
     accepted.digests[key] = digest
     WRITES.labels(kind=key[0], verb="apply").inc()
     _check_owner(answer, key, uid)
-    wanted["metadata"].pop("uid", None)
-    still = difference(answer, wanted)
-    if still is None:
-        accepted.paths.pop(key, None)
+    if left:
+        accepted.kept[key] = (digest, frozenset(item.path for item in left))
     else:
-        accepted.paths[key] = (digest, still)
+        accepted.kept.pop(key, None)
     return answer
 
 
-async def _write(cluster: Cluster, wanted: Manifest, *, existed: bool) -> Manifest:
-    """Apply; where items that others put into our lists stand in the way, take those out."""
-    try:
-        answer = await cluster.apply(wanted, manager=names.MANAGER)
-        if not existed or difference(answer, wanted) is None:
-            return answer
-    except ClusterError as error:
-        if not existed or error.status != 422:
-            raise
+async def _drift(
+    cluster: Cluster,
+    live: Manifest,
+    wanted: Manifest,
+    digest: str,
+    *,
+    accepted: Accepted,
+    now: float,
+) -> tuple[Drift, ...]:
+    """Compare; ask what the API server adds by itself only if an addition is not known yet."""
+    found = drift(live, wanted, accepted.learned.known(wanted))
+    if not any(item.added for item in found):
+        return found
+    return drift(live, wanted, await accepted.learned.ask(cluster, wanted, digest, now=now))
+
+
+async def _write(
+    cluster: Cluster,
+    wanted: Manifest,
+    live: Manifest | None,
+    found: tuple[Drift, ...],
+    learned: Learned,
+) -> tuple[Manifest, tuple[Drift, ...]]:
+    """Apply, and take out what others added, which an apply leaves.
+
+    Returns:
+        The object, and what the API server itself made of one write of ours and will again.
+    """
+    answers = learned.known(wanted)
+    added = tuple(item for item in found if item.added)
+    if live is not None and _fixed(live, wanted):
+        meta = live["metadata"]
+        await cluster.delete(kind_of(wanted), meta["namespace"], meta["name"], uid=meta["uid"])
+        wanted["metadata"].pop("uid")
+        return await cluster.apply(wanted, manager=names.MANAGER), ()
+    if not added:
+        try:
+            answer = await cluster.apply(wanted, manager=names.MANAGER)
+            left = _left(answer, wanted, answers) if live is not None else ()
+            if not left:
+                return answer, ()
+        except ClusterError as error:
+            if live is None or error.status != 422:
+                raise
+            left = found
+        added = left
     WRITES.labels(kind=wanted["kind"], verb="merge").inc()
-    await cluster.merge(wanted, manager=names.MANAGER)
-    return await cluster.apply(wanted, manager=names.MANAGER)
+    merged = await cluster.merge(patch(wanted, added), manager=names.MANAGER)
+    kept = {item.path for item in _left(merged, wanted, answers)}
+    answer = await cluster.apply(wanted, manager=names.MANAGER)
+    # what is different only now was written in between: that is for the next turn
+    return answer, tuple(item for item in _left(answer, wanted, answers) if item.path in kept)
+
+
+def _left(answer: Manifest, wanted: Manifest, answers: Sequence[Manifest]) -> tuple[Drift, ...]:
+    """What of our own write is not as written; additions count only if defaults are known."""
+    bare = {**wanted, "metadata": {k: v for k, v in wanted["metadata"].items() if k != "uid"}}
+    return drift(answer, bare, answers or None)
+
+
+def _fixed(live: Manifest, wanted: Manifest) -> bool:
+    """Whether only a new object can be as wanted: a binding's role cannot be changed."""
+    return "roleRef" in wanted and live.get("roleRef") != wanted["roleRef"]
+
+
+def _listed(found: tuple[Drift, ...]) -> str:
+    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(item.path for item in found[:3]) + rest
 
 
 def _check_owner(live: Manifest | None, key: tuple[str, str], uid: str) -> None:
     """Raise `NameConflictError` for an object that our service does not control."""
-    if live is None or _controller(live) == uid:
+    if live is None or owned_by(live, uid):
         return
     owners: list[Mapping[str, Any]] = live["metadata"].get("ownerReferences", [])
     whose = f"{owners[0]['kind']} {owners[0]['name']}" if owners else None
     raise NameConflictError(*key, whose)
-
-
-def _controller(live: Manifest) -> str | None:
-    for owner in live["metadata"].get("ownerReferences", []):
-        if owner.get("controller"):
-            return str(owner["uid"])
-    return None

@@ -9,7 +9,7 @@ from vlm_operator.cli.access import condition, find_service, open_cluster
 from vlm_operator.cli.output import Format, console, emit, plain_table
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.names import Role
-from vlm_operator.state import DeploymentState
+from vlm_operator.state import DeploymentState, owned_by
 
 _ORDER = [*names.POOL_ROLES, Role.GATEWAY]
 
@@ -31,7 +31,9 @@ async def show_rollout(
         service = await find_service(access, name)
         labels = {names.LABEL_SERVICE: name}
         listed = await access.cluster.list(DEPLOYMENT, access.namespace, labels)
-    found = [DeploymentState.of(item) for item in listed]
+    uid = service["metadata"]["uid"]
+    read = (DeploymentState.of(item) for item in listed if owned_by(item, uid))
+    found = [item for item in read if item is not None]
     found.sort(key=lambda item: (_ORDER.index(item.role), item.created, item.name))
     said = condition(service, "RolloutProgressing") or {}
     stalled = condition(service, "Stalled") or {}

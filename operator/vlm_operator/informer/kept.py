@@ -16,6 +16,7 @@ _META = (
     "creationTimestamp",
     "deletionTimestamp",
     "labels",
+    "ownerReferences",
 )
 _POD_STATUS = ("phase", "podIP")
 _CONDITION = ("type", "status", "lastTransitionTime", "message")

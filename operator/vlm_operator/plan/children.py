@@ -86,9 +86,9 @@ def plan(
     found.extend(_services(service))
     found.extend(_budgets(service, observed, desired))
     found.extend(_pool(service, role) for role in service.spec.pools.present)
-    found.extend(deployments(service, observed, revisions, replicas, step, options))
+    found.extend(deployments(service, observed, revisions, replicas, step))
     gateway = revisions[Role.GATEWAY, ""]
-    found.extend(gateway_deployments(service, observed, gateway, step, options))
+    found.extend(gateway_deployments(service, observed, gateway, step))
     return Plan(tuple(found))
 
 

@@ -55,18 +55,21 @@ def deployments(
     revisions: Mapping[tuple[Role, str], Revision],
     replicas: Mapping[tuple[Role, str, str], int],
     step: Step,
-    options: Options,
 ) -> Iterator[Manifest]:
     """Every Deployment of the pools, of the newest and of older revisions.
 
     `replicas` are those of `step` as far as drains allow.
     """
     current = {(role, name, item.id): item for (role, name), item in revisions.items()}
+    live: dict[tuple[Role, str, str], str] = {}
+    for item in observed.deployments():  # by name: of two, the first keeps its pods
+        live.setdefault((item.role, item.variant, item.revision), item.name)
     for key, count in sorted(replicas.items()):
         role, name, identity = key
         notes = _notes(step, key)
         revision = current.get(key)
-        known = names.deployment(service.name, role, name, identity)
+        # one that is there keeps its name, which an earlier version may have given it
+        known = live.get(key) or names.deployment(service.name, role, name, identity)
         if revision is None or _of_another_operator(observed, known, revision):
             # whatever its pods were made of, only their number is ours to change
             yield _as_it_was(service, observed, known, count, notes)
@@ -74,7 +77,7 @@ def deployments(
         pool = service.spec.pools.of(role)
         assert pool is not None
         variant = next(item for item in pool.variants if item.name == name)
-        template = worker_template(service, pool, variant, revision, options.images)
+        template = worker_template(service, pool, variant, revision)
         yield _deployment(
             service,
             revision,
@@ -89,7 +92,7 @@ def deployments(
 
 
 def gateway_deployments(
-    service: VLMService, observed: Observed, revision: Revision, step: Step, options: Options
+    service: VLMService, observed: Observed, revision: Revision, step: Step
 ) -> Iterator[Manifest]:
     """The gateway's Deployment: one, rolled in place by Kubernetes while its compat stays.
 
@@ -114,14 +117,14 @@ def gateway_deployments(
         match = selector(service.name, Role.GATEWAY)
         name = usual if known is None else known.name
         if known is None and usual in taken:
-            name = names.bounded(f"{usual}-{compat}")
+            name = names.gateway(service.name, compat)
         if name != usual:
             match |= {names.LABEL_COMPAT: compat}
         same = known is not None and known.revision == revision.id
         if same and _of_another_operator(observed, name, revision):
             yield _as_it_was(service, observed, name, count, {})
             continue
-        template = gateway_template(service, revision, options.images)
+        template = gateway_template(service, revision)
         yield _deployment(service, revision, name, count, template, match=match)
 
 

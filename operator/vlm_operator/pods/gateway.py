@@ -8,7 +8,6 @@ from vlm_operator import names
 from vlm_operator.api import VLMService
 from vlm_operator.names import Role
 from vlm_operator.pods.parts import (
-    Images,
     Part,
     container_security,
     environment,
@@ -25,7 +24,7 @@ CONFIG_KEY = "gateway.json"
 KEYS_PATH = "/etc/triptych/keys"
 
 
-def gateway_template(service: VLMService, revision: Revision, images: Images) -> Part:
+def gateway_template(service: VLMService, revision: Revision) -> Part:
     """Return `spec.template` of the gateway."""
     gateway, model = service.spec.gateway, model_mount(service)
     name = names.child(service.name, Role.GATEWAY)
@@ -47,7 +46,7 @@ def gateway_template(service: VLMService, revision: Revision, images: Images) ->
         "name": "gateway",
         "image": gateway.image,
         "command": ["vlm-worker"],
-        "args": arguments(service, revision, images),
+        "args": arguments(service, revision),
         "env": [*environment(service, revision), *model.env],
         "ports": [
             {"name": "http", "containerPort": names.PORT_GATEWAY, "protocol": "TCP"},
@@ -60,18 +59,18 @@ def gateway_template(service: VLMService, revision: Revision, images: Images) ->
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec = pod_spec(service, revision, account=name, token=True, placement=gateway.placement)
-    spec |= {"containers": [with_pull_policy(container, images)], "volumes": volumes}
+    spec |= {"containers": [with_pull_policy(container, revision)], "volumes": volumes}
     return {"metadata": {"labels": labels(service, revision)}, "spec": spec}
 
 
-def arguments(service: VLMService, revision: Revision, images: Images) -> list[str]:
+def arguments(service: VLMService, revision: Revision) -> list[str]:
     """The gateway's command line (docs/contract.md)."""
     model, settled = service.spec.model, revision.resolved
     found = [
         Role.GATEWAY.value,
         *model_mount(service).args,
         f"--served-name={service.spec.model.served_name}",
-        f"--bind={images.bind}",
+        f"--bind={settled.bind}",
         f"--http-port={names.PORT_GATEWAY}",
         f"--admin-port={names.PORT_GATEWAY_ADMIN}",
         f"--namespace={service.namespace}",

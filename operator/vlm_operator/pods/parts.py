@@ -23,7 +23,7 @@ Part = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """What the operator's own settings add to pods."""
+    """What the operator's own settings add to the pods of new revisions."""
 
     pull_policy: str = ""
     bind: str = "::"
@@ -180,6 +180,7 @@ def pod_spec(
     return spec
 
 
-def with_pull_policy(container: Part, images: Images) -> Part:
-    """Set imagePullPolicy where the operator was told one."""
-    return {**container, "imagePullPolicy": images.pull_policy} if images.pull_policy else container
+def with_pull_policy(container: Part, revision: Revision) -> Part:
+    """Set imagePullPolicy where the operator was told one when the revision was made."""
+    policy = revision.resolved.pull_policy
+    return {**container, "imagePullPolicy": policy} if policy else container

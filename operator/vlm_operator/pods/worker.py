@@ -7,7 +7,6 @@ import math
 from vlm_operator import names
 from vlm_operator.api import KvCache, Pool, Variant, VLMService, quantity, stages
 from vlm_operator.pods.parts import (
-    Images,
     Part,
     container_security,
     environment,
@@ -21,9 +20,7 @@ from vlm_operator.pods.parts import (
 from vlm_operator.state import Revision
 
 
-def worker_template(
-    service: VLMService, pool: Pool, variant: Variant, revision: Revision, images: Images
-) -> Part:
+def worker_template(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> Part:
     """Return `spec.template` of one role, variant and revision."""
     role = revision.role
     overlay = pool.pod
@@ -32,7 +29,7 @@ def worker_template(
         "name": "worker",
         "image": pool.image,
         "command": ["vlm-worker"],
-        "args": [*arguments(service, pool, variant, revision, images), *pool.engine.args],
+        "args": [*arguments(service, pool, variant, revision), *pool.engine.args],
         "env": [
             *environment(service, revision),
             *model.env,
@@ -61,7 +58,7 @@ def worker_template(
     )
     spec |= {
         "readinessGates": [{"conditionType": names.GATE_ACCEPTING}],
-        "containers": [with_pull_policy(container, images)],
+        "containers": [with_pull_policy(container, revision)],
         "volumes": [
             {"name": "triptych-tmp", "emptyDir": {}},
             model.volume,
@@ -81,9 +78,7 @@ def worker_template(
     return {"metadata": meta, "spec": spec}
 
 
-def arguments(
-    service: VLMService, pool: Pool, variant: Variant, revision: Revision, images: Images
-) -> list[str]:
+def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> list[str]:
     """The operator's part of the command line (docs/contract.md)."""
     model, settled = service.spec.model, revision.resolved
     loaded = ",".join(stage.value for stage in stages(service.spec.pools, revision.role))
@@ -92,7 +87,7 @@ def arguments(
         *model_mount(service).args,
         f"--served-name={service.spec.model.served_name}",
         f"--stages={loaded}",
-        f"--bind={images.bind}",
+        f"--bind={settled.bind}",
         f"--grpc-port={names.PORT_GRPC}",
         f"--http-port={names.PORT_HTTP}",
         f"--block-size={settled.block_size}",

@@ -93,7 +93,10 @@ def intend(
     deployments = observed.deployments()
     placed = place(written, observed.node_classes)
     service, shared = keep_defaults(placed, deployments, worker_image=options.worker_image)
-    revisions = current_revisions(service, shared, deployments)
+    images = options.plan.images
+    revisions = current_revisions(
+        service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind
+    )
     whither = plot(service, observed, revisions, patience=options.spare_seconds)
     sizing = _size(service, observed, whither, memory)
     decisions = sizing.outcome.decisions

@@ -8,7 +8,6 @@ that is being deleted and a foreground deletion, which delete the children thems
 
 from __future__ import annotations
 
-from vlm_operator import names
 from vlm_operator.api import parse
 from vlm_operator.api.gateway import GatewayDrain
 from vlm_operator.cluster import DEPLOYMENT, Cluster, Manifest
@@ -17,7 +16,7 @@ from vlm_operator.metrics import WRITES
 from vlm_operator.names import Role
 from vlm_operator.observe import seconds
 from vlm_operator.pods.parts import GRACE_SECONDS
-from vlm_operator.state import Observed
+from vlm_operator.state import DeploymentState, Observed
 from vlm_operator.status import Failure, Told, refused_status
 
 _MARGIN_SECONDS = 5.0
@@ -49,15 +48,13 @@ class Deletion:
         return began + drain + GRACE_SECONDS + _MARGIN_SECONDS
 
     async def stop_gateway(self, cluster: Cluster, *, namespace: str) -> None:
-        """Delete the gateway's Deployments that are ours and still wanted."""
+        """Delete the gateway's Deployments that are still wanted."""
         for live in self._observed.of_kind(DEPLOYMENT.kind):
-            meta = live["metadata"]
-            if meta["labels"].get(names.LABEL_ROLE) != Role.GATEWAY or "deletionTimestamp" in meta:
+            meta, state = live["metadata"], DeploymentState.of(live)
+            if state is None or state.role is not Role.GATEWAY or state.deleting:
                 continue
-            owners = meta.get("ownerReferences", [])
-            if any(owner["uid"] == self._meta["uid"] for owner in owners):
-                await cluster.delete(DEPLOYMENT, namespace, meta["name"], uid=meta["uid"])
-                WRITES.labels(kind=DEPLOYMENT.kind, verb="delete").inc()
+            await cluster.delete(DEPLOYMENT, namespace, meta["name"], uid=meta["uid"])
+            WRITES.labels(kind=DEPLOYMENT.kind, verb="delete").inc()
 
     def status(self, previous: Manifest) -> Manifest:
         """The last status, saying what is waited for."""

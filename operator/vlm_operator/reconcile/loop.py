@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse
-from vlm_operator.apply import Accepted, apply_gates, contested
+from vlm_operator.apply import Accepted, Learned, apply_gates, contested
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.cluster import Cluster, Manifest
@@ -57,6 +57,7 @@ class Loop:
         clock: seconds since the epoch.
         resync: a full read at least this often, in seconds.
         epoch: leaseTransitions, for decision records.
+        learned: what the API server adds to objects by itself; all loops share it.
         book: told which node classes the pods run on.
         gate: how many turns may decide and write together; reading pods counts not, which may
             take its whole timeout.
@@ -73,6 +74,7 @@ class Loop:
         clock: Callable[[], float],
         resync: float = 60.0,
         epoch: Callable[[], int] = lambda: 0,
+        learned: Learned | None = None,
         book: ClassBook | None = None,
         gate: asyncio.Semaphore | None = None,
     ) -> None:
@@ -89,7 +91,7 @@ class Loop:
         self._seen: Observed | None = None
         self._memory: Memory | None = None
         self._slo: tuple[Attribution, ...] = ()
-        self._accepted = Accepted()
+        self._accepted = Accepted(learned=learned or Learned())
         self._report = Reporter(cluster, namespace=namespace, name=name)
 
     async def turn(self, *, woken: bool = True) -> float:
@@ -126,7 +128,9 @@ class Loop:
         view = self._view(written, intent, observed.with_children(done.answers), done.failure)
         status = build_status(view, previous, now=observed.now)
         fights = contested(contests, self._accepted.contests)
-        said = tuple(Event("ChildContested", message) for message in fights)
+        said = (*(Event("ChildContested", message) for message in fights),)
+        said += (*(Event("ChildRepaired", message) for message in self._accepted.told()),)
+        said += self._report.foreign(observed)
         await self._tell(body, status, (*events(previous, status, intent.decisions.items()), *said))
         self._note(await self._report.pools(view))
         if not written.spec.paused and await self._report.memory(intent, observed):

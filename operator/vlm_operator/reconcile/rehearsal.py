@@ -115,6 +115,7 @@ def _row(intent: Intent) -> Row:
         if manifest["kind"] != DEPLOYMENT.kind:
             continue
         item = DeploymentState.of(manifest)
+        assert item is not None, "the plan gives every Deployment its role"
         was, now = counts.get(item.role, (0, 0))
         fresh = item.compat == compat if item.role is Role.GATEWAY else item.revision in newest
         size = item.desired

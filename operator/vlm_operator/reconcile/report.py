@@ -34,12 +34,13 @@ from vlm_operator.plan import owner_reference, pool_claim
 from vlm_operator.pods import object_labels
 from vlm_operator.reconcile.decisions import Intent
 from vlm_operator.state import Observed
-from vlm_operator.status import Event, View, pool_status_of_kind
+from vlm_operator.status import Event, View, foreign_event, pool_status_of_kind
 
 logger = logging.getLogger(__name__)
 
 MEMORY_SECONDS = 30.0  # between two writes of what was merely measured
 EVENT_SECONDS = 60.0  # in which the same Event is posted once
+FOREIGN_SECONDS = 600.0  # between two Events about foreign objects
 
 
 class Reporter:
@@ -54,6 +55,8 @@ class Reporter:
         self._measured: Hashable = None
         self._posted: dict[Event, float] = {}
         self._said: dict[Role, tuple[int, str, str | None]] = {}
+        self._foreign: frozenset[tuple[str, str]] = frozenset()
+        self._foreign_at = float("-inf")
 
     async def status(
         self,
@@ -84,6 +87,16 @@ class Reporter:
             uid=uid,
             now=now,
         )
+
+    def foreign(self, observed: Observed) -> tuple[Event, ...]:
+        """Name foreign objects that carry the service's labels, each once and not too often."""
+        found = observed.impostors()
+        due = observed.now - self._foreign_at >= FOREIGN_SECONDS
+        if not due or not found - self._foreign:
+            self._foreign &= found
+            return ()
+        self._foreign, self._foreign_at = found, observed.now
+        return (foreign_event(self._name, found),)
 
     async def pools(self, view: View) -> dict[tuple[str, str], Manifest]:
         """Keep each VLMPool's status, which HPA reads; returns the pools as they are now."""

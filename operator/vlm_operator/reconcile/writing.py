@@ -98,7 +98,6 @@ async def carry_out(
         observed,
         intent.plan.named | {memory},
         namespace=service.namespace,
-        uid=service.uid,
     )
     refused_claims = tuple((f"{names.KIND_POOL} {name}", error) for name, error in unclaimed)
     applied = dataclasses.replace(

@@ -4,7 +4,8 @@ manifest fields that restart pods ─▶ inputs ┐
 operator's defaults ─▶ resolved ────────────┴▶ revision
 
 `resolved` stands on every Deployment. While its `base` still matches the manifest, it is kept: a
-new operator with another default image changes no digest, and so restarts no pod.
+new operator with another default image changes no digest, and so restarts no pod. Settings that
+enter pods are in it too: changed ones are for new revisions.
 """
 
 from __future__ import annotations
@@ -49,13 +50,20 @@ def keep_defaults(
 
 
 def current_revisions(
-    service: VLMService, shared: Resolved, deployments: Iterable[DeploymentState]
+    service: VLMService,
+    shared: Resolved,
+    deployments: Iterable[DeploymentState],
+    *,
+    pull_policy: str = "",
+    bind: str = "::",
 ) -> dict[tuple[Role, str], Revision]:
     """What every role and variant should run now, gateway included (its variant is "").
 
-    `service` and `shared` come from `keep_defaults`.
+    `service` and `shared` come from `keep_defaults`. `pull_policy` and `bind` are the operator's
+    settings; a revision that is there keeps those that it was made with.
     """
     live = list(deployments)
+    shared = dataclasses.replace(shared, pull_policy=pull_policy, bind=bind)
     found: dict[tuple[Role, str], Revision] = {}
     for role, pool in service.spec.pools.present.items():
         for variant in pool.variants:
@@ -97,10 +105,20 @@ def _revision(
         same = (deployment.role, deployment.variant, deployment.inputs) == (role, variant, inputs)
         stored = _read(deployment)
         if same and stored is not None:
-            return Revision(role, variant, deployment.revision, inputs, stored)
+            kept = _settings_of(deployment, stored)
+            return Revision(role, variant, deployment.revision, inputs, kept)
     resolved = dataclasses.replace(shared, drain_seconds=drain, template=Resolved.template)
     identity = _digest(inputs, {"image": resolved.image, "template": resolved.template})
     return Revision(role, variant, identity, inputs, resolved)
+
+
+def _settings_of(deployment: DeploymentState, stored: Resolved) -> Resolved:
+    """Settings that version 0.1 did not store are read off the pods themselves."""
+    return dataclasses.replace(
+        stored,
+        pull_policy=deployment.pull_policy if stored.pull_policy is None else stored.pull_policy,
+        bind=deployment.bind if stored.bind is None else stored.bind,
+    )
 
 
 def _read(deployment: DeploymentState) -> Resolved | None:

@@ -3,12 +3,14 @@
 reports.py      a pod's /stats                                   Sample
 seen.py         pods, node classes, everything of a service      Observed
 deployments.py  one role, variant and revision                   DeploymentState
+owners.py       whose an object is                               owned_by, is_pod_of
 revisions.py    what pods are made of, and the notes of it on Deployments
 
 `observe` and `scrape` fill them.
 """
 
 from vlm_operator.state.deployments import DeploymentState, Manifest
+from vlm_operator.state.owners import controller, is_pod_of, owned_by
 from vlm_operator.state.reports import (
     Busy,
     Gaps,
@@ -53,4 +55,7 @@ __all__ = [
     "Sample",
     "StageSeconds",
     "Ttft",
+    "controller",
+    "is_pod_of",
+    "owned_by",
 ]

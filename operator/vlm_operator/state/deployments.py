@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Iterator
 from typing import Any
 
 from vlm_operator import names
@@ -13,10 +14,12 @@ from vlm_operator.state.revisions import (
     ANNOTATION_INITIAL,
     ANNOTATION_INPUTS,
     ANNOTATION_RESOLVED,
+    BIND_FLAG,
     STAGES_FLAG,
 )
 
 Manifest = dict[str, Any]
+_ROLES = frozenset(role.value for role in Role)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,8 @@ class DeploymentState:
         initial: what it had when a rollout first took some of it; None before that.
         failed: why its revision is not tried again, "" where it is.
         created: seconds since the epoch.
+        pull_policy: of its first container, "" where it has none.
+        bind: the address on its command line, "" where it has none.
     """
 
     name: str
@@ -47,12 +52,21 @@ class DeploymentState:
     initial: int | None = None
     failed: str = ""
     created: float = 0.0
+    pull_policy: str = ""
+    bind: str = ""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> DeploymentState:
-        """Read a manifest that carries the service's labels."""
+    def of(cls, manifest: Manifest) -> DeploymentState | None:
+        """Read a manifest of a Deployment that the service controls; None if it has no role.
+
+        The selector cannot be changed, so it says what the Deployment is; labels can be.
+        """
         meta, status = manifest["metadata"], manifest.get("status", {})
-        labels, notes = meta.get("labels", {}), meta.get("annotations", {})
+        notes = meta.get("annotations", {})
+        fixed = manifest["spec"].get("selector", {}).get("matchLabels", {})
+        labels = {**meta.get("labels", {}), **fixed}
+        if labels.get(names.LABEL_ROLE) not in _ROLES:
+            return None
         return cls(
             name=meta["name"],
             role=Role(labels[names.LABEL_ROLE]),
@@ -66,23 +80,31 @@ class DeploymentState:
             ready=int(status.get("readyReplicas", 0)),
             deleting=meta.get("deletionTimestamp") is not None,
             available=int(status.get("availableReplicas", 0)),
-            stages=_stages(manifest),
+            stages=frozenset(filter(None, _flag(manifest, STAGES_FLAG).split(","))),
             initial=int(noted)
             if (noted := notes.get(ANNOTATION_INITIAL, "")).isdecimal()
             else None,
             failed=notes.get(ANNOTATION_FAILED, ""),
             created=_seconds(meta.get("creationTimestamp")),
+            pull_policy=next(_containers(manifest), {}).get("imagePullPolicy", ""),
+            bind=_flag(manifest, BIND_FLAG),
         )
 
 
-def _stages(manifest: Manifest) -> frozenset[str]:
-    """Read the stages off the command line of a worker."""
+def _flag(manifest: Manifest, flag: str) -> str:
+    """Read a flag off the command line of the pods; "" where it is not given."""
+    given = (
+        argument.removeprefix(flag)
+        for container in _containers(manifest)
+        for argument in container.get("args", [])
+        if argument.startswith(flag)
+    )
+    return str(next(given, ""))
+
+
+def _containers(manifest: Manifest) -> Iterator[Manifest]:
     pod = manifest["spec"].get("template", {}).get("spec", {})
-    for container in pod.get("containers", []):
-        for argument in container.get("args", []):
-            if argument.startswith(STAGES_FLAG):
-                return frozenset(argument.removeprefix(STAGES_FLAG).split(","))
-    return frozenset()
+    return iter(pod.get("containers", []))
 
 
 def _seconds(moment: str | None) -> float:

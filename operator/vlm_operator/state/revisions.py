@@ -14,6 +14,7 @@ ANNOTATION_RESOLVED = f"{names.GROUP}/resolved"
 ANNOTATION_INITIAL = f"{names.GROUP}/initial"
 ANNOTATION_FAILED = f"{names.GROUP}/failed"
 STAGES_FLAG = "--stages="
+BIND_FLAG = "--bind="
 # Kubernetes' own: pods with a lower one go first when a Deployment shrinks.
 ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 # On each child: the digest of what was last applied.
@@ -31,6 +32,9 @@ class Resolved:
         compat: pods with the same value may work together.
         drain_seconds: of each role when its revision was made; a change alone restarts nothing.
         template: version of the pod template.
+        pull_policy: imagePullPolicy as the operator's settings were; "" leaves Kubernetes' default,
+            None is a Deployment of version 0.1, which stored neither this nor `bind`.
+        bind: address that the pods listen on, as the settings were.
     """
 
     base: str
@@ -39,6 +43,8 @@ class Resolved:
     compat: str
     drain_seconds: int
     template: int = 1
+    pull_policy: str | None = None
+    bind: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

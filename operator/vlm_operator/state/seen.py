@@ -110,8 +110,10 @@ class Observed:
 
     Attributes:
         service: the VLMService, None where it is gone.
-        children: what carries the service's label, by kind and name, ours or not.
+        children: what the service controls, by kind and name.
         now: seconds since the epoch, when the reading began.
+        foreign: what carries the service's label and is not its own, by kind and name, pods
+            included. Decisions ignore it.
     """
 
     service: Manifest | None
@@ -120,6 +122,7 @@ class Observed:
     node_classes: Mapping[str, NodeClassState]
     samples: Mapping[str, Sample]  # by pod uid
     now: float
+    foreign: Mapping[tuple[str, str], Manifest] = dataclasses.field(default_factory=dict)
 
     def of(self, role: Role) -> tuple[PodState, ...]:
         """All pods of a role that have not ended, oldest first."""
@@ -142,7 +145,17 @@ class Observed:
 
     def deployments(self) -> tuple[DeploymentState, ...]:
         """All Deployments of the service's roles, gateway included."""
-        return tuple(DeploymentState.of(manifest) for manifest in self.of_kind("Deployment"))
+        read = (DeploymentState.of(manifest) for manifest in self.of_kind("Deployment"))
+        return tuple(item for item in read if item is not None)
+
+    def impostors(self) -> frozenset[tuple[str, str]]:
+        """Foreign Deployments and pods that say that they have a role in the service."""
+        return frozenset(
+            key
+            for key, item in self.foreign.items()
+            if key[0] in ("Deployment", "Pod")
+            and item["metadata"].get("labels", {}).get(names.LABEL_ROLE) in tuple(Role)
+        )
 
     def pool_replicas(self, service: str, role: Role) -> int | None:
         """`spec.replicas` of the role's VLMPool, None where there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+from vlm_operator import names
 from vlm_operator.api.status import ConditionType
 from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.reasons import Reason
@@ -21,6 +22,8 @@ REASONS = {
     "ConfigInvalid": "The manifest cannot be met as written; the message names the field.",
     "NameConflict": "An object of a child's name belongs to somebody else; it was left alone.",
     "ChildContested": "Somebody keeps changing an object of ours; it is put back ever more rarely.",
+    "ChildRepaired": "Somebody changed an object of ours; the fields in the message were put back.",
+    "ForeignObject": "An object with this service's labels belongs to others; it is ignored.",
     "Stalled": "Nothing happens until somebody acts; the message says what.",
     "ScaledUp": "A pool was made larger.",
     "ScaledDown": "A pool was made smaller.",
@@ -37,11 +40,13 @@ REASONS = {
     "RolledBack": "The revision before the one that failed is served again.",
     "Draining": "The service is being deleted and finishes what it has.",
 }
+_NAMED = 5  # objects in one message
 _WARNINGS = {
     "NotReady",
     "ConfigInvalid",
     "NameConflict",
     "ChildContested",
+    "ForeignObject",
     "Stalled",
     "ScalePutBack",
     "ScalingConflict",
@@ -137,6 +142,17 @@ def _put_back(decisions: Iterable[tuple[Role, Decision]]) -> Iterator[Event]:
     for role, decision in decisions:
         if decision.reason == Reason.PUT_BACK:
             yield Event("ScalePutBack", f"{role}: {decision.message}")
+
+
+def foreign_event(service: str, found: Iterable[tuple[str, str]]) -> Event:
+    """Name objects, by kind and name, that only say that they belong to a service."""
+    known = sorted(f"{kind} {name}" for kind, name in found)
+    rest = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+    return Event(
+        "ForeignObject",
+        f"{', '.join(known[:_NAMED])}{rest}: labelled {names.LABEL_SERVICE}={service} and not "
+        "controlled by this service, so not counted; remove the label or the object",
+    )
 
 
 def _by_type(status: Manifest) -> dict[str, Manifest]:

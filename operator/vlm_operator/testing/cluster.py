@@ -39,11 +39,20 @@ class Clock:
 
 
 class FakeCluster:
-    """See `cluster.Cluster`. `writes` lists every change: verb, kind, name, manager."""
+    """See `cluster.Cluster`.
+
+    Attributes:
+        writes: every change: verb, kind, name, manager.
+        dry_runs: kind and name of each dry run.
+        admission: called with each object that is about to be stored, and whether it is new: what
+            the API server's defaults and mutating webhooks do.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         self.writes: list[tuple[str, str, str, str]] = []
+        self.dry_runs: list[tuple[str, str]] = []
+        self.admission: list[Callable[[Manifest, bool], None]] = []
         self._objects: dict[Key, Stored] = {}
         self.version = 0  # of the last change, anybody's
         self.made: list[Key] = []  # what came into being, in order
@@ -80,10 +89,12 @@ class FakeCluster:
         changed = trial.fields.apply(
             self._body(kind, manifest, subresource), manager=manager, subresource=subresource
         )
-        trial.validate(kind)
+        self._admit(kind, trial, new=found is None)
+        trial.validate(kind, found)
         if dry_run:
+            self.dry_runs.append((kind.kind, meta["name"]))
             return trial.render(kind)
-        if changed or found is None:
+        if changed or found is None or trial.fields.flat != before:
             self._store(key, trial, before)
             self.writes.append(("apply", kind.kind, meta["name"], manager))
         else:
@@ -100,7 +111,9 @@ class FakeCluster:
             raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
 
         def change(live: Manifest) -> None:
-            live.update(_merged(live, manifest))
+            merged = _merged(live, manifest)
+            live.clear()
+            live.update(merged)
 
         self.edit(kind, meta.get("namespace", ""), meta["name"], change, manager=manager)
         self.writes.append(("merge", kind.kind, meta["name"], manager))
@@ -146,6 +159,7 @@ class FakeCluster:
         kind, meta = kind_of(manifest), manifest["metadata"]
         made = self._new(kind, meta)
         made.fields.update(self._body(kind, manifest, ""), manager="client")
+        self._admit(kind, made, new=True)
         self._store((kind.kind, meta.get("namespace", ""), meta["name"]), made, {})
         return made.render(kind)
 
@@ -185,6 +199,7 @@ class FakeCluster:
         found.meta["finalizers"] = finalizers
         found.written = ""
         if found.fields.update(body, manager=manager):
+            self._admit(kind, found, new=False)
             self._store(key, found, before)
         if not finalizers and "deletionTimestamp" in found.meta:
             self._collect(key)
@@ -201,6 +216,16 @@ class FakeCluster:
                 found.written = ""
             return
         self._collect(key)
+
+    def _admit(self, kind: Kind, item: Stored, *, new: bool) -> None:
+        if not self.admission:
+            return
+        item.written = ""
+        manifest = item.render(kind)
+        for webhook in self.admission:
+            webhook(manifest, new)
+        item.fields.rewrite({**self._body(kind, manifest, ""), **_status(manifest)})
+        item.written = ""
 
     def _next(self) -> int:
         self.version += 1
@@ -266,4 +291,9 @@ def _merged(live: Any, patch: Any) -> Any:
     if not isinstance(patch, Mapping):
         return patch
     base = dict(live) if isinstance(live, Mapping) else {}
-    return {**base, **{key: _merged(base.get(key), value) for key, value in patch.items()}}
+    merged = {**base, **{key: _merged(base.get(key), value) for key, value in patch.items()}}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _status(manifest: Manifest) -> Manifest:
+    return {"status": manifest["status"]} if "status" in manifest else {}

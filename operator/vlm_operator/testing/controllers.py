@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vlm_operator.cluster import DEPLOYMENT, POD, Manifest
+from vlm_operator.cluster import DEPLOYMENT, POD, REPLICA_SET, Kind, Manifest
 from vlm_operator.names import Role
 from vlm_operator.state import (
     ANNOTATION_DELETION_COST,
@@ -18,6 +18,7 @@ from vlm_operator.state import (
     ModelFacts,
     PodState,
     Sample,
+    owned_by,
 )
 from vlm_operator.testing.cluster import FakeCluster
 
@@ -84,12 +85,22 @@ _CRASHING: dict[str, Any] = {
 }
 
 
+def _replica_sets(cluster: FakeCluster, deployment: Manifest) -> dict[str, Manifest]:
+    """A Deployment's ReplicaSets, by `pod-template-hash`."""
+    meta = deployment["metadata"]
+    return {
+        item["metadata"]["labels"]["pod-template-hash"]: item
+        for item in cluster.all(REPLICA_SET, meta["namespace"])
+        if owned_by(item, meta["uid"])
+    }
+
+
 def _pods(cluster: FakeCluster, deployment: Manifest) -> list[Manifest]:
-    uid = deployment["metadata"]["uid"]
+    owners = _replica_sets(cluster, deployment).values()
     return [
         pod
         for pod in cluster.all(POD, deployment["metadata"]["namespace"])
-        if any(owner["uid"] == uid for owner in pod["metadata"].get("ownerReferences", []))
+        if any(owned_by(pod, owner["metadata"]["uid"]) for owner in owners)
     ]
 
 
@@ -122,20 +133,32 @@ def _create_pod(cluster: FakeCluster, deployment: Manifest, digest: str) -> None
     taken = {pod["metadata"]["name"] for pod in cluster.all(POD)}
     number = next(n for n in range(1000) if f"{meta['name']}-{n}" not in taken)
     labels = {**template["metadata"]["labels"], "pod-template-hash": digest}
-    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "controller": True}
-    owner |= {"name": meta["name"], "uid": meta["uid"]}
-    manifest = {
-        "apiVersion": "v1",
-        "kind": "Pod",
+    replica_set = _replica_sets(cluster, deployment).get(digest)
+    if replica_set is None:
+        replica_set = cluster.plant(
+            _owned(deployment, REPLICA_SET, f"{meta['name']}-{digest}", labels, spec={})
+        )
+    spec = copy.deepcopy(template["spec"])
+    cluster.plant(_owned(replica_set, POD, f"{meta['name']}-{number}", labels, spec=spec))
+
+
+def _owned(
+    owner: Manifest, kind: Kind, name: str, labels: dict[str, str], *, spec: Manifest
+) -> Manifest:
+    """An object that a controller makes for another one."""
+    meta = owner["metadata"]
+    reference = {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "controller": True}
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.kind,
         "metadata": {
-            "name": f"{meta['name']}-{number}",
+            "name": name,
             "namespace": meta["namespace"],
             "labels": labels,
-            "ownerReferences": [owner],
+            "ownerReferences": [{**reference, "name": meta["name"], "uid": meta["uid"]}],
         },
-        "spec": copy.deepcopy(template["spec"]),
+        "spec": spec,
     }
-    cluster.plant(manifest)
 
 
 def _count(cluster: FakeCluster, deployment: Manifest) -> None:

@@ -98,6 +98,12 @@ class Fields:
         self.flat = wanted
         return bool(changed or gone)
 
+    def rewrite(self, manifest: Mapping[str, Any]) -> None:
+        """Replace everything in the name of nobody, as defaults and webhooks do."""
+        self.flat = flatten(manifest)
+        for paths in self.owners.values():
+            paths.intersection_update(self.flat)
+
     def managed(self) -> list[dict[str, Any]]:
         """Return `metadata.managedFields`."""
         return [

@@ -36,9 +36,10 @@ class Stored:
         found: Manifest = json.loads(self.written)
         return found
 
-    def validate(self, kind: Kind) -> None:
+    def validate(self, kind: Kind, before: Stored | None = None) -> None:
         """Raise the 422 that the real one answers to what we could get wrong."""
-        spec = self._body().get("spec", {})
+        body = self._body()
+        spec = body.get("spec", {})
         problem = ""
         if kind.kind == "VLMPool" and "replicas" not in spec:
             problem = "spec.replicas: Required value"
@@ -49,6 +50,8 @@ class Stored:
             have = spec.get("template", {}).get("metadata", {}).get("labels", {})
             if any(have.get(key) != value for key, value in wanted.items()):
                 problem = "spec.template.metadata.labels: `selector` does not match"
+        if before is not None and before._body().get("roleRef") != body.get("roleRef"):
+            problem = "roleRef: Invalid value: cannot change roleRef"
         if problem:
             raise ClusterError(422, "Invalid", f"{kind.kind} is invalid: {problem}")
 

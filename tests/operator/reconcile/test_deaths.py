@@ -17,7 +17,7 @@ from operator_operations import OPERATIONS, Operation
 from operator_support import World
 
 from vlm_operator import names
-from vlm_operator.cluster import CHILD_KINDS, DEPLOYMENT, POD, VLM_SERVICE, Cluster, Manifest
+from vlm_operator.cluster import CHILD_KINDS, POD, REPLICA_SET, VLM_SERVICE, Cluster, Manifest
 from vlm_operator.testing import Deaths, FakeCluster, settle
 
 CHILDREN = {kind.kind for kind in CHILD_KINDS}
@@ -70,12 +70,12 @@ class Story(World):
         """Objects whose owner is gone."""
         uids = {
             item["metadata"]["uid"]
-            for kind in (VLM_SERVICE, DEPLOYMENT, *CHILD_KINDS)
+            for kind in (VLM_SERVICE, REPLICA_SET, *CHILD_KINDS)
             for item in self.cluster.all(kind)
         }
         return [
             item["metadata"]["name"]
-            for kind in (*CHILD_KINDS, POD)
+            for kind in (*CHILD_KINDS, REPLICA_SET, POD)
             for item in self.cluster.all(kind)
             for owner in item["metadata"]["ownerReferences"]
             if owner["uid"] not in uids

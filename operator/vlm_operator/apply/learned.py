@@ -1,0 +1,118 @@
+"""What the API server makes of a manifest of ours: its defaults, and what admission injects.
+
+A field that we did not write is the server's own or somebody's change. A dry run tells which: the
+answer to a manifest under a name that nobody has is all that the server adds by itself. It is asked
+when an object has more than is known, so that an idle operator asks nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.cluster import Cluster, Manifest
+from vlm_operator.errors import ClusterError
+from vlm_operator.metrics import UNLEARNED
+
+logger = logging.getLogger(__name__)
+
+_SHAPES = 2048  # kept in memory
+_ANSWERS = 4  # of one shape
+_AGAIN_SECONDS = 600.0  # after a refused dry run
+_MASK = "*"
+# Values that differ from service to service, and that no default depends on.
+_MASKED = frozenset(
+    ("args", "command", "data", "matchLabels", "replicas", "selector", "uid", "value")
+)
+_MASKED_VALUES = frozenset(("labels", "annotations"))
+
+
+class Learned:
+    """Answers by the shape of the manifest. All loops of a process share one."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[Manifest, ...]] = {}
+        self._asked: dict[str, set[str]] = {}  # digests, by shape
+        self._refused: dict[str, float] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def known(self, manifest: Manifest) -> Sequence[Manifest]:
+        """Return what was answered to manifests of this shape."""
+        return self._answers.get(shape(manifest), ())
+
+    async def ask(
+        self, cluster: Cluster, manifest: Manifest, digest: str, *, now: float
+    ) -> Sequence[Manifest] | None:
+        """Return the answers, this very manifest's among them; None if the server gives none.
+
+        Raises:
+            UnavailableError: the API server cannot be reached.
+        """
+        key = shape(manifest)
+        if len(self._answers) > _SHAPES:
+            self._answers.clear()
+            self._asked.clear()
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            if digest in self._asked.get(key, ()):
+                return self._answers[key]
+            if now - self._refused.get(key, float("-inf")) < _AGAIN_SECONDS:
+                return None
+            try:
+                answer = await cluster.apply(_trial(manifest), manager=names.MANAGER, dry_run=True)
+            except ClusterError as error:
+                # unreachable, or a webhook that does not answer
+                if error.status == 0 or error.status == 429:
+                    raise
+                kind = manifest["kind"]
+                UNLEARNED.labels(kind=kind).inc()
+                logger.warning("defaults unknown", extra={"kind": kind, "error": str(error)})
+                self._refused[key] = now
+                return None
+            plain = {part: value for part, value in answer.items() if part not in _DROPPED}
+            self._asked.setdefault(key, set()).add(digest)
+            before = [item for item in self._answers.get(key, ()) if item != plain]
+            self._answers[key] = (*before, plain)[-_ANSWERS:]
+            return self._answers[key]
+
+
+_DROPPED = frozenset(("apiVersion", "kind", "metadata", "status"))
+
+
+def shape(manifest: Manifest) -> str:
+    """Return what defaults depend on: the manifest without names and values of one service."""
+    meta = manifest["metadata"]
+    service = meta.get("labels", {}).get(names.LABEL_SERVICE, "")
+    body = {part: value for part, value in manifest.items() if part not in ("metadata", "status")}
+    labels = sorted(meta.get("labels", {}))
+    return json.dumps([meta.get("namespace"), labels, _masked(body, service)], sort_keys=True)
+
+
+def _masked(value: Any, service: str, key: str = "") -> Any:
+    if key in _MASKED:
+        return _MASK
+    if isinstance(value, dict):
+        if key in _MASKED_VALUES:
+            return dict.fromkeys(value, _MASK)
+        return {name: _masked(item, service, name) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item, service) for item in value]
+    if isinstance(value, str) and (value == service or value.startswith(f"{service}-")):
+        return _MASK
+    return value
+
+
+def _trial(manifest: Manifest) -> Manifest:
+    """The manifest under a name that nobody has."""
+    found = copy.deepcopy(manifest)
+    meta = found["metadata"]
+    meta["name"] = f"triptych-dry-run-{secrets.token_hex(6)}"
+    meta.pop("uid", None)
+    if found["kind"] == names.KIND_POOL:
+        found["spec"].setdefault("replicas", 0)  # required, and the autoscaler's
+    return found

@@ -1,0 +1,72 @@
+"""Whose object is this? A label is a claim that anybody can make; the controller decides. Pure.
+
+VLMService ◀─ controller, by uid ─ child
+Deployment ◀─ controller, by name ─ ReplicaSet DEPLOYMENT-HASH ◀─ controller ─ Pod
+
+A pod names its ReplicaSet, and Kubernetes names a ReplicaSet after its Deployment and the pod's
+`pod-template-hash`. Garbage collection deletes a pod whose owner does not exist under that name
+and uid, so the name is enough, and no ReplicaSet has to be watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from vlm_operator import names
+
+_HASH = "pod-template-hash"
+
+
+def controller(item: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the ownerReference of an object's controller; None where it has none."""
+    for owner in item["metadata"].get("ownerReferences", []):
+        if owner.get("controller"):
+            found: Mapping[str, Any] = owner
+            return found
+    return None
+
+
+def owned_by(item: Mapping[str, Any], uid: str | None) -> bool:
+    """Whether the object with `uid` controls this one."""
+    owner = controller(item)
+    return owner is not None and uid is not None and owner.get("uid") == uid
+
+
+def is_pod_of(
+    pod: Mapping[str, Any], service: str, *, ours: Collection[str], foreign: Collection[str]
+) -> bool:
+    """Whether a pod belongs to a Deployment of a service.
+
+    The pods of a Deployment that was just deleted still belong to it: they finish their requests.
+
+    Args:
+        pod: the manifest.
+        service: its name.
+        ours: names of Deployments that the service controls.
+        foreign: names of Deployments that carry its labels and that it does not control.
+    """
+    owner, meta = controller(pod), pod["metadata"]
+    suffix = f"-{meta.get('labels', {}).get(_HASH, '')}"
+    if owner is None or owner.get("kind") != "ReplicaSet" or suffix == "-":
+        return False
+    replica_set = str(owner.get("name", ""))
+    if not replica_set.endswith(suffix):
+        return False
+    deployment = replica_set.removesuffix(suffix)
+    if deployment in ours:
+        return True
+    return deployment not in foreign and deployment in _names(service, meta["labels"])
+
+
+def _names(service: str, labels: Mapping[str, str]) -> Iterator[str]:
+    """Names that the Deployment of a pod with these labels has, or had in earlier versions."""
+    role = labels.get(names.LABEL_ROLE, "")
+    variant = labels.get(names.LABEL_VARIANT, "")
+    revision = labels.get(names.LABEL_REVISION, "")
+    if role == names.Role.GATEWAY:
+        yield names.child(service, role)
+        yield names.gateway(service, labels.get(names.LABEL_COMPAT, ""))
+    else:
+        yield names.deployment(service, role, variant, revision)
+        yield names.former_deployment(service, role, variant, revision)
