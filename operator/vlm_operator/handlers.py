@@ -6,9 +6,10 @@ event of a VLMService (kopf), or of anything with our labels (informer) ─▶ A
 An event of a VLMService wakes its loop only if it changed what a turn reads from users and from
 kopf: `signature` names it. The operator's own status write changes nothing of that, so it starts no
 turn. Beyond that no handler looks at what changed: the loop reads everything. kopf keeps the
-daemon, and the finalizer that it puts on the object until the daemon returns. For an object that it first meets
-while it is being deleted kopf starts no daemon and drops the finalizer as soon as the handlers of
-that event have returned: then `changed` itself goes on with the drain that another process left.
+daemon, and the finalizer that it puts on the object until the daemon returns. For an object that
+it first meets while it is being deleted kopf starts no daemon and drops the finalizer as soon as
+the handlers of that event have returned: then `changed` itself goes on with the drain that another
+process left.
 Nothing here raises PermanentError, after which kopf would never start the daemon again.
 """
 

@@ -70,17 +70,17 @@ async def save_memory(
     cluster: Cluster,
     *,
     namespace: str,
-    service: str,
+    name: str,
     owner: dict[str, Any],
     labels: dict[str, str],
     data: dict[str, str],
 ) -> None:
-    """Write ConfigMap `<svc>-autoscaler`."""
+    """Write a ConfigMap of the loop's own: `<svc>-autoscaler` or `<svc>-state`."""
     manifest = {
         "apiVersion": CONFIG_MAP.api_version,
         "kind": CONFIG_MAP.kind,
         "metadata": {
-            "name": names.child(service, "autoscaler"),
+            "name": name,
             "namespace": namespace,
             "labels": labels,
             "ownerReferences": [owner],

@@ -23,11 +23,13 @@ from vlm_operator.errors import SpecError
 from vlm_operator.metrics import forget
 from vlm_operator.names import Role
 from vlm_operator.observe import observe
+from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.classes import ClassBook
 from vlm_operator.reconcile.decisions import Intent, Options, held_gates, intend
 from vlm_operator.reconcile.deletion import Deletion
 from vlm_operator.reconcile.report import Reporter, stored_memory
-from vlm_operator.reconcile.writing import carry_out
+from vlm_operator.reconcile.retries import Retries
+from vlm_operator.reconcile.writing import Done, carry_out
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
 from vlm_operator.status import (
@@ -42,7 +44,15 @@ from vlm_operator.status import (
 
 DRAIN_TICK_SECONDS = 1.0
 WAKE_TICK_SECONDS = 1.0  # while requests may be held for a pool at zero
-PERSON_SECONDS = 60.0  # between tries at what only a person can change
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A manifest, the view that it was decided on, and what it wants."""
+
+    observed: Observed
+    written: VLMService
+    intent: Intent
 
 
 class Loop:
@@ -92,6 +102,8 @@ class Loop:
         self._memory: Memory | None = None
         self._slo: tuple[Attribution, ...] = ()
         self._accepted = Accepted(learned=learned or Learned())
+        self._contests = self._accepted.contests
+        self._retries = Retries()
         self._report = Reporter(cluster, namespace=namespace, name=name)
 
     async def turn(self, *, woken: bool = True) -> float:
@@ -112,22 +124,72 @@ class Loop:
         body = observed.service
         if body is None or "deletionTimestamp" in body["metadata"]:
             return self._resync
-        previous: Manifest = body.get("status", {})
+        self._retries.begin(int(body["metadata"]["generation"]))
         try:
-            written = parse(body)
-            memory = self._memory or stored_memory(observed, self._name)
-            intent = intend(written, observed, memory, options=self._options)
+            turn = self._intend(body, observed)
         except SpecError as error:
-            return await self._refuse(observed, body, error)
+            failure = Failure("SpecInvalid", str(error), accepted=False)
+            last = self._last_accepted(body, observed)
+            if last is None:
+                return await self._refuse(observed, body, failure)
+            done = await self._carry_out(last)
+            return await self._finish(body, last, dataclasses.replace(done, failure=failure))
+        done = await self._carry_out(turn)
+        if done.failure is not None and not done.failure.accepted:
+            last = self._last_accepted(body, observed)
+            if last is not None:
+                again = await self._carry_out(last)
+                wrote = again.wrote or done.wrote
+                done = dataclasses.replace(again, failure=done.failure, wrote=wrote)
+                turn = last
+        elif not turn.written.spec.paused:
+            accepted = AcceptedSpec.of(body, turn.written, observed)
+            if await self._report.accepted(turn.written, accepted, observed):
+                done = dataclasses.replace(done, wrote=True)
+        return await self._finish(body, turn, done)
+
+    def _intend(self, body: Manifest, observed: Observed) -> _Turn:
+        """Decide what `body` asks for.
+
+        Raises:
+            SpecError: the manifest, or what it names, cannot be acted on.
+        """
+        written = parse(body)
+        memory = self._memory or stored_memory(observed, self._name)
+        intent = intend(written, observed, memory, options=self._options)
+        return _Turn(observed, written, intent)
+
+    def _last_accepted(self, body: Manifest, observed: Observed) -> _Turn | None:
+        """What the last accepted manifest asks for now; None if there is none to act on."""
+        last = AcceptedSpec.stored(observed, self._name)
+        if last is None:
+            return None
+        try:
+            return self._intend(last.instead_of(body), last.seen_in(observed))
+        except SpecError:
+            return None
+
+    async def _carry_out(self, turn: _Turn) -> Done:
+        return await carry_out(
+            self._cluster,
+            turn.intent,
+            turn.observed,
+            accepted=self._accepted,
+            retries=self._retries,
+        )
+
+    async def _finish(self, body: Manifest, turn: _Turn, done: Done) -> float:
+        """Tell of a turn; returns the seconds until the next one."""
+        observed, written, intent = turn.observed, turn.written, turn.intent
+        previous: Manifest = body.get("status", {})
         self._book.note((self._namespace, self._name), class_uses(written, observed))
-        contests = self._accepted.contests
-        done = await carry_out(self._cluster, intent, observed, accepted=self._accepted)
         if done.wrote:
             self._seen = None  # what we saw is no longer what is there
         # the echo of our own writes wakes nobody: a child made now is told of now
         view = self._view(written, intent, observed.with_children(done.answers), done.failure)
         status = build_status(view, previous, now=observed.now)
-        fights = contested(contests, self._accepted.contests)
+        fights = contested(self._contests, self._accepted.contests)
+        self._contests = self._accepted.contests
         said = (*(Event("ChildContested", message) for message in fights),)
         said += (*(Event("ChildRepaired", message) for message in self._accepted.told()),)
         said += self._report.foreign(observed)
@@ -137,7 +199,7 @@ class Loop:
             self._seen = None
         self._report.count(view, intent)
         self._memory = intent.sizing.outcome.memory
-        return self._next(intent, done.failure)
+        return self._next(intent)
 
     async def drain(self) -> float | None:
         """Let a deleted service finish; seconds until the next look, None when it may go.
@@ -166,12 +228,11 @@ class Loop:
         forget(self._namespace, self._name)
         self._book.forget((self._namespace, self._name))
 
-    async def _refuse(self, observed: Observed, body: Manifest, error: SpecError) -> float:
-        """Say what is wrong and leave what serves alone."""
+    async def _refuse(self, observed: Observed, body: Manifest, failure: Failure) -> float:
+        """Say what is wrong and leave what serves alone: no manifest was accepted before."""
         gates = held_gates(observed)
         if await apply_gates(self._cluster, gates, namespace=self._namespace, now=observed.now):
             self._seen = None
-        failure = Failure("SpecInvalid", str(error), accepted=False)
         previous: Manifest = body.get("status", {})
         generation = int(body["metadata"]["generation"])
         status = refused_status(failure, previous, generation=generation, now=observed.now)
@@ -224,9 +285,7 @@ class Loop:
             failure=failure,
         )
 
-    def _next(self, intent: Intent, failure: Failure | None) -> float:
-        if failure is not None:
-            return PERSON_SECONDS
+    def _next(self, intent: Intent) -> float:
         if intent.draining:
             return DRAIN_TICK_SECONDS
         tick = float(intent.service.spec.autoscaling.tick_seconds)

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.api import ScalingMode
+from vlm_operator.api import ScalingMode, VLMService
 from vlm_operator.apply import (
     MEMORY_KEY,
     apply_pool_status,
@@ -22,6 +22,7 @@ from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.record import Record
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
+from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
 from vlm_operator.metrics import (
     BAD_SAMPLES,
     DESIRED_REPLICAS,
@@ -32,6 +33,9 @@ from vlm_operator.metrics import (
 from vlm_operator.names import Role
 from vlm_operator.plan import owner_reference, pool_claim
 from vlm_operator.pods import object_labels
+from vlm_operator.reconcile.accepted_spec import KEY as ACCEPTED_KEY
+from vlm_operator.reconcile.accepted_spec import AcceptedSpec
+from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import Intent
 from vlm_operator.state import Observed
 from vlm_operator.status import Event, View, foreign_event, pool_status_of_kind
@@ -136,11 +140,36 @@ class Reporter:
         await save_memory(
             self._cluster,
             namespace=self._namespace,
-            service=self._name,
+            name=names.child(self._name, "autoscaler"),
             owner=owner_reference(intent.service),
             labels=object_labels(self._name, "autoscaler"),
             data=data,
         )
+        return True
+
+    async def accepted(
+        self, written: VLMService, accepted: AcceptedSpec, observed: Observed
+    ) -> bool:
+        """Keep the manifest that was acted on, if it changed; tells whether it was written."""
+        data = {ACCEPTED_KEY: accepted.dump()}
+        name = state_name(self._name)
+        if (observed.child(CONFIG_MAP.kind, name) or {}).get("data") == data:
+            return False
+        try:
+            await save_memory(
+                self._cluster,
+                namespace=self._namespace,
+                name=name,
+                owner=owner_reference(written),
+                labels=object_labels(self._name, "state"),
+                data=data,
+            )
+        except (UnavailableError, ConflictError):
+            raise
+        except ClusterError as error:
+            # a quota or a namespace that ends: the service itself goes on without it
+            logger.warning("accepted manifest not kept", extra={"error": str(error)})
+            return False
         return True
 
     def count(self, view: View, intent: Intent) -> None:

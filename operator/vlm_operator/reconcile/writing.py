@@ -9,7 +9,7 @@ prune    what nobody names any more, last
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from vlm_operator import names
 from vlm_operator.apply import (
@@ -29,7 +29,9 @@ from vlm_operator.errors import (
     UnavailableError,
 )
 from vlm_operator.plan import pool_claim
+from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import Intent
+from vlm_operator.reconcile.retries import CHILD, TEMPLATE, Retries
 from vlm_operator.state import Observed
 from vlm_operator.status import Failure, Told
 
@@ -50,9 +52,14 @@ class Done:
 
 
 async def carry_out(
-    cluster: Cluster, intent: Intent, observed: Observed, *, accepted: Accepted
+    cluster: Cluster,
+    intent: Intent,
+    observed: Observed,
+    *,
+    accepted: Accepted,
+    retries: Retries,
 ) -> Done:
-    """Write whatever differs.
+    """Write whatever differs; what was refused lately waits for its own next try.
 
     Raises:
         UnavailableError, ConflictError, LeaseLostError: the turn ends here; the next one goes on.
@@ -61,7 +68,7 @@ async def carry_out(
     count = await apply_gates(cluster, intent.gates, namespace=service.namespace, now=observed.now)
     if service.spec.paused:
         return Done(None, bool(count))
-    refused = await _refused_template(cluster, intent, observed)
+    refused = await _refused_template(cluster, intent, observed, retries)
     if refused is not None:
         return Done(refused, bool(count))
     conflicts: list[NameConflictError] = []
@@ -79,10 +86,14 @@ async def carry_out(
         except ClusterError as error:
             unclaimed.append((names.child(service.name, role), error))
     skipped = {error.name for error in conflicts} | {name for name, _ in unclaimed}
-    objects = tuple(
-        item
-        for item in intent.plan.objects
-        if item["kind"] != names.KIND_POOL or item["metadata"]["name"] not in skipped
+    objects, waiting = _due(
+        [
+            item
+            for item in intent.plan.objects
+            if item["kind"] != names.KIND_POOL or item["metadata"]["name"] not in skipped
+        ],
+        retries,
+        now=observed.now,
     )
     applied = await apply_plan(
         cluster,
@@ -92,11 +103,15 @@ async def carry_out(
         uid=service.uid,
         accepted=accepted,
     )
-    memory = (CONFIG_MAP.kind, names.child(service.name, "autoscaler"))
+    _note(objects, applied, retries, now=observed.now)
+    own = {
+        (CONFIG_MAP.kind, names.child(service.name, "autoscaler")),
+        (CONFIG_MAP.kind, state_name(service.name)),
+    }
     gone = await prune(
         cluster,
         observed,
-        intent.plan.named | {memory},
+        intent.plan.named | own,
         namespace=service.namespace,
     )
     refused_claims = tuple((f"{names.KIND_POOL} {name}", error) for name, error in unclaimed)
@@ -106,10 +121,43 @@ async def carry_out(
         refused=(*refused_claims, *applied.refused),
     )
     answers = {**claimed, **applied.written}
-    return Done(_failure(applied), bool(count or answers or gone), answers)
+    return Done(_failure(applied) or waiting, bool(count or answers or gone), answers)
 
 
-async def _refused_template(cluster: Cluster, intent: Intent, observed: Observed) -> Failure | None:
+def _due(
+    objects: Sequence[Manifest], retries: Retries, *, now: float
+) -> tuple[tuple[Manifest, ...], Failure | None]:
+    """What is written now, and the failure of the first object that waits for its next try."""
+    due, waiting = [], None
+    for item in objects:
+        held = retries.held(_label(item), item, now=now)
+        if held is None:
+            due.append(item)
+        else:
+            waiting = waiting or held
+    return tuple(due), waiting
+
+
+def _note(objects: Sequence[Manifest], applied: Applied, retries: Retries, *, now: float) -> None:
+    """Note what became of each object that was tried."""
+    failures = {f"{error.kind} {error.name}": _conflict(error) for error in applied.conflicts}
+    failures |= {label: _refusal(label, error) for label, error in applied.refused}
+    for item in objects:
+        label = _label(item)
+        failure = failures.get(label)
+        if failure is None:
+            retries.succeeded(label)
+        else:
+            retries.failed(label, item, failure, backoff=CHILD, now=now)
+
+
+def _label(item: Manifest) -> str:
+    return f"{item['kind']} {item['metadata']['name']}"
+
+
+async def _refused_template(
+    cluster: Cluster, intent: Intent, observed: Observed, retries: Retries
+) -> Failure | None:
     """Ask the API server about Deployments that do not exist yet, before anything is written.
 
     Placement is the user's own and only the API server knows whether it is right.
@@ -118,25 +166,39 @@ async def _refused_template(cluster: Cluster, intent: Intent, observed: Observed
         name = manifest["metadata"]["name"]
         if manifest["kind"] != DEPLOYMENT.kind or observed.child(DEPLOYMENT.kind, name):
             continue
+        label = f"template of {name}"
+        held = retries.held(label, manifest, now=observed.now)
+        if held is not None:
+            return held
         error = await check_new(cluster, manifest)
-        if error is not None:
+        if error is None:
+            retries.succeeded(label)
+        else:
             labels = manifest["metadata"]["labels"]
             role, variant = labels[names.LABEL_ROLE], labels.get(names.LABEL_VARIANT)
             place = f"spec.pools.{role}.variants[{variant}]" if variant else f"spec.{role}"
-            return Failure("PodTemplateRefused", f"{place}: {error.message}", accepted=False)
+            failure = Failure("PodTemplateRefused", f"{place}: {error.message}", accepted=False)
+            retries.failed(label, manifest, failure, backoff=TEMPLATE, now=observed.now)
+            return failure
     return None
 
 
 def _failure(applied: Applied) -> Failure | None:
     if applied.conflicts:
-        return Failure(Told.NAME_CONFLICT, str(applied.conflicts[0]))
+        return _conflict(applied.conflicts[0])
     if applied.refused:
-        label, error = applied.refused[0]
-        if _ending_namespace(error):
-            message = "the namespace is being deleted"
-            return Failure("NamespaceTerminating", message, person=False)
-        return Failure(error.reason or "Refused", f"{label}: {error.message}")
+        return _refusal(*applied.refused[0])
     return None
+
+
+def _conflict(error: NameConflictError) -> Failure:
+    return Failure(Told.NAME_CONFLICT, str(error))
+
+
+def _refusal(label: str, error: ClusterError) -> Failure:
+    if _ending_namespace(error):
+        return Failure("NamespaceTerminating", "the namespace is being deleted", person=False)
+    return Failure(error.reason or "Refused", f"{label}: {error.message}")
 
 
 def _ending_namespace(error: ClusterError) -> bool:
