@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from vlm_worker.engine.events import ItemReady as EngineItemReady
-from vlm_worker.errors import InvalidRequestError, OverloadedError
+from vlm_worker.errors import InvalidRequestError
 from vlm_worker.roles.host import Host
-from vlm_worker.roles.memory import RETRY_AFTER_SECONDS
 from vlm_worker.roles.times import CallClock
 from vlm_worker.roles.uploads import Chunk, Media, Prepared, Uploads
 from vlm_worker.transfer.outgoing import Outgoing
@@ -45,17 +44,13 @@ class EncoderRole:
         """One request's pictures. Giving up early frees all of them.
 
         Raises:
-            InvalidRequestError: the chunks are not what the call announced.
-            OverloadedError: too many bytes are being uploaded, or too many pictures wait.
+            InvalidRequestError, OverloadedError: see `Uploads.prepare`.
             DrainingError, DuplicateError, CancelledError: see `Host.scope`.
         """
         host = self._host
-        with (
-            host.scope("Encode", call.key, last_resort=call.last_resort),
-            host.memory.call(call.cache_salt) as memory,
-        ):
+        scope = host.scope("Encode", call.key, last_resort=call.last_resort)
+        with scope, host.memory.call(call.cache_salt) as memory:
             try:
-                self._check_embeddings(call)
                 prepared = await self._uploads.prepare(call, chunks, memory)
                 good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
                 if len(good) < len(prepared) and not call.skip_corrupt:
@@ -66,23 +61,6 @@ class EncoderRole:
                         yield reply
             finally:
                 host.engine.release_known(call.key)
-
-    def _check_embeddings(self, call: EncodeCall) -> None:
-        """Refuse before the upload what the engine would refuse after it.
-
-        Raises:
-            OverloadedError: embeddings that peers have not fetched leave no memory.
-        """
-        stats = self._host.engine.stats()
-        num_tokens = sum(item.num_tokens for item in call.items)
-        needed = num_tokens * self._host.embed_layout.row_bytes
-        held, most = stats.held_embedding_bytes, stats.max_held_embedding_bytes
-        if held and held + needed > most:
-            self._host.memory.num_early_refusals += 1
-            raise OverloadedError(
-                f"embeddings of {held} bytes are queued or held for peers, {most} may be",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
 
     def fetch(self, call: FetchCall, *, large: bool) -> Runs:
         """The frames of one embedding, as soon as it is ready.

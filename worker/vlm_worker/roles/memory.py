@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from vlm_worker.core.memory import Claim, ImageMemory, MemoryBudget, MemoryKind, UploadMemory
+from vlm_worker.engine.settings import EngineStats
 from vlm_worker.errors import InvalidRequestError, OverloadedError
 
 RETRY_AFTER_SECONDS: Final = 1.0
@@ -59,6 +60,16 @@ class RequestMemory:
             yield call
         finally:
             call.close()
+
+    def check_embeddings(self, stats: EngineStats, num_bytes: int) -> None:
+        """Raise OverloadedError if embeddings that peers have not fetched leave no memory."""
+        held, most = stats.held_embedding_bytes, stats.max_held_embedding_bytes
+        if held and held + num_bytes > most:
+            self.num_early_refusals += 1
+            raise OverloadedError(
+                f"embeddings of {held} bytes are queued or held for peers, {most} may be",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
 
     async def wait(self, claim: Claim, *, num_images: int) -> None:
         """Wait until a claim is granted.

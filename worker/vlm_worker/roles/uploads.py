@@ -75,6 +75,7 @@ class Uploads:
             OverloadedError: too many bytes are being uploaded, or too many images wait.
             PeerLostError: the files are not here in time.
         """
+        self._check_embeddings(call)
         specs = [_spec(call, item) for item in range(len(call.items))]
         need = [self._media.image_bytes(spec) for spec in specs]
         files: list[_File] = []
@@ -105,6 +106,13 @@ class Uploads:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check_embeddings(self, call: EncodeCall) -> None:
+        """Refuse before the upload what the engine would refuse after it."""
+        host = self._host
+        num_tokens = sum(item.num_tokens for item in call.items)
+        needed = num_tokens * host.embed_layout.row_bytes
+        host.memory.check_embeddings(host.engine.stats(), needed)
 
     async def _one(self, file: _File, memory: CallMemory) -> Prepared:
         await self._host.delay("media")

@@ -1,0 +1,165 @@
+"""A hostile mix against a real encoder process: its memory stays within what it declares.
+
+Flat images that are large once decoded, callers that announce much and send little, and requests
+whose embeddings nobody fetches, all at once. Figures are printed; run with -s to see them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+from worker.media.files import encode as encode_file
+from worker.processes.workers import MODEL, Worker, started
+
+from vlm_worker.client import WorkerClient
+from vlm_worker.core.families import load_family
+from vlm_worker.errors import OverloadedError
+from vlm_worker.pb import worker_pb2 as pb
+from vlm_worker.serve.budget import image_bytes
+from vlm_worker.types import RequestKey
+from vlm_worker.wire import checks, encode
+from vlm_worker.wire.calls import EncodeCall, EncodeItem, ItemReady
+
+NUM_CALLS, NUM_IMAGES = 20, 4
+NUM_SLOW = 16
+NUM_WAITING = 64
+CACHE = 1 << 20
+SLACK_BYTES = 256 << 20
+"""What malloc and gRPC keep beside what they hold (`serve.memory.KEPT_BYTES` to an arena)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Bytes of one process."""
+
+    declared: int
+    before: int
+    most: int
+
+    def print(self, what: str) -> None:
+        grown = (self.most - self.before) / 2**20
+        declared = self.declared / 2**20
+        print(f"{what}: declared {declared:.0f} MiB, grew by {grown:.0f} MiB at most")
+
+
+def model_of(directory: Path, max_pixels: int) -> Path:
+    """The shipped model's files, but that it sees images whole."""
+    shutil.copytree(MODEL, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = directory / name
+        fields = json.loads(path.read_text())
+        fields.get("image_processor", fields)["size"]["longest_edge"] = max_pixels
+        path.write_text(json.dumps(fields))
+    assert load_family(directory).processor.max_tokens * 28 * 28 > max_pixels // 2
+    return directory
+
+
+def rss(worker: Worker, field: str) -> int:
+    status = Path(f"/proc/{worker.process.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+async def declared(worker: Worker) -> int:
+    _, text = await worker.get("/metrics")
+    return sum(
+        int(sample.value)
+        for family in text_string_to_metric_families(text)
+        if family.name == "vlm_request_memory_limit_bytes"
+        for sample in family.samples
+    )
+
+
+async def hostile_mix(model: Path, side: int) -> Figures:
+    """All of it at once; every well-formed call has to be answered in the end."""
+    family = load_family(model)
+    geometry = family.geometry(side, side)
+    call_bytes = NUM_IMAGES * image_bytes(family)
+    budget = 2 * CACHE + (24 << 20) + call_bytes * 8 // 7
+    flags = (f"--model={model}", f"--request-memory-bytes={budget}",
+             f"--embedding-cache-bytes={CACHE}", "--max-waiting-pixels=67108864")  # fmt: skip
+
+    def item(name: str, num_bytes: int, size: int) -> EncodeItem:
+        tokens = family.geometry(size, size).num_tokens
+        return EncodeItem(name, num_bytes, size, size, tokens, 0, "PNG")
+
+    def flat(number: int, size: int) -> bytes:
+        colour = (number % 256, number // 256, 9)
+        return encode_file(Image.new("RGB", (size, size), colour))
+
+    async def answer(client: WorkerClient, name: str, files: list[bytes], size: int) -> None:
+        """Come back when it is told to, with another attempt, as a gateway does."""
+        for attempt in range(1, 1000):
+            key = RequestKey(name, attempt)
+            items = tuple(
+                item(f"{name}.{attempt}.{n}", len(data), size) for n, data in enumerate(files)
+            )
+            try:
+                replies = client.encode(EncodeCall(key, items, bytes(32)), files, timeout=900.0)
+                async with aclosing(replies):
+                    events = [reply.event async for reply in replies]
+            except OverloadedError as error:
+                await asyncio.sleep(min(error.retry_after_seconds, 0.2))
+                continue
+            assert [type(event) for event in events[1:]] == [ItemReady] * len(files)
+            await client.cancel(key)
+            return
+        raise AssertionError(f"{name} was never served")
+
+    def slow(client: WorkerClient, number: int) -> Any:
+        call = EncodeCall(
+            RequestKey(f"slow-{number}", 1), (item("s", checks.MAX_PICTURE_BYTES, 56),), bytes(32)
+        )
+
+        async def requests() -> AsyncIterator[pb.EncodeRequest]:
+            yield encode.encode_call_to(call)
+            yield pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=bytes(1 << 20)))
+            await asyncio.Event().wait()
+
+        return client._call("Encode", requests(), 900.0)
+
+    assert geometry.num_tokens * 8 * NUM_IMAGES <= CACHE
+    async with started("encoder", *flags) as worker, WorkerClient(worker.address) as client:
+        await answer(client, "first", [flat(0, 56)], 56)
+        before, total = rss(worker, "VmRSS"), await declared(worker)
+        assert total == budget
+        stalled = [slow(client, number) for number in range(NUM_SLOW)]
+        async with asyncio.TaskGroup() as group:
+            for number in range(NUM_CALLS):
+                files = [flat(NUM_IMAGES * number + one, side) for one in range(NUM_IMAGES)]
+                group.create_task(answer(client, f"large-{number}", files, side))
+            for number in range(NUM_WAITING):
+                files = [flat(10_000 + number, 56)]
+                group.create_task(answer(client, f"small-{number}", files, 56))
+        for call in stalled:
+            call.cancel()
+        figures = Figures(total, before, rss(worker, "VmHWM"))
+        assert (await worker.get("/healthz"))[0] == 200
+    figures.print(f"{NUM_CALLS} calls of {NUM_IMAGES} images of {side}x{side} and others")
+    return figures
+
+
+async def test_a_small_hostile_mix_stays_within_the_declared_bytes(tmp_path: Path) -> None:
+    figures = await hostile_mix(model_of(tmp_path / "model", 1 << 20), 1022)
+    # without a bound, 80 images of 25 MB of patches
+    assert figures.most - figures.before <= figures.declared + SLACK_BYTES
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+async def test_a_hostile_mix_of_the_largest_images_stays_within_the_declared_bytes(
+    tmp_path: Path,
+) -> None:
+    figures = await hostile_mix(model_of(tmp_path / "model", 12_845_056), 3584)
+    # without a bound, 80 images of 308 MB of patches
+    assert figures.most - figures.before <= 1.25 * figures.declared + SLACK_BYTES
