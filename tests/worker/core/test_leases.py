@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vlm_worker.core.leases import LeaseKind, LeaseTable
+from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.types import RequestKey
 
 OWNER = RequestKey("r", 0)
@@ -45,7 +46,9 @@ class LeaseMachine(RuleBasedStateMachine):
             dead = kind in (None, LeaseKind.QUARANTINED) or deadline <= self.now
             assert (lease_id in gone) == dead
             if kind is not None and not dead:
-                self.model[lease_id] = (kind, self.now + 10)
+                lease = self.table.get(lease_id)
+                assert lease is not None
+                self.model[lease_id] = (kind, min(self.now + 10, lease.ends))
 
     @rule(lease_id=ids)
     def quarantine(self, lease_id: str) -> None:
@@ -86,3 +89,38 @@ def test_one_sweep_returns_all_that_expired() -> None:
     table.renew(["3"], now=5.0)
     assert [lease.id for lease in table.sweep(now=10.0)] == ["0", "1", "2", "4"]
     assert len(table) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [(LeaseKind.RESERVED, PRODUCTION.reserved), (LeaseKind.HELD, PRODUCTION.held)],
+)
+def test_no_renewal_keeps_a_lease_beyond_its_life(kind: LeaseKind, seconds: float) -> None:
+    table, now = LeaseTable(), 0.0
+    lease = table.grant("a", OWNER, now=now, kind=kind)
+    assert lease.ends == seconds
+    while not table.renew(["a"], now=now):
+        now += 2.0
+        assert now <= seconds, "it is renewed for ever"
+    (expired,) = table.sweep(now=now)
+    assert "for no longer" in expired.why_expired(now=now)
+    assert now == pytest.approx(seconds, abs=2.0)
+
+
+def test_lives_are_longer_than_all_that_is_done_with_a_lease() -> None:
+    timers = PRODUCTION
+    assert timers.reserved > timers.encode + timers.reservation
+    assert timers.held > timers.encode + timers.prefill + timers.fetch
+
+
+def test_an_expired_lease_says_why() -> None:
+    table = LeaseTable()
+    table.grant("never", OWNER, now=0.0)
+    table.grant("once", OWNER, now=0.0)
+    table.renew(["once"], now=5.0)
+    table.grant("read", OWNER, now=0.0)
+    table.quarantine("read", now=0.0)
+    why = {lease.id: lease.why_expired(now=60.0) for lease in table.sweep(now=60.0)}
+    assert why["never"] == "nobody renewed it in the 60.0 s since it was granted"
+    assert why["once"] == "nobody renewed it for 55.0 s, 60.0 s after it was granted"
+    assert why["read"] == "its reader never said that it stopped"

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from worker.processes.driver import Attempt, Driver, Prompt
 from worker.processes.workers import read_until, spawn, started
 
+from vlm_operator.local.spawn import tied
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import EngineError
 from vlm_worker.types import Request, RequestKey, SamplingParams
 from vlm_worker.wire.calls import PrefillCall
 
+MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 PROMISE_SECONDS = 2.0
 SLACK = 3
 
@@ -164,3 +170,36 @@ async def test_a_process_whose_device_is_lost_says_so_and_exits_with_1(
         async with asyncio.timeout(SLACK * PROMISE_SECONDS):
             assert await worker.process.wait() == 1
         print(f"exited after {time.monotonic() - begun:.2f} s (promised {PROMISE_SECONDS:g})")
+
+
+async def test_serve_ends_with_a_message_when_its_engine_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else every answer would fail until somebody comes."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = (
+        sys.executable, "-m", "worker.processes.lost_device", "serve", str(MODEL),
+        "--served-name=shapes", "--port=0", "--max-model-len=512", "--runner=checksum",
+    )  # fmt: skip
+    process = await asyncio.create_subprocess_exec(*tied(command), stderr=asyncio.subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(110):
+            url = None
+            while url is None:
+                line = (await process.stderr.readline()).decode()
+                assert line, "it ended before it served"
+                if found := re.search(r"is served at (\S+);", line):
+                    url = found[1]
+            body = {"model": "shapes", "prompt": "a", "max_tokens": 4}
+            async with aiohttp.ClientSession() as session:
+                with contextlib.suppress(aiohttp.ClientError):  # it may be gone by then
+                    async with session.post(f"{url}/completions", json=body) as reply:
+                        assert reply.status >= 500
+            rest = (await process.stderr.read()).decode()
+            assert await process.wait() == 1
+        assert "stopped: the engine is stuck or has failed" in rest
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

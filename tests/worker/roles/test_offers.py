@@ -285,3 +285,17 @@ async def test_a_cancel_that_nobody_sees_needs_no_quarantine() -> None:
     with pytest.raises(CancelledError):
         async with asyncio.timeout(5):
             _ = [frame async for frame in joined(outgoing.runs(KEY, first_unit=0))]
+
+
+def test_an_expired_lease_is_told_with_its_id_kind_owner_and_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In the text itself: not every log shows fields."""
+    table = Table()
+    table.offers.reserve("room-1", KEY)
+    table.now = 11.0
+    table.offers.sweep()
+    (record,) = caplog.records
+    for part in ("room-1", "reserved", KEY.request_id, "attempt 1", "nobody renewed it"):
+        assert part in record.getMessage()
+    assert "nobody renewed it" in record.cause  # type: ignore[attr-defined]

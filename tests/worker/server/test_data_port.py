@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -126,7 +127,7 @@ async def test_a_port_that_closes_as_somebody_comes_closes_that_connection_too()
     port = DataPort(Producer(ONE).serve, PRODUCTION)
     number = port.open("127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", number)) as theirs:
-        while len(port._tasks) == 1:  # noqa: ASYNC110  the very turn in which it is accepted
+        while not port._tasks:  # noqa: ASYNC110  the very turn in which it is accepted
             await asyncio.sleep(0)
         assert not port.num_connections
         await port.close()
@@ -237,19 +238,52 @@ async def test_a_consumer_that_takes_nothing_loses_its_stream() -> None:
 
 async def test_more_connections_than_it_serves_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlm_worker.server.data_port.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("vlm_worker.server.data_port.MAX_ENDING", 0)
     producer = Producer(ONE)
+    producer.go.clear()
     async with (
         listening(producer.serve) as (served, port),
-        connected(port),
-        connected(port) as (_, writer),
+        connected(port) as (_, one),
+        connected(port) as (_, two),
         linked(port) as link,
     ):
-        await until(lambda: served.num_connections == 2)
+        one.write(REQUEST)
+        two.write(REQUEST)
+        await until(lambda: producer.num_open == 2)  # both are at work
         with pytest.raises(UnreachableError):
             await fetched(link, ONE)
-        writer.close()
+        one.close()
         await until(lambda: served.num_connections == 1)
+        producer.go.set()
         assert await fetched(link, ONE) == ONE.data
+
+
+async def test_connections_that_ask_for_nothing_make_way_for_who_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vlm_worker.server.data_port.MAX_CONNECTIONS", 2)
+    producer = Producer(ONE)
+    async with (
+        listening(producer.serve, timers=PRODUCTION) as (served, port),
+        connected(port) as (first, _),
+        linked(port) as link,
+    ):
+        await until(lambda: served.num_connections == 1)
+        async with connected(port) as (second, _):
+            await until(lambda: served.num_connections == 2)
+            assert await fetched(link, ONE) == ONE.data
+            assert await until_closed(first) == b"", "the one that was idle for longest"
+            assert not second.at_eof()
+
+
+async def test_a_connection_that_asks_for_nothing_is_closed_in_time() -> None:
+    timers = dataclasses.replace(PRODUCTION, idle_connection=0.05)
+    async with (
+        listening(Producer(ONE).serve, timers=timers) as (served, port),
+        connected(port) as (reader, _),
+    ):
+        assert await until_closed(reader) == b""
+        await until(lambda: served.num_connections == 0)
 
 
 # ---- the end -------------------------------------------------------------------------------------

@@ -220,6 +220,18 @@ async def test_an_encoder_whose_device_is_lost_is_neither_healthy_nor_ready(faul
             assert (await page(worker.server, path))[0] == 503
 
 
+async def test_a_task_that_ends_by_itself_fails_the_process() -> None:
+    """Leases that nobody sweeps any more would be held for ever."""
+    async with serving("prefill", TENTH) as p:
+        p.parts.host.offers._outgoing["broken"] = None  # type: ignore[assignment]
+        async with asyncio.timeout(60):
+            await p.server.failed()
+        assert p.server.state.phase is Phase.FAILED
+        assert "sweep leases" in p.server.state.message
+        assert (await page(p.server, "/healthz"))[0] == 503
+        del p.parts.host.offers._outgoing["broken"]
+
+
 async def test_an_encoder_that_is_out_of_memory_counts_it_and_goes_on() -> None:
     async with serving("encoder", TENTH) as worker:
         worker.runner.faults.encode_error = MemoryError("no memory for 1 GiB")

@@ -1,6 +1,6 @@
 """Who may still read what, and until when. A pure table: time is an argument.
 
-    grant --> HELD --renew--> HELD --release--> gone
+    grant --> HELD --renew--> HELD --release--> gone          no longer than a lease may live
                  |  deadline passes: `sweep` names it, whoever swept frees what it held
                  +--quarantine--> QUARANTINED --its stream closed, or the deadline--> gone
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable
 
 from vlm_worker.settings.timers import PRODUCTION, Timers
@@ -30,7 +31,8 @@ class Lease:
     """One handle given to a peer.
 
     `item` tells the embeddings of one request apart; None for KV. `deadline` is in seconds on the
-    clock that the table is asked with.
+    clock that the table is asked with, as are `granted`, `renewed`, when it was renewed last, and
+    `ends`, after which no renewal puts the deadline.
     """
 
     id: str
@@ -38,6 +40,22 @@ class Lease:
     kind: LeaseKind
     deadline: float
     item: int | None = None
+    granted: float = 0.0
+    renewed: float | None = None
+    ends: float = math.inf
+
+    def why_expired(self, *, now: float) -> str:
+        """What ended it, for a person who looks for the cause."""
+        if self.kind is LeaseKind.QUARANTINED:
+            return "its reader never said that it stopped"
+        if self.ends <= now:
+            return f"it was held for {now - self.granted:.1f} s, and is for no longer"
+        if self.renewed is None:
+            return f"nobody renewed it in the {now - self.granted:.1f} s since it was granted"
+        return (
+            f"nobody renewed it for {now - self.renewed:.1f} s, "
+            f"{now - self.granted:.1f} s after it was granted"
+        )
 
 
 class LeaseTable:
@@ -54,6 +72,7 @@ class LeaseTable:
             LeaseKind.RESERVED: timers.reservation,
             LeaseKind.QUARANTINED: timers.quarantine,
         }
+        self._lifetimes = {LeaseKind.HELD: timers.held, LeaseKind.RESERVED: timers.reserved}
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:
@@ -92,12 +111,14 @@ class LeaseTable:
         """
         if lease_id in self._leases:
             raise ValueError(f"lease {lease_id!r} is held already")
-        lease = Lease(lease_id, owner, kind, now + self._seconds[kind], item)
+        ends = now + self._lifetimes[kind]
+        deadline = min(now + self._seconds[kind], ends)
+        lease = Lease(lease_id, owner, kind, deadline, item, granted=now, ends=ends)
         self._leases[lease_id] = lease
         return lease
 
     def renew(self, lease_ids: Iterable[str], *, now: float) -> list[str]:
-        """Put deadlines off; returns the ids that are no longer held.
+        """Put deadlines off, up to the end of a lease's life; returns the ids no longer held.
 
         What has expired is gone, swept or not; what is quarantined is not given back to life.
         """
@@ -107,8 +128,8 @@ class LeaseTable:
             if lease is None or lease.kind is LeaseKind.QUARANTINED or lease.deadline <= now:
                 gone.append(lease_id)
             else:
-                deadline = max(lease.deadline, now + self._seconds[lease.kind])
-                self._leases[lease_id] = dataclasses.replace(lease, deadline=deadline)
+                deadline = min(max(lease.deadline, now + self._seconds[lease.kind]), lease.ends)
+                self._leases[lease_id] = dataclasses.replace(lease, deadline=deadline, renewed=now)
         return gone
 
     def quarantine(self, lease_id: str, *, now: float) -> bool:

@@ -33,6 +33,7 @@ from vlm_worker.roles.offers import Life, Offers
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.transfer.outgoing import Outgoing
 from vlm_worker.transfer.peers import Peers
+from vlm_worker.transfer.supervising import Supervisor
 from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey
 from vlm_worker.wire.calls import CancelOutcome, FetchCall
@@ -102,27 +103,25 @@ class Host:
         self.num_violations = 0
         self._strict = strict
         self._suspects: dict[str, int] = {}
+        self._supervisor = Supervisor()
         leases = LeaseTable(timers)
         self.offers = Offers(life=life, free=self._free, clock=time.monotonic, leases=leases)
-        self.peers = Peers(timers)
+        self.peers = Peers(timers, self._supervisor)
         self.accepting = True
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})
         self._history = History()
         self._scopes: set[Scope] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
         self._makers = ThreadPoolExecutor(1, thread_name_prefix="make-ahead")
 
     def start(self) -> None:
         """Begin to sweep leases."""
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._supervisor.start(self._sweep(), name="sweep leases")
 
     async def close(self) -> None:
         """Stop sweeping, wait for what runs in the background, and leave the peers."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self._supervisor.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.peers.close()
         self.offers.close()
@@ -139,7 +138,7 @@ class Host:
         """Why this process had better start anew; None while it is well."""
         if self._strict and self.num_violations:
             return f"{self.num_violations} promises of the books are broken"
-        return self.transport.ledger.complaint
+        return self._supervisor.complaint or self.transport.ledger.complaint
 
     @property
     def left(self) -> dict[str, int]:

@@ -181,12 +181,20 @@ class Offers:
             if lease is not None and lease.kind is LeaseKind.QUARANTINED and _stopped(outgoing):
                 self._drop(lease)
         for lease in self.leases.sweep(now=now):
+            owner, cause = lease.owner, lease.why_expired(now=now)
             logger.warning(
-                "lease expired",
+                "lease expired: %s %s of %s attempt %d: %s",
+                lease.kind.value,
+                lease.id,
+                owner.request_id,
+                owner.attempt,
+                cause,
                 extra={
-                    "request": lease.owner.request_id,
+                    "request": owner.request_id,
+                    "attempt": owner.attempt,
                     "lease": lease.id,
                     "kind": lease.kind.value,
+                    "cause": cause,
                 },
             )
             self._expire(lease, now=now)

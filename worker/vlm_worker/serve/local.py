@@ -48,8 +48,15 @@ async def run_local(settings: ServeSettings) -> int:
             front = with_model_dir(front, model_dir)
             async with running(front, connect=server.connect) as gateway:
                 announcing = asyncio.create_task(_announce(gateway, settings, server.http_port))
+                failing = asyncio.create_task(server.failed())
+                failing.add_done_callback(lambda _: signals.stop.set())
                 await gateway.serve(signals.stop, notice_seconds=0.0)
+                has_failed = failing.done()
                 announcing.cancel()
+                failing.cancel()
+            if has_failed:
+                say(f"stopped: {server.state.message}")
+                return 1
             await server.drain()
         say("stopped")
     return 0

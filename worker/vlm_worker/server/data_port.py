@@ -18,6 +18,7 @@ from typing import Any, Final
 from vlm_worker.errors import InvalidRequestError, WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.transfer.running import started
+from vlm_worker.transfer.supervising import Supervisor
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.credentials import data_connection, open_data_port
 from vlm_worker.wire.data import (
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 ACCEPT_PAUSE_SECONDS: Final = 0.1
 MAX_CONNECTIONS: Final = 256
 """Each has a thread while it sends: nobody waits for a consumer that stands still."""
+MAX_ENDING: Final = 16
+"""Connections that may begin while idle ones are being closed for them."""
 
 Serve = Callable[[Fetch, FetchCall], Runs]
 
@@ -45,22 +48,31 @@ Serve = Callable[[Fetch, FetchCall], Runs]
 class DataPort:
     """Listens, and serves every connection from `serve`. On one event loop; `close` it."""
 
-    def __init__(self, serve: Serve, timers: Timers) -> None:
+    def __init__(self, serve: Serve, timers: Timers, supervisor: Supervisor | None = None) -> None:
         self._serve = serve
+        self._supervisor = supervisor or Supervisor()
+        self._idle_seconds = timers.idle_connection
         self._send_seconds = timers.no_progress + timers.lease
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="data-send")
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._idle: dict[socket.socket, asyncio.Task[None]] = {}
         self.num_connections = 0
 
     def open(self, address: str, port: int) -> int:
         """Listen; returns the port. Raises OSError where that cannot be."""
         self._listener = open_data_port(address, port)
-        self._run(self._accept(self._listener))
+        self._accepting = self._supervisor.start(
+            self._accept(self._listener), name="accept data connections"
+        )
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
         """Close the port and every connection."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -83,10 +95,18 @@ class DataPort:
                 logger.warning("no data connection accepted", extra={"error": str(error)})
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
-            if self.num_connections < MAX_CONNECTIONS:
+            if self.num_connections >= MAX_CONNECTIONS:
+                self._end_one_idle()
+            if self.num_connections < MAX_CONNECTIONS + MAX_ENDING:
                 self._begin(connection)
             else:
                 connection.close()  # its fetches go over gRPC
+
+    def _end_one_idle(self) -> None:
+        """Close the connection that asked for nothing for longest: a new consumer needs it more."""
+        oldest = next(iter(self._idle), None)
+        if oldest is not None:
+            self._idle.pop(oldest).cancel()
 
     def _begin(self, connection: socket.socket) -> None:
         """Talk; it is closed in the end, even where the port closes before its task has begun."""
@@ -101,7 +121,15 @@ class DataPort:
         try:
             data_connection(connection, send_seconds=self._send_seconds)
             while True:
-                await self._answer(connection, await requests.next())
+                self._idle[connection] = task
+                try:
+                    async with asyncio.timeout(self._idle_seconds):
+                        request = await requests.next()
+                finally:
+                    self._idle.pop(connection, None)
+                await self._answer(connection, request)
+        except TimeoutError:
+            logger.debug("idle data connection closed")
         except (OSError, InvalidRequestError) as error:
             logger.info("data connection ended", extra={"error": str(error)})
         finally:

@@ -26,6 +26,7 @@ from vlm_worker.server.state import Phase, Snapshot, WorkerState
 from vlm_worker.server.stats import stats_document
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.settings.timers import Timers
+from vlm_worker.transfer.supervising import Supervisor
 from vlm_worker.wire.credentials import WARNING, add_port
 from vlm_worker.wire.options import MAX_STREAMS, server_options
 
@@ -49,9 +50,9 @@ class WorkerServer:
         self.data_port = 0
         self._parts: Parts | None = None
         self._service = Service(self.state)
-        self._data = DataPort(self._service.fetched, settings.timers)
+        self._supervisor = Supervisor(self._fail)
+        self._data = DataPort(self._service.fetched, settings.timers, self._supervisor)
         self._health = HealthServicer()
-        self._monitor: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
         self._http = HttpServer(
             stats=lambda: stats_document(self.state, self._snapshot()),
@@ -92,10 +93,10 @@ class WorkerServer:
         parts.host.start()
         self.state.enter(Phase.READY, "ready")
         await self._set_health(serving=True)
-        self._monitor = asyncio.create_task(self._watch(parts))
+        self._supervisor.start(self._watch(parts), name="watch the engine", may_end=True)
 
     async def failed(self) -> None:
-        """Wait until the engine has failed for good."""
+        """Wait until this process cannot go on: its engine or a task that it needs has failed."""
         await self._failed.wait()
 
     async def drain(self) -> None:
@@ -114,9 +115,7 @@ class WorkerServer:
 
     async def close(self) -> None:
         """Close all ports and stop what runs behind them."""
-        if self._monitor is not None:
-            self._monitor.cancel()
-            await asyncio.gather(self._monitor, return_exceptions=True)
+        await self._supervisor.close()
         if self._grpc is not None:
             await self._set_health(serving=False)
             await self._grpc.stop(grace=0.5)
@@ -156,9 +155,13 @@ class WorkerServer:
         while (complaint := parts.complaint) is None:
             self.state.beat(parts.engine.stats())
             await asyncio.sleep(MONITOR_SECONDS)
-        self.state.enter(Phase.FAILED, complaint)
-        logger.error(self.state.message)
+        self._fail(complaint)
         await self._set_health(serving=False)
+
+    def _fail(self, complaint: str) -> None:
+        """This process cannot go on: neither healthy nor ready, and whoever waits ends it."""
+        self.state.enter(Phase.FAILED, complaint)
+        logger.error(complaint)
         self._failed.set()
 
     async def _empty_within(self, parts: Parts, seconds: float) -> bool:

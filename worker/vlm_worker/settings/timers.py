@@ -32,6 +32,11 @@ class Timers:
         connect: a data connection is made within so long, or the fetch goes over gRPC.
         control: deadline of a call that is answered at once: Hello, Reserve, Cancel, renewals.
         cancel: deadline of a Cancel on behalf of a client that has left.
+        idle_connection: a data connection over which nothing was asked for so long is closed.
+        reserved: a reservation ends after so long, however often it is renewed; longer than an
+            Encode, as nothing else comes before its Decode.
+        held: KV or an embedding is offered no longer, however often its lease is renewed; longer
+            than an Encode, a Prefill and a fetch together.
         fetch: deadline of one transfer.
         encode: deadline of an Encode.
         prefill: deadline of a Prefill.
@@ -56,6 +61,9 @@ class Timers:
     connect: float = 1.0
     control: float = 5.0
     cancel: float = 1.0
+    idle_connection: float = 60.0
+    reserved: float = 240.0
+    held: float = 1500.0
     fetch: float = 600.0
     encode: float = 180.0
     prefill: float = 600.0

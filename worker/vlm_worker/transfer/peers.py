@@ -22,6 +22,7 @@ from vlm_worker.errors import WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.transfer.data_link import DataLink, Threads, UnreachableError
 from vlm_worker.transfer.incoming import checked
+from vlm_worker.transfer.supervising import Supervisor
 from vlm_worker.types import Source
 from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.checks import MAX_IDS
@@ -79,8 +80,9 @@ class Peer:
 class Peers:
     """All producers that this worker knows. Owned by one event loop; `close` it."""
 
-    def __init__(self, timers: Timers) -> None:
+    def __init__(self, timers: Timers, supervisor: Supervisor | None = None) -> None:
         self._timers = timers
+        self._supervisor = supervisor or Supervisor()
         self._threads = Threads()
         self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,7 +115,8 @@ class Peers:
         handle = (source.boot_id, source.transfer_id)
         peer.held[handle] += 1
         if peer.renewing is None:
-            peer.renewing = asyncio.create_task(self._renew(peer))
+            name = f"renew leases at {source.address}"
+            peer.renewing = self._supervisor.start(self._renew(peer), name=name, may_end=True)
         try:
             yield peer
         finally:
