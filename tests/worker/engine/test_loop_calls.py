@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -95,4 +97,27 @@ def test_nobody_is_called_on_a_loop_that_is_closed() -> None:
     calls.open(loop)
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
+        calls.call(lambda: None)
+
+
+async def test_no_call_writes_to_a_descriptor_that_was_closed_meanwhile() -> None:
+    """The loop may end it between a call's two halves; its number is another file's by then."""
+    calls = await opened()
+
+    class Interrupted(collections.deque):  # type: ignore[type-arg]
+        def append(self, call: object) -> None:
+            super().append(call)
+            closing.start()
+            closing.join(timeout=0.2)  # without a lock it is closed by now
+            os.fstat(fd)
+
+    closing = threading.Thread(target=calls.close)
+    fd = calls._fd
+    calls._calls = Interrupted()
+    calls.call(lambda: None)
+    closing.join()
+    assert calls._fd == -1
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+    with pytest.raises(RuntimeError, match="no more calls"):
         calls.call(lambda: None)

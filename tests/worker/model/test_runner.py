@@ -101,7 +101,7 @@ def test_a_sequence_goes_on_where_its_blocks_go(seen: Question, dtype: str, kv_d
     arrived = other.start(seen, leaving.answer, max_tokens=8)
     blocks = bytes(home.export_blocks(leaving.blocks.tolist()))
     away.import_blocks(arrived.blocks.tolist(), memoryview(blocks))
-    memory = away.block_memory(arrived.blocks.tolist())
+    memory = away.block_memory(arrived.blocks.tolist(), to_write=True)
     assert memory is not None
     assert b"".join(memory) == blocks, "written, or lent to be written: the same place"
     arrived.num_computed = leaving.num_computed
@@ -234,3 +234,14 @@ def test_figures_of_the_kv_cache_are_bounded_and_explained() -> None:
 def test_settings_that_cannot_work_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ModelConfigError, match=message):
         build_runner(dataclasses.replace(SETTINGS, **change))
+
+
+def test_memory_that_is_only_read_touches_no_state_of_the_steps(runner: ModelRunner) -> None:
+    """Readers are on threads of their own."""
+    pages, last = runner._kv_pages, runner.num_blocks - 1
+    assert pages is not None
+    before, pages._end_of_used = pages._end_of_used, 0
+    assert runner.block_memory([last]) is not None
+    assert pages._end_of_used == 0
+    assert runner.block_memory([last], to_write=True) is not None
+    assert pages._end_of_used >= before

@@ -34,7 +34,7 @@ class Loans:
     def lend(self, key: RequestKey, blocks: Sequence[int]) -> list[memoryview] | None:
         """The memory of blocks in use; None where the runner lets no other thread write."""
         assert key not in self._lent, f"{key} has a loan"
-        memory = self._runner.block_memory(blocks)
+        memory = self._runner.block_memory(blocks, to_write=True)
         if memory is not None:
             self._pool.take(0, shared=blocks)
             self._lent[key] = blocks

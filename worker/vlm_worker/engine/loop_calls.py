@@ -13,6 +13,7 @@ import asyncio
 import collections
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class LoopCalls:
         self._calls = collections.deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
+        self._lock = threading.Lock()
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have calls made on `loop`. On the loop."""
@@ -39,22 +41,30 @@ class LoopCalls:
         """Have the loop call `callback(*args)`.
 
         Raises:
-            RuntimeError: the loop is closed.
+            RuntimeError: the loop is closed, or `close` was called.
         """
         assert self._loop is not None
         if self._loop.is_closed():
             raise RuntimeError("the loop is closed")
-        self._calls.append((callback, args))
-        _eventfd_write(self._fd, 1)
+        # else the loop could close it in between, and the number be another file's
+        with self._lock:
+            if self._fd < 0:
+                raise RuntimeError("no more calls are taken")
+            self._calls.append((callback, args))
+            _eventfd_write(self._fd, 1)
 
     def close(self) -> None:
         """The last call was made. On the loop."""
         assert self._loop is not None
-        self._loop.remove_reader(self._fd)
-        os.close(self._fd)
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            self._loop.remove_reader(fd)
+            os.close(fd)
 
     def _make(self) -> None:
         assert self._loop is not None
+        if self._fd < 0:
+            return
         os.eventfd_read(self._fd)
         while self._calls:
             callback, args = self._calls.popleft()

@@ -61,10 +61,13 @@ class Runner(Protocol):
         Called by other threads than the engine's, while a step may run.
         """
 
-    def block_memory(self, block_ids: Sequence[int]) -> list[memoryview] | None:
-        """The memory of whole blocks, for another thread to write while steps use others.
+    def block_memory(
+        self, block_ids: Sequence[int], *, to_write: bool = False
+    ) -> list[memoryview] | None:
+        """The memory of whole blocks, for another thread to read or write while steps use others.
 
-        None where no thread may: then `import_blocks` writes, between steps.
+        None where no thread may: then `import_blocks` writes, between steps. Called by any thread
+        for reading, and by the engine thread alone with `to_write`.
         """
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:

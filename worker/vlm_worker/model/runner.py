@@ -34,7 +34,8 @@ T = TypeVar("T")
 class ModelRunner:
     """Owns weights, the KV buffer and the device.
 
-    Called by one thread, but for `export_blocks`, and `encode` in what `beside` was given.
+    Called by one thread, but for `export_blocks`, `block_memory` of what is only read, and `encode`
+    in what `beside` was given.
     """
 
     def __init__(
@@ -155,11 +156,15 @@ class ModelRunner:
         with self._streams.steps():
             return gather_blocks(self._kv_cache, ids, room).reshape(-1).data
 
-    def block_memory(self, block_ids: Sequence[int]) -> list[memoryview] | None:
+    def block_memory(
+        self, block_ids: Sequence[int], *, to_write: bool = False
+    ) -> list[memoryview] | None:
         """The memory of whole blocks, `[block_bytes]` each; None where it is a GPU's."""
         if self._kv_cache.device.type != "cpu":
             return None
-        return block_memory(self._kv_cache, self._to_write(block_ids))
+        # pages are one thread's, and whoever reads is on another
+        ids = self._to_write(block_ids) if to_write else np.asarray(block_ids, np.int64)
+        return block_memory(self._kv_cache, ids)
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""

@@ -179,8 +179,11 @@ class ChecksumRunner:
         out[:] = data
         return out
 
-    def block_memory(self, block_ids: Sequence[int]) -> list[memoryview] | None:
-        """The numbers' own bytes."""
+    def block_memory(
+        self, block_ids: Sequence[int], *, to_write: bool = False
+    ) -> list[memoryview] | None:
+        """The numbers' own bytes; any thread may write there."""
+        del to_write
         if not self.lends_memory:
             return None
         return [self._kv[block].data.cast("B") for block in block_ids]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import Final
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, PeerLostError, Refusal
+from vlm_worker.transfer.running import started
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Commit, Units
 
@@ -70,6 +73,19 @@ class Pull:
             raise
 
 
+_READERS: Final = ThreadPoolExecutor(4, thread_name_prefix="frame-read")
+"""For frames whose bytes are fetched from a producer's memory, which may wait for a network."""
+
+
+async def _read(reader: FrameReader, frame: bytes) -> Units | None:
+    """Read a frame; the loop goes on meanwhile if that may wait."""
+    if not reader.may_wait:
+        return reader.read(frame)
+    running = started(_READERS, reader.read, frame)
+    await running.end()  # no earlier, even when cancelled: it writes into memory that we own
+    return running.result()
+
+
 async def checked(
     frames: AsyncGenerator[bytes], reader: FrameReader, *, peer: str, no_progress_seconds: float
 ) -> AsyncGenerator[Units]:
@@ -89,7 +105,7 @@ async def checked(
                     raise PeerLostError(f"{peer}: no frame for {no_progress_seconds:g} s") from None
                 if frame is None:
                     return
-                units = reader.read(frame)
+                units = await _read(reader, frame)
                 if units is not None:
                     yield units
     finally:

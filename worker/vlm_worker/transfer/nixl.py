@@ -14,7 +14,9 @@ import importlib
 import logging
 import secrets
 import struct
+import threading
 import time
+from collections import Counter
 from typing import Any, Final
 
 import numpy as np
@@ -56,11 +58,12 @@ class Nixl:
 
     name = f"{NAME}/{PLACED_VERSION}"
 
-    def __init__(self, *, capacity_bytes: int) -> None:
-        api = nixl_api()
+    def __init__(self, *, capacity_bytes: int, api: Any = None) -> None:
+        api = api or nixl_api()
         self.ledger = Ledger(capacity_bytes)
         config = api.nixl_agent_config(backends=["UCX"])
         self._agent = api.nixl_agent(f"triptych-{secrets.token_hex(8)}", config)
+        self._peers = _Peers(self._agent)
 
     def invitation(self) -> bytes:
         """Any consumer with NIXL may read; whether it reaches us, UCX finds out."""
@@ -87,10 +90,43 @@ class Nixl:
         Raises:
             CorruptTransferError: the producer's agent cannot be reached.
         """
-        return _NixlView(self._agent, opening, num_bytes)
+        return _NixlView(self._agent, self._peers, opening, num_bytes)
 
     def close(self) -> None:
         """Nothing to give back: each exposure and each view has its own buffer."""
+
+
+class _Peers:
+    """The producers' agents that ours knows, for as long as a view of theirs is open. Thread-safe.
+
+    Without an end their number grows with every producer's life, and an address that is used again
+    could meet a registration of before.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._num_views: Counter[str] = Counter()
+
+    def add(self, metadata: bytes) -> str:
+        """The name of an agent that can be read from; raises what NIXL raises."""
+        with self._lock:
+            name = self._agent.add_remote_agent(metadata)
+            peer: str = name.decode() if isinstance(name, bytes) else name
+            self._num_views[peer] += 1
+            return peer
+
+    def leave(self, peer: str) -> None:
+        """One view less; with the last one the agent is forgotten."""
+        with self._lock:
+            self._num_views[peer] -= 1
+            if self._num_views[peer]:
+                return
+            del self._num_views[peer]
+            try:
+                self._agent.remove_remote_agent(peer)
+            except Exception:  # NIXL raises types of its own, by backend
+                logger.warning("a producer's agent was not removed", exc_info=True)
 
 
 class _Registered:
@@ -148,19 +184,25 @@ _ABANDONED: Final[list[_Registered]] = []
 class _NixlView:
     """A consumer's sight of a producer's buffer."""
 
-    def __init__(self, agent: Any, opening: bytes, num_bytes: int) -> None:
+    def __init__(self, agent: Any, peers: _Peers, opening: bytes, num_bytes: int) -> None:
         if len(opening) <= _ADDRESS.size:
             raise _failed("its opening is too short")
         (self._address,) = _ADDRESS.unpack_from(opening)
         if self._address + num_bytes >= 1 << 64:
             raise _failed("its address is beyond all memory")
         self._agent = agent
+        self._peers = peers
+        self._is_open = True
         try:
-            name = agent.add_remote_agent(opening[_ADDRESS.size :])
+            self._peer = peers.add(opening[_ADDRESS.size :])
         except Exception as error:  # NIXL raises types of its own, by backend
             raise _failed(f"{type(error).__name__}") from error
-        self._peer: str = name.decode() if isinstance(name, bytes) else name
-        self._landing: _Registered | None = _Registered(agent, min(num_bytes, MAX_PLACED_BYTES))
+        self._landing: _Registered | None = None
+        try:
+            self._landing = _Registered(agent, min(num_bytes, MAX_PLACED_BYTES))
+        except Exception as error:  # as above
+            self.close()
+            raise _failed(f"{type(error).__name__}") from error
 
     def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
         """Read into the landing buffer, and from there into memory of our own."""
@@ -196,10 +238,13 @@ class _NixlView:
             agent.release_xfer_handle(handle)
 
     def close(self) -> None:
-        """Deregister the landing buffer."""
+        """Deregister the landing buffer, and forget the producer's agent with its last view."""
         if self._landing is not None:
             self._landing.close()
             self._landing = None
+        if self._is_open:
+            self._is_open = False
+            self._peers.leave(self._peer)
 
 
 def _failed(what: str) -> CorruptTransferError:

@@ -119,6 +119,11 @@ class FrameReader:
         """Whether units are given as they come."""
         return self._assembly.is_followed
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether a frame may have bytes fetched from a producer's memory: nothing for a loop."""
+        return self._open_memory is not None
+
     def read(self, frame: bytes) -> Units | None:
         """Check a frame; returns the units that it completes, None where there are none.
 
