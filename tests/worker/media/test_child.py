@@ -1,6 +1,7 @@
 """What a child says is checked: one that a file has taken over cannot reach into its worker."""
 
 import dataclasses
+import os
 import resource
 import socket
 import subprocess
@@ -77,3 +78,28 @@ def test_frames_survive_the_wire() -> None:
     assert Done.unpack(GOOD.pack()) == GOOD
     config = ChildConfig(FAMILY.processor, 'revision/1 "quoted"', 1 << 29, 2)
     assert ChildConfig.from_json(config.to_json()) == config
+
+
+async def test_a_child_can_open_nothing_and_is_not_heard_in_the_log() -> None:
+    """What a file that has taken it over would try first."""
+    config = ChildConfig(
+        processor=FAMILY.processor,
+        model_revision="r1",
+        memory_bytes=1 << 29,
+        cpu_seconds=2,
+        native_library=None,
+        scaled_jpeg=False,
+    )
+    child = await DecodeChild.start(config)
+    try:
+        proc = Path(f"/proc/{child.pid}")
+        status = proc.joinpath("status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        files = {file.name: str(file.readlink()) for file in proc.joinpath("fd").iterdir()}
+        assert files.pop("0").startswith("socket:")
+        assert files == {"1": os.devnull, "2": os.devnull}
+        limits = proc.joinpath("limits").read_text().splitlines()
+        (most,) = [line.split()[3:5] for line in limits if line.startswith("Max open files")]
+        assert most == ["3", "3"]
+    finally:
+        child.close()

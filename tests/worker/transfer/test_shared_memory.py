@@ -208,3 +208,25 @@ def test_many_that_come_first_agree_on_one_domain(directory: Path) -> None:
     (directory / "triptych-domain").write_bytes(b"short")
     with pytest.raises(OSError, match="not ours"):
         shared(directory)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
+def test_a_domain_that_others_may_write_or_read_is_refused(directory: Path, mode: int) -> None:
+    """Another user may have put it there first."""
+    domain = directory / "triptych-domain"
+    domain.write_bytes(bytes(16))
+    domain.chmod(mode)
+    with pytest.raises(OSError, match="must be this user's own with mode 600"):
+        shared(directory)
+    domain.chmod(0o600)
+    assert shared(directory).invitation() == bytes(16)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_domain_of_another_user_is_refused(directory: Path) -> None:
+    domain = directory / "triptych-domain"
+    domain.write_bytes(bytes(16))
+    domain.chmod(0o600)
+    os.chown(domain, 65534, -1)
+    with pytest.raises(OSError, match="belongs to user 65534"):
+        shared(directory)

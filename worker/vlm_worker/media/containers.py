@@ -7,6 +7,8 @@ Each parser walks a file's own chunks without copying them and returns a `Contai
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 import struct
 from collections.abc import Callable, Mapping
 
@@ -15,6 +17,8 @@ from vlm_worker.media.exif import orientation
 # 20 MiB in IDAT chunks of 4 KiB are 5,120, in full GIF sub-blocks 82,241.
 MAX_CHUNKS = 8192
 MAX_GIF_SUBBLOCKS = 98304
+MAX_SCANS = 100
+"""Encoders make about ten of a progressive JPEG."""
 
 
 class MalformedError(ValueError):
@@ -72,11 +76,19 @@ def parse_png(data: memoryview) -> Container:
 
 # Baseline, extended and progressive Huffman frames, out of all kinds of frame header.
 _SOF_READ = (0xC0, 0xC1, 0xC2)
+_SCAN_HEADER = re.compile(rb"\xff\xda")
+# ends entropy-coded bytes, in which 0xFF stands before 0x00 or a restart
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _SOF_ALL = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def parse_jpeg(data: memoryview) -> Container:
-    """The segments up to the frame header; the first Exif segment counts."""
+    """The segments up to the frame header; the first Exif segment counts.
+
+    A progressive file of thousands of scans is small, and takes a decoder seconds for each megabyte
+    of pixels: more than `MAX_SCANS` are refused.
+    """
+    _check_scans(data)
     turned, at = 0, 2
     for _ in range(MAX_CHUNKS):
         if at + 4 > len(data) or data[at] != 0xFF:
@@ -99,6 +111,37 @@ def parse_jpeg(data: memoryview) -> Container:
             turned = orientation(body[6:])
         at += 2 + length
     raise MalformedError("the JPEG has no frame header")
+
+
+def _check_scans(data: memoryview) -> None:
+    """Raise for too many scans. What lies behind the end of the image counts for nothing."""
+    headers = itertools.islice(_SCAN_HEADER.finditer(data), MAX_SCANS + 1)
+    if sum(1 for _ in headers) <= MAX_SCANS:
+        return
+    # so many byte pairs: metadata has them too, and what phones append, so segments are walked
+    found, at = 0, 2
+    for _ in range(MAX_CHUNKS):
+        if at + 4 > len(data) or data[at] != 0xFF:
+            return
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD7:  # alone, without a length
+            at += 2
+        elif marker == 0xD9:
+            return
+        else:
+            at += 2 + struct.unpack_from(">H", data, at + 2)[0]
+            if marker != 0xDA:
+                continue
+            found += 1
+            if found > MAX_SCANS:
+                raise MalformedError(f"the JPEG has more than {MAX_SCANS} scans")
+            after = _MARKER.search(data, at)
+            if after is None:
+                return
+            at = after.start()
+    raise MalformedError(f"the JPEG has more than {MAX_CHUNKS} segments")
 
 
 def parse_webp(data: memoryview) -> Container:

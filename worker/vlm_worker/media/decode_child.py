@@ -1,14 +1,16 @@
 """The process that meets hostile files: decodes one picture after another, and may die of any.
 
 Started as `python -P -S -m vlm_worker.media.decode_child CONFIG`, a socket as its standard input.
-It holds no secret and opens no connection, and the kernel bounds it: address space, and CPU time
-per picture. End of input ends it, so it never outlives its worker.
+It holds no secret and can open no file and no connection, and the kernel bounds it: address space,
+and CPU time per picture. End of input ends it, so it never outlives its worker.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
+import os
 import resource
 import socket
 import sys
@@ -27,6 +29,11 @@ from vlm_worker.media.resize import Resizer
 NO_MEMORY = "decoding the image needs more memory than one image may take; send it smaller"
 
 
+MAX_FILES = 3
+"""Standard input, which is the channel, output and error."""
+_PR_SET_NO_NEW_PRIVS = 38
+
+
 class Tools(NamedTuple):
     """What serves every picture in turn."""
 
@@ -39,6 +46,7 @@ def main() -> None:
     config = ChildConfig.from_json(sys.argv[1])
     tools = Tools(Resizer(config.native_library), Canvas())
     _bound_memory(config.memory_bytes)
+    _confine()
     with socket.socket(fileno=0) as channel:
         channel.sendall(READY)
         while True:
@@ -97,6 +105,27 @@ def _bound_memory(memory_bytes: int) -> None:
     limit = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _confine() -> None:
+    """What a file that takes this process over cannot do any more.
+
+    It opens no file and no connection and writes none, gets no privilege by exec, and says nothing
+    in the worker's log. All that is needed is loaded by now.
+    """
+    log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 2)
+    os.close(log)
+    set_no_new_privileges()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def set_no_new_privileges() -> None:
+    """By prctl(2), where the system has it."""
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is None or prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "this process cannot give up new privileges")
 
 
 def _bound_cpu(cpu_seconds: int) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 from typing import Final
 
 from vlm_worker.transfer.mapping import Mapper, Mapping
@@ -114,9 +115,20 @@ def domain_of(directory: int) -> bytes:
         with contextlib.suppress(FileNotFoundError):
             file = os.open(_DOMAIN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
             try:
+                what = os.fstat(file)
                 found = os.read(file, NAME_BYTES + 1)
             finally:
                 os.close(file)
+            if (
+                what.st_uid != os.geteuid()
+                or what.st_mode & 0o077
+                or not stat.S_ISREG(what.st_mode)
+            ):
+                raise OSError(
+                    f"{_DOMAIN} in the shared memory directory belongs to user {what.st_uid} with "
+                    f"mode {stat.S_IMODE(what.st_mode):o}, and must be this user's own with mode "
+                    "600: remove it, or use another directory"
+                )
             if len(found) != NAME_BYTES:
                 raise OSError(f"{_DOMAIN} in the shared memory directory is not ours: remove it")
             return found
