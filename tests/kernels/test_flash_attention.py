@@ -72,6 +72,11 @@ def test_keys_are_weighed_as_the_definition_says(case: Case) -> None:
     check(case)
 
 
+def test_a_segment_too_large_to_be_packed_at_once_is_attended_some_heads_at_a_time() -> None:
+    """16,400 keys of 9 heads are more than what is packed at once; all keys of all heads count."""
+    check(Case(((3, 16_400),), 9, 1, 128))
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 140)), min_size=1, max_size=3),
     st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 140)),

@@ -171,6 +171,23 @@ def test_a_prebuilt_library_needs_no_compiler(sources: Path, places: Places) -> 
     assert libraries.build(PORTABLE, without, sources=sources) == target
 
 
+def test_a_prebuilt_library_is_used_whatever_options_a_compiler_would_get(
+    sources: Path, places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod with CXXFLAGS has no compiler, and torch would compute instead."""
+    built = libraries.build(PORTABLE, places.value, sources=sources)
+    prebuilt = places.value.prebuilt
+    prebuilt.mkdir()
+    target = prebuilt / f"{PORTABLE.name}-{libraries._hash(sources, PORTABLE)}.so"
+    shutil.copy(built, target)
+    without = libraries.Places(prebuilt, places.value.cache, ("no-such-compiler",), ("-g",))
+    assert libraries.build(PORTABLE, without, sources=sources) == target
+    assert "CXXFLAGS is ignored" in caplog.text
+    own = prebuilt / f"{PORTABLE.name}-{libraries._hash(sources, PORTABLE, '-g')}.so"
+    shutil.copy(built, own)
+    assert libraries.build(PORTABLE, without, sources=sources) == own, "made with these options"
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

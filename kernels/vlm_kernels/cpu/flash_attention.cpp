@@ -55,26 +55,28 @@ int64_t queries_at_once(const Segments& step) {
 
 // How many of the segments [begin, end) and their heads, counted from the last, are shared: as much
 // as the threads need to end together, whatever they are at when all the others have been taken.
-int64_t count_shared(const Segments& step, int64_t begin, int64_t end, int threads) {
+int64_t count_shared(const Segments& step, int64_t begin, int64_t end, int64_t heads, int threads) {
   if (threads == 1) return 0;
   const auto work = [&](int64_t s) { return step.num_queries[s] * step.num_keys[s]; };
   int64_t most = 0, count = 0;
   for (int64_t s = begin; s < end; s++) most = std::max(most, work(s));
   for (int64_t left = most * threads, s = end - 1; s >= begin && left > 0; s--) {
-    for (int64_t h = 0; h < step.num_kv_heads && left > 0; h++) left -= work(s), count++;
+    for (int64_t h = 0; h < heads && left > 0; h++) left -= work(s), count++;
   }
   return count;
 }
 
-// What is to be packed and attended of the segments [begin, end).
-void lay_out(const Segments& step, int64_t begin, int64_t end, int threads, FlashWork& work) {
+// What is to be packed and attended of the segments [begin, end) and the KV heads [head, end_head).
+void lay_out(const Segments& step, int64_t begin, int64_t end, int64_t head, int64_t end_head,
+             int threads, FlashWork& work) {
   const Sizes size(step.head_dim);
   const int64_t queries = queries_at_once(step);
   work.whole.clear(), work.tiles.clear(), work.items.clear();
-  int64_t whole = (end - begin) * step.num_kv_heads - count_shared(step, begin, end, threads);
+  const int64_t heads = end_head - head;
+  int64_t whole = (end - begin) * heads - count_shared(step, begin, end, heads, threads);
   int64_t used = 0;
   for (int64_t s = begin; s < end; s++) {
-    for (int64_t h = 0; h < step.num_kv_heads; h++) {
+    for (int64_t h = head; h < end_head; h++) {
       if (whole-- > 0) {
         work.whole.push_back({s, h, 0, step.num_queries[s], 0});
         continue;
@@ -115,13 +117,17 @@ void attend_whole(const Segments& step, const Tensors& at, const FlashWork::Piec
   for (int64_t from = 0; from < p.to; from += queries) {
     attend(step, at, {p.segment, p.head, from, std::min(from + queries, p.to), 0}, keys, values);
   }
+  if (static_cast<int64_t>(packed.size()) > MOST_PACKED) packed = {};  // not kept for the next one
 }
 
-// The segments [begin, end): packs the keys that are shared, then attends.
-void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end, FlashWork& work,
-         Threads& threads) {
+// The segments [begin, end) and the KV heads [head, end_head): packs the keys that are shared, then
+// attends.
+void run(const Segments& step, const Tensors& at, int64_t begin, int64_t end, int64_t head,
+         int64_t end_head, FlashWork& work, Threads& threads) {
   const Sizes size(step.head_dim);
-  threads.for_each(1, [&](std::ptrdiff_t) { lay_out(step, begin, end, threads.count(), work); });
+  threads.for_each(1, [&](std::ptrdiff_t) {
+    lay_out(step, begin, end, head, end_head, threads.count(), work);
+  });
   Half *const keys = work.packed.data(), *const values = keys + work.packed.size() / 2;
   threads.for_each(work.tiles.size(), [&](std::ptrdiff_t i) {
     const FlashWork::Piece& p = work.tiles[i];
@@ -147,7 +153,13 @@ void triptych::attend_segments(const Segments& step, const Tensors& tensors, Fla
       elements += 2 * count_tiles(step, end++) * of_tile;
     } while (end < step.num_segments &&
              elements + 2 * count_tiles(step, end) * of_tile <= MOST_PACKED);
-    run(step, tensors, begin, end, work, threads);
+    // one segment may have more than that: then as many of its heads at a time, at least one
+    const int64_t of_head = std::max<int64_t>(1, elements / step.num_kv_heads);
+    const int64_t heads = std::clamp<int64_t>(MOST_PACKED / of_head, 1, step.num_kv_heads);
+    for (int64_t head = 0; head < step.num_kv_heads; head += heads) {
+      const int64_t end_head = std::min(head + heads, step.num_kv_heads);
+      run(step, tensors, begin, end, head, end_head, work, threads);
+    }
   }
 }
 

@@ -146,9 +146,14 @@ def build(variant: Variant, places: Places, *, sources: Path = SOURCES) -> Path:
     Raises:
         NativeError: it cannot be had; names the missing thing.
     """
-    prebuilt = places.prebuilt / f"{variant.name}-{_hash(sources, variant, *places.options)}.so"
-    if _is_whole(prebuilt):
-        return prebuilt
+    for options in dict.fromkeys((places.options, ())):
+        prebuilt = places.prebuilt / f"{variant.name}-{_hash(sources, variant, *options)}.so"
+        if _is_whole(prebuilt):
+            if options != places.options:
+                logger.warning(
+                    "CXXFLAGS is ignored: the prebuilt %s is used as it is", variant.name
+                )
+            return prebuilt
     compiler = _compiler(places)
     version = _run([compiler, "--version"], VERSION_SECONDS)
     cached = places.cache / f"{variant.name}-{_hash(sources, variant, *places.options, version)}.so"
