@@ -145,11 +145,14 @@ async def test_files_are_counted_as_they_arrive_and_refused_beyond_the_memory() 
                 await asyncio.sleep(0.01)
         left = uploads.capacity - uploads.used
         assert left < 3 << 20
+        late = Slow(worker, call_of("late", [bytes(left + 1)]))
+        with pytest.raises(Exception, match="files of images"):
+            await late._call.read()  # it has sent no byte
         with pytest.raises(OverloadedError, match="files of images") as refused:
-            await answer(worker, "late", [bytes(left + 1)])
+            await answer(worker, "late-2", [bytes(left + 1)])
         assert refused.value.retry_after_seconds > 0
         _, metrics = await page(worker.server, "/metrics")
-        assert 'vlm_refused_total{bound="uploads"} 1.0' in metrics
+        assert 'vlm_refused_total{bound="uploads"} 2.0' in metrics
         name = 'vlm_request_memory_bytes{kind="uploads"} '
         (line,) = [line for line in metrics.splitlines() if line.startswith(name)]
         assert float(line.removeprefix(name)) == num_parts << 20
@@ -158,6 +161,34 @@ async def test_files_are_counted_as_they_arrive_and_refused_beyond_the_memory() 
             while uploads.used:  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.01)
         assert isinstance((await answer(worker, "good", flat(1)))[-1], ItemReady)
+
+
+async def test_files_that_fill_the_memory_while_they_come_end_their_call_and_no_other() -> None:
+    """Two callers that each would fit alone: one of them is refused, and the other goes on."""
+    async with serving("encoder", *budget(64 << 20)) as worker:
+        uploads = worker.parts.host.memory.uploads
+        size = checks.MAX_PICTURE_BYTES * 3 // 4
+        item = EncodeItem("t", size, SIDE, SIDE, 64, 0, "PNG")
+        callers = []
+        for number in range(2):
+            call = EncodeCall(RequestKey(f"r-{number}", 1), (item,), bytes(32))
+            callers.append(Slow(worker, call))
+            await callers[-1].taken()
+        most = 0
+        for _ in range(size >> 20):
+            for caller in callers:
+                caller.send(bytes(1 << 20))
+            await asyncio.sleep(0)
+            most = max(most, uploads.used)
+        async with asyncio.timeout(TIMEOUT):
+            while not uploads.num_refused or uploads.used:
+                most = max(most, uploads.used)
+                await asyncio.sleep(0.01)
+        assert 0 < most <= uploads.capacity
+        assert uploads.num_refused == 1
+        assert isinstance((await answer(worker, "good", flat(1)))[-1], ItemReady)
+        for caller in callers:
+            caller.leave()
 
 
 async def test_a_call_that_never_fits_says_which_number_to_change() -> None:

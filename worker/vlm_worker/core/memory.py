@@ -102,7 +102,7 @@ class UploadMemory:
     """Bytes of files that have arrived and are still needed.
 
     Attributes:
-        num_refused: times that a part of a file did not fit.
+        num_refused: times that files or a part of one did not fit.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -110,10 +110,15 @@ class UploadMemory:
         self.used = 0
         self.num_refused = 0
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes would fit now; a refusal is counted, the bytes are not."""
+        fits = self.used + num_bytes <= self.capacity
+        self.num_refused += not fits
+        return fits
+
     def take(self, num_bytes: int) -> bool:
         """Count bytes that have arrived; False if they do not fit: their call has to end."""
-        if self.used + num_bytes > self.capacity:
-            self.num_refused += 1
+        if not self.has_room(num_bytes):
             return False
         self.used += num_bytes
         return True

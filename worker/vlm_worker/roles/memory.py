@@ -116,18 +116,33 @@ class CallMemory:
         """Whether the memory of its images is granted."""
         return self._claim is not None
 
+    def check_files(self, num_bytes: int) -> None:
+        """Refuse files that do not fit now, before they are sent: nothing is counted yet.
+
+        A status that is sent while the caller still writes may be lost on its way.
+
+        Raises:
+            InvalidRequestError: this worker never has so much.
+            OverloadedError: the files that others send leave no memory for them.
+        """
+        uploads = self._memory.uploads
+        if num_bytes > uploads.capacity:
+            raise InvalidRequestError(
+                f"the images of this request have {num_bytes} bytes, and this worker has "
+                f"{uploads.capacity} for files: send fewer or smaller images, or raise "
+                "--request-memory-bytes"
+            )
+        if not uploads.has_room(num_bytes):
+            raise self._no_room()
+
     def received(self, num_bytes: int) -> None:
         """Count a part of a file.
 
         Raises:
             OverloadedError: the files that others send leave no memory for it.
         """
-        uploads = self._memory.uploads
-        if not uploads.take(num_bytes):
-            raise OverloadedError(
-                f"{uploads.used} of {uploads.capacity} bytes are taken by files of images",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
+        if not self._memory.uploads.take(num_bytes):
+            raise self._no_room()
         self._num_uploaded += num_bytes
 
     def forget_file(self, num_bytes: int) -> None:
@@ -156,6 +171,13 @@ class CallMemory:
     def most(self) -> int:
         """Bytes of images that one call may have."""
         return self._memory.images.largest
+
+    def _no_room(self) -> OverloadedError:
+        uploads = self._memory.uploads
+        return OverloadedError(
+            f"{uploads.used} of {uploads.capacity} bytes are taken by files of images",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
 
     def _new_claim(self, num_bytes: int) -> Claim:
         largest = self.most

@@ -75,6 +75,7 @@ class Uploads:
             OverloadedError: too many bytes are being uploaded, or too many images wait.
             PeerLostError: the files are not here in time.
         """
+        memory.check_files(sum(item.num_bytes for item in call.items))
         self._check_embeddings(call)
         specs = [_spec(call, item) for item in range(len(call.items))]
         need = [self._media.image_bytes(spec) for spec in specs]
