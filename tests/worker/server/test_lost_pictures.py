@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from worker.server.pairs import IMAGES, KEY, TENTH, about, collect, encoding, kill, until
@@ -53,7 +54,8 @@ async def test_a_lease_that_ends_before_its_picture_is_pinned_leaves_no_pin(how:
 async def test_an_embedding_of_a_wrong_size_is_refused_and_never_used() -> None:
     """The encoder has another picture under this name than the gateway told prefill."""
     async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
-        source, task = encoding(e, make_image(9, num_tokens=5))
+        lying = dataclasses.replace(make_image(9, num_tokens=5), image_key=IMAGES[0].image_key)
+        source, task = encoding(e, lying)
         await task
         with pytest.raises(WorkerError):
             await collect(p, PrefillCall(about(IMAGES[:1]), "t-1", (source,)))
