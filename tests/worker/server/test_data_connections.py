@@ -32,6 +32,7 @@ from worker.server.test_shared_memory import exposures
 from worker.transfer.fetching import nothing_left
 
 from vlm_worker.core.prefix import content_of
+from vlm_worker.core.sources import Sources
 from vlm_worker.errors import GoneError, IncompatibleError, PeerLostError
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.testing import ChecksumRunner, answer_alone, assert_idle
@@ -161,7 +162,7 @@ async def learned(p: Serving) -> AsyncIterator[tuple[Peer, FetchCall]]:
     accepted = await accept(p, request_of(NUM_TOKENS))
     fingerprint = accepted.layout_fingerprint
     call = FetchCall("t-1", accepted.boot_id, fingerprint, KEY)
-    peers = Peers(PRODUCTION.scaled(0.1))
+    peers = Peers(PRODUCTION.scaled(0.1), Sources("shapes", ""))
     try:
         source = Source(p.client.address, accepted.boot_id, "t-1", fingerprint)
         async with peers.hold(source) as peer:

@@ -13,23 +13,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from worker.server.pairs import IMAGES, TENTH, Pair, about, accept, collect, encoding, pair, until
+from worker.server.pairs import IMAGES, Pair, about, accept, collect, encoding, pair, until
 from worker.server.serving import Serving, serving
 
-from vlm_worker.errors import CorruptTransferError, Refusal
+from vlm_worker.errors import CorruptTransferError, IncompatibleError, PeerLostError, Refusal
 from vlm_worker.testing import answer_alone
 from vlm_worker.transfer import nixl
-from vlm_worker.types import Request, RequestKey, SamplingParams
+from vlm_worker.types import Request, RequestKey, SamplingParams, Source
 from vlm_worker.wire.calls import (
     Accepted,
     DecodeCall,
     FirstToken,
     PrefillCall,
+    Reservation,
     ReserveCall,
     Tokens,
 )
 
 TIMEOUT = 60.0
+WHOLE_LEASES = "--timer-scale=1"  # a reservation outlasts a machine under load
 KEY, VICTIM = RequestKey("attack", 1), RequestKey("victim", 1)
 OURS, THEIRS = b"a" * 32, b"v" * 32
 
@@ -64,7 +66,7 @@ PAIRS = {
 
 @contextlib.asynccontextmanager
 async def colocated() -> AsyncIterator[Pair]:
-    async with serving("decode", "--stages=prefill,decode", TENTH) as one:
+    async with serving("decode", "--stages=prefill,decode") as one:
         yield Pair(one, one)
 
 
@@ -78,19 +80,22 @@ async def two(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[
         except ImportError:
             pytest.skip("NIXL is not installed: pip install triptych[nixl]")
         flags["nixl"] = ["--transport=nixl"]
-    both = colocated() if request.param == "one process" else pair(*flags.get(request.param, ()))
+    own = flags.get(request.param, [])
+    both = colocated() if request.param == "one process" else pair(*own, WHOLE_LEASES)
     async with both as workers:
         yield workers
 
 
-async def decoded(two: Pair, request: Request, accepted: Accepted) -> None:
+async def reserved(two: Pair, request: Request) -> Reservation:
+    return await two.decode.client.reserve(ReserveCall(request.key, len(request.token_ids) + 1))
+
+
+async def decoded(
+    two: Pair, request: Request, accepted: Accepted, reservation: Reservation | None = None
+) -> None:
     """A decode that names KV of a prefill; raises what it ends with."""
-    reservation = await two.decode.client.reserve(
-        ReserveCall(request.key, len(request.token_ids) + 1)
-    )
-    call = DecodeCall(
-        request, reservation.reservation_id, two.source(accepted), reservation.boot_id
-    )
+    room = reservation or await reserved(two, request)
+    call = DecodeCall(request, room.reservation_id, two.source(accepted), room.boot_id)
     async for reply in two.decode.client.decode(call, timeout=TIMEOUT):
         assert not isinstance(reply.event, Tokens), "KV of another request was used"
 
@@ -116,12 +121,13 @@ async def test_kv_of_another_request_is_refused_and_not_cached(two: Pair, differ
 async def test_kv_that_is_still_computed_is_refused_as_well(two: Pair) -> None:
     """Its frames begin to travel before the first block is there."""
     planted, claimed = PAIRS["another prompt and tenant"]
+    reservation = await reserved(two, claimed)
     two.prefill.runner.gate.clear()
     call = PrefillCall(planted, "t-1", ())
     replies = two.prefill.client.prefill(call, timeout=TIMEOUT)
     accepted = (await anext(replies)).event
     assert isinstance(accepted, Accepted)
-    attack = asyncio.create_task(decoded(two, claimed, accepted))
+    attack = asyncio.create_task(decoded(two, claimed, accepted, reservation))
     await until(lambda: two.decode.server._service.live["Decode"] > 0 or attack.done())
     two.prefill.runner.gate.set()
     with pytest.raises(CorruptTransferError):
@@ -133,7 +139,7 @@ async def test_kv_that_is_still_computed_is_refused_as_well(two: Pair) -> None:
 
 async def test_a_refused_transfer_is_counted_as_another_ones() -> None:
     planted, claimed = PAIRS["another prompt"]
-    async with pair() as two:
+    async with pair(WHOLE_LEASES) as two:
         accepted = await accept(two.prefill, planted)
         with pytest.raises(CorruptTransferError, match="content differs"):
             await decoded(two, claimed, accepted)
@@ -142,7 +148,7 @@ async def test_a_refused_transfer_is_counted_as_another_ones() -> None:
 
 async def test_kv_of_another_picture_is_refused() -> None:
     """The tokens of two prompts about pictures of one size are the same."""
-    async with serving("encoder", TENTH) as encoder, pair() as two:
+    async with serving("encoder") as encoder, pair(WHOLE_LEASES) as two:
         request = dataclasses.replace(about([IMAGES[0]]), key=KEY)
         source, task = encoding(encoder, IMAGES[0], KEY)
         await task
@@ -155,13 +161,13 @@ async def test_kv_of_another_picture_is_refused() -> None:
 
 @contextlib.asynccontextmanager
 async def apart() -> AsyncIterator[tuple[Serving, Serving]]:
-    async with serving("encoder", TENTH) as encoder, serving("prefill", TENTH) as prefill:
+    async with serving("encoder") as encoder, serving("prefill") as prefill:
         yield encoder, prefill
 
 
 @contextlib.asynccontextmanager
 async def inline() -> AsyncIterator[tuple[Serving, Serving]]:
-    async with serving("prefill", "--stages=encoder,prefill", TENTH) as one:
+    async with serving("prefill", "--stages=encoder,prefill") as one:
         yield one, one
 
 
@@ -181,3 +187,73 @@ async def test_the_embedding_of_another_picture_is_refused(workers: type) -> Non
         await task
         [first] = [event for event in events if isinstance(event, FirstToken)]
         assert first.token_id == answer_alone(victim, [IMAGES[1]])[0]
+
+
+# ---- addresses that a caller names ---------------------------------------------------------------
+
+
+async def decoding_from(decode: Serving, source: Source) -> None:
+    """A decode whose KV is said to be somewhere; raises what it ends with."""
+    request = asked()
+    reservation = await reserved(Pair(decode, decode), request)
+    decoding = DecodeCall(request, reservation.reservation_id, source, reservation.boot_id)
+    async for _ in decode.client.decode(decoding, timeout=TIMEOUT):
+        raise AssertionError("it went on")
+
+
+class Stranger(asyncio.Protocol):
+    """Speaks enough HTTP/2 for a call to begin, and keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard = bytearray()
+        self.num_open = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.num_open += 1
+        transport.write(b"\0\0\0\4\0\0\0\0\0")  # an empty SETTINGS frame
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.num_open -= 1
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += data
+
+
+async def test_a_stranger_is_asked_who_it_is_and_told_nothing() -> None:
+    """What listens at the address that a caller names hears of no request and no transfer."""
+    stranger = Stranger()
+    server = await asyncio.get_running_loop().create_server(lambda: stranger, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, serving("decode") as decode:
+        fingerprint = decode.parts.host.kv_layout.fingerprint  # type: ignore[union-attr]
+        source = Source(address, b"x" * 16, "secret-transfer", fingerprint)
+        with pytest.raises(PeerLostError):
+            await decoding_from(decode, source)
+        await decode.until_idle()
+    await until(lambda: stranger.num_open == 0)
+    assert b"Hello" in stranger.heard
+    for word in (b"FetchKV", b"RenewLeases", b"ReleaseLease", b"secret-transfer", b"attack"):
+        assert word not in stranger.heard
+
+
+@pytest.mark.parametrize("flags", [("--compat=c2",), ("--served-name=other",)])
+async def test_a_worker_of_another_service_is_not_fetched_from(flags: tuple[str, ...]) -> None:
+    async with (
+        serving("prefill", *flags) as other,
+        serving("decode", "--compat=c1") as decode,
+    ):
+        accepted = await accept(other, asked())
+        with pytest.raises(IncompatibleError, match="is not used: "):
+            await decoding_from(decode, Pair(other, decode).source(accepted))
+        await other.client.cancel(KEY)
+        await decode.until_idle()
+
+
+async def test_an_address_that_no_worker_has_is_not_connected_to() -> None:
+    async with serving("decode") as decode:
+        fingerprint = decode.parts.host.kv_layout.fingerprint  # type: ignore[union-attr]
+        source = Source("169.254.169.254:80", b"x" * 16, "t-1", fingerprint)
+        with pytest.raises(IncompatibleError, match="link-local"):
+            await decoding_from(decode, source)
+        await decode.until_idle()

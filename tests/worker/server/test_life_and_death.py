@@ -27,6 +27,7 @@ from worker.server.pairs import (
 from worker.server.serving import page, serving
 
 from vlm_worker.core.leases import LeaseKind
+from vlm_worker.core.sources import Sources
 from vlm_worker.errors import (
     DuplicateError,
     EngineError,
@@ -254,7 +255,7 @@ async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
         names = [f"lease-{number}" for number in range(1_200)]
         for name in names:
             host.offers.reserve(name, KEY)
-        peers = Peers(PRODUCTION.scaled(0.1))
+        peers = Peers(PRODUCTION.scaled(0.1), Sources("shapes", ""))
         async with contextlib.AsyncExitStack() as held:
             for name in names:
                 source = Source(p.client.address, host.life.boot_id, name, b"f" * 16)

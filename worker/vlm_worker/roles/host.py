@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
 from vlm_worker.core.memory import MemoryBudget
+from vlm_worker.core.sources import Sources
 from vlm_worker.engine.engine import Engine
 from vlm_worker.errors import (
     CancelledError,
@@ -72,8 +73,9 @@ class Host:
     """The shared state of the roles. Lives on one event loop; `start` and `close` it.
 
     `delays` holds seconds by stage, for tests. `accepting` is False while draining. `on_transfer`
-    is told of every transfer pulled. `transport` is how bytes go where both sides have it, and
-    `copier` copies what is fetched from here. `memory` is what its requests may hold.
+    is told of every transfer pulled. `sources` says from where it may fetch. `transport` is how
+    bytes go where both sides have it, and `copier` copies what is fetched from here. `memory` is
+    what its requests may hold.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Host:
         life: Life,
         embed_layout: EmbedLayout,
         kv_layout: KVLayout | None,
+        sources: Sources,
         delays: Mapping[str, float] | None = None,
         on_transfer: Callable[[Transfer], None] = lambda _: None,
         timers: Timers = PRODUCTION,
@@ -106,7 +109,7 @@ class Host:
         self._supervisor = Supervisor()
         leases = LeaseTable(timers)
         self.offers = Offers(life=life, free=self._free, clock=time.monotonic, leases=leases)
-        self.peers = Peers(timers, self._supervisor)
+        self.peers = Peers(timers, sources, self._supervisor)
         self.accepting = True
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})

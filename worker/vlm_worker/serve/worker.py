@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from vlm_worker.core.memory import MemoryBudget
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.sources import Sources
 from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
@@ -121,6 +122,12 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         life=Life(server.state.boot_id, server.state.pod_uid),
         embed_layout=loaded.runner.embed_layout,
         kv_layout=loaded.runner.kv_layout,
+        sources=Sources(
+            served_name=settings.served_name,
+            compat=settings.compat,
+            pod_ip=settings.identity.pod_ip,
+            grpc_port=settings.grpc_port,
+        ),
         delays=settings.delays,
         on_transfer=server.meters.observe,
         timers=settings.timers,

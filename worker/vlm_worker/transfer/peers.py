@@ -18,6 +18,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from vlm_worker.client import WorkerClient
+from vlm_worker.core.sources import Sources
 from vlm_worker.errors import WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.transfer.data_link import DataLink, Threads, UnreachableError
@@ -38,11 +39,35 @@ MAX_IDLE_PEERS: Final = 32
 class Peer:
     """One producer: the ways to it, what is held there (boot id, transfer id), who renews it."""
 
-    def __init__(self, address: str, threads: Threads, timers: Timers) -> None:
+    def __init__(self, address: str, threads: Threads, timers: Timers, sources: Sources) -> None:
         self.client = WorkerClient(address, timers=timers)
         self.held: Counter[tuple[bytes, str]] = Counter()
         self.renewing: asyncio.Task[None] | None = None
         self._data = DataLink(address, threads, timers)
+        self._sources = sources
+        self._met: bytes | None = None
+        self._meeting = asyncio.Lock()
+
+    async def meet(self, boot_id: bytes) -> None:
+        """Have it say who it is before anything else is said to it; once for each of its lives.
+
+        Raises:
+            IncompatibleError: it is no worker of this service.
+            GoneError: it is in another life.
+            PeerLostError: nobody answers.
+        """
+        async with self._meeting:
+            if self._met == boot_id:
+                return
+            hello = await self.client.hello()
+            self._sources.check_hello(
+                self.client.address,
+                model=hello.model,
+                compat=hello.compat,
+                boot_id=hello.boot_id,
+                wanted=boot_id,
+            )
+            self._met = boot_id
 
     async def close(self) -> None:
         """End all connections."""
@@ -58,6 +83,7 @@ class Peer:
             PeerLostError: no frame in time, or the producer is gone.
             WorkerError: what the producer raised, or the reader.
         """
+        await self.meet(call.boot_id)
         if self._data.is_usable:
             try:
                 async with aclosing(self._data.units(fetch, call, reader)) as units:
@@ -78,10 +104,16 @@ class Peer:
 
 
 class Peers:
-    """All producers that this worker knows. Owned by one event loop; `close` it."""
+    """All producers that this worker knows. Owned by one event loop; `close` it.
 
-    def __init__(self, timers: Timers, supervisor: Supervisor | None = None) -> None:
+    `sources` says which there may be.
+    """
+
+    def __init__(
+        self, timers: Timers, sources: Sources, supervisor: Supervisor | None = None
+    ) -> None:
         self._timers = timers
+        self._sources = sources
         self._supervisor = supervisor or Supervisor()
         self._threads = Threads()
         self._peers: dict[str, Peer] = {}
@@ -110,7 +142,11 @@ class Peers:
 
     @contextlib.asynccontextmanager
     async def hold(self, source: Source) -> AsyncIterator[Peer]:
-        """Keep the lease of a source while inside; release it at the end, whatever that is."""
+        """Keep the lease of a source while inside; release it at the end, whatever that is.
+
+        Raises IncompatibleError where no worker of this service can be at its address.
+        """
+        self._sources.check_address(source.address)
         peer = self._peer(source.address)
         handle = (source.boot_id, source.transfer_id)
         peer.held[handle] += 1
@@ -123,10 +159,11 @@ class Peers:
             peer.held[handle] -= 1
             if not peer.held[handle]:
                 del peer.held[handle]
-                self._run(_release(peer.client, *handle))
+                self._run(_release(peer, *handle))
 
     def _peer(self, address: str) -> Peer:
-        peer = self._peers.pop(address, None) or Peer(address, self._threads, self._timers)
+        peer = self._peers.pop(address, None)
+        peer = peer or Peer(address, self._threads, self._timers, self._sources)
         self._peers[address] = peer  # the most recently used is last
         idle = [
             known
@@ -146,12 +183,14 @@ class Peers:
                     held = [transfer for boot, transfer in peer.held if boot == boot_id]
                     for start in range(0, len(held), MAX_IDS):
                         batch = held[start : start + MAX_IDS]
-                        await self._renew_life(peer.client, boot_id, batch)
+                        await self._renew_life(peer, boot_id, batch)
         finally:
             peer.renewing = None
 
-    async def _renew_life(self, client: WorkerClient, boot_id: bytes, held: list[str]) -> None:
+    async def _renew_life(self, peer: Peer, boot_id: bytes, held: list[str]) -> None:
+        client = peer.client
         try:
+            await peer.meet(boot_id)
             gone = await client.renew(boot_id, held, timeout=self._timers.renew)
         except WorkerError as error:
             # the pull itself notices a dead producer; a lost renewal alone is no reason to give up
@@ -166,8 +205,10 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _release(client: WorkerClient, boot_id: bytes, transfer_id: str) -> None:
+async def _release(peer: Peer, boot_id: bytes, transfer_id: str) -> None:
+    client = peer.client
     try:
+        await peer.meet(boot_id)
         await client.release(boot_id, transfer_id)
     except WorkerError as error:
         # the lease ends by itself
