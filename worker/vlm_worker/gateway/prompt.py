@@ -19,6 +19,7 @@ from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import Message
 from vlm_worker.gateway.prompt_pieces import PieceEncoder
 from vlm_worker.gateway.template import ChatTemplate, read_template
+from vlm_worker.gateway.template_check import drops_strings
 from vlm_worker.gateway.token_texts import TokenTexts
 from vlm_worker.wire.checks import MAX_REPETITION_PENALTY
 
@@ -69,7 +70,12 @@ class Language:
         self._prefix, self._suffix, self._bos = self._surroundings(model_dir)
         source = read_template(model_dir)
         named = _named_tokens(model_dir)
-        self._template = source and ChatTemplate(source, self._pieces.control_tokens, named)
+        self._template = source and ChatTemplate(
+            source,
+            self._pieces.control_tokens,
+            named,
+            as_parts=drops_strings(source, tuple(named.items())),
+        )
         self.defaults = _sampling_defaults(model_dir)
         self.token_texts = TokenTexts(self.tokenizer)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -24,6 +25,13 @@ from vlm_worker.core.model_files import ModelConfigError, read_json
 from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.messages import ImagePart, Message
 
+logger = logging.getLogger(__name__)
+
+MAX_STEPS: Final = 1_000_000
+"""Of all ranges in one rendering."""
+MAX_LENGTH: Final = 1_000_000
+"""Of what `*` repeats."""
+_WIDE = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})")
 # Private-use characters; the first that no text of the conversation contains is the mark.
 _MARKS = "\U0010fff0\U0010fff1\U0010fff2\U0010fff3\uf8f0\uf8f1"
 
@@ -35,11 +43,17 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, control_tokens: Sequence[str], named_tokens: Mapping[str, str]
+        self,
+        source: str,
+        control_tokens: Sequence[str],
+        named_tokens: Mapping[str, str],
+        *,
+        as_parts: bool | None = None,
     ) -> None:
+        """`as_parts`: whether a text alone is shown as a part; None renders to find out."""
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # its code is the model's: anything may come of it
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ModelConfigError(
                 f"the model's chat template (chat_template.jinja, or chat_template in "
@@ -49,7 +63,9 @@ class ChatTemplate:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         pattern = "|".join(re.escape(token) for token in longest_first)
         self._control = re.compile(pattern) if pattern else re.compile(r"(?!)")
-        self._as_parts = self._drops_strings()
+        self._as_parts = False if as_parts is None else as_parts
+        if as_parts is None:
+            self._as_parts = self.drops_strings()
 
     def render(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
         """The conversation as pieces, in order; True where a piece is a control token.
@@ -74,14 +90,17 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
+                range=Range(),
                 **self._named_tokens,
             )
         except jinja2.TemplateError as error:
-            raise invalid(
-                "The model's chat template refuses this sequence of messages.",
-                param="messages",
-                code="invalid_messages",
-            ) from error
+            raise _refused() from error
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Whatever Python says of the template's code: it is the model's, not ours.
+            logger.warning("the chat template failed", extra={"reason": repr(error)[:500]})
+            raise _refused() from error
 
     def _marked(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
         def break_up(match: re.Match[str]) -> str:
@@ -102,7 +121,7 @@ class ChatTemplate:
     ) -> list[dict[str, Any]]:
         return _conversation(messages, change, as_parts=self._as_parts)
 
-    def _drops_strings(self) -> bool:
+    def drops_strings(self) -> bool:
         """Whether only parts are rendered; LLaVA's template drops a string without a word."""
         probe = "a8b1c6"
         parts = [{"type": "text", "text": probe}]
@@ -148,10 +167,19 @@ class ChatTemplate:
         return pieces
 
 
+def _refused() -> ApiError:
+    return invalid(
+        "The model's chat template refuses this sequence of messages.",
+        param="messages",
+        code="invalid_messages",
+    )
+
+
 def read_template(model_dir: Path) -> str | None:
     """`chat_template.jinja`, else what stands in `tokenizer_config.json`; None without either."""
     path = model_dir / "chat_template.jinja"
     if path.exists():
+        _check_inside(model_dir, path)
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -163,6 +191,20 @@ def read_template(model_dir: Path) -> str | None:
     if template is not None and not isinstance(template, str):
         raise ModelConfigError(f"{config}: chat_template must be one string")
     return template
+
+
+def _check_inside(model_dir: Path, path: Path) -> None:
+    """A link to a file elsewhere would show that file to every client.
+
+    Hugging Face's cache links from `snapshots/REVISION` to `blobs` beside it.
+    """
+    home = model_dir.resolve()
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    if not path.resolve().is_relative_to(home):
+        raise ModelConfigError(
+            f"{path}: is a link to a file outside of the model's directory; copy the file there"
+        )
 
 
 def _conversation(
@@ -190,9 +232,51 @@ def _texts(messages: Sequence[Message]) -> list[str]:
     return [p.text for m in messages for p in m.parts if not isinstance(p, ImagePart)]
 
 
+class Range:
+    """`range` of one rendering: all its ranges together are bounded, so nested loops are, too."""
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+
+    def __call__(self, *bounds: int) -> range:
+        """As Python's."""
+        found = range(*bounds)
+        self._left -= len(found)
+        if self._left < 0:
+            raise jinja2.TemplateError(f"its ranges have more than {MAX_STEPS} steps")
+        return found
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Refuses what makes much of little: repetition, powers, and padding by `%`."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """One of the operators above."""
+        if operator == "*" and not _is_short(left, right):
+            raise jinja2.TemplateError(f"it repeats something to more than {MAX_LENGTH} items")
+        if operator == "**" and not (_is_small(left) and _is_small(right)):
+            raise jinja2.TemplateError("it takes a power of a large number")
+        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise jinja2.TemplateError("it pads a text to a great width")
+        return super().call_binop(context, operator, left, right)
+
+
+def _is_short(left: Any, right: Any) -> bool:
+    for many, times in ((left, right), (right, left)):
+        if isinstance(many, Sequence) and isinstance(times, int):
+            return len(many) * times <= MAX_LENGTH
+    return all(abs(x) < 2**256 for x in (left, right) if isinstance(x, int))
+
+
+def _is_small(number: Any) -> bool:
+    return not isinstance(number, int) or abs(number) <= 64
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja2 as transformers sets it up, so that templates mean the same."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
