@@ -37,6 +37,10 @@ static: $(ENV)  ## all of check but the tests
 test-full: $(ENV)  ## the long form of every law (hours)
 	@tools/test.sh --full
 
+.PHONY: e2e-nodes
+e2e-nodes: $(ENV)  ## both images, install.yaml and the chart on real kubelets, as root (ARGS=--install runs apt-get first)
+	@e2e/nodes/run.sh $(ARGS)
+
 .PHONY: sanitize
 sanitize: $(ENV)  ## tests of the kernels in C++ with checks of every address and integer (needs libasan)
 	@tools/sanitize.sh $(ARGS)
@@ -76,4 +80,4 @@ clean:  ## remove the environment and caches of this checkout (the control plane
 
 .PHONY: help
 help:  ## this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

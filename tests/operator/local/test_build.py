@@ -133,6 +133,12 @@ def test_the_command_builds_or_says_why_it_cannot(tmp_path: Path, make_go: MakeG
     assert "building, once" in built.stdout
 
 
+def test_the_kubelets_of_real_nodes_are_of_the_control_planes_release():
+    modules = [build.MODULE, Path(__file__).parents[3] / "e2e/nodes/go"]
+    for module in modules:
+        assert f"k8s.io/kubernetes {build.KUBERNETES_VERSION} " in (module / "go.mod").read_text()
+
+
 def test_the_manifest_has_every_binarys_size(make_go: MakeGo):
     found = build.find_binaries(make_go(), progress=print)
     sizes = json.loads((found["etcd"].parent / "manifest.json").read_text())
