@@ -24,12 +24,13 @@ SPARE = Node(4, "gpu-memory", gpus=2)
 
 @pytest.fixture
 async def served(endless_cluster: ControlPlane) -> AsyncIterator[Served]:
-    """The quickstart with answers that last and two decode pods on one node, Ready."""
+    """The quickstart with answers that last, two gateways, and two decode pods on one node."""
     async with endless_cluster.client() as api:
         one = Served(endless_cluster, api, NAMESPACE, "shapes")
         await one.apply(_manifest())
         await one.ready()
-        await one.num_ready(Role.DECODE, 2)
+        for role in (Role.DECODE, Role.GATEWAY):
+            await one.num_ready(role, 2)
         yield one
 
 
@@ -54,6 +55,7 @@ def spare(real_nodes: tuple[ControlPlane, RealNodes], served: Served) -> None:
 def _manifest() -> Object:
     manifest = example("quickstart")
     manifest["spec"]["model"]["maxModelLenTokens"] = 2048
+    manifest["spec"]["gateway"]["replicas"] = 2  # a drained node may have one
     decode = manifest["spec"]["pools"]["decode"]
     decode["scaling"]["replicas"] = 2
     for amounts in decode["variants"][0]["resources"].values():
