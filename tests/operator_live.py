@@ -153,7 +153,7 @@ def pass_time(seconds: float) -> None:
 
 def plain_children(plane: ControlPlane, namespace: str, service: str) -> str:
     """A service's children as text: without identities and times, its name replaced."""
-    kinds = "deploy,svc,cm,sa,netpol,rolebinding,pdb,vlmp"
+    kinds = "deploy,svc,cm,sa,netpol,role,rolebinding,pdb,vlmp"
     text = plane.kubectl(
         "-n", namespace, "get", kinds, "-l", f"triptych.dev/service={service}", "-o", "json"
     ).stdout

@@ -45,6 +45,7 @@ SERVICE = Kind("v1", "Service", "services")
 POD = Kind("v1", "Pod", "pods")
 EVENT = Kind("v1", "Event", "events")
 NODE = Kind("v1", "Node", "nodes", namespaced=False)
+ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
@@ -70,6 +71,7 @@ VLM_NODE_CLASS = Kind(
 # and its configuration when it starts.
 CHILD_KINDS = (
     SERVICE_ACCOUNT,
+    ROLE,
     ROLE_BINDING,
     CONFIG_MAP,
     NETWORK_POLICY,

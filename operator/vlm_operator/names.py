@@ -2,7 +2,8 @@
 
 VLMService demo ─▶ demo-decode-default-1a2b3c4d   Deployment, per role, variant and revision
                 ─▶ demo-decode        VLMPool, Service, PDB, NetworkPolicy, ServiceAccount
-                ─▶ demo-gateway       the same without VLMPool, Deployment, ConfigMap, RoleBinding
+                ─▶ demo-gateway       Deployment, Service, PDB, NetworkPolicy, ServiceAccount,
+                                      ConfigMap, Role, RoleBinding
                 ─▶ demo-autoscaler    ConfigMap: what the autoscaler remembers
 """
 
@@ -42,7 +43,6 @@ MANAGER_AUTOSCALER = "vlm-autoscaler"
 
 FINALIZER = f"{GROUP}/drain"
 GATE_ACCEPTING = f"{GROUP}/accepting"
-CLUSTER_ROLE_GATEWAY = "triptych-gateway"
 OPERATOR_NAMESPACE = "triptych-system"
 OPERATOR_LEASE = "triptych-operator"
 
@@ -97,6 +97,11 @@ def former_deployment(service: str, role: Role | str, variant: str, revision: st
 def gateway(service: str, compat: str) -> str:
     """Name the gateway's Deployment of one compat set, beside the one called `child`."""
     return bounded(f"{child(service, Role.GATEWAY)}-{compat}")
+
+
+def status_manager(operator: str) -> str:
+    """Name the field manager with which one of several operators writes a shared status."""
+    return bounded(f"{MANAGER_STATUS}:{operator}", limit=128)
 
 
 def bounded(name: str, *, limit: int = MAX_NAME) -> str:

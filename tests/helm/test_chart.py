@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from vlm_operator import names, settings
+from vlm_operator.plan.children import GATEWAY_RULE
 
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -140,7 +141,7 @@ def test_named_namespaces_get_roles_and_the_cluster_role_keeps_what_is_no_namesp
         "team-b",
         "triptych-system",
     }
-    cluster = one(manifests, "ClusterRole", "triptych-operator")
+    cluster = one(manifests, "ClusterRole", "triptych-system:triptych-operator")
     assert [rule["resources"] for rule in cluster["rules"]] == [
         ["vlmnodeclasses"],
         ["vlmnodeclasses/status"],
@@ -162,16 +163,27 @@ def test_the_operator_may_do_what_it_must_and_no_wildcard_stands_anywhere(
         for values in rule.values():
             assert "*" not in values
         assert "secrets" not in rule["resources"]
-        assert not {"impersonate", "escalate"} & set(rule["verbs"])
-    binding = [rule for rule in rules if "bind" in rule["verbs"]]
-    assert [rule["resourceNames"] for rule in binding] == [[names.CLUSTER_ROLE_GATEWAY]]
+        assert not {"impersonate", "escalate", "bind"} & set(rule["verbs"])
 
 
-def test_the_gateways_cluster_role_reads_pods_and_no_more(helm: Helm, chart: str) -> None:
-    role = one(rendered(helm, chart), "ClusterRole", names.CLUSTER_ROLE_GATEWAY)
-    assert role["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
-    ]
+def test_the_operator_may_do_what_it_grants_to_gateways(helm: Helm, chart: str) -> None:
+    role = one(rendered(helm, chart), "ClusterRole", "triptych-system:triptych-operator")
+    (resource,) = GATEWAY_RULE["resources"]
+    own = next(rule for rule in role["rules"] if resource in rule["resources"])
+    assert set(GATEWAY_RULE["verbs"]) <= set(own["verbs"])
+
+
+def test_releases_of_one_name_in_two_namespaces_share_no_object(helm: Helm, chart: str) -> None:
+    def release(namespace: str) -> set[tuple[str, str, str]]:
+        values = f"crds.enabled=false,watchNamespaces={{{namespace}-apps}}"
+        text = helm("template", "triptych", chart, "-n", namespace, "--set", values).stdout
+        return {
+            (item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"])
+            for item in yaml.safe_load_all(text)
+            if item
+        }
+
+    assert release("one") & release("two") == set()
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,8 @@ def test_the_operators_pod_passes_pod_security_restricted(installed: ControlPlan
         pytest.param(
             ("patch", "pods", "--subresource=status", "-n", "team-a"), True, id="the gate"
         ),
-        pytest.param(
-            ("bind", "clusterroles/triptych-gateway"), True, id="bind to the gateway's role"
-        ),
+        pytest.param(("create", "roles", "-n", "team-a"), True, id="the gateway's role"),
+        pytest.param(("escalate", "roles", "-n", "team-a"), False, id="no right it has not"),
         pytest.param(("bind", "clusterroles/cluster-admin"), False, id="no other role"),
         pytest.param(("update", "vlmservices.triptych.dev"), False, id="no spec"),
         pytest.param(("get", "secrets", "-n", "team-a"), False, id="no secrets"),
@@ -107,30 +106,34 @@ def test_helm_installs_upgrades_and_leaves_the_crds(
     assert control_plane.kubectl("get", "crd", f"{names.PLURAL_SERVICE}.{names.GROUP}").stdout
 
 
-def test_an_operator_of_named_namespaces_binds_there_and_nowhere_else(
+def test_two_releases_of_named_namespaces_install_side_by_side(
     helm: Helm, chart: str, installed: ControlPlane
 ) -> None:
-    for namespace in ("narrow-system", "inside", "outside"):
-        installed.kubectl("create", "namespace", namespace)
-    values = (
-        "fullnameOverride=narrow,crds.enabled=false,rbac.aggregate=false,watchNamespaces={inside}"
-    )
-    text = helm("template", "narrow", chart, "-n", "narrow-system", "--set", values).stdout
-    installed.kubectl("apply", "-f", "-", stdin=text)
+    """The same name, two namespaces: each operator grants where it looks, and nowhere else."""
+    teams = ("red", "blue")
+    for team in teams:
+        installed.kubectl("create", "namespace", f"{team}-apps")
+        helm(
+            "install", "triptych", chart, "-n", f"{team}-system", "--create-namespace",
+            f"--kubeconfig={installed.kubeconfig}", "--set",
+            f"crds.enabled=false,rbac.aggregate=false,watchNamespaces={{{team}-apps}}",
+        )  # fmt: skip
 
-    def bind(namespace: str) -> subprocess.CompletedProcess[str]:
+    def grant(team: str, namespace: str, verb: str) -> subprocess.CompletedProcess[str]:
         return installed.kubectl(
-            "create",
-            "rolebinding",
-            "demo-gateway",
-            f"--namespace={namespace}",
-            f"--clusterrole={names.CLUSTER_ROLE_GATEWAY}",
-            f"--serviceaccount={namespace}:demo-gateway",
-            "--as=system:serviceaccount:narrow-system:narrow",
+            "create", "role", f"gateway-of-{team}-{verb}", f"--namespace={namespace}",
+            f"--verb={verb}", "--resource=pods",
+            f"--as=system:serviceaccount:{team}-system:triptych-operator",
             check=False,
-        )
+        )  # fmt: skip
 
-    assert bind("inside").returncode == 0
-    assert "forbidden" in bind("outside").stderr
-    for namespace in ("narrow-system", "inside", "outside"):
-        installed.kubectl("delete", "namespace", namespace, "--wait=false")
+    assert grant("red", "red-apps", "watch").returncode == 0
+    assert grant("blue", "blue-apps", "watch").returncode == 0
+    assert "forbidden" in grant("red", "blue-apps", "watch").stderr
+    assert "attempting to grant" in grant("red", "red-apps", "deletecollection").stderr
+    helm("uninstall", "triptych", "-n", "red-system", f"--kubeconfig={installed.kubeconfig}")
+    assert grant("blue", "blue-apps", "list").returncode == 0, "the other release works on"
+    helm("uninstall", "triptych", "-n", "blue-system", f"--kubeconfig={installed.kubeconfig}")
+    for team in teams:
+        for namespace in (f"{team}-apps", f"{team}-system"):
+            installed.kubectl("delete", "namespace", namespace, "--wait=false")

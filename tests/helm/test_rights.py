@@ -51,7 +51,8 @@ ELSEWHERE = {
     "pods patch": "the deletion cost, written once pods run",
     "pods/status patch": "the accepting gate, written once containers are ready",
     "vlmservices/finalizers update": "OwnerReferencesPermissionEnforcement asks for it",
-    "clusterroles bind": "asked while a RoleBinding is created, not logged",
+    "pods get": "held so that it may be granted to gateways",
+    "roles delete": "what an earlier version left behind is pruned",
     "configmaps delete": "what an earlier version left behind is pruned",
     "rolebindings delete": "what an earlier version left behind is pruned",
 }
@@ -95,7 +96,7 @@ def granted() -> set[Right]:
     found = set()
     for item in yaml.safe_load_all((ROOT / "install.yaml").read_text()):
         if item["kind"] in ("Role", "ClusterRole") and item["metadata"]["name"] in (
-            "triptych-operator",
+            "triptych-system:triptych-operator",
             "triptych-operator-lease",
         ):
             for rule in item["rules"]:

@@ -6,6 +6,11 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* Names of what is no namespace's: two releases of one name in two namespaces stay apart. */ -}}
+{{- define "triptych.clusterName" -}}
+{{- printf "%s:%s" .Release.Namespace (include "triptych.fullname" .) -}}
+{{- end -}}
+
 {{- define "triptych.selector" -}}
 app.kubernetes.io/name: triptych-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -68,18 +73,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
-# gateways watch the pods of their service through one ClusterRole, bound per namespace
+# each service has a Role and a RoleBinding that let its gateways watch pods
 - apiGroups: [rbac.authorization.k8s.io]
-  resources: [rolebindings]
+  resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
-- apiGroups: [rbac.authorization.k8s.io]
-  resources: [clusterroles]
-  resourceNames: [triptych-gateway]
-  verbs: [bind]
-# pods: which one goes first (deletion cost), and the accepting gate
+# pods: which one goes first (deletion cost), and the accepting gate; `get` only to grant it
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, patch]
+  verbs: [get, list, watch, patch]
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]

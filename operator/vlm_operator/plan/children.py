@@ -1,6 +1,6 @@
 """Every object of a service.
 
-ServiceAccount ─ RoleBinding ─ ConfigMap ─ NetworkPolicy ─ Service ─ PDB ─ VLMPool ─ Deployment
+ServiceAccount, Role, RoleBinding, ConfigMap, NetworkPolicy, Service, PDB, VLMPool, Deployment
 
 The order is the order in which they are applied. What carries the service's labels and is not
 named here is pruned.
@@ -20,6 +20,7 @@ from vlm_operator.cluster import (
     CONFIG_MAP,
     NETWORK_POLICY,
     PDB,
+    ROLE,
     ROLE_BINDING,
     SERVICE,
     SERVICE_ACCOUNT,
@@ -38,6 +39,9 @@ from vlm_operator.plan.policies import network_policies
 from vlm_operator.pods import CONFIG_KEY, gateway_config, object_labels, selector
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, Revision
+
+# The operator may grant it because it may do the same itself.
+GATEWAY_RULE = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,7 @@ def plan(
         _object(service, SERVICE_ACCOUNT, role, automountServiceAccountToken=False)
         for role in (*service.spec.pools.present, Role.GATEWAY)
     ]
+    found.append(_object(service, ROLE, Role.GATEWAY, rules=[dict(GATEWAY_RULE)]))
     found.append(_role_binding(service))
     found.append(_gateway_config(service))
     found.extend(
@@ -114,7 +119,7 @@ def _object(service: VLMService, kind: Kind, role: Role, **fields: object) -> Ma
 
 
 def _role_binding(service: VLMService) -> Manifest:
-    """The gateway finds pods by watching them; the ClusterRole comes with the chart."""
+    """The gateway finds pods by watching them; its Role is the service's own, and goes with it."""
     account = {
         "kind": "ServiceAccount",
         "name": names.child(service.name, Role.GATEWAY),
@@ -122,8 +127,8 @@ def _role_binding(service: VLMService) -> Manifest:
     }
     role = {
         "apiGroup": "rbac.authorization.k8s.io",
-        "kind": "ClusterRole",
-        "name": names.CLUSTER_ROLE_GATEWAY,
+        "kind": ROLE.kind,
+        "name": names.child(service.name, Role.GATEWAY),
     }
     return _object(service, ROLE_BINDING, Role.GATEWAY, subjects=[account], roleRef=role)
 

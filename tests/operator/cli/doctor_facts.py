@@ -17,7 +17,6 @@ from vlm_operator.cli.doctor.facts import Facts, Finding, Installation, Level
 from vlm_operator.cli.doctor.kinds import (
     AUTOSCALER,
     CLAIM,
-    CLUSTER_ROLE,
     CRD,
     DEPLOYMENT,
     GLOBAL,
@@ -26,6 +25,7 @@ from vlm_operator.cli.doctor.kinds import (
     NAMESPACE,
     NODE,
     POD,
+    ROLE,
     VLM_NODE_CLASS,
     VLM_POOL,
     VLM_SERVICE,
@@ -135,6 +135,13 @@ def vlm_pool(mode: str = "Manual", manager: str = names.MANAGER_AUTOSCALER) -> d
     }
 
 
+def gateway_role(*verbs: str, service: str = "demo") -> dict[str, Any]:
+    return {
+        "metadata": {"name": f"{service}-gateway", "namespace": "ns"},
+        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": list(verbs)}],
+    }
+
+
 def scaler(name: str) -> dict[str, Any]:
     target = {"kind": "VLMPool", "name": "demo-decode"}
     return {"metadata": {"name": name, "namespace": "ns"}, "spec": {"scaleTargetRef": target}}
@@ -158,7 +165,7 @@ def healthy() -> Facts:
             CRD: DEFINITIONS,
             DEPLOYMENT: [deployment()],
             LEASE: [lease()],
-            CLUSTER_ROLE: [installed("ClusterRole", names.CLUSTER_ROLE_GATEWAY)],
+            ROLE: [gateway_role("get", "list", "watch")],
             NODE: [node(type="fast")],
             VLM_NODE_CLASS: [node_class()],
             NAMESPACE: [{"metadata": {"name": "ns"}}],

@@ -27,6 +27,7 @@ from .doctor_facts import (
     blocked_pod,
     claim,
     deployment,
+    gateway_role,
     healthy,
     installed,
     lease,
@@ -63,11 +64,6 @@ def _unserved() -> list[dict[str, Any]]:
 
 def _cordoned() -> list[dict[str, Any]]:
     return [{**node(type="fast"), "spec": {"unschedulable": True}}]
-
-
-def _narrow_role() -> list[dict[str, Any]]:
-    rules = [{"resources": ["pods"], "verbs": ["get"]}]
-    return [{"metadata": {"name": names.CLUSTER_ROLE_GATEWAY}, "rules": rules}]
 
 
 def _watching(*spaces: str) -> dict[str, Any]:
@@ -110,8 +106,8 @@ def _second(*spaces: str) -> list[dict[str, Any]]:
             {"deployments": [_watching("other")]},
             "operator", "fail", "no operator looks after namespace ns",
         ),
-        ({"clusterroles": []}, "gateway", "fail", "triptych-gateway is missing"),
-        ({"clusterroles": _narrow_role()}, "gateway", "fail", "list and watch of pods"),
+        ({"roles": []}, "gateway", "fail", "Role ns/demo-gateway is missing"),
+        ({"roles": [gateway_role("get")]}, "gateway", "fail", "list and watch of pods"),
         ({"nodes": []}, "nodes", "fail", "no node: every pod stays Pending"),
         ({"nodes": _cordoned()}, "nodes", "fail", "0 of 1 nodes take pods"),
         ({"nodes": [node()]}, "node-classes", "fail", "fast: no node has type=fast"),
@@ -185,7 +181,8 @@ def test_a_service_that_is_not_well_says_its_one_sentence(
 def test_a_claim_of_several_services_is_told_once_and_no_node_is_one_thing():
     twins = [service(), service()]
     twins[1]["metadata"] |= {"name": "other", "uid": "u-2"}
-    missing = wrong(with_objects(vlmservices=twins, persistentvolumeclaims=[]))
+    roles = [gateway_role("*"), gateway_role("*", service="other")]
+    missing = wrong(with_objects(vlmservices=twins, persistentvolumeclaims=[], roles=roles))
     assert [item.check for item in missing] == ["claims"]
     empty = wrong(with_objects(nodes=[], vlmnodeclasses=[]))
     assert [item.check for item in empty] == ["nodes"]
@@ -255,5 +252,8 @@ def test_the_rights_that_are_asked_for_are_those_that_the_chart_grants():
             for only in rule.get("resourceNames", [""])
         }
 
-    assert granted("ClusterRole", "triptych-operator") == {*OF_NAMESPACES, *OF_CLUSTER}
+    assert granted("ClusterRole", "triptych-system:triptych-operator") == {
+        *OF_NAMESPACES,
+        *OF_CLUSTER,
+    }
     assert granted("Role", "triptych-operator-lease") == set(of_lease("triptych-operator"))

@@ -106,6 +106,7 @@ def test_the_objects_of_three_pools():
             "ServiceAccount demo-prefill",
             "ServiceAccount demo-decode",
             "ServiceAccount demo-gateway",
+            "Role demo-gateway",
             "RoleBinding demo-gateway",
             "ConfigMap demo-gateway",
             "NetworkPolicy demo-encoder",

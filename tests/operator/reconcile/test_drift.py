@@ -12,6 +12,7 @@ from vlm_operator.cluster import (
     DEPLOYMENT,
     EVENT,
     NETWORK_POLICY,
+    ROLE,
     ROLE_BINDING,
     SERVICE,
     SERVICE_ACCOUNT,
@@ -105,6 +106,8 @@ CHANGES: dict[str, tuple[Kind, Change]] = {
     "a default of the API server": (DEPLOYMENT, lambda item: pod(item).update(dnsPolicy="None")),
     "a value of ours": (
         DEPLOYMENT, lambda item: pod(item)["containers"][0].update(image="other:1")),
+    "a rule of the gateway's role": (
+        ROLE, lambda item: item["rules"][0]["verbs"].append("delete")),
     "a subject of a binding": (
         ROLE_BINDING, lambda item: item["subjects"].append({"kind": "User", "name": "eve"})),
     "a file in the configuration": (CONFIG_MAP, lambda item: item["data"].update(theirs="1")),
@@ -116,7 +119,7 @@ CHANGES: dict[str, tuple[Kind, Change]] = {
 def target(found: World, kind: Kind) -> str:
     if kind == DEPLOYMENT:
         return decode(found)
-    role = "gateway" if kind in (ROLE_BINDING, CONFIG_MAP) else "decode"
+    role = "gateway" if kind in (ROLE, ROLE_BINDING, CONFIG_MAP) else "decode"
     return f"demo-{role}"
 
 
@@ -251,3 +254,20 @@ def test_without_dry_runs_selectors_are_still_exact_and_nothing_loops():
     )
     found.turn()
     assert found.snapshot() == before
+
+
+def test_a_binding_of_version_0_1_is_made_anew_for_the_services_own_role():
+    """Its role cannot be changed, and the ClusterRole that it names goes with the chart."""
+    found = world(defaults)
+    before = found.snapshot()
+
+    def old(item: Manifest) -> None:
+        item["roleRef"] = {**item["roleRef"], "kind": "ClusterRole", "name": "triptych-gateway"}
+        item["metadata"]["annotations"]["triptych.dev/applied"] = "of-0-1"
+
+    found.cluster.edit(ROLE_BINDING, "ns", "demo-gateway", old)
+    found.cluster.remove(ROLE, "ns", "demo-gateway")
+    found.loop = found.new_loop()
+    found.turn()
+    assert found.snapshot() == before
+    assert not [item for item in found.cluster.all(EVENT) if item["type"] == "Warning"]

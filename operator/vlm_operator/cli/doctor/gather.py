@@ -18,6 +18,7 @@ from vlm_operator.cli.doctor.kinds import (
     GLOBAL,
     LEASE,
     LOCAL,
+    ROLE,
     VLM_SERVICE,
 )
 from vlm_operator.cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
@@ -59,7 +60,7 @@ async def gather(access: Access, namespace: str | None, *, now: float, probe: bo
     )
 
 
-_LABELS = {POD: {names.LABEL_APP_NAME: names.APP_NAME}}
+_LABELS = {key: {names.LABEL_APP_NAME: names.APP_NAME} for key in (POD, ROLE)}
 
 
 class _Reader:

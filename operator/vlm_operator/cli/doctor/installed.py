@@ -10,9 +10,10 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.cli.doctor.facts import Facts, Finding, Installation, Level
-from vlm_operator.cli.doctor.kinds import CLUSTER_ROLE, CRD, DEPLOYMENT, LEASE
+from vlm_operator.cli.doctor.kinds import CRD, DEPLOYMENT, LEASE, ROLE, VLM_SERVICE
 from vlm_operator.cluster import Manifest
 from vlm_operator.crd.manifests import KINDS, crd
+from vlm_operator.names import Role
 
 OLDEST = (1, 30)  # the chart's kubeVersion
 INSTALL = "kubectl apply --server-side -f install.yaml, or helm upgrade --install"
@@ -77,26 +78,31 @@ def alone(facts: Facts) -> Iterator[Finding]:
 
 
 def gateway_role(facts: Facts) -> Iterator[Finding]:
-    """The ClusterRole that the operator binds to gateways is there, and lets them watch pods."""
-    if CLUSTER_ROLE in facts.unread:
+    """Each service's Role is there, and lets its gateways watch pods."""
+    services = facts.all(VLM_SERVICE)
+    if ROLE in facts.unread or not services:
         return
-    found, name = facts.one(CLUSTER_ROLE, names.CLUSTER_ROLE_GATEWAY), names.CLUSTER_ROLE_GATEWAY
-    if found is None:
-        message = f"ClusterRole {name} is missing: gateways cannot find their workers"
-        yield Finding("gateway", Level.FAIL, message, INSTALL)
-        return
-    verbs = {
-        verb
-        for rule in found.get("rules") or []
-        if {"pods", "*"} & set(rule.get("resources", []))
-        for verb in rule.get("verbs", [])
-    }
-    if "*" not in verbs and not verbs >= _GATEWAY_VERBS:
-        lacking = " and ".join(sorted(_GATEWAY_VERBS - verbs))
-        message = f"ClusterRole {name} does not allow {lacking} of pods"
-        yield Finding("gateway", Level.FAIL, message, INSTALL)
-        return
-    yield Finding("gateway", Level.OK, f"ClusterRole {name} lets gateways watch their workers")
+    fine = True
+    for service in services:
+        space, name = service["metadata"]["namespace"], service["metadata"]["name"]
+        found = facts.one(ROLE, names.child(name, Role.GATEWAY), space)
+        said = f"Role {space}/{names.child(name, Role.GATEWAY)}"
+        verbs = {
+            verb
+            for rule in (found or {}).get("rules") or []
+            if {"pods", "*"} & set(rule.get("resources", []))
+            for verb in rule.get("verbs", [])
+        }
+        lacking = set() if "*" in verbs else _GATEWAY_VERBS - verbs
+        if not lacking:
+            continue
+        fine = False
+        message = f"{said} does not allow {' and '.join(sorted(lacking))} of pods"
+        if found is None:
+            message = f"{said} is missing: gateways cannot find their workers"
+        yield Finding("gateway", Level.FAIL, message, "an operator puts it back: does one lead?")
+    if fine:
+        yield Finding("gateway", Level.OK, "every gateway's Role lets it watch its workers")
 
 
 def _definition(found: Manifest, wanted: Manifest) -> tuple[Level, str]:

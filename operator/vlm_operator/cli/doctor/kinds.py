@@ -7,6 +7,7 @@ from vlm_operator.cluster import (
     LEASE,
     NODE,
     POD,
+    ROLE,
     VLM_NODE_CLASS,
     VLM_POOL,
     VLM_SERVICE,
@@ -21,17 +22,15 @@ CRD = Kind(
 )
 NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
 CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
-CLUSTER_ROLE = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
 AUTOSCALER = Kind("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 
 # Of the cluster, and of the namespaces that are looked at.
-GLOBAL = (CRD, NAMESPACE, CLUSTER_ROLE, NODE, VLM_NODE_CLASS)
-LOCAL = (VLM_SERVICE, VLM_POOL, POD, CLAIM, AUTOSCALER)
+GLOBAL = (CRD, NAMESPACE, NODE, VLM_NODE_CLASS)
+LOCAL = (VLM_SERVICE, VLM_POOL, POD, ROLE, CLAIM, AUTOSCALER)
 
 __all__ = [
     "AUTOSCALER",
     "CLAIM",
-    "CLUSTER_ROLE",
     "CRD",
     "DEPLOYMENT",
     "GLOBAL",
@@ -40,6 +39,7 @@ __all__ = [
     "NAMESPACE",
     "NODE",
     "POD",
+    "ROLE",
     "VLM_NODE_CLASS",
     "VLM_POOL",
     "VLM_SERVICE",

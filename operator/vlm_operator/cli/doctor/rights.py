@@ -39,12 +39,12 @@ OF_NAMESPACES = (
             ("", "serviceaccounts"),
             ("policy", "poddisruptionbudgets"),
             ("networking.k8s.io", "networkpolicies"),
+            (_RBAC, "roles"),
             (_RBAC, "rolebindings"),
         )
         for verb in _CHILD_VERBS
     ),
-    Right("bind", _RBAC, "clusterroles", names.CLUSTER_ROLE_GATEWAY),
-    *(Right(verb, "", "pods") for verb in ("list", "watch", "patch")),
+    *(Right(verb, "", "pods") for verb in ("get", "list", "watch", "patch")),
     Right("patch", "", "pods/status"),
     *(Right(verb, "", "events") for verb in ("get", "create", "patch")),
 )
@@ -53,6 +53,7 @@ OF_CLUSTER = (
     Right("watch", names.GROUP, names.PLURAL_NODE_CLASS),
     Right("patch", names.GROUP, f"{names.PLURAL_NODE_CLASS}/status"),
     Right("list", "", "nodes"),
+    Right("watch", "", "nodes"),
 )
 
 
