@@ -135,7 +135,13 @@ def _parts(
     return Parts(
         namespaces=settings.namespaces,
         app=app,
-        classes=ClassLoop(cluster, book, clock=time.time, changed=app.wake_all),
+        classes=ClassLoop(
+            cluster,
+            book,
+            clock=time.time,
+            changed=app.wake_all,
+            operator=f"{settings.lease_namespace}/{settings.lease_name}",
+        ),
         informers=tuple(informers.values()),
         cluster=cluster,
         lease=lease,

@@ -111,6 +111,16 @@ class VLMNodeClassSpec(Model):
     speed: list[Speed] = field([], "How fast each role is here.", keys="role", max_length=3)
 
 
+class ClassUsage(Model):
+    """What one operator's services do with a class."""
+
+    operator: str = field(..., "Namespace and name of its Lease.", max_length=317)
+    replicas: int = field(0, "Replicas that run there.")
+    startup_p90_seconds: int | None = field(
+        None, "Seconds from creation to ready, at the 90th percentile."
+    )
+
+
 class VLMNodeClassStatus(Model):
     """What the cluster has of it."""
 
@@ -118,9 +128,12 @@ class VLMNodeClassStatus(Model):
     allocatable: int | None = field(
         None, "Replicas for which their devices suffice; absent without an accelerator."
     )
-    in_use: int = field(0, "Replicas that run there.")
+    in_use: int = field(0, "Replicas that run there, of all operators.")
+    usage: list[ClassUsage] | None = field(
+        None, "What each operator uses; each writes its own entry.", keys="operator", max_length=256
+    )
     measured_startup_p90_seconds: int | None = field(
-        None, "Seconds from creation to ready, at the 90th percentile."
+        None, "Seconds from creation to ready, at the 90th percentile; of operators, the longest."
     )
     conditions: list[Condition] | None = field(
         None, "Aspects of the state.", keys="type", max_length=32

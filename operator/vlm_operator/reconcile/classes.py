@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from vlm_operator import names
 from vlm_operator.cluster import NODE, VLM_NODE_CLASS, Cluster, Manifest
 from vlm_operator.metrics import WRITES
-from vlm_operator.status import ClassUse, Start, class_status, latest
+from vlm_operator.status import ClassUse, Start, class_status, is_told, latest
 
 
 class ClassBook:
@@ -48,6 +48,7 @@ class ClassLoop:
         book: what the services' loops noted.
         clock: seconds since the epoch.
         changed: called when a class came, went or says something else.
+        operator: namespace and name of this operator's Lease: its entry, and its field manager.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class ClassLoop:
         *,
         clock: Callable[[], float],
         changed: Callable[[], None],
+        operator: str = f"{names.OPERATOR_NAMESPACE}/{names.OPERATOR_LEASE}",
     ) -> None:
         self._cluster = cluster
         self._book = book
         self._clock = clock
         self._changed = changed
+        self._operator = operator
         self._specs: dict[str, Manifest] | None = None
 
     async def turn(self) -> None:
@@ -82,11 +85,12 @@ class ClassLoop:
             wanted = class_status(
                 item,
                 nodes,
+                operator=self._operator,
                 in_use=self._book.replicas(name),
                 starts=self._book.starts(name),
                 now=self._clock(),
             )
-            if wanted != item.get("status"):
+            if not is_told(item.get("status", {}), wanted, operator=self._operator):
                 await self._write(item, wanted)
 
     async def _write(self, item: Manifest, status: Manifest) -> None:
@@ -97,5 +101,7 @@ class ClassLoop:
             "metadata": {"name": meta["name"], "uid": meta["uid"]},
             "status": status,
         }
-        await self._cluster.apply(manifest, manager=names.MANAGER_STATUS, subresource="status")
+        # one manager each: an apply takes out what its own manager no longer says, and no more
+        manager = names.status_manager(self._operator)
+        await self._cluster.apply(manifest, manager=manager, subresource="status")
         WRITES.labels(kind=VLM_NODE_CLASS.kind, verb="status").inc()

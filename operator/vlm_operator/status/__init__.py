@@ -12,7 +12,7 @@ events.py      transitions worth an Event, and their reasons     events, REASONS
 """
 
 from vlm_operator.status.build import build_status, pool_status_of_kind, refused_status
-from vlm_operator.status.classes import ClassUse, Start, class_status, class_uses, latest
+from vlm_operator.status.classes import ClassUse, Start, class_status, class_uses, is_told, latest
 from vlm_operator.status.decisions import decision_status
 from vlm_operator.status.events import REASONS, Event, events, foreign_event
 from vlm_operator.status.view import Failure, Told, View
@@ -31,6 +31,7 @@ __all__ = [
     "decision_status",
     "events",
     "foreign_event",
+    "is_told",
     "latest",
     "pool_status_of_kind",
     "refused_status",

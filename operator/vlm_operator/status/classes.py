@@ -65,37 +65,55 @@ def class_status(
     manifest: Manifest,
     nodes: Iterable[Manifest],
     *,
+    operator: str,
     in_use: int,
     starts: Iterable[Start],
     now: float,
 ) -> Manifest:
     """Return what `status` of a VLMNodeClass should say; rounded, so that idle writes nothing.
 
+    Each operator writes its own entry of `usage`. What it writes besides follows from the nodes
+    and from all entries, so that two operators write the same.
+
     Args:
         manifest: the class as it stands; what was measured stays while nothing newer is known.
         nodes: all of the cluster.
-        in_use: replicas of all services that run there.
-        starts: the latest of all services.
+        operator: namespace and name of this operator's Lease.
+        in_use: replicas of its services that run there.
+        starts: the latest of its services.
         now: seconds since the epoch.
     """
     spec, previous = manifest.get("spec", {}), manifest.get("status", {})
     selector = spec.get("nodeSelector", {})
     matching = [node for node in nodes if _matches(node, selector)]
+    entry: Manifest = {"operator": operator, "replicas": in_use}
+    measured = _p90([start.seconds for start in starts])
+    if measured is not None:
+        entry["startupP90Seconds"] = measured
+    others = [item for item in previous.get("usage", []) if item["operator"] != operator]
+    entries = [entry, *others]
     found: Manifest = {
         "nodes": len(matching),
-        "inUse": in_use,
+        "inUse": sum(item.get("replicas", 0) for item in entries),
         "conditions": [_found(len(matching), selector, previous, now)],
     }
     accelerator = spec.get("accelerator")
     if accelerator is not None:
         name, count = accelerator["resourceName"], int(accelerator.get("count", 1))
         found["allocatable"] = sum(_devices(node, name) // count for node in matching)
-    measured = _p90([start.seconds for start in starts])
-    if measured is None:
-        measured = previous.get("measuredStartupP90Seconds")
-    if measured is not None:
-        found["measuredStartupP90Seconds"] = measured
+    if in_use or measured is not None:
+        found["usage"] = [entry]
+    longest = max((item.get("startupP90Seconds", 0) for item in entries), default=0)
+    longest = longest or previous.get("measuredStartupP90Seconds", 0)
+    if longest:
+        found["measuredStartupP90Seconds"] = longest
     return found
+
+
+def is_told(status: Manifest, wanted: Manifest, *, operator: str) -> bool:
+    """Whether a class's status says what an operator wants it to; entries of others are theirs."""
+    own = [item for item in status.get("usage", []) if item["operator"] == operator]
+    return {**{key: status.get(key) for key in wanted}, "usage": own} == {"usage": [], **wanted}
 
 
 def latest(starts: Iterable[Start]) -> tuple[Start, ...]:

@@ -24,6 +24,7 @@ _KEYED = {
     "imagePullSecrets": "name",
     "ownerReferences": "uid",
     "conditions": "type",
+    "usage": "operator",
 }
 
 

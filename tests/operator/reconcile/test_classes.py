@@ -8,6 +8,7 @@ from operator_support import World, body, external, pool
 from vlm_operator.cluster import DEPLOYMENT, NODE, POD, VLM_NODE_CLASS
 from vlm_operator.reconcile import ClassBook, ClassLoop
 from vlm_operator.reconcile.loop import Loop
+from vlm_operator.status import ClassUse, Start
 from vlm_operator.testing import FakeCluster, settle
 
 SPEC: dict[str, Any] = {
@@ -96,6 +97,42 @@ def test_a_class_that_did_not_change_is_not_written():
         world.turn(seconds=5)
         classes.turn()
     assert world.written() == before
+
+
+def test_two_operators_each_write_their_own_use_and_then_are_still():
+    """Scoped ones, of different namespaces: the class is the cluster's, the numbers are theirs."""
+    cluster = FakeCluster()
+    cluster.plant(node_class())
+    plant_node(cluster, "a", type="gpu")
+    books = {name: ClassBook() for name in ("red/op", "blue/op")}
+    loops = [
+        ClassLoop(cluster, book, clock=cluster.clock, changed=lambda: None, operator=name)
+        for name, book in books.items()
+    ]
+
+    def turn(times: int = 1) -> dict[str, Any]:
+        for _ in range(times):
+            for loop in loops:
+                asyncio.run(loop.turn())
+        found: dict[str, Any] = cluster.all(VLM_NODE_CLASS)[0]["status"]
+        return found
+
+    start = Start("pod", 0.0, 40.0)
+    books["red/op"].note(("red", "a"), {"gpu": ClassUse(1, (start,))})
+    books["blue/op"].note(("blue", "b"), {"gpu": ClassUse(2)})
+    status = turn(2)
+    assert {item["operator"]: item["replicas"] for item in status["usage"]} == {
+        "red/op": 1,
+        "blue/op": 2,
+    }
+    assert (status["inUse"], status["measuredStartupP90Seconds"]) == (3, 40)
+    before = len(cluster.writes)
+    turn(5)
+    assert len(cluster.writes) == before, "neither writes over the other"
+    books["blue/op"].forget(("blue", "b"))
+    status = turn(2)
+    assert [item["operator"] for item in status["usage"]] == ["red/op"]
+    assert status["inUse"] == 1
 
 
 def test_a_class_without_nodes_says_so_and_keeps_what_was_measured():
