@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -21,7 +22,13 @@ from vlm_operator.api.base import (
     field,
 )
 
-_DEVICE = "/"  # extended resources have a domain, cpu and memory have none
+# Extended resources that compute, by what follows the domain: `nvidia.com/gpu`, `gpu.shared`,
+# `mig-1g.5gb`, `Ascend910`. Others are network cards and the like: `rdma/hca`.
+_ACCELERATOR = re.compile(
+    r"(v?gpu|mig|tpu|npu|hpu|xpu|gaudi|neuron(core|device)?|ascend|dcu|v?mlu|gcu)([-.0-9].*)?"
+    r"|i915|xe",
+    re.IGNORECASE,
+)
 
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
 Resources = Annotated[dict[ResourceName, Quantity], Field(max_length=16)]
@@ -112,8 +119,22 @@ class Variant(Model):
         ),
     )
 
-    @property
-    def accelerators(self) -> int:
-        """Devices of one replica: extended resources in its limits."""
+    def accelerators(self, resource: str | None = None) -> int:
+        """Devices of one replica in its limits, for `budget.maxAccelerators`.
+
+        Args:
+            resource: what the variant's node class calls its accelerator. It counts whatever its
+                name is; others count if they have a name of a known accelerator.
+        """
         limits = self.resources.limits.items()
-        return sum(int(quantity.parse(value)) for name, value in limits if _DEVICE in name)
+        return sum(
+            int(quantity.parse(value))
+            for name, value in limits
+            if name == resource or is_accelerator(name)
+        )
+
+
+def is_accelerator(resource: str) -> bool:
+    """Whether an extended resource has the name of a device that computes."""
+    domain, _, device = resource.rpartition("/")
+    return bool(domain) and _ACCELERATOR.fullmatch(device) is not None

@@ -61,7 +61,13 @@ class Budget(Model):
     """What the service may take of the cluster."""
 
     max_accelerators: int | None = field(
-        None, "Devices of all pools together.", example=8, unset="no bound", ge=0, le=100_000
+        None,
+        "Accelerators of all pools together: what a VLMNodeClass names, and resources with the "
+        "name of one (gpu, mig-*, tpu, npu, hpu, gaudi, neuron); network cards do not count.",
+        example=8,
+        unset="no bound",
+        ge=0,
+        le=100_000,
     )
     max_cost_per_hour: Quantity | None = field(
         None, "Cost of all pools together per hour.", example="24.50", unset="no bound"

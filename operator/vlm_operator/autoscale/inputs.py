@@ -143,7 +143,7 @@ def _variant(role: Role, variant: Variant, classes: Mapping[str, NodeClassState]
     known = None if reference is None else classes.get(reference.name)
     plain = VariantPolicy(
         name=variant.name,
-        accelerators=variant.accelerators,
+        accelerators=variant.accelerators(known.accelerator if known else None),
         preference=variant.preference,
         max_replicas=variant.max_replicas,
     )

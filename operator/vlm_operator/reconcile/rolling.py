@@ -132,7 +132,9 @@ def _bills(
         for variant in pool.variants:
             reference = variant.node_class_ref
             known = observed.node_classes.get(reference.name) if reference else None
-            devices[role, variant.name] = float(variant.accelerators)
+            devices[role, variant.name] = float(
+                variant.accelerators(known.accelerator if known else None)
+            )
             costs[role, variant.name] = (known.cost_per_hour if known else None) or 0.0
     limit = budget.max_cost_per_hour
     for prices, bound in (

@@ -155,10 +155,14 @@ def _cost(view: View) -> dict[str, str] | None:
 
 
 def _accelerators(view: View) -> dict[str, int]:
-    """Devices that pods with a node hold: extended resources in their variants' limits."""
-    total = 0
+    """Accelerators that pods with a node hold, by their variants' limits."""
+    total, classes = 0, view.observed.node_classes
     for role, pool in view.service.spec.pools.present.items():
-        devices = {variant.name: variant.accelerators for variant in pool.variants}
+        devices = {}
+        for variant in pool.variants:
+            reference = variant.node_class_ref
+            known = classes.get(reference.name) if reference else None
+            devices[variant.name] = variant.accelerators(known.accelerator if known else None)
         total += sum(devices.get(pod.variant, 0) for pod in view.observed.of(role) if pod.scheduled)
     limit = view.policy.budget.accelerators
     return {"inUse": total} if limit is None else {"inUse": total, "limit": limit}

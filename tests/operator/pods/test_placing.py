@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from operator_support import body, pool, service
 
+from vlm_operator.api import Variant
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.pods import place
@@ -42,7 +43,7 @@ def test_a_class_says_where_the_pods_go_and_which_devices_they_hold():
     assert found.placement.node_selector == {"type": "l40s"}
     assert [item.key for item in found.placement.tolerations] == ["gpu"]
     assert found.resources.limits == {"nvidia.com/gpu": "2"}
-    assert found.accelerators == 2
+    assert found.accelerators() == 2
 
 
 def test_what_the_variant_says_of_a_device_wins_and_its_cpu_stays():
@@ -104,3 +105,24 @@ def test_a_change_of_a_class_that_touches_pods_is_a_new_revision(change):
 )
 def test_a_change_of_a_class_that_only_counts_is_none(change):
     assert revisions(on_class(), L40S) == revisions(on_class(), dataclasses.replace(L40S, **change))
+
+
+@pytest.mark.parametrize(
+    ("limits", "named", "count"),
+    [
+        ({"nvidia.com/gpu": "2", "rdma/hca": "1"}, None, 2),
+        ({"nvidia.com/mig-1g.5gb": "1"}, None, 1),
+        ({"nvidia.com/gpu.shared": "1", "nvidia.com/gpumem": "8000"}, None, 1),
+        ({"huawei.com/Ascend910": "4", "google.com/tpu": "4"}, None, 8),
+        ({"gpu.intel.com/i915": "1", "gpu.intel.com/i915_monitoring": "1"}, None, 1),
+        ({"cpu": "4", "memory": "1Gi", "example.com/board": "3"}, None, 0),
+        ({"example.com/board": "3", "rdma/hca": "1"}, "example.com/board", 3),
+    ],
+)
+def test_what_counts_against_a_budget_of_accelerators(
+    limits: dict[str, str], named: str | None, count: int
+):
+    variant = Variant.model_validate(
+        {"name": "v", "placement": {}, "resources": {"limits": limits}}
+    )
+    assert variant.accelerators(named) == count
