@@ -5,6 +5,7 @@ OperatorError
 ├── NameConflictError   the user: somebody else owns an object of that name  Stalled=True
 ├── ClusterError        the API server refused, with its status and reason
 │   ├── ConflictError   ... 409: read again, then decide again
+│   ├── NamespaceEndsError  nobody: the namespace is being deleted, nothing is created there
 │   └── UnavailableError  nobody: it cannot be reached, it comes back
 ├── NotReadyError       nobody: ask again after `retry_after` seconds
 └── LeaseLostError      nobody: this process may not write, until it leads again or ends
@@ -60,6 +61,10 @@ class ClusterError(OperatorError):
 
 class ConflictError(ClusterError):
     """Somebody wrote the object in between: read again, then decide again."""
+
+
+class NamespaceEndsError(ClusterError):
+    """The namespace is being deleted: the API server creates nothing there any more."""
 
 
 class UnavailableError(ClusterError):

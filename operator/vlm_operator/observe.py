@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_operator import names
@@ -28,11 +28,12 @@ from vlm_operator.state import (
     Observed,
     PodState,
     is_pod_of,
+    names_of,
     owned_by,
+    parted,
 )
 
 _ROLES = frozenset(role.value for role in Role)
-Key = tuple[str, str]  # kind and name
 
 
 async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) -> Observed:
@@ -58,9 +59,9 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
     )
     uid = None if service is None else str(service["metadata"]["uid"])
     labelled = [item for items in found for item in items]
-    owned, foreign = _parted(labelled, lambda item: owned_by(item, uid))
-    ours, theirs = (_names(some, DEPLOYMENT.kind) for some in (owned, foreign))
-    own, strangers = _parted(pods, lambda item: is_pod_of(item, name, ours=ours, foreign=theirs))
+    owned, foreign = parted(labelled, lambda item: owned_by(item, uid))
+    ours, theirs = (names_of(DEPLOYMENT.kind, some) for some in (owned, foreign))
+    own, strangers = parted(pods, lambda item: is_pod_of(item, name, ours=ours, foreign=theirs))
     return Observed(
         service=service,
         children=owned,
@@ -70,20 +71,6 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
         now=now,
         foreign={**foreign, **strangers},
     )
-
-
-def _parted(
-    items: Sequence[Manifest], ours: Callable[[Manifest], bool]
-) -> tuple[dict[Key, Manifest], dict[Key, Manifest]]:
-    """Objects by kind and name: those that are ours, and the others."""
-    found: tuple[dict[Key, Manifest], dict[Key, Manifest]] = ({}, {})
-    for item in items:
-        found[0 if ours(item) else 1][item["kind"], item["metadata"]["name"]] = item
-    return found
-
-
-def _names(items: Collection[Key], kind: str) -> frozenset[str]:
-    return frozenset(name for found, name in items if found == kind)
 
 
 def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:

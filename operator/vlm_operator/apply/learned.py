@@ -17,7 +17,7 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.cluster import Cluster, Manifest
-from vlm_operator.errors import ClusterError
+from vlm_operator.errors import ClusterError, NamespaceEndsError
 from vlm_operator.metrics import UNLEARNED
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class Learned:
                 return None
             try:
                 answer = await cluster.apply(_trial(manifest), manager=names.MANAGER, dry_run=True)
+            except NamespaceEndsError:
+                raise
             except ClusterError as error:
                 # unreachable, or a webhook that does not answer
                 if error.status == 0 or error.status == 429:

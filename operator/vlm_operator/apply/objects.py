@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.apply.compare import Drift, drift, patch, stamped
-from vlm_operator.apply.contest import Contests, Key, current, due, repaired
-from vlm_operator.apply.learned import Learned
+from vlm_operator.apply.accepted import Accepted
+from vlm_operator.apply.compare import Drift, stamped
+from vlm_operator.apply.contest import Key, current, due, repaired
+from vlm_operator.apply.repair import changes, write
 from vlm_operator.cluster import CHILD_KINDS, Cluster, Manifest, kind_of
-from vlm_operator.errors import ClusterError, ConflictError, NameConflictError, UnavailableError
+from vlm_operator.errors import (
+    ClusterError,
+    ConflictError,
+    NameConflictError,
+    NamespaceEndsError,
+    UnavailableError,
+)
 from vlm_operator.metrics import WRITES
 from vlm_operator.state import ANNOTATION_APPLIED, Observed, owned_by
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Accepted:
-    """What became of our manifests, by kind and name. Written by `apply_plan` alone.
-
-    Attributes:
-        kept: a digest, and the paths at which the answer to our own write differed from it: the
-            API server's own ways are no drift.
-        digests: what was last found or put as wanted.
-        compared: a digest and the version of an object that was as it says: it still is.
-        contests: what somebody else changed since.
-        news: what was put right since the loop last asked, for people.
-        learned: what the API server adds by itself.
-    """
-
-    kept: dict[Key, tuple[str, frozenset[str]]] = dataclasses.field(default_factory=dict)
-    digests: dict[Key, str] = dataclasses.field(default_factory=dict)
-    compared: dict[Key, tuple[str, str | None]] = dataclasses.field(default_factory=dict)
-    contests: Contests = dataclasses.field(default_factory=dict)
-    news: list[str] = dataclasses.field(default_factory=list)
-    learned: Learned = dataclasses.field(default_factory=Learned)
-
-    def told(self) -> tuple[str, ...]:
-        """Hand over the news, once."""
-        found = tuple(self.news)
-        self.news.clear()
-        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +84,7 @@ async def apply_plan(
                 written[key] = answer
         except NameConflictError as error:
             conflicts.append(error)
-        except (UnavailableError, ConflictError):
+        except (UnavailableError, ConflictError, NamespaceEndsError):
             raise
         except ClusterError as error:
             refused.append((label, error))
@@ -117,9 +96,12 @@ async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None
 
     Raises:
         UnavailableError: it could not be asked.
+        NamespaceEndsError: nothing is created there any more.
     """
     try:
         await cluster.apply(manifest, manager=names.MANAGER, dry_run=True)
+    except NamespaceEndsError:
+        raise
     except UnavailableError as error:
         # an unknown field is answered with 500, not with 400
         if "failed to create typed patch object" in error.message:
@@ -192,7 +174,7 @@ async def _apply(
             return None
         known = accepted.kept.get(key)
         kept = known[1] if known is not None and known[0] == digest else frozenset()
-        found = await _drift(cluster, live, wanted, digest, accepted=accepted, now=now)
+        found = await changes(cluster, live, wanted, digest, learned=accepted.learned, now=now)
         found = tuple(item for item in found if item.path not in kept)
         if not found:
             accepted.digests[key] = digest
@@ -208,8 +190,8 @@ async def _apply(
         field = found[0].path if found else "its existence"
         accepted.contests = repaired(accepted.contests, key, field, now=now)
         if found:
-            accepted.news.append(f"{key[0]} {key[1]}: {_listed(found)} changed; put back")
-    answer, left = await _write(cluster, wanted, live, found, accepted.learned)
+            accepted.tell(key, found)
+    answer, left = await write(cluster, wanted, live, found, accepted.learned)
     accepted.digests[key] = digest
     WRITES.labels(kind=key[0], verb="apply").inc()
     _check_owner(answer, key, uid)
@@ -218,76 +200,6 @@ async def _apply(
     else:
         accepted.kept.pop(key, None)
     return answer
-
-
-async def _drift(
-    cluster: Cluster,
-    live: Manifest,
-    wanted: Manifest,
-    digest: str,
-    *,
-    accepted: Accepted,
-    now: float,
-) -> tuple[Drift, ...]:
-    """Compare; ask what the API server adds by itself only if an addition is not known yet."""
-    found = drift(live, wanted, accepted.learned.known(wanted))
-    if not any(item.added for item in found):
-        return found
-    return drift(live, wanted, await accepted.learned.ask(cluster, wanted, digest, now=now))
-
-
-async def _write(
-    cluster: Cluster,
-    wanted: Manifest,
-    live: Manifest | None,
-    found: tuple[Drift, ...],
-    learned: Learned,
-) -> tuple[Manifest, tuple[Drift, ...]]:
-    """Apply, and take out what others added, which an apply leaves.
-
-    Returns:
-        The object, and what the API server itself made of one write of ours and will again.
-    """
-    answers = learned.known(wanted)
-    added = tuple(item for item in found if item.added)
-    if live is not None and _fixed(live, wanted):
-        meta = live["metadata"]
-        await cluster.delete(kind_of(wanted), meta["namespace"], meta["name"], uid=meta["uid"])
-        wanted["metadata"].pop("uid")
-        return await cluster.apply(wanted, manager=names.MANAGER), ()
-    if not added:
-        try:
-            answer = await cluster.apply(wanted, manager=names.MANAGER)
-            left = _left(answer, wanted, answers) if live is not None else ()
-            if not left:
-                return answer, ()
-        except ClusterError as error:
-            if live is None or error.status != 422:
-                raise
-            left = found
-        added = left
-    WRITES.labels(kind=wanted["kind"], verb="merge").inc()
-    merged = await cluster.merge(patch(wanted, added), manager=names.MANAGER)
-    kept = {item.path for item in _left(merged, wanted, answers)}
-    answer = await cluster.apply(wanted, manager=names.MANAGER)
-    # what is different only now was written in between: that is for the next turn
-    return answer, tuple(item for item in _left(answer, wanted, answers) if item.path in kept)
-
-
-def _left(answer: Manifest, wanted: Manifest, answers: Sequence[Manifest]) -> tuple[Drift, ...]:
-    """What of our own write is not as written; additions count only if defaults are known."""
-    bare = {**wanted, "metadata": {k: v for k, v in wanted["metadata"].items() if k != "uid"}}
-    return drift(answer, bare, answers or None)
-
-
-def _fixed(live: Manifest, wanted: Manifest) -> bool:
-    """Whether only a new object can be as wanted: a binding's role cannot be changed."""
-    return "roleRef" in wanted and live.get("roleRef") != wanted["roleRef"]
-
-
-def _listed(found: tuple[Drift, ...]) -> str:
-    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(item.path for item in found[:3]) + rest
 
 
 def _check_owner(live: Manifest | None, key: tuple[str, str], uid: str) -> None:

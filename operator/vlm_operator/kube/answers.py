@@ -11,7 +11,7 @@ import aiohttp
 from kubernetes.aio.client.rest import ApiException
 
 from vlm_operator.cluster import Happening, Kind, Manifest, WatchEvent
-from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
+from vlm_operator.errors import ClusterError, ConflictError, NamespaceEndsError, UnavailableError
 
 
 def items(kind: Kind, answer: Manifest) -> list[Manifest]:
@@ -74,6 +74,8 @@ def _typed(code: int, reason: str, message: str) -> ClusterError:
     # a uid in an applied manifest is a precondition that this API server calls invalid
     if code == 409 or (code == 422 and "metadata.uid: Invalid value" in message):
         return ConflictError(409, reason, message)
+    if code == 403 and "is being terminated" in message:
+        return NamespaceEndsError(code, reason, message)
     if code in (0, 429) or code >= 500:
         return UnavailableError(code, reason, message)
     return ClusterError(code, reason, message)

@@ -142,7 +142,7 @@ class Loop:
                 wrote = again.wrote or done.wrote
                 done = dataclasses.replace(again, failure=done.failure, wrote=wrote)
                 turn = last
-        elif not turn.written.spec.paused:
+        elif not turn.written.spec.paused and not self._accepted.ends:
             accepted = AcceptedSpec.of(body, turn.written, observed)
             if await self._report.accepted(turn.written, accepted, observed):
                 done = dataclasses.replace(done, wrote=True)
@@ -193,9 +193,11 @@ class Loop:
         said = (*(Event("ChildContested", message) for message in fights),)
         said += (*(Event("ChildRepaired", message) for message in self._accepted.told()),)
         said += self._report.foreign(observed)
-        await self._tell(body, status, (*events(previous, status, intent.decisions.items()), *said))
+        ends = self._accepted.ends  # then no Event can be created either
+        news = () if ends else (*events(previous, status, intent.decisions.items()), *said)
+        await self._tell(body, status, news)
         self._note(await self._report.pools(view))
-        if not written.spec.paused and await self._report.memory(intent, observed):
+        if not ends and not written.spec.paused and await self._report.memory(intent, observed):
             self._seen = None
         self._report.count(view, intent)
         self._memory = intent.sizing.outcome.memory

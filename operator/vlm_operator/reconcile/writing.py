@@ -26,6 +26,7 @@ from vlm_operator.errors import (
     ClusterError,
     ConflictError,
     NameConflictError,
+    NamespaceEndsError,
     UnavailableError,
 )
 from vlm_operator.plan import pool_claim
@@ -61,9 +62,23 @@ async def carry_out(
 ) -> Done:
     """Write whatever differs; what was refused lately waits for its own next try.
 
+    Once the namespace is being deleted, nothing is written any more.
+
     Raises:
         UnavailableError, ConflictError, LeaseLostError: the turn ends here; the next one goes on.
     """
+    if not accepted.ends:
+        try:
+            return await _carry_out(cluster, intent, observed, accepted, retries)
+        except NamespaceEndsError:
+            accepted.ends = True
+    message = "the namespace is being deleted: nothing is created there any more"
+    return Done(Failure("NamespaceTerminating", message, person=False), wrote=False)
+
+
+async def _carry_out(
+    cluster: Cluster, intent: Intent, observed: Observed, accepted: Accepted, retries: Retries
+) -> Done:
     service = intent.service
     count = await apply_gates(cluster, intent.gates, namespace=service.namespace, now=observed.now)
     if service.spec.paused:
@@ -81,7 +96,7 @@ async def carry_out(
             claimed[names.KIND_POOL, claim["metadata"]["name"]] = answer
         except NameConflictError as error:
             conflicts.append(error)
-        except (UnavailableError, ConflictError):
+        except (UnavailableError, ConflictError, NamespaceEndsError):
             raise
         except ClusterError as error:
             unclaimed.append((names.child(service.name, role), error))
@@ -196,10 +211,4 @@ def _conflict(error: NameConflictError) -> Failure:
 
 
 def _refusal(label: str, error: ClusterError) -> Failure:
-    if _ending_namespace(error):
-        return Failure("NamespaceTerminating", "the namespace is being deleted", person=False)
     return Failure(error.reason or "Refused", f"{label}: {error.message}")
-
-
-def _ending_namespace(error: ClusterError) -> bool:
-    return error.status == 403 and "being terminated" in error.message

@@ -10,7 +10,7 @@ revisions.py    what pods are made of, and the notes of it on Deployments
 """
 
 from vlm_operator.state.deployments import DeploymentState, Manifest
-from vlm_operator.state.owners import controller, is_pod_of, owned_by
+from vlm_operator.state.owners import controller, is_pod_of, names_of, owned_by, parted
 from vlm_operator.state.reports import (
     Busy,
     Gaps,
@@ -57,5 +57,7 @@ __all__ = [
     "Ttft",
     "controller",
     "is_pod_of",
+    "names_of",
     "owned_by",
+    "parted",
 ]

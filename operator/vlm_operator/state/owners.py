@@ -10,11 +10,13 @@ and uid, so the name is enough, and no ReplicaSet has to be watched.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vlm_operator import names
 
+Manifest = dict[str, Any]
+Key = tuple[str, str]  # kind and name
 _HASH = "pod-template-hash"
 
 
@@ -57,6 +59,21 @@ def is_pod_of(
     if deployment in ours:
         return True
     return deployment not in foreign and deployment in _names(service, meta["labels"])
+
+
+def parted(
+    items: Iterable[Manifest], ours: Callable[[Manifest], bool]
+) -> tuple[dict[Key, Manifest], dict[Key, Manifest]]:
+    """Return objects by kind and name: those that are ours, and the others."""
+    found: tuple[dict[Key, Manifest], dict[Key, Manifest]] = ({}, {})
+    for item in items:
+        found[0 if ours(item) else 1][item["kind"], item["metadata"]["name"]] = item
+    return found
+
+
+def names_of(kind: str, items: Iterable[Key]) -> frozenset[str]:
+    """Return the names of those objects that are of a kind."""
+    return frozenset(name for found, name in items if found == kind)
 
 
 def _names(service: str, labels: Mapping[str, str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlm_operator.cluster import KINDS, Kind, Manifest, kind_of
-from vlm_operator.errors import ClusterError, ConflictError
+from vlm_operator.errors import ClusterError, ConflictError, NamespaceEndsError
 from vlm_operator.testing.fields import Fields
 from vlm_operator.testing.stored import Stored
 
@@ -44,6 +44,8 @@ class FakeCluster:
     Attributes:
         writes: every change: verb, kind, name, manager.
         dry_runs: kind and name of each dry run.
+        refused: kind and name of what was not created in them.
+        ending: namespaces that are being deleted: nothing is created there.
         admission: called with each object that is about to be stored, and whether it is new: what
             the API server's defaults and mutating webhooks do.
     """
@@ -51,6 +53,8 @@ class FakeCluster:
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         self.writes: list[tuple[str, str, str, str]] = []
+        self.ending: set[str] = set()
+        self.refused: list[tuple[str, str]] = []
         self.dry_runs: list[tuple[str, str]] = []
         self.admission: list[Callable[[Manifest, bool], None]] = []
         self._objects: dict[Key, Stored] = {}
@@ -82,6 +86,10 @@ class FakeCluster:
                 raise ClusterError(404, "NotFound", f"{kind.plural} {meta['name']} not found")
             if "uid" in meta:
                 raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
+            if meta.get("namespace") in self.ending:
+                self.refused.append((kind.kind, meta["name"]))
+                text = f"unable to create new content in namespace {meta['namespace']} because it "
+                raise NamespaceEndsError(403, "Forbidden", f"{text}is being terminated")
         elif "uid" in meta and meta["uid"] != found.meta["uid"]:
             raise ConflictError(409, "Conflict", "Precondition failed: UID in precondition")
         trial = self._new(kind, meta) if found is None else found.trial()

@@ -9,8 +9,7 @@ from operator_support import World, body, pool
 
 from vlm_operator import names
 from vlm_operator.cluster import CHILD_KINDS, POD, VLM_SERVICE, Manifest
-from vlm_operator.errors import ClusterError
-from vlm_operator.testing import Died, DyingCluster, FakeCluster, settle
+from vlm_operator.testing import Died, DyingCluster, settle
 
 OTHER = {"model": {"uri": "pvc://shapes", "dtype": "Float32"}}
 
@@ -81,38 +80,3 @@ def _named(world: World, kinds: tuple[str, ...]) -> dict[tuple[str, str], Manife
         for key, item in world.snapshot().items()
         if key[0] in kinds and "gateway" not in key[1]
     }
-
-
-class Terminating(FakeCluster):
-    """A namespace that is being deleted: what is there may be changed, nothing may be made."""
-
-    ending = False
-    refused = 0
-
-    async def apply(self, manifest, *, manager, subresource="", dry_run=False):
-        key = (manifest["kind"], "ns", manifest["metadata"]["name"])
-        if self.ending and key not in self._objects:
-            self.refused += 1
-            raise ClusterError(403, "Forbidden", "because it is being terminated")
-        return await super().apply(
-            manifest, manager=manager, subresource=subresource, dry_run=dry_run
-        )
-
-
-def test_a_namespace_that_ends_is_not_fought():
-    world = World(body(decode=pool(1)))
-    world.cluster = Terminating()
-    world.apply(body(decode=pool(1)))
-    world.loop = world.new_loop()
-    world.converge()
-    world.cluster.ending = True
-    for kind in CHILD_KINDS:
-        for item in world.cluster.all(kind):
-            with contextlib.suppress(KeyError):
-                world.cluster.remove(kind, "ns", item["metadata"]["name"])
-    world.turn()
-    assert world.cluster.refused > 0
-    assert world.condition("Ready")["status"] == "False"
-    before = world.written()
-    world.turn()
-    assert world.written() == before, "it has been said"
