@@ -3,7 +3,7 @@
 Nothing of an answer is believed unchecked: another pod's uid (a reused address), an unknown
 version, a number that is negative, not finite or absurd, buckets that do not add up, or a body
 beyond 256 KiB drops the whole sample, and a counter says why. A worker or gateway of an older image
-leaves out `busy`, `gaps`, `held_for` and the buckets of stages.
+leaves out `device`, `busy`, `gaps`, `held_for` and the buckets of stages.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
         busy={name: _busy(item) for name, item in (value.get("busy") or {}).items()},
         gaps=_optional(value.get("gaps"), _gaps),
         held_for={name: _count(item) for name, item in (value.get("held_for") or {}).items()},
+        device=_text(value.get("device") or "")[:64],
     )
 
 

@@ -50,6 +50,17 @@ def test_every_document_fits_the_schema(role: str, phase: Phase, loaded: bool) -
     jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
 
 
+def test_the_operator_reads_on_which_device_a_worker_computes() -> None:
+    state = state_of("decode", ENVIRONMENT)
+    for device, read in ((None, ""), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
+        state.device = device
+        document = json.loads(json.dumps(stats_document(state, None)))
+        jsonschema.validate(document, SCHEMA)
+        assert parse_stats(document).device == read
+        del document["device"]
+        assert parse_stats(document).device == "", "an older image does not say"
+
+
 def test_the_operator_reads_what_a_worker_was_busy_with() -> None:
     busy = {Kind.PREFILL: Busy(1.5, 3, 2, 300, 4.5e6), Kind.ENCODE: Busy(0.25, 1, 2, 64, 2048.0)}
     told = Snapshot(EngineStats(busy=busy), LeaseCounts(), num_calls=0)

@@ -103,3 +103,4 @@ class Sample:
     busy: Mapping[str, Busy] = dataclasses.field(default_factory=dict)  # "encode", "prefill", …
     gaps: Gaps | None = None  # of gateways
     held_for: Mapping[str, int] = dataclasses.field(default_factory=dict)  # gateways: role → count
+    device: str = ""  # of workers: `cpu`, `cuda:0`; "" where an older image does not say

@@ -23,6 +23,7 @@ class Seen:
     def __init__(self) -> None:
         self.pods: dict[str, KnownPod] = {}
         self.now = 0.0
+        self.problems: list[str] = []
         self._changed = asyncio.Event()
 
     def __call__(self, pods: Sequence[KnownPod]) -> None:
@@ -52,6 +53,7 @@ async def watching(api: ApiServer, **options: object) -> AsyncIterator[Seen]:
         service="demo",
         compat=COMPAT,
         on_pods=seen,
+        on_problem=seen.problems.append,
         clock=lambda: seen.now,
     )
     task = asyncio.create_task(watch.run())
@@ -60,6 +62,15 @@ async def watching(api: ApiServer, **options: object) -> AsyncIterator[Seen]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_denied_list_is_told_until_it_is_allowed(api: ApiServer) -> None:
+    await api.put(pod("a"))
+    api.refuse = [403]
+    async with watching(api) as seen:
+        await seen.until(lambda pods: set(pods) == {"a"})
+    assert seen.problems[0].startswith("the API server denies the list of pods: 403")
+    assert seen.problems[1] == "", "allowed again"
 
 
 async def test_pods_come_change_and_go(api: ApiServer) -> None:

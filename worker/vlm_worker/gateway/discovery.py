@@ -93,7 +93,10 @@ class _Trust:
 
 
 class PodWatch:
-    """The pods of one service. `on_pods` gets all of them whenever something changed."""
+    """The pods of one service. `on_pods` gets all of them whenever something changed.
+
+    `on_problem` gets why they cannot be read, and "" once they can.
+    """
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class PodWatch:
         service: str,
         compat: str,
         on_pods: Callable[[Sequence[KnownPod]], None],
+        on_problem: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -111,6 +115,7 @@ class PodWatch:
         self._selector = f"{SERVICE_LABEL}={service}"
         self._compat = compat
         self._on_pods = on_pods
+        self._on_problem = on_problem
         self._clock = clock
         self._sleep = sleep
         self._trust = _Trust()
@@ -136,6 +141,7 @@ class PodWatch:
                     reason = f"{type(error).__name__}: {error}"
                 if reason:
                     logger.warning("pods cannot be watched", extra={"reason": reason})
+                    self._on_problem(reason)
                     self._forget_if_stale()
                 elif self._clock() - opened > MAX_DELAY_SECONDS:
                     delay = FIRST_DELAY_SECONDS  # it ended as the server ends every watch
@@ -170,6 +176,7 @@ class PodWatch:
         )
         async with self._get(session, query, timeout) as response:
             self._last_good = self._clock()
+            self._on_problem("")
             async for line in _lines(response):
                 event = _object(line)
                 yield self._apply(event)
@@ -215,6 +222,7 @@ class PodWatch:
 
     def _publish(self) -> None:
         self._last_good = self._clock()
+        self._on_problem("")
         self._on_pods(tuple(self._pods.values()))
 
     def _forget_if_stale(self) -> None:
@@ -236,6 +244,11 @@ class _Checked:
         if response.status == 200:
             return response
         await self._request.__aexit__(None, None, None)
+        if response.status in (401, 403):
+            # the operator reads these words: `ACCESS_DENIED` in its status/causes.py
+            raise DiscoveryError(
+                f"the API server denies the list of pods: {response.status} {response.reason}"
+            )
         raise DiscoveryError(f"the API server answers {response.status} {response.reason}")
 
     async def __aexit__(self, *exc: object) -> None:

@@ -116,6 +116,7 @@ async def running(
             service=settings.service,
             compat=settings.compat,
             on_pods=service.registry.apply,
+            on_problem=service.note_discovery,
         )
     with (
         contextlib.closing(listen(settings.bind, settings.http_port)) as public,

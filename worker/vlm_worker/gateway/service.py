@@ -78,6 +78,7 @@ class Service:
         self.draining = False
         self.refusing = False
         self.cut = asyncio.Event()
+        self.discovery_problem = ""  # why the pods cannot be read, "" where they can
         self._was_ready = False
 
     def hold_memory(self, tenant: str) -> Held:
@@ -96,6 +97,10 @@ class Service:
         self.num_inflight -= 1
         if self.num_inflight == 0:
             self.idle.set()
+
+    def note_discovery(self, problem: str) -> None:
+        """Keep why the pods cannot be read, "" once they can; /readyz and /stats say it."""
+        self.discovery_problem = problem
 
     async def tick(self) -> None:
         """Let the meters follow the rates, until cancelled."""
@@ -119,7 +124,7 @@ class Service:
             needed |= {Stage.ENCODER}
         missing = missing_stages(self.registry.candidates(), needed)
         if missing:
-            return f"no ready pod for: {', '.join(missing)}"
+            return self.discovery_problem or f"no ready pod for: {', '.join(missing)}"
         self._was_ready = True
         return None
 

@@ -116,6 +116,13 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
     max_model_len = min(settings.max_model_len, loaded.max_positions)
     engine = _engine(settings, loaded, max_model_len=max_model_len)
     server.state.model = loaded.facts
+    server.state.device = loaded.device
+    if loaded.device == "cpu" and settings.identity.holds_gpus:
+        logger.warning(
+            "this container holds GPUs and computes on the CPU: use the CUDA image and check the "
+            "node's driver",
+            extra={"granted_gpus": settings.identity.granted_gpus},
+        )
     budget = _budget(settings, loaded)
     host = Host(
         engine,

@@ -60,8 +60,8 @@ class ModelFacts:
 class WorkerState:
     """One process. Written by its lifecycle and by the gRPC handlers, on one event loop.
 
-    `heartbeat` is when the engine was last seen well, in seconds since 1970; None before it is
-    there.
+    `device` is what the model computes on, None before it is loaded. `heartbeat` is when the engine
+    was last seen well, in seconds since 1970; None before it is there.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -71,6 +71,7 @@ class WorkerState:
         self.phase = Phase.LOADING
         self.message = "starting"
         self.model: ModelFacts | None = None
+        self.device: str | None = None
         self.outcomes: Counter[Outcome] = Counter()
         self.heartbeat: float | None = None
         self._started = time.monotonic()

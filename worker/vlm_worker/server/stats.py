@@ -57,6 +57,7 @@ def stats_document(state: WorkerState, snapshot: Snapshot | None) -> dict[str, A
         },
         "rates": _rates(state, engine),
         "model": dataclasses.asdict(state.model) if state.model else None,
+        "device": state.device,
         "busy": {kind.value: dataclasses.asdict(busy) for kind, busy in engine.busy.items()},
         "ttft": None,
         "gaps": None,

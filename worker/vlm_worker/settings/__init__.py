@@ -213,4 +213,5 @@ def _identity(environ: Mapping[str, str]) -> Identity:
         service=environ.get("TRIPTYCH_SERVICE", ""),
         variant=environ.get("TRIPTYCH_VARIANT", ""),
         revision=environ.get("TRIPTYCH_REVISION", ""),
+        granted_gpus=environ.get("NVIDIA_VISIBLE_DEVICES", ""),
     )

@@ -24,7 +24,10 @@ DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have ran
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is in its cluster, from the downward API; empty strings outside of one."""
+    """Who this process is in its cluster, from the downward API; empty strings outside of one.
+
+    `granted_gpus` is what the device plugin gave the container (NVIDIA_VISIBLE_DEVICES).
+    """
 
     pod_name: str = ""
     pod_uid: str = ""
@@ -34,6 +37,12 @@ class Identity:
     service: str = ""
     variant: str = ""
     revision: str = ""
+    granted_gpus: str = ""
+
+    @property
+    def holds_gpus(self) -> bool:
+        """The container was given GPUs."""
+        return self.granted_gpus not in ("", "none", "void")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
