@@ -3,13 +3,12 @@
 event of a VLMService (kopf), or of anything with our labels (informer) ─▶ App.wake
                                                              the daemon takes a turn ◀─┘
 
-An event of a VLMService wakes its loop only if it changed what a turn reads from users and from
-kopf: `signature` names it. The operator's own status write changes nothing of that, so it starts no
-turn. Beyond that no handler looks at what changed: the loop reads everything. kopf keeps the
-daemon, and the finalizer that it puts on the object until the daemon returns. For an object that
-it first meets while it is being deleted kopf starts no daemon and drops the finalizer as soon as
-the handlers of that event have returned: then `changed` itself goes on with the drain that another
-process left.
+An event of a VLMService wakes its loop only if it changed what a turn reads from users and kopf:
+`signature` names it. The operator's own status write changes nothing of that, so it starts no turn.
+Beyond that no handler looks at what changed: the loop reads everything. kopf keeps the daemon, and
+the finalizer that it puts on the object until the daemon returns. For an object that it first meets
+while it is being deleted kopf starts no daemon and drops the finalizer as soon as the handlers of
+that event have returned: then `changed` itself goes on with the drain that another process left.
 Nothing here raises PermanentError, after which kopf would never start the daemon again.
 """
 
@@ -29,7 +28,7 @@ from vlm_operator.errors import ClusterError, LeaseLostError
 from vlm_operator.framework import Watching, configure, login
 from vlm_operator.metrics import TURNS
 from vlm_operator.reconcile import Loop
-from vlm_operator.sight import Sight
+from vlm_operator.sight import Sight, Signature, signature
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +39,6 @@ BLIND_SECONDS = 120.0  # watches reconnect after 70 s of silence: longer is dead
 _DRAINED = -1.0
 _DELETED = kopf.DaemonStoppingReason.RESOURCE_DELETED
 _EXITING = kopf.DaemonStoppingReason.OPERATOR_EXITING
-
-
-Signature = tuple[object, ...]
-# What users ask for on the object itself, beside `spec`.
-WAKING_ANNOTATIONS = (f"{names.GROUP}/restarted-at", f"{names.GROUP}/reconcile-at")
-
-
-def signature(meta: Mapping[str, Any]) -> Signature:
-    """Return what of a VLMService's metadata wakes its loop; a status write leaves it as it is."""
-    notes = meta.get("annotations") or {}
-    return (
-        meta.get("uid"),
-        meta.get("generation"),
-        meta.get("deletionTimestamp"),
-        tuple(meta.get("finalizers") or ()),
-        tuple(notes.get(key) for key in WAKING_ANNOTATIONS),
-    )
 
 
 @dataclasses.dataclass

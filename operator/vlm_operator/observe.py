@@ -24,6 +24,7 @@ from vlm_operator.endings import ending
 from vlm_operator.names import Role
 from vlm_operator.state import (
     ANNOTATION_DELETION_COST,
+    ContainerState,
     NodeClassState,
     Observed,
     PodState,
@@ -117,7 +118,19 @@ def _pod(item: Manifest) -> PodState:
         unready_since=_since(conditions, "Ready", status="False"),
         scheduled_since=_since(conditions, "PodScheduled"),
         compat=labels.get(names.LABEL_COMPAT, ""),
+        containers=tuple(
+            ContainerState.of(entry)
+            for entry in [*status.get("initContainerStatuses", []), *statuses]
+        ),
+        unscheduled=_unscheduled(conditions),
     )
+
+
+def _unscheduled(conditions: Mapping[str, Any]) -> str:
+    found = conditions.get("PodScheduled", {})
+    if found.get("status") != "False":
+        return ""
+    return _one_line(str(found.get("message", "")), limit=1024) or "no node was found"
 
 
 def _holds(conditions: Mapping[str, Any], name: str) -> bool:

@@ -6,9 +6,27 @@ that is there, or was changed, and of which no event came, while none came of an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from vlm_operator import names
 from vlm_operator.cluster import Manifest
+
+Signature = tuple[object, ...]
+# What users ask for on the object itself, beside `spec`.
+WAKING_ANNOTATIONS = (f"{names.GROUP}/restarted-at", f"{names.GROUP}/reconcile-at")
+
+
+def signature(meta: Mapping[str, Any]) -> Signature:
+    """Return what of a VLMService's metadata wakes its loop; a status write leaves it as it is."""
+    notes = meta.get("annotations") or {}
+    return (
+        meta.get("uid"),
+        meta.get("generation"),
+        meta.get("deletionTimestamp"),
+        tuple(meta.get("finalizers") or ()),
+        tuple(notes.get(key) for key in WAKING_ANNOTATIONS),
+    )
 
 
 class Sight:

@@ -204,11 +204,11 @@ class Rollout(Model):
         "RollingByRevision keeps serving meanwhile; Recreate drains everything first.",
         example="Recreate",
     )
-    progress_deadline_seconds: int | None = field(
-        None,
-        "Seconds without progress after which a rollout has failed.",
+    progress_deadline_seconds: int = field(
+        600,
+        "Seconds without progress after which Stalled is True, the first rollout included; a new "
+        "revision has failed then.",
         example=3600,
-        unset="a rollout waits for ever",
         ge=60,
         le=86400,
     )
@@ -224,14 +224,4 @@ class Rollout(Model):
         "or wait.",
         example="Wait",
         unset="DrainFirst, but for the last ready pod of a pool",
-    )
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            name="rollback-deadline",
-            holds="!has(self.onFailure) || self.onFailure != 'Rollback' || "
-            "has(self.progressDeadlineSeconds)",
-            message="a rollout goes back after a deadline: set progressDeadlineSeconds",
-            at=".onFailure",
-        ),
     )

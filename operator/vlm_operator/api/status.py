@@ -184,6 +184,9 @@ class VLMServiceStatus(Model):
     )
     topology: Topology | None = field(None, "Which pools there are.")
     url: Word | None = field(None, "Where clients find the OpenAI API, inside the cluster.")
+    last_progress_time: Time | None = field(
+        None, "When the service last got on; unset once its generation is reached."
+    )
     current_revision: Word | None = field(None, "Revision that serves.")
     update_revision: Word | None = field(None, "Revision being rolled out.")
     compat: Word | None = field(None, "Pods with the same value may work together.")

@@ -82,10 +82,12 @@ def intend(
     memory: Memory,
     *,
     options: Options,
+    progressed: float = 0.0,
 ) -> Intent:
     """Decide everything about one service from one view of it.
 
-    `memory` is the autoscaler's, as the last turn left it.
+    `memory` is the autoscaler's, as the last turn left it. `progressed` is when the service last
+    got on, in seconds since the epoch.
 
     Raises:
         SpecError: the cluster does not allow what the manifest asks for.
@@ -97,7 +99,9 @@ def intend(
     revisions = current_revisions(
         service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind
     )
-    whither = plot(service, observed, revisions, patience=options.spare_seconds)
+    whither = plot(
+        service, observed, revisions, patience=options.spare_seconds, progressed=progressed
+    )
     sizing = _size(service, observed, whither, memory)
     decisions = sizing.outcome.decisions
     suspended = service.spec.suspend

@@ -17,7 +17,7 @@ from vlm_operator.names import Role
 from vlm_operator.observe import seconds
 from vlm_operator.pods.parts import GRACE_SECONDS
 from vlm_operator.state import DeploymentState, Observed
-from vlm_operator.status import Failure, Told, refused_status
+from vlm_operator.status import deleting_status
 
 _MARGIN_SECONDS = 5.0
 
@@ -60,6 +60,5 @@ class Deletion:
         """The last status, saying what is waited for."""
         pods = self._observed.of(Role.GATEWAY)
         message = f"{len(pods)} gateway pods finish the requests that they have"
-        failure = Failure(Told.DELETING, message, person=False)
         generation = int(self._meta["generation"])
-        return refused_status(failure, previous, generation=generation, now=self._observed.now)
+        return deleting_status(message, previous, generation=generation, now=self._observed.now)

@@ -29,6 +29,7 @@ from vlm_operator.reconcile.decisions import Intent, Options, held_gates, intend
 from vlm_operator.reconcile.deletion import Deletion
 from vlm_operator.reconcile.report import Reporter, stored_memory
 from vlm_operator.reconcile.retries import Retries
+from vlm_operator.reconcile.tracking import Tracker
 from vlm_operator.reconcile.writing import Done, carry_out
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
@@ -39,6 +40,7 @@ from vlm_operator.status import (
     build_status,
     class_uses,
     events,
+    refusal,
     refused_status,
 )
 
@@ -104,6 +106,7 @@ class Loop:
         self._accepted = Accepted(learned=learned or Learned())
         self._contests = self._accepted.contests
         self._retries = Retries()
+        self._tracker = Tracker()
         self._report = Reporter(cluster, namespace=namespace, name=name)
 
     async def turn(self, *, woken: bool = True) -> float:
@@ -128,7 +131,7 @@ class Loop:
         try:
             turn = self._intend(body, observed)
         except SpecError as error:
-            failure = Failure("SpecInvalid", str(error), accepted=False)
+            failure = refusal(error, body.get("status", {}), now=observed.now)
             last = self._last_accepted(body, observed)
             if last is None:
                 return await self._refuse(observed, body, failure)
@@ -156,7 +159,8 @@ class Loop:
         """
         written = parse(body)
         memory = self._memory or stored_memory(observed, self._name)
-        intent = intend(written, observed, memory, options=self._options)
+        since = self._tracker.progressed(body.get("status", {}), now=observed.now)
+        intent = intend(written, observed, memory, options=self._options, progressed=since)
         return _Turn(observed, written, intent)
 
     def _last_accepted(self, body: Manifest, observed: Observed) -> _Turn | None:
@@ -186,7 +190,10 @@ class Loop:
         if done.wrote:
             self._seen = None  # what we saw is no longer what is there
         # the echo of our own writes wakes nobody: a child made now is told of now
-        view = self._view(written, intent, observed.with_children(done.answers), done.failure)
+        failure = self._tracker.failure(done.failure, now=observed.now)
+        view = self._view(written, intent, observed.with_children(done.answers), failure)
+        view = dataclasses.replace(view, pending=done.pending)
+        view = self._tracker.view(view, self._accepted.contests)
         status = build_status(view, previous, now=observed.now)
         fights = contested(self._contests, self._accepted.contests)
         self._contests = self._accepted.contests
@@ -237,7 +244,7 @@ class Loop:
             self._seen = None
         previous: Manifest = body.get("status", {})
         generation = int(body["metadata"]["generation"])
-        status = refused_status(failure, previous, generation=generation, now=observed.now)
+        status = refused_status(failure, previous, observed, generation=generation)
         await self._tell(body, status, events(previous, status))
         return self._resync
 
@@ -251,7 +258,7 @@ class Loop:
         return dataclasses.replace(seen, samples=samples, now=now)
 
     async def _tell(self, body: Manifest, status: Manifest, news: tuple[Event, ...]) -> None:
-        await self._report.status(body, status, news, now=self._clock())
+        status = await self._report.status(body, status, news, now=self._clock())
         if self._seen is not None and status != body.get("status"):
             service = {**body, "status": status}
             self._seen = dataclasses.replace(self._seen, service=service)

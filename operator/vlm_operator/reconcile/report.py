@@ -38,7 +38,7 @@ from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import Intent
 from vlm_operator.state import Observed
-from vlm_operator.status import Event, View, foreign_event, pool_status_of_kind
+from vlm_operator.status import Event, Spaced, View, foreign_event, pool_status_of_kind
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Reporter:
         self._namespace = namespace
         self._name = name
         self._memory_at = float("-inf")
+        self._spaced = Spaced()
         self._decided: Hashable = None
         self._measured: Hashable = None
         self._posted: dict[Event, float] = {}
@@ -69,10 +70,14 @@ class Reporter:
         news: tuple[Event, ...],
         *,
         now: float,
-    ) -> None:
-        """Write the status where it differs, then say what changed."""
-        uid = body["metadata"]["uid"]
-        if status != body.get("status", {}):
+    ) -> Manifest:
+        """Write the status where it differs, then say what changed; returns what is there now.
+
+        Measured figures that alone differ wait (`status.Spaced`).
+        """
+        uid, known = body["metadata"]["uid"], body.get("status", {})
+        status = self._spaced.due(known, status, now=now)
+        if status != known:
             await apply_status(
                 self._cluster,
                 namespace=self._namespace,
@@ -91,6 +96,7 @@ class Reporter:
             uid=uid,
             now=now,
         )
+        return status
 
     def foreign(self, observed: Observed) -> tuple[Event, ...]:
         """Name foreign objects that carry the service's labels, each once and not too often."""

@@ -29,8 +29,13 @@ def plot(
     revisions: Mapping[tuple[Role, str], Revision],
     *,
     patience: float,
+    progressed: float,
 ) -> Course:
-    """Choose where the rollout goes; `patience` as in `roll`."""
+    """Choose where the rollout goes.
+
+    `patience` is as in `roll`; `progressed` is when the service last got on, in seconds since the
+    epoch.
+    """
     loads = {
         role: frozenset(stage.value for stage in stages(service.spec.pools, role))
         for role in service.spec.pools.present
@@ -42,6 +47,7 @@ def plot(
         observed.pods,
         service.spec.rollout,
         patience=patience,
+        progressed=progressed,
         now=observed.now,
     )
 
@@ -75,7 +81,7 @@ def roll(
     if step.done or not tight:
         return step
     reason = f"{step.waiting}; spec.budget has no room for one more {tight[0]} pod"
-    return dataclasses.replace(step, waiting=reason)
+    return dataclasses.replace(step, waiting=reason, over_budget=True)
 
 
 def rolling(whither: Course, own: Sequence[DeploymentState]) -> bool:

@@ -21,6 +21,7 @@ from vlm_operator.apply import (
     claim_pool,
     prune,
 )
+from vlm_operator.apply.compare import stamped
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, Cluster, Manifest
 from vlm_operator.errors import (
     ClusterError,
@@ -33,8 +34,9 @@ from vlm_operator.plan import pool_claim
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import Intent
 from vlm_operator.reconcile.retries import CHILD, TEMPLATE, Retries
-from vlm_operator.state import Observed
+from vlm_operator.state import ANNOTATION_APPLIED, Observed
 from vlm_operator.status import Failure, Told
+from vlm_operator.status.causes import sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +47,13 @@ class Done:
         failure: the first thing that went wrong, None where nothing did.
         wrote: whether anything was written.
         answers: children as they were written, by kind and name.
+        pending: a paused service's plan differs from what is there.
     """
 
     failure: Failure | None
     wrote: bool
     answers: Mapping[tuple[str, str], Manifest] = dataclasses.field(default_factory=dict)
+    pending: bool = False
 
 
 async def carry_out(
@@ -73,7 +77,7 @@ async def carry_out(
         except NamespaceEndsError:
             accepted.ends = True
     message = "the namespace is being deleted: nothing is created there any more"
-    return Done(Failure("NamespaceTerminating", message, person=False), wrote=False)
+    return Done(Failure(Told.DELETING_NAMESPACE, message, person=False), wrote=False)
 
 
 async def _carry_out(
@@ -82,7 +86,7 @@ async def _carry_out(
     service = intent.service
     count = await apply_gates(cluster, intent.gates, namespace=service.namespace, now=observed.now)
     if service.spec.paused:
-        return Done(None, bool(count))
+        return Done(None, bool(count), pending=_differs(intent, observed))
     refused = await _refused_template(cluster, intent, observed, retries)
     if refused is not None:
         return Done(refused, bool(count))
@@ -192,10 +196,24 @@ async def _refused_template(
             labels = manifest["metadata"]["labels"]
             role, variant = labels[names.LABEL_ROLE], labels.get(names.LABEL_VARIANT)
             place = f"spec.pools.{role}.variants[{variant}]" if variant else f"spec.{role}"
-            failure = Failure("PodTemplateRefused", f"{place}: {error.message}", accepted=False)
+            message = sentence(
+                f"{place}: {error.message.replace('; ', ', ')}", "correct that field"
+            )
+            failure = Failure(Told.TEMPLATE_REFUSED, message, accepted=False)
             retries.failed(label, manifest, failure, backoff=TEMPLATE, now=observed.now)
             return failure
     return None
+
+
+def _differs(intent: Intent, observed: Observed) -> bool:
+    """Whether a child is missing, or was made from another manifest than today's."""
+    for manifest in intent.plan.objects:
+        live = observed.child(manifest["kind"], manifest["metadata"]["name"])
+        noted = {} if live is None else live["metadata"].get("annotations", {})
+        wanted = stamped(manifest)["metadata"]["annotations"][ANNOTATION_APPLIED]
+        if noted.get(ANNOTATION_APPLIED) != wanted:
+            return True
+    return False
 
 
 def _failure(applied: Applied) -> Failure | None:
@@ -211,4 +229,5 @@ def _conflict(error: NameConflictError) -> Failure:
 
 
 def _refusal(label: str, error: ClusterError) -> Failure:
-    return Failure(error.reason or "Refused", f"{label}: {error.message}")
+    said = f"{label}: {error.reason or 'refused'}: {error.message.replace('; ', ', ')}"
+    return Failure(Told.CHILD_REFUSED, sentence(said, "correct what refuses it"))

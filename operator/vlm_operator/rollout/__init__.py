@@ -13,7 +13,7 @@ drain.py      which pods stop taking work, and when they may go               se
 from vlm_operator.rollout.counts import Key, key_of
 from vlm_operator.rollout.drain import Gate, Settled, settle
 from vlm_operator.rollout.goal import Course, Goal, course, sizes
-from vlm_operator.rollout.pace import Bill, Pace, within_budget
+from vlm_operator.rollout.pace import Bill, Pace, share, within_budget
 from vlm_operator.rollout.revisions import (
     current_revisions,
     drain_seconds,
@@ -39,6 +39,7 @@ __all__ = [
     "next_step",
     "service_revision",
     "settle",
+    "share",
     "sizes",
     "within_budget",
 ]

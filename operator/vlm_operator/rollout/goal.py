@@ -57,6 +57,7 @@ def course(
     *,
     patience: float,
     now: float,
+    progressed: float = 0.0,
 ) -> Course:
     """Choose the goals of this turn.
 
@@ -68,6 +69,7 @@ def course(
         policy: spec.rollout.
         patience: seconds that a pod may wait for a node before one is drained for it.
         now: seconds since the epoch.
+        progressed: when the service last got on; the deadline counts from there at the earliest.
     """
     wanted = {
         key: Goal(item.id, item.resolved.compat, stages.get(key[0], frozenset()))
@@ -81,8 +83,9 @@ def course(
     }
     marked = set(failures)
     old = [item for item in deployments if _is_old(item, wanted)]
-    if old and policy.progress_deadline_seconds is not None:
-        fresh = _failing(wanted, pods, policy.progress_deadline_seconds, patience, now)
+    if old:
+        deadline = policy.progress_deadline_seconds
+        fresh = _failing(wanted, pods, deadline, patience, now, progressed)
         failures |= {key: said for key, said in fresh.items() if key not in failures}
     returning = policy.on_failure is OnFailure.ROLLBACK
     marks = {
@@ -108,6 +111,7 @@ def _failing(
     deadline: float,
     patience: float,
     now: float,
+    progressed: float,
 ) -> dict[tuple[Role, str], str]:
     """The worst pod of each role and variant that had its time."""
     found: dict[tuple[Role, str], str] = {}
@@ -119,7 +123,8 @@ def _failing(
         # a pod that waits for a node gets one once another is drained for it
         allowed = max(deadline, 2 * patience) if pod.pending else deadline
         stuck = pod.restarts >= CRASHES or now - (pod.unready_since or pod.created) >= deadline
-        if pod.ready or pod.draining or pod.finished or now - pod.created < allowed or not stuck:
+        began = pod.created if pod.restarts >= CRASHES else max(pod.created, progressed)
+        if pod.ready or pod.draining or pod.finished or now - began < allowed or not stuck:
             continue
         cause = pod.blocked or ("waits for a node" if pod.pending else "does not become ready")
         found[key] = f"{pod.role} pod {pod.name} of revision {pod.revision}: {cause}"

@@ -38,6 +38,7 @@ class Step:
         failure: one sentence naming pod and cause, "" while nothing failed.
         back: the rollout goes, or went, back to the revision before.
         at: steps done, of `of`; 0 of 0 where roles are replaced on their own.
+        over_budget: spec.budget does not allow the next surge pod.
     """
 
     replicas: Mapping[Key, int]
@@ -49,6 +50,7 @@ class Step:
     back: bool = False
     at: int = 0
     of: int = 0
+    over_budget: bool = False
 
     @property
     def done(self) -> bool:

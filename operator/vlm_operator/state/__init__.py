@@ -1,6 +1,7 @@
 """What was seen: pods, their own reports, the objects a service owns. Values only.
 
 reports.py      a pod's /stats                                   Sample
+containers.py   one container of a pod                           ContainerState
 seen.py         pods, node classes, everything of a service      Observed
 deployments.py  one role, variant and revision                   DeploymentState
 owners.py       whose an object is                               owned_by, is_pod_of
@@ -9,6 +10,7 @@ revisions.py    what pods are made of, and the notes of it on Deployments
 `observe` and `scrape` fill them.
 """
 
+from vlm_operator.state.containers import ContainerState
 from vlm_operator.state.deployments import DeploymentState, Manifest
 from vlm_operator.state.owners import controller, is_pod_of, names_of, owned_by, parted
 from vlm_operator.state.reports import (
@@ -41,6 +43,7 @@ __all__ = [
     "ANNOTATION_INPUTS",
     "ANNOTATION_RESOLVED",
     "Busy",
+    "ContainerState",
     "DeploymentState",
     "Gaps",
     "KvTokens",

@@ -8,6 +8,7 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.names import Role
+from vlm_operator.state.containers import ContainerState
 from vlm_operator.state.deployments import DeploymentState, Manifest
 from vlm_operator.state.reports import Sample
 
@@ -24,6 +25,9 @@ class PodState:
         unready_since: when it last ceased to be; None while it is ready, or never said.
         blocked: the one thing that keeps it from being ready, "" when nothing is known to.
         created: seconds since the epoch.
+        containers: init containers first.
+        unscheduled: the scheduler's own words while the pod has no node.
+        mount_failure: what kubelet last said of a volume that it cannot mount; "" where nothing.
     """
 
     name: str
@@ -48,6 +52,31 @@ class PodState:
     unready_since: float | None = None
     compat: str = ""
     scheduled_since: float | None = None
+    containers: tuple[ContainerState, ...] = ()
+    unscheduled: str = ""
+    mount_failure: str = ""
+
+    @property
+    def waiting_since(self) -> float:
+        """Since when it has been as it is: it came, got its node, or ceased to be ready."""
+        return max(self.created, self.scheduled_since or 0.0, self.unready_since or 0.0)
+
+    @property
+    def lost_its_node(self) -> bool:
+        """The node's controller took readiness from a pod that kubelet had last seen well.
+
+        Kubelet sets Ready once all containers are ready and the gate is open. If both still hold
+        and Ready turned after the gate did, kubelet did not do it.
+        """
+        turned, opened = self.unready_since, self.gate_since
+        return (
+            self.containers_ready
+            and self.accepting is True
+            and not self.ready
+            and turned is not None
+            and opened is not None
+            and turned > opened
+        )
 
     @property
     def draining(self) -> bool:

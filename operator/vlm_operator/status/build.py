@@ -16,7 +16,8 @@ from vlm_operator.state import Manifest, Sample
 from vlm_operator.status.conditions import verdicts
 from vlm_operator.status.decisions import money, percents
 from vlm_operator.status.pools import cost_per_hour, kv_occupancy_percent, pool_status
-from vlm_operator.status.view import Failure, Verdict, View
+from vlm_operator.status.readiness import serving
+from vlm_operator.status.view import Verdict, View
 
 
 def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
@@ -37,6 +38,7 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
         "conditions": conditions(verdicts(view), previous, view.written.generation, now=now),
         "topology": topology(pools).value,
         "url": view.url,
+        "lastProgressTime": _moment(view.stalled_since) if _on_its_way(view) else None,
         "currentRevision": revision
         if view.step.done
         else previous.get("currentRevision", revision),
@@ -55,30 +57,12 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
     return {key: value for key, value in found.items() if value not in (None, {}, [])}
 
 
-def refused_status(
-    failure: Failure, previous: Manifest, *, generation: int, now: float
-) -> Manifest:
-    """Return the last status with what is wrong: a manifest that cannot be read, or a deletion."""
-    said = [
-        Verdict("Ready", False, failure.reason, failure.message),
-        Verdict("Reconciling", not failure.person, failure.reason, failure.message),
-        Verdict("Stalled", failure.person and failure.accepted, failure.reason, failure.message),
-    ]
-    if not failure.accepted:
-        said.insert(1, Verdict("Accepted", False, failure.reason, failure.message))
-    kept = {item["type"]: item for item in previous.get("conditions", [])}
-    told = {item.type for item in said}
-    others = [item for name, item in kept.items() if name not in told]
-    fresh = conditions(said, previous, generation, now=now)
-    return {**previous, "observedGeneration": generation, "conditions": [*fresh, *others]}
-
-
 def conditions(
     found: Iterable[Verdict], previous: Manifest, generation: int, *, now: float
 ) -> list[dict[str, Any]]:
     """Give verdicts their times: when a status last changed, not when it was last looked at."""
     known = {item["type"]: item for item in previous.get("conditions", [])}
-    moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    moment = _moment(now)
     said = []
     for verdict in found:
         status = {True: "True", False: "False", None: "Unknown"}[verdict.status]
@@ -95,6 +79,15 @@ def conditions(
             }
         )
     return said
+
+
+def _on_its_way(view: View) -> bool:
+    """Whether the deadline runs, or has passed."""
+    return not view.service.spec.suspend and not (view.step.done and view.settled and serving(view))
+
+
+def _moment(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def pool_status_of_kind(view: View, role: Role) -> Manifest:

@@ -35,7 +35,7 @@ REASONS = {
     "ScalingConflict": "Somebody keeps writing a VLMPool whose mode is Auto; it is held.",
     "NoFitNode": "A pod has no node, or a node type gives none; the message says what is missing.",
     "RolloutStarted": "Pods of a new revision are being created beside the old ones.",
-    "RolloutComplete": "All pods are of one revision.",
+    "RolloutComplete": "Every role serves pods of the newest revision.",
     "RolloutFailed": "A pod of the new revision had its time; the message names it and the cause.",
     "RolledBack": "The revision before the one that failed is served again.",
     "Draining": "The service is being deleted and finishes what it has.",
@@ -119,12 +119,21 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
     limited = now.get("ScalingActive", {}).get("reason") == Told.LIMITED
     if limited and was.get("ScalingActive", {}).get("message") != message("ScalingActive"):
         yield Event("ScaleLimited", message("ScalingActive"))
-    if turned("RolloutProgressing", "True"):
+    moving = [
+        which.get("RolloutProgressing", {}).get("status") == "True"
+        and which["RolloutProgressing"]["reason"] != Told.STARTING
+        for which in (was, now)
+    ]
+    if moving == [False, True]:
         yield Event("RolloutStarted", message("RolloutProgressing"))
-    if turned("RolloutProgressing", "False") and "RolloutProgressing" in was:
-        reason = now["RolloutProgressing"]["reason"]
-        news = {Told.ROLLED_BACK: "RolledBack", Told.DEADLINE_EXCEEDED: "RolloutFailed"}
-        yield Event(news.get(reason, "RolloutComplete"), message("RolloutProgressing"))
+    reason = now.get("RolloutProgressing", {}).get("reason", "")
+    ended = {
+        Told.ROLLED_BACK: "RolledBack",
+        Told.DEADLINE_EXCEEDED: "RolloutFailed",
+        "Complete": "RolloutComplete",
+    }
+    if moving == [True, False] and reason in ended:
+        yield Event(ended[reason], message("RolloutProgressing"))
 
 
 def _pools(before: Manifest, after: Manifest) -> Iterator[Event]:

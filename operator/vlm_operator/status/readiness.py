@@ -1,12 +1,32 @@
-"""Whether one role serves, and the one thing that keeps it from that."""
+"""Whether one role serves, and the one thing that keeps it from that.
+
+serving < floor       False  the worst problem, or what the next pod does
+serving < desired     True   Degraded, with the same words
+else                  True   AllReady
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
+from vlm_operator.api import ScalingMode
+from vlm_operator.api.pool import Pool
 from vlm_operator.api.status import ConditionType
+from vlm_operator.cluster import DEPLOYMENT
 from vlm_operator.names import Role
-from vlm_operator.state import PodState, Sample
+from vlm_operator.rollout import share
+from vlm_operator.state import DeploymentState, PodState, Sample
+from vlm_operator.status.causes import (
+    POD_CAUSES,
+    SERVING_CAUSES,
+    Problem,
+    Reference,
+    pod_problem,
+    refused_pods,
+)
+from vlm_operator.status.places import place_of, references
+from vlm_operator.status.progress import steady
 from vlm_operator.status.view import Verdict, View
 
 READY_NAMES: Mapping[Role, ConditionType] = {
@@ -15,6 +35,7 @@ READY_NAMES: Mapping[Role, ConditionType] = {
     Role.DECODE: "DecodeReady",
     Role.GATEWAY: "GatewayReady",
 }
+_ORDER = {row.reason: number for number, row in enumerate(POD_CAUSES)}
 
 
 def roles(view: View) -> tuple[Role, ...]:
@@ -24,47 +45,122 @@ def roles(view: View) -> tuple[Role, ...]:
 
 def role_ready(view: View, role: Role) -> Verdict:
     """Judge one role's readiness."""
-    kind = READY_NAMES[role]
-    want = _want(view, role)
+    kind, want = READY_NAMES[role], wanted(view, role)
     have = len(view.serving(role))
     count = f"{role} {have}/{want}"
     if view.service.spec.suspend:
         return Verdict(kind, False, "Suspended", f"{count}: spec.suspend is set")
+    broken = next((item for item in problems(view, role) if item.reason in SERVING_CAUSES), None)
+    if broken is not None:
+        return Verdict(kind, False, broken.reason, f"{count}: {broken.message}")
+    if want == 0:
+        return Verdict(kind, True, "AtZero", f"{count}: a request wakes it")
     if have >= want:
         note = ""
         if role is Role.GATEWAY and view.service.spec.gateway.auth.secret_ref is None:
             note = ": open to everyone who reaches it, gateway.auth is not set"
         return Verdict(kind, True, "AllReady", count + note)
-    return Verdict(kind, False, *_blocking(view, role, count))
+    reason, message = _blocking(view, role)
+    if have >= floor(view, role):
+        return Verdict(kind, True, "Degraded", f"{count}: {message}")
+    return Verdict(kind, False, reason, f"{count}: {message}")
 
 
-def _want(view: View, role: Role) -> int:
+def serving(view: View) -> bool:
+    """Every role has its floor."""
+    return all(role_ready(view, role).status for role in roles(view))
+
+
+def reached(view: View) -> bool:
+    """Every role has its floor in pods of the revisions that the rollout goes to."""
+    return serving(view) and all(
+        sum(pod.ready and not pod.draining for pod in view.aimed(role)) >= floor(view, role)
+        for role in roles(view)
+    )
+
+
+def wanted(view: View, role: Role) -> int:
+    """Pods that there should be in the end."""
     if role is Role.GATEWAY:
         return view.service.spec.gateway.replicas
     return view.desired.get(role, 0)
 
 
-def _blocking(view: View, role: Role, count: str) -> tuple[str, str]:
-    """Return the reason and the one thing that blocks: the worst pod first."""
+def floor(view: View, role: Role) -> int:
+    """Pods below which a role does not count as served.
+
+    What an autoscaler adds on top of minReplicas is growth: while it starts the role still serves.
+    """
+    want = wanted(view, role)
+    pool: Pool | None = None if role is Role.GATEWAY else view.service.spec.pools.of(role)
+    if pool is None or want == 0:
+        return want
+    if pool.scaling.mode is not ScalingMode.MANUAL and pool.scaling.min_replicas is not None:
+        want = min(want, pool.scaling.min_replicas)
+    return max(1, want - share(pool.rollout.max_unavailable or "0", want, up=False))
+
+
+def examined(view: View) -> View:
+    """Return the view with what is wrong with its pods and Deployments."""
+    if not any(not pod.ready and not pod.draining for pod in view.observed.pods):
+        fields: dict[Reference, str] = {}
+    else:
+        fields = references(view.written.spec.to_dict())
+    found = {role: tuple(_problems(view, role, fields)) for role in roles(view)}
+    return dataclasses.replace(view, problems=found)
+
+
+def problems(view: View, role: Role) -> tuple[Problem, ...]:
+    """What is wrong with a role, of an `examined` view; those that need a person come first."""
+    return view.problems.get(role, ())
+
+
+def _problems(view: View, role: Role, fields: Mapping[Reference, str]) -> list[Problem]:
+    found = []
+    for pod in view.aimed(role):
+        sample = view.observed.samples.get(pod.uid)
+        problem = pod_problem(pod, sample, place_of(view.service, pod, fields))
+        if problem is not None and (not pod.ready or problem.reason in SERVING_CAUSES):
+            found.append(problem)
+    found += [
+        refused
+        for manifest in view.observed.of_kind(DEPLOYMENT.kind)
+        if (refused := refused_pods(manifest))
+        and (state := DeploymentState.of(manifest)) is not None
+        and state.role is role
+    ]
+    now = view.observed.now
+    return sorted(
+        found,
+        key=lambda item: (not item.needs_user(now), _ORDER.get(item.reason, -1), item.subject),
+    )
+
+
+def _blocking(view: View, role: Role) -> tuple[str, str]:
+    """Return the reason and the one thing that blocks: the worst problem, else the oldest pod."""
+    for problem in problems(view, role):
+        return problem.reason, problem.message
+    if view.failure is not None and not view.observed.of(role):
+        return "NotCreated", "no pod is created, because of " + view.failure.reason
     waiting = [pod for pod in view.observed.of(role) if not pod.ready and not pod.draining]
     if not waiting:
-        return "PodsMissing", f"{count}: pods are being created"
-    worst = min(waiting, key=lambda pod: (not pod.blocked, not pod.pending, pod.created))
-    if worst.blocked:
-        pending = worst.blocked.startswith("Pending")
-        reason = "PodsPending" if pending else "PodsFailing"
-        return reason, f"{count}: pod {worst.name} {worst.blocked}"
-    sample = view.observed.samples.get(worst.uid)
-    return "PodsStarting", f"{count}: pod {worst.name} {_doing(worst, sample)}"
+        return ("PodsMissing" if view.settled else "Creating"), "pods are being created"
+    first = min(waiting, key=lambda pod: (not pod.blocked, pod.created, pod.name))
+    if first.blocked:
+        return "PodsFailing", f"pod {first.name}: {first.blocked}"
+    return "PodsStarting", f"pod {first.name} {_doing(view, first)}"
 
 
-def _doing(pod: PodState, sample: Sample | None) -> str:
+def _doing(view: View, pod: PodState) -> str:
+    sample: Sample | None = view.observed.samples.get(pod.uid)
     if not pod.scheduled:
         return "waits for a node"
-    if sample is not None and sample.phase == "failed":
-        return f"failed: {sample.message}"
-    if sample is not None and sample.message:
-        return f"starts: {sample.message}"
+    if pod.role is Role.GATEWAY and sample is not None and sample.phase != "ready":
+        lacking = [role for role in view.service.spec.pools.present if not view.serving(role)]
+        if lacking:
+            return "waits for a ready pod of: " + ", ".join(lacking)
+    if sample is not None and sample.message and sample.phase == "loading":
+        return f"starts: {steady(sample.message)}"
     if pod.containers_ready:
         return "is ready and about to accept requests"
     return f"starts on node {pod.node}"

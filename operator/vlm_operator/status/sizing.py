@@ -6,7 +6,7 @@ import datetime
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.autoscale.explain import beyond, remedy, round_ms
+from vlm_operator.autoscale.explain import beyond, remedy
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.names import Role
@@ -34,6 +34,8 @@ def scaling(view: View) -> Verdict:
         if decision.conflict:
             message = f"{role}: {decision.message}"
             return Verdict("ScalingActive", False, Reason.SCALING_CONFLICT, message)
+    for message in view.put_back.values():
+        return Verdict("ScalingActive", False, Reason.SCALING_CONFLICT, message)
     policy = view.policy.apply
     if policy is not AutoscalingPolicy.ACTIVE and ScalingMode.AUTO in modes.values():
         message = {
@@ -86,10 +88,10 @@ def metrics(view: View) -> Verdict:
     strange = [pod.name for pod in asked if pod.uid in absurd - heard]
     if strange:
         message = (
-            f"{len(strange)} of {len(asked)} pods answer to /stats with numbers that cannot be, "
-            f"first {strange[0]}: they are taken for silent; delete the pod, and report it"
+            f"{len(strange)} of {len(asked)} pods answer to /stats with impossible numbers, "
+            f"first {strange[0]}: they count as silent; delete the pod and report it"
         )
-        return Verdict("MetricsAvailable", False, "ReportsAbsurd", message)
+        return Verdict("MetricsAvailable", False, "ReportsInvalid", message)
     silent = [pod.name for pod in asked if pod.uid not in known]
     if silent:
         message = f"{len(silent)} of {len(asked)} pods do not answer to /stats, first {silent[0]}"
@@ -104,10 +106,10 @@ def metrics(view: View) -> Verdict:
 def capacity(view: View) -> Verdict:
     """Whether the cluster has room for every pod."""
     for role in roles(view):
-        for pod in view.observed.of(role):
-            if pod.pending and pod.blocked:
-                message = f"{role}: pod {pod.name} {pod.blocked}"
-                return Verdict("CapacitySufficient", False, "Unschedulable", message)
+        for problem in view.problems.get(role, ()):
+            if problem.reason in ("Unschedulable", "QuotaExceeded"):
+                message = f"{role}: {problem.message}"
+                return Verdict("CapacitySufficient", False, problem.reason, message)
     for role, pace in view.outcome.memory.pace.pools.items():
         for name, item in sorted(pace.exhausted.items()):
             if view.observed.now < item.until:
@@ -116,6 +118,13 @@ def capacity(view: View) -> Verdict:
                     f"{role}: variant {name} {item.what}, not tried again before {again:%H:%M} UTC"
                 )
                 return Verdict("CapacitySufficient", False, "Exhausted", message)
+    pods = [pod for role in roles(view) for pod in view.observed.of(role)]
+    if not pods:
+        return Verdict("CapacitySufficient", None, "NoPods", "no pod exists")
+    waiting = next((pod for pod in pods if pod.pending), None)
+    if waiting is not None:
+        message = f"{waiting.role}: pod {waiting.name} waits for a node"
+        return Verdict("CapacitySufficient", None, "Pending", message)
     return Verdict("CapacitySufficient", True, "AllScheduled", "every pod has a node")
 
 
@@ -134,8 +143,8 @@ def attainable(view: View) -> Verdict | None:
         if item.overrun_seconds > 0:
             stage = item.dominant_stage or "unknown"
             message = (
-                f"{item.modality}: TTFT p95 is {round_ms(item.p95_seconds)} ms, the goal is "
-                f"{_target(item)} ms; most of it goes to {stage}: {remedy(stage)} would help"
+                f"{item.modality}: TTFT p95 exceeds the goal of {_target(item)} ms, most of it "
+                f"goes to {stage}; {remedy(stage)} would help"
             )
             return Verdict("SLOAttainable", None, "GoalMissed", message)
     goals = ", ".join(f"{item.modality} {_target(item)} ms" for item in aimed)

@@ -14,6 +14,7 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, PodState, Revision
+from vlm_operator.status.causes import Problem
 
 
 class Told(enum.StrEnum):
@@ -21,6 +22,15 @@ class Told(enum.StrEnum):
 
     NAME_CONFLICT = "NameConflict"
     DELETING = "Deleting"
+    DELETING_NAMESPACE = "NamespaceTerminating"
+    SPEC_INVALID = "SpecInvalid"
+    CLASS_INVALID = "NodeClassInvalid"
+    TEMPLATE_REFUSED = "PodTemplateRefused"
+    CHILD_REFUSED = "ChildRefused"
+    CHILD_CONTESTED = "ChildContested"
+    STARTING = "Starting"
+    NO_SPARE = "NoSpareCapacity"
+    ROLLING_BACK = "RollingBack"
     LIMITED = "Limited"
     DAMPED = "Damped"
     ROLLED_BACK = "RolledBack"
@@ -32,6 +42,7 @@ class Failure:
     """Why a turn could not do what it should.
 
     Attributes:
+        message: cause and fix.
         accepted: the manifest is fine and something else is wrong.
         person: nothing changes until somebody acts.
     """
@@ -67,6 +78,12 @@ class View:
         failure: the first thing that went wrong, None where nothing did.
         url: where clients find the API, inside the cluster.
         epoch: leaseTransitions; part of decision records.
+        stalled_since: when the service last got on; the deadline counts from there.
+        settled: this generation has served as asked once.
+        contested: children that somebody else has kept changing for long.
+        put_back: sentences about numbers of Manual pools that somebody else wrote.
+        problems: by role, worst first; `examined` fills it.
+        pending: the plan differs from what is there; asked of a paused service alone.
     """
 
     written: VLMService
@@ -81,6 +98,12 @@ class View:
     url: str
     epoch: int
     failure: Failure | None = None
+    stalled_since: float = 0.0
+    settled: bool = False
+    contested: tuple[str, ...] = ()
+    put_back: Mapping[Role, str] = dataclasses.field(default_factory=dict)
+    pending: bool = False
+    problems: Mapping[Role, tuple[Problem, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def decisions(self) -> Mapping[Role, Decision]:
@@ -95,6 +118,14 @@ class View:
     def serving(self, role: Role) -> tuple[PodState, ...]:
         """Pods of a role that take requests."""
         return tuple(pod for pod in self.observed.of(role) if pod.ready and not pod.draining)
+
+    def aimed(self, role: Role) -> tuple[PodState, ...]:
+        """Pods of the revisions that this rollout goes to."""
+        if self.step.back:
+            failed = {key[1:] for key in self.step.failed if key[0] is role}
+            pods = self.observed.of(role)
+            return tuple(pod for pod in pods if (pod.variant, pod.revision) not in failed)
+        return self.updated(role)
 
     def updated(self, role: Role) -> tuple[PodState, ...]:
         """Pods of a role's newest revisions."""

@@ -38,11 +38,30 @@ def test_a_deleted_service_waits_for_its_gateways_and_not_for_ever():
     loop = world.new_loop()
     assert asyncio.run(loop.drain()) == 1.0
     assert world.condition("Ready")["message"] == (
-        "draining 1 gateway pods with 3 requests in flight"
+        "1 gateway pods finish the requests that they have"
     )
     assert "demo-gateway" not in [i["metadata"]["name"] for i in world.cluster.all(DEPLOYMENT)]
     assert len(world.cluster.all(DEPLOYMENT)) == 2  # workers serve until then
     world.cluster.clock.now += 600 + 40
+    assert asyncio.run(loop.drain()) is None
+
+
+def test_a_status_that_cannot_be_written_does_not_keep_a_deleted_service():
+    world = reference()
+
+    class Refusing(DyingCluster):
+        async def apply(self, manifest, *, manager, subresource="", dry_run=False):
+            if subresource == "status" and manifest["kind"] == VLM_SERVICE.kind:
+                raise ClusterError(403, "Forbidden", "a webhook denied the request")
+            return await super().apply(
+                manifest, manager=manager, subresource=subresource, dry_run=dry_run
+            )
+
+    for pod in world.cluster.all(POD):
+        if pod["metadata"]["labels"][names.LABEL_ROLE] == "gateway":
+            world.cluster.remove(POD, "ns", pod["metadata"]["name"])
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    loop = world.new_loop(Refusing(world.cluster, at=None))
     assert asyncio.run(loop.drain()) is None
 
 

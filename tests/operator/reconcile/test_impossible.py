@@ -69,7 +69,8 @@ def test_it_is_one_sentence_with_the_field_and_the_fix_and_nothing_is_made(case:
     found = world(case)
     found.turn()
     accepted = found.condition("Accepted")
-    assert (accepted["status"], accepted["reason"]) == ("False", "SpecInvalid")
+    reason = "NodeClassInvalid" if case.field.endswith("nodeClassRef") else "SpecInvalid"
+    assert (accepted["status"], accepted["reason"]) == ("False", reason)
     assert accepted["message"].startswith(f"{case.field}: ")
     assert accepted["message"].endswith(case.do)
     assert "\n" not in accepted["message"]
@@ -88,6 +89,9 @@ def test_what_already_runs_goes_on_and_a_refusal_is_written_once(case: Case):
     found.turn()
     assert found.condition("Accepted")["status"] == "False"
     assert found.deployments() == before
+    assert found.condition("Ready")["status"] == "True", "what served before serves on"
+    found.turn(seconds=61)
+    assert found.condition("Stalled")["status"] == "True"
     written = found.written()
     for _ in range(3):
         found.turn(seconds=60)

@@ -162,7 +162,12 @@ def test_a_rollout_that_fails_stays_where_it_is_and_goes_on_when_its_pod_is_read
     world.crash = True
     world.apply(body({"rollout": DEADLINE, **BROKEN}, **pools()))
     world.until(lambda: world.condition("Stalled")["status"] == "True", seconds=20)
-    assert world.condition("RolloutProgressing")["reason"] == "DeadlineExceeded"
+    assert world.condition("Stalled")["reason"] == "CrashLoop"
+    world.until(
+        lambda: world.condition("RolloutProgressing")["reason"] == "DeadlineExceeded", seconds=20
+    )
+    assert world.condition("Stalled")["reason"] == "RolloutFailed"
+    assert world.condition("Ready")["status"] == "True"
     assert "RolloutFailed" in world.events()
     serving = [pod for pod in workers(world) if revision_of(pod) in world.good]
     assert len(serving) == 3, "nothing old is taken"

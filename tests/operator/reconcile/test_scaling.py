@@ -123,7 +123,10 @@ def test_suspend_drains_everything_and_keeps_the_status():
     world.apply(body({"suspend": True}))
     world.converge()
     assert set(world.deployments().values()) == {0}
-    assert world.condition("Ready")["reason"] == "Suspended"
+    assert (world.condition("Ready")["status"], world.condition("Ready")["reason"]) == (
+        "True",
+        "Stopped",
+    )
     assert [item["spec"]["replicas"] for item in world.cluster.all(VLM_POOL)] == [1, 1, 1]
     world.apply(body())
     world.converge()

@@ -199,7 +199,7 @@ def test_a_goal_that_is_missed_names_stage_and_remedy():
     world.turn(seconds=5)
     found = world.condition("SLOAttainable")
     assert (found["status"], found["reason"]) == ("Unknown", "GoalMissed")
-    assert "the goal is 3200 ms; most of it goes to encode" in found["message"]
+    assert "exceeds the goal of 3200 ms, most of it goes to encode" in found["message"]
     assert "a faster node type for the encoder would help" in found["message"]
 
 
@@ -237,7 +237,7 @@ def test_small_changes_of_load_write_nothing():
         return found
 
     world.scraper.scrape = scrape
-    world.turn()
+    world.turn(seconds=30)
     before = world.written()
     for _ in range(10):
         world.turn(seconds=5)

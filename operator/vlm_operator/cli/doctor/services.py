@@ -21,6 +21,8 @@ from vlm_operator.cli.doctor.kinds import (
 )
 from vlm_operator.cluster import Manifest
 from vlm_operator.observe import pod_states
+from vlm_operator.status.causes import Place, pod_problem, split
+from vlm_operator.status.places import references
 
 _PVC = "pvc://"
 _SHARED = {"ReadOnlyMany", "ReadWriteMany"}
@@ -28,7 +30,7 @@ _SECURITY = "pod-security.kubernetes.io/enforce"
 _UNSAID = "without any"
 _LEVELS = ("privileged", "baseline", "restricted")
 # Reasons of Ready=False that pass by themselves, or that somebody chose.
-_PASSING = ("PodsStarting", "PodsMissing", "Deleting", "Suspended")
+_PASSING = ("PodsStarting", "PodsMissing", "Creating", "Stopping", "Deleting")
 # What else a person should know, though a service may be Ready: type, and the status that is wrong.
 _NOTABLE = (
     ("ScalingActive", "False"),
@@ -105,19 +107,32 @@ def security(facts: Facts) -> Iterator[Finding]:
 def pods(facts: Facts) -> Iterator[Finding]:
     """No pod waits for something that does not come by itself; those that say the same are one."""
     found: Counter[tuple[str, str, str, str]] = Counter()
+    fixes: dict[str, str] = {}
+    fields = {
+        (item["metadata"]["namespace"], item["metadata"]["name"]): references(item["spec"])
+        for item in facts.all(VLM_SERVICE)
+    }
     count = 0
     for item in facts.all(POD):
         for pod in pod_states([item]):
             count += 1
-            if pod.blocked and not pod.deleting:
-                meta = item["metadata"]
-                service = meta["labels"].get(names.LABEL_SERVICE, "")
-                found[meta["namespace"], service, pod.role.value, pod.blocked] += 1
+            meta = item["metadata"]
+            service = meta["labels"].get(names.LABEL_SERVICE, "")
+            known = fields.get((meta["namespace"], service), {})
+            problem = pod_problem(pod, None, Place(pod.role, fields=known))
+            lasting = problem is not None and (
+                pod.blocked or problem.since + (problem.delay or 0.0) <= facts.now
+            )
+            why = problem.cause if problem is not None and lasting else pod.blocked
+            if why and not pod.ready and not pod.deleting:
+                if problem is not None:
+                    fixes[why] = problem.fix
+                found[meta["namespace"], service, pod.role.value, why] += 1
     for (space, service, role, why), number in sorted(found.items()):
-        level = Level.WARN if why.startswith("Pending") else Level.FAIL
+        level = Level.WARN if why.startswith(("Pending", "no node")) else Level.FAIL
         plural = "pod" if number == 1 else "pods"
         labels = f"{names.LABEL_SERVICE}={service},{names.LABEL_ROLE}={role}"
-        remedy = f"kubectl -n {space} describe pods -l {labels}"
+        remedy = fixes.get(why) or f"kubectl -n {space} describe pods -l {labels}"
         message = f"{number} {role} {plural} of {space}/{service}: {why}"
         yield Finding("pods", level, message, remedy)
     if count and not found:
@@ -167,8 +182,9 @@ def _conditions(service: Manifest) -> Iterator[Finding]:
         message = f"{where} has no status: no operator has looked at it"
         yield Finding("services", Level.FAIL, message, "is one running, and for its namespace?")
         return
-    remedy = f"vlm status -n {meta['namespace']} {meta['name']}"
-    said = f"{where}: {ready.get('reason', '')}: {ready.get('message', '')}"
+    cause, remedy = split(ready.get("message", ""))
+    said = f"{where}: {ready.get('reason', '')}: {cause}"
+    remedy = remedy or f"kubectl -n {meta['namespace']} describe vlm {meta['name']}"
     if "deletionTimestamp" in meta:
         remedy = "where no operator runs any more: vlm release-finalizers"
         yield Finding("services", Level.WARN, f"{where} is being deleted: {said}", remedy)
@@ -178,14 +194,20 @@ def _conditions(service: Manifest) -> Iterator[Finding]:
     else:
         passing = ready.get("reason") in _PASSING
         yield Finding("services", Level.WARN if passing else Level.FAIL, said, remedy)
+    stalled = condition(service, "Stalled")
+    if stalled and stalled["status"] == "True" and stalled.get("message") != ready.get("message"):
+        why, fix = split(stalled.get("message", ""))
+        fix = fix or f"kubectl -n {meta['namespace']} edit vlm {meta['name']}"
+        yield Finding("services", Level.FAIL, f"{where}: {stalled.get('reason', '')}: {why}", fix)
     if service.get("status", {}).get("observedGeneration", 0) < meta.get("generation", 0):
         message = f"{where}: its last change has not been looked at"
         yield Finding("services", Level.WARN, message, "is an operator leading?")
     for kind, wrong in _NOTABLE:
         found = condition(service, kind)
         if found and found["status"] == wrong and found.get("reason") not in _UNTOLD:
-            message = f"{where}: {kind}: {found.get('message', '')}"
-            yield Finding("services", Level.WARN, message, f"vlm explain -n {meta['namespace']}")
+            why, fix = split(found.get("message", ""))
+            fix = fix or f"vlm explain -n {meta['namespace']} {meta['name']}"
+            yield Finding("services", Level.WARN, f"{where}: {kind}: {why}", fix)
 
 
 def _claim(claim: Manifest) -> tuple[Level, str, str]:

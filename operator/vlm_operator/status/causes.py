@@ -1,0 +1,354 @@
+"""Why pods do not serve: one table of detector, reason, delay, cause and fix. Pure.
+
+pod, its own report, its place ─▶ POD_CAUSES, the first that applies ─▶ Problem
+Deployment whose pods are refused ─▶ refused_pods ───────────────────▶ Problem
+
+A message is `subject: cause; fix`. `vlm status`, `vlm doctor`, Events and docs/conditions.md
+all say the same. No message holds a duration or a load, so a state that lasts is written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from vlm_operator.names import Role
+from vlm_operator.state import ContainerState, Manifest, PodState, Sample
+
+Reference = tuple[str, str]  # kind and name of what a pod refers to
+
+CRASHES = 3  # restarts after which a container does not recover by itself
+LIVED_SECONDS = 600.0  # a process that ran for longer did not crash at its start
+_KILLED = 137
+_IMAGE = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
+)
+_REFUSED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_NOT_FOUND = re.compile(r'(?i)(persistentvolumeclaim|secret|configmap)s? "([^"]+)" not found')
+_NO_KEY = re.compile(r"couldn't find key (\S+) in (Secret|ConfigMap) (?:\S+/)?(\S+)")
+_KINDS = {
+    "persistentvolumeclaim": "PersistentVolumeClaim",
+    "secret": "Secret",
+    "configmap": "ConfigMap",
+}
+_QUIET_LINE = re.compile(r"\b(INFO|DEBUG|WARNING|WARN|TRACE)\b", re.IGNORECASE)
+ACCESS_DENIED = "the API server denies the list of pods"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a pod from serving.
+
+    Attributes:
+        subject: `pod demo-decode-0`.
+        since: when it began, seconds since the epoch.
+        delay: seconds after which a person is needed; None leaves that to the deadline.
+    """
+
+    reason: str
+    subject: str
+    cause: str
+    fix: str
+    since: float
+    delay: float | None
+
+    @property
+    def message(self) -> str:
+        """Subject, cause, fix."""
+        return sentence(f"{self.subject}: {self.cause}", self.fix)
+
+    def needs_user(self, now: float) -> bool:
+        """It has lasted for so long that it does not heal by itself."""
+        return self.delay is not None and now - self.since >= self.delay
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What is known about a pod's part of the manifest.
+
+    Attributes:
+        accelerators: devices that the pod asks for.
+        fields: which field refers to a Secret, ConfigMap or claim, by kind and name.
+    """
+
+    role: Role
+    accelerators: int = 0
+    fields: Mapping[Reference, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a detector looks at."""
+
+    pod: PodState
+    sample: Sample | None
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """One row of the table.
+
+    Attributes:
+        delay: seconds after which a person is needed; None leaves that to the deadline.
+        find: returns the cause in words and the fix, or None if the row does not apply.
+        meaning: what docs/conditions.md says of it.
+    """
+
+    reason: str
+    delay: float | None
+    find: Callable[[Facts], tuple[str, str] | None]
+    meaning: str
+
+
+def sentence(cause: str, fix: str) -> str:
+    """Join a cause and its fix; `split` takes them apart."""
+    return f"{cause}; {fix}" if fix else cause
+
+
+def split(message: str) -> tuple[str, str]:
+    """Take a message apart into cause and fix; the fix is "" where it has none."""
+    cause, mark, fix = message.rpartition("; ")
+    return (cause, fix) if mark else (message, "")
+
+
+def pod_problem(pod: PodState, sample: Sample | None, place: Place) -> Problem | None:
+    """Return the first row that applies to a pod that does not serve as it should."""
+    if pod.draining or pod.finished:
+        return None
+    facts = Facts(pod, sample, place)
+    for row in POD_CAUSES:
+        found = row.find(facts)
+        if found is not None:
+            cause, fix = found
+            subject = f"pod {pod.name}"
+            return Problem(row.reason, subject, cause, fix, pod.waiting_since, row.delay)
+    return None
+
+
+def refused_pods(deployment: Manifest) -> Problem | None:
+    """Return why the API server refuses the pods of a Deployment, None if it takes them."""
+    conditions = deployment.get("status", {}).get("conditions", [])
+    failure = next((item for item in conditions if item["type"] == "ReplicaFailure"), None)
+    if failure is None or failure["status"] != "True":
+        return None
+    message = str(failure.get("message", ""))
+    since = datetime.datetime.fromisoformat(failure["lastTransitionTime"]).timestamp()
+    subject = f"Deployment {deployment['metadata']['name']}"
+    quota = re.search(
+        r"exceeded quota: (\S+?), requested: (.*?), used: .*?, limited: (.*)", message
+    )
+    if quota is not None:
+        cause = f"ResourceQuota {quota[1]} allows {quota[3]}, one more pod requests {quota[2]}"
+        return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
+    if "exceeded quota" in message:
+        cause = f"pods exceed a ResourceQuota: {_one_line(message.partition('quota: ')[2])}"
+        return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
+    # the name of each pod that was tried is another one
+    cause = "pods are refused: " + _one_line(re.sub(r'^pods "[^"]*" is ', "", message))
+    return Problem("PodsRefused", subject, cause, FIX_REFUSED, since, REFUSED_SECONDS)
+
+
+REFUSED_SECONDS = 60.0
+FIX_QUOTA = "raise the quota or lower replicas or resources"
+FIX_REFUSED = "change what refuses them or the pod template"
+
+
+def _missing_reference(facts: Facts) -> tuple[str, str] | None:
+    for text in (
+        facts.pod.unscheduled,
+        *(item.waiting_message for item in _waiting(facts.pod, _REFUSED)),
+        facts.pod.mount_failure,
+    ):
+        if found := _NOT_FOUND.search(text):
+            kind, name = _KINDS[found[1].lower()], found[2]
+            return f'{kind} "{name}" not found', f"create it or change {_field(facts, kind, name)}"
+        if key := _NO_KEY.search(text):
+            field = _field(facts, key[2], key[3])
+            return f'{key[2]} "{key[3]}" has no key {key[1]}', f"add the key or change {field}"
+    return None
+
+
+def _volume_pending(facts: Facts) -> tuple[str, str] | None:
+    if "unbound immediate PersistentVolumeClaims" in facts.pod.unscheduled:
+        return "a PersistentVolumeClaim is not bound", "give the claim a volume or a StorageClass"
+    if facts.pod.mount_failure:
+        said = _one_line(facts.pod.mount_failure)
+        return f"a volume cannot be mounted: {said}", "correct the volume or the claim"
+    return None
+
+
+def _unmounted(facts: Facts) -> tuple[str, str] | None:
+    """Kubelet mounts volumes before a pod gets its address; Events alone say which one fails.
+
+    The operator reads neither Events nor Secrets, so it names what the pod refers to.
+    """
+    pod, role = facts.pod, facts.place.role
+    creating = [item.waiting == "ContainerCreating" for item in pod.containers]
+    if not pod.scheduled or pod.ip or not creating or not all(creating):
+        return None
+    own = ("model.", "gateway." if role is Role.GATEWAY else f"pools.{role}.")
+    named = [
+        f'{kind} "{name}" ({field})'
+        for (kind, name), field in sorted(facts.place.fields.items())
+        if field.startswith(own)
+    ]
+    if not named:
+        return "its volumes or its network are not set up", "see kubectl describe pod"
+    return "its volumes are not mounted", f"check that these exist: {', '.join(named)}"
+
+
+def _unschedulable(facts: Facts) -> tuple[str, str] | None:
+    if not facts.pod.unscheduled:
+        return None
+    said = facts.pod.blocked.removeprefix("Pending: ") or facts.pod.unscheduled
+    return said, "add nodes or a variant, or lower replicas"
+
+
+def _image(facts: Facts) -> tuple[str, str] | None:
+    for item in _waiting(facts.pod, _IMAGE):
+        said = f": {_one_line(item.waiting_message)}" if item.waiting_message else ""
+        return f"{item.waiting}{said}", "correct spec.image or imagePullSecrets"
+    return None
+
+
+def _container_refused(facts: Facts) -> tuple[str, str] | None:
+    for item in _waiting(facts.pod, _REFUSED):
+        said = f": {_one_line(item.waiting_message)}" if item.waiting_message else ""
+        return f"{item.waiting}{said}", "correct the pool's pod or engine fields"
+    return None
+
+
+def _crash(facts: Facts) -> tuple[str, str] | None:
+    for item in facts.pod.containers:
+        looping = item.waiting == "CrashLoopBackOff" or not item.ready
+        short = item.lived_seconds is None or item.lived_seconds < LIVED_SECONDS
+        if item.restarts >= CRASHES and looping and short and item.exit_code is not None:
+            return _ending(item)
+    return None
+
+
+def _ending(item: ContainerState) -> tuple[str, str]:
+    """How a container ended, and what to change for it."""
+    line = error_line(item.exit_message)
+    said = f": {line}" if line else ""
+    if item.exit_reason == "OOMKilled":
+        return f"crashes, OOMKilled{said}", "raise resources.limits.memory or lower kv.memory"
+    if item.exit_code == _KILLED or item.exit_code == 0:
+        cause = f"ends again and again with exit code {item.exit_code}{said}"
+        return cause, "its liveness probe fails: read its log with kubectl logs --previous"
+    fix = "correct what the error names" if line else "read its log with kubectl logs --previous"
+    return f"crashes with exit code {item.exit_code}{said}", fix
+
+
+def _model_failed(facts: Facts) -> tuple[str, str] | None:
+    if facts.sample is None or facts.sample.phase != "failed":
+        return None
+    return f"the model failed: {_one_line(facts.sample.message)}", "correct spec.model or engine"
+
+
+def _access_denied(facts: Facts) -> tuple[str, str] | None:
+    sample = facts.sample
+    if facts.place.role is not Role.GATEWAY or sample is None:
+        return None
+    if not sample.message.startswith(ACCESS_DENIED):
+        return None
+    fix = "restore the ClusterRole triptych-gateway and the service's RoleBinding"
+    return _one_line(sample.message), fix
+
+
+def _node_not_ready(facts: Facts) -> tuple[str, str] | None:
+    if not facts.pod.lost_its_node:
+        return None
+    node = facts.pod.node or ""
+    return f"node {node} is not ready", f"repair or remove node {node}"
+
+
+def _device(facts: Facts) -> tuple[str, str] | None:
+    sample = facts.sample
+    if sample is None or facts.place.accelerators == 0 or not sample.device.startswith("cpu"):
+        return None
+    cause = f"it holds {facts.place.accelerators} devices and its worker computes on the CPU"
+    return cause, "use the CUDA image and check the node's driver"
+
+
+POD_CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "MissingReference", 60.0, _missing_reference,
+        "A Secret, ConfigMap or claim that the pod refers to does not exist.",
+    ),
+    Cause(
+        "VolumePending", None, _volume_pending,
+        "A claim has no volume yet, or a volume cannot be mounted.",
+    ),
+    Cause(
+        "VolumesNotMounted", 60.0, _unmounted,
+        "A pod on a node has no address and no container yet: often a Secret or ConfigMap that a "
+        "volume names is missing.",
+    ),
+    Cause("Unschedulable", None, _unschedulable, "No node fits the pod."),
+    Cause("ImagePullFailed", 120.0, _image, "The image cannot be pulled."),
+    Cause(
+        "ContainerRefused", 120.0, _container_refused,
+        "The container runtime refuses to make the container.",
+    ),
+    Cause("CrashLoop", 0.0, _crash, f"A container was restarted {CRASHES} times and is not ready."),
+    Cause("ModelFailed", 0.0, _model_failed, "The worker says that its model failed."),
+    Cause(
+        "AccessDenied", 60.0, _access_denied,
+        "RBAC denies a gateway the list of its service's pods.",
+    ),
+    Cause("NodeNotReady", None, _node_not_ready, "The pod's node is not ready."),
+    Cause(
+        "DeviceMismatch", 0.0, _device,
+        "The pod holds accelerators and its worker computes on the CPU.",
+    ),
+)  # fmt: skip
+# The two that a Deployment tells of.
+DEPLOYMENT_CAUSES: Mapping[str, str] = {
+    "QuotaExceeded": "A ResourceQuota does not allow one more pod.",
+    "PodsRefused": "The API server or a webhook refuses the pods.",
+}
+# Of these a pod suffers though its containers are ready.
+SERVING_CAUSES = ("DeviceMismatch",)
+
+
+def error_line(output: str) -> str:
+    """Return the last line of a process's output that tells of an error; "" if there is none."""
+    for line in reversed(output.strip().splitlines()):
+        text = line.strip()
+        if not text:
+            continue
+        try:
+            entry = json.loads(text)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            if str(entry.get("level", "")).upper() in ("ERROR", "CRITICAL", "FATAL"):
+                said = [str(entry.get(key, "")) for key in ("message", "error")]
+                return _one_line(": ".join(filter(None, said)))
+        elif not _QUIET_LINE.search(text):
+            return _one_line(text)
+    return ""
+
+
+def _waiting(pod: PodState, reasons: tuple[str, ...]) -> list[ContainerState]:
+    return [item for item in pod.containers if item.waiting in reasons]
+
+
+def _field(facts: Facts, kind: str, name: str) -> str:
+    return facts.place.fields.get((kind, name), "the field that names it")
+
+
+def _one_line(text: str, *, limit: int = 300) -> str:
+    flat = " ".join(text.split()).rstrip(": ").replace("; ", ", ")
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"

@@ -1,0 +1,137 @@
+"""Whether a service gets on, and since when it does not. Pure; a loop keeps the value.
+
+generation, revision ─ new ─▶ starts anew
+pods scheduled, pulled, loaded, ready; percent loaded; old pods gone ─ more than ever ─▶ progress
+every role serves its floor, no rollout ─▶ settled: the generation is reached
+
+A pod that crashes and starts again reaches no more than before, so it is no progress.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Mapping
+
+from vlm_operator.state import Manifest
+from vlm_operator.status.view import View
+
+START_SECONDS = 1800.0  # for a model to load, until a start was measured
+LEAST_START_SECONDS = 600.0
+HOLD_SECONDS = 600.0  # that a number which was put back is told of
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What is remembered from turn to turn.
+
+    Attributes:
+        key: generation and revision that it speaks of.
+        at: when it last got on, seconds since the epoch.
+        settled: this generation has served as asked once.
+        marks: the most that was ever counted, by what.
+    """
+
+    key: tuple[int, str]
+    at: float
+    settled: bool = False
+    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def restored(status: Manifest, *, now: float) -> Progress:
+    """Read what an earlier process left in the status."""
+    known = {item["type"]: item for item in status.get("conditions", [])}
+    generation = int(status.get("observedGeneration", 0))
+    quiet = all(
+        known.get(kind, {}).get("status") == "False"
+        and known[kind].get("observedGeneration") == generation
+        for kind in ("Reconciling", "Stalled")
+    )
+    last = status.get("lastProgressTime")
+    at = now if last is None else datetime.datetime.fromisoformat(last).timestamp()
+    return Progress((generation, status.get("updateRevision", "")), min(at, now), settled=quiet)
+
+
+def follow(before: Progress, view: View, *, revision: str, serving: bool) -> Progress:
+    """Compare this turn with those before.
+
+    Args:
+        before: of the last turn, or `restored`.
+        view: this turn.
+        revision: of the whole service, that the manifest asks for.
+        serving: every role has its floor.
+    """
+    now, key = view.observed.now, (view.written.generation, revision)
+    done = view.step.done and not view.step.back and view.failure is None and serving
+    if before.key != key:
+        return Progress(key, now, settled=done, marks=_marks(view))
+    found = _marks(view)
+    if done:
+        return Progress(key, now, settled=True, marks=found)
+    if not before.marks:  # another process's
+        return dataclasses.replace(before, marks=found)
+    gained = any(count > before.marks.get(name, 0) for name, count in found.items())
+    most = {name: max(count, before.marks.get(name, count)) for name, count in found.items()}
+    return Progress(key, now if gained else before.at, before.settled, {**before.marks, **most})
+
+
+def deadline_seconds(view: View) -> float:
+    """Return the seconds without progress after which a person is needed.
+
+    While a model loads its start limit holds where that is longer: twice the start that was
+    measured, or half an hour. A deadline below the default is meant as it is written.
+    """
+    deadline = float(view.service.spec.rollout.progress_deadline_seconds)
+    loading = [
+        pod
+        for role, pool in view.service.spec.pools.present.items()
+        for pod in view.aimed(role)
+        if pool is not None and pod.starting and any(item.started for item in pod.containers)
+    ]
+    if deadline < LEAST_START_SECONDS or not loading:
+        return deadline
+    measured = {
+        (role, variant.name): variant.startup_seconds
+        for role, pool in view.policy.pools.items()
+        for variant in pool.variants
+    }
+    limits = [measured.get((pod.role, pod.variant)) for pod in loading]
+    return max(
+        deadline,
+        *(
+            START_SECONDS if limit is None else max(LEAST_START_SECONDS, 2 * limit)
+            for limit in limits
+        ),
+    )
+
+
+def percent(message: str) -> int | None:
+    """Return the percent that a loading worker tells of, in steps of 10."""
+    found = re.search(r"(\d{1,3})(?:\.\d+)? ?%", message)
+    return None if found is None else min(100, int(found[1])) // 10 * 10
+
+
+def steady(message: str) -> str:
+    """A worker's message with its percent in steps of 10 and without other moving figures."""
+    return re.sub(r"(\d{1,3})(?:\.\d+)? ?%", lambda _: f"{percent(message)} %", message)
+
+
+def _marks(view: View) -> dict[str, int]:
+    found = {"old": 0}
+    roles = {pod.role for pod in view.observed.pods}
+    for role in roles:
+        pods = view.aimed(role)
+        samples = [
+            view.observed.samples[pod.uid] for pod in pods if pod.uid in view.observed.samples
+        ]
+        found |= {
+            f"{role} scheduled": sum(pod.scheduled for pod in pods),
+            f"{role} pulled": sum(any(item.started for item in pod.containers) for pod in pods),
+            f"{role} loaded": sum(sample.phase == "ready" for sample in samples),
+            f"{role} percent": sum(percent(sample.message) or 0 for sample in samples),
+            f"{role} containers": sum(pod.containers_ready for pod in pods),
+            f"{role} ready": sum(pod.ready and not pod.draining for pod in pods),
+        }
+        found["old"] += len(pods) - len(view.observed.of(role))
+    return found

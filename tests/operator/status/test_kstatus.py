@@ -1,0 +1,363 @@
+"""Every case of a service's life: its conditions, and what kstatus makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from operator_support import World, body, external, pool
+
+from vlm_operator import names
+from vlm_operator.cluster import DEPLOYMENT, POD, VLM_SERVICE, Manifest
+from vlm_operator.errors import ClusterError
+from vlm_operator.testing import DyingCluster, settle
+
+DEADLINE = 600
+
+
+def kstatus(service: Manifest) -> str:
+    """The rules of sigs.k8s.io/cli-utils/pkg/kstatus for a resource of a kind that it knows not."""
+    status = service.get("status", {})
+    if status.get("observedGeneration") != service["metadata"]["generation"]:
+        return "InProgress"
+    known = {item["type"]: item["status"] for item in status.get("conditions", [])}
+    if known.get("Reconciling") == "True":
+        return "InProgress"
+    if known.get("Stalled") == "True":
+        return "Failed"
+    return "Current" if known.get("Ready") == "True" else "InProgress"
+
+
+def rps(world: World) -> str:
+    """Ready, Reconciling, Stalled: `T/F/F`."""
+    kinds = ("Ready", "Reconciling", "Stalled")
+    return "/".join(world.condition(kind)["status"][0] for kind in kinds)
+
+
+def service(world: World) -> Manifest:
+    return world.cluster.all(VLM_SERVICE)[0]
+
+
+def pods(world: World, role: str) -> list[Manifest]:
+    found = world.cluster.all(POD)
+    return [item for item in found if item["metadata"]["labels"][names.LABEL_ROLE] == role]
+
+
+def set_pod(
+    world: World, pod: Manifest, status: dict[str, Any], *, node: str | None = "n1"
+) -> None:
+    """Give a pod a status, as kubelet or the scheduler would."""
+    stamp = world.cluster.clock.stamp()
+    status = copy.deepcopy(status)
+    for item in status.setdefault("conditions", []):
+        item.setdefault("lastTransitionTime", stamp)
+
+    def change(item: Manifest) -> None:
+        if node:
+            item["spec"]["nodeName"] = node
+        item["status"] = status
+
+    meta = pod["metadata"]
+    world.cluster.edit(POD, meta["namespace"], meta["name"], change, manager="kubelet")
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": message}}
+    return _container({"state": state})
+
+
+def crashing(reason: str = "Error", code: int = 1, message: str = "") -> dict[str, Any]:
+    ended = {"reason": reason, "exitCode": code, "message": message}
+    return _container(
+        {
+            "restartCount": 3,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": ended},
+        }
+    )
+
+
+def _container(status: dict[str, Any]) -> dict[str, Any]:
+    conditions = [
+        {"type": "PodScheduled", "status": "True"},
+        {"type": "ContainersReady", "status": "False"},
+        {"type": "Ready", "status": "False"},
+    ]
+    container = {"name": "worker", "ready": False, "restartCount": 0, **status}
+    ip = {"podIP": "127.0.1.1"}
+    return {"phase": "Pending", "conditions": conditions, "containerStatuses": [container], **ip}
+
+
+def unscheduled(message: str) -> dict[str, Any]:
+    condition = {"type": "PodScheduled", "status": "False", "message": message}
+    return {"phase": "Pending", "conditions": [condition]}
+
+
+NO_CPU = "0/3 nodes are available: 3 Insufficient cpu."
+NO_CLAIM = '0/3 nodes are available: persistentvolumeclaim "shapes" not found.'
+UNBOUND = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."
+
+# case → status of the decode pod of a new service, R/P/S at once and once the delay is over,
+# the reason of DecodeReady, and words of its message
+BROKEN: dict[str, tuple[dict[str, Any], str, float, str, str, tuple[str, ...]]] = {
+    "no node": (unscheduled(NO_CPU), "F/T/F", DEADLINE, "F/F/T", "Unschedulable",
+        ("free cpu", "add nodes")),
+    "a claim that is missing": (unscheduled(NO_CLAIM), "F/T/F", 60, "F/F/T", "MissingReference",
+        ('PersistentVolumeClaim "shapes" not found', "model.uri")),
+    "a claim without a volume": (unscheduled(UNBOUND), "F/T/F", DEADLINE, "F/F/T", "VolumePending",
+        ("not bound",)),
+    "an image": (waiting("ErrImagePull", "no such image"), "F/T/F", 120, "F/F/T",
+        "ImagePullFailed", ("no such image", "imagePullSecrets")),
+    "a Secret that is missing": (
+        waiting("CreateContainerConfigError", 'secret "tok" not found'), "F/T/F", 60, "F/F/T",
+        "MissingReference", ('Secret "tok" not found', "create it or change")),
+    "a crash": (crashing(message="level=INFO started\nno such flag: --x\n"), "F/F/T", 0, "F/F/T",
+        "CrashLoop", ("exit code 1: no such flag: --x",)),
+    "too little memory": (crashing("OOMKilled", 137), "F/F/T", 0, "F/F/T", "CrashLoop",
+        ("OOMKilled", "limits.memory")),
+    "liveness": (crashing("Error", 137), "F/F/T", 0, "F/F/T", "CrashLoop", ("liveness",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
+def test_a_first_rollout_that_is_broken_ends_as_failed_with_cause_and_fix(case: Any):
+    status, first, delay, last, reason, words = case
+    world = World(body(decode=pool()))
+    world.turn()
+    settle(
+        world.cluster, start=lambda item: item["metadata"]["labels"][names.LABEL_ROLE] != "decode"
+    )
+    (decode,) = pods(world, "decode")
+    set_pod(world, decode, status, node=None if _false(status) == "PodScheduled" else "n1")
+    world.turn()
+    assert rps(world) == first
+    assert kstatus(service(world)) == {"F/T/F": "InProgress", "F/F/T": "Failed"}[first]
+    world.turn(seconds=delay + 1)
+    assert rps(world) == last
+    assert kstatus(service(world)) == "Failed"
+    assert world.condition("DecodeReady")["reason"] == reason
+    for kind in ("DecodeReady", "Stalled"):
+        for word in words:
+            assert word in world.condition(kind)["message"], kind
+    # healed, it goes on
+    settle(world.cluster)
+    world.converge()
+    assert rps(world) == "T/F/F"
+
+
+def _false(status: dict[str, Any]) -> str:
+    return next((i["type"] for i in status["conditions"] if i["status"] == "False"), "")
+
+
+def test_progress_resets_the_deadline():
+    world = World(body(decode=pool()))
+    world.turn()
+    settle(world.cluster, start=False)
+    world.turn(seconds=DEADLINE - 10)
+    assert rps(world) == "F/T/F"
+    (decode,) = pods(world, "decode")
+    set_pod(world, decode, waiting("ContainerCreating"))  # it got its node
+    world.turn(seconds=20)
+    assert rps(world) == "F/T/F"
+    world.turn(seconds=DEADLINE - 30)
+    assert rps(world) == "F/T/F"
+    world.turn(seconds=60)
+    assert rps(world) == "F/F/T"
+
+
+def test_a_new_operator_process_does_not_start_the_deadline_anew():
+    world = World(body(decode=pool()))
+    world.turn()
+    settle(world.cluster, start=False)
+    world.turn(seconds=DEADLINE - 100)
+    world.loop = world.new_loop()
+    world.turn(seconds=50)
+    assert rps(world) == "F/T/F"
+    world.turn(seconds=60)
+    assert rps(world) == "F/F/T"
+
+
+def refused(spec: Manifest) -> World:
+    """A service that serves, then gets a manifest that is refused."""
+    world = World(body(decode=pool()))
+    world.converge()
+    world.apply(spec)
+    world.turn()
+    return world
+
+
+def test_a_refused_manifest_is_failed_and_says_nothing_false():
+    world = World(body(decode=pool(rollout={"maxSurge": -1})))
+    world.turn()
+    assert (rps(world), kstatus(service(world))) == ("F/F/T", "Failed")
+    assert world.condition("Stalled")["reason"] == "SpecInvalid"
+    assert_no_false_words(world)
+    world = refused(body(decode=pool(rollout={"maxSurge": -1})))
+    assert (rps(world), kstatus(service(world))) == ("T/F/T", "Failed")
+    assert (
+        "the refused manifest is not rolled out"
+        in (world.condition("RolloutProgressing")["message"])
+    )
+
+
+class Refusing(DyingCluster):
+    """An API server that refuses a Deployment's pod template in the dry run."""
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        if dry_run and manifest["kind"] == DEPLOYMENT.kind:
+            message = "spec.containers[0].resources.requests: must be less than the limit"
+            raise ClusterError(422, "Invalid", message)
+        return await super().apply(
+            manifest, manager=manager, subresource=subresource, dry_run=dry_run
+        )
+
+
+def test_a_refused_template_is_failed_and_says_nothing_false():
+    world = World(body(decode=pool()))
+    world.loop = world.new_loop(Refusing(world.cluster, at=None))
+    world.turn()
+    assert (rps(world), kstatus(service(world))) == ("F/F/T", "Failed")
+    for kind in ("Accepted", "Stalled"):
+        assert world.condition(kind)["reason"] == "PodTemplateRefused"
+        assert "must be less than the limit" in world.condition(kind)["message"]
+    assert_no_false_words(world)
+
+
+def assert_no_false_words(world: World) -> None:
+    said = " ".join(item["message"] for item in world.status["conditions"])
+    for words in (
+        "nothing is left to do",
+        "no person is needed",
+        "nothing waits for a person",
+        "all pods are of one revision",
+        "every role serves",
+        "pods are being created",
+        "every pod has a node",
+    ):
+        assert words not in said
+
+
+def lose(world: World, role: str) -> None:
+    """The last pod of a role is gone and another one has not come yet."""
+    for item in pods(world, role):
+        world.cluster.remove(POD, "ns", item["metadata"]["name"])
+
+
+def dead_node(world: World) -> None:
+    """The node's controller takes Ready from the decode pod."""
+    world.cluster.clock.now += 60
+    (decode,) = pods(world, "decode")
+    status = copy.deepcopy(decode["status"])
+    for item in status["conditions"]:
+        if item["type"] == "Ready":
+            item |= {"status": "False", "lastTransitionTime": world.cluster.clock.stamp()}
+    set_pod(world, decode, status, node="n3")
+
+
+LATER: dict[str, tuple[Manifest, Callable[[World], None], str, str, str]] = {
+    "serving": (body(decode=pool()), lambda _: None, "T/F/F", "T/F/F", "AllReady"),
+    "some pod is missing": (
+        body(decode=pool(2, rollout={"maxUnavailable": 1})),
+        lambda world: world.cluster.remove(POD, "ns", pods(world, "decode")[0]["metadata"]["name"]),
+        "T/F/F", "T/F/F", "Degraded",
+    ),
+    "below the floor": (
+        body(decode=pool()), lambda world: lose(world, "decode"), "F/F/F", "F/F/T", "PodsMissing",
+    ),
+    "a node that is lost": (body(decode=pool()), dead_node, "F/F/F", "F/F/T", "NodeNotReady"),
+    "an autoscaler's pod has no node": (
+        body(decode=external(1, 4)),
+        lambda world: (world.scale("decode", 2), world.turn(), settle(world.cluster, start=False)),
+        "T/F/F", "T/F/F", "Degraded",
+    ),
+    "stopped": (
+        body(decode=pool()),
+        lambda world: (world.apply(body({"suspend": True}, decode=pool())), world.converge()),
+        "T/F/F", "T/F/F", "Suspended",
+    ),
+    "paused": (
+        body({"paused": True}, decode=pool()), lambda _: None, "F/F/T", "F/F/T", "Creating",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATER.values(), ids=LATER)
+def test_a_service_that_was_reached_says_what_it_is_now_and_after_the_deadline(case: Any):
+    manifest, happen, now, later, reason = case
+    world = World(manifest)
+    world.converge()
+    happen(world)
+    world.turn()
+    assert rps(world) == now
+    assert world.condition("DecodeReady")["reason"] == reason
+    world.turn(seconds=DEADLINE + 1)
+    assert rps(world) == later
+
+
+def test_a_surge_pod_without_a_node_is_named_and_the_service_serves_on():
+    world = World(body(decode=pool()))
+    world.converge()
+    world.apply(body(decode=pool(engine={"args": ["--max-requests=8"]})))
+    world.turn()
+    settle(world.cluster, start=lambda item: "nodeName" in item["spec"])
+    fresh = next(item for item in pods(world, "decode") if "nodeName" not in item["spec"])
+    set_pod(world, fresh, unscheduled(NO_CPU), node=None)
+    world.turn()
+    assert rps(world) == "T/T/F"
+    found = world.condition("RolloutProgressing")
+    assert found["reason"] == "NoSpareCapacity"
+    assert f"pod {fresh['metadata']['name']}: no node with" in found["message"]
+    world.turn(seconds=DEADLINE + 1)
+    assert rps(world) == "T/F/T"
+    assert "free cpu" in world.condition("Stalled")["message"]
+
+
+def test_a_name_that_is_taken_is_failed_with_the_fix():
+    world = World(body(decode=pool()))
+    head = {"apiVersion": "v1", "kind": "ConfigMap"}
+    world.cluster.plant({**head, "metadata": {"name": "demo-gateway", "namespace": "ns"}})
+    world.turn()
+    assert kstatus(service(world)) == "Failed"
+    assert world.condition("Stalled")["reason"] == "NameConflict"
+    assert "rename the VLMService" in world.condition("Stalled")["message"]
+
+
+def test_a_quota_that_allows_no_pod_is_named():
+    world = World(body(decode=pool()))
+    world.turn()
+    message = (
+        'pods "demo-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '
+        "used: requests.nvidia.com/gpu=4, limited: requests.nvidia.com/gpu=4"
+    )
+    name = next(
+        item["metadata"]["name"]
+        for item in world.cluster.all(DEPLOYMENT)
+        if "decode" in item["metadata"]["name"]
+    )
+    condition = {"type": "ReplicaFailure", "status": "True", "message": message}
+    condition["lastTransitionTime"] = world.cluster.clock.stamp()
+    world.cluster.edit(
+        DEPLOYMENT, "ns", name, lambda item: item.update(status={"conditions": [condition]})
+    )
+    world.turn(seconds=61)
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "QuotaExceeded")
+    assert "ResourceQuota gpus allows requests.nvidia.com/gpu=4" in stalled["message"]
+    assert rps(world) == "F/F/T"
+
+
+def test_a_number_of_a_manual_pool_that_is_put_back_is_told_of():
+    world = World(body(decode=pool()))
+    world.converge()
+    world.scale("decode", 3)
+    world.turn()
+    world.turn(seconds=60)
+    found = world.condition("ScalingActive")
+    assert (found["status"], found["reason"]) == ("False", "ScalingConflict")
+    assert "use mode External" in found["message"]
+    world.turn(seconds=DEADLINE)
+    assert world.condition("ScalingActive")["status"] == "True"
