@@ -27,7 +27,7 @@ _NAMING = {
 def place_of(service: VLMService, pod: PodState, fields: Mapping[Reference, str]) -> Place:
     """Return the place of one pod; `fields` comes from `references`."""
     pool = None if pod.role is Role.GATEWAY else service.spec.pools.of(pod.role)
-    devices = {item.name: item.accelerators for item in pool.variants} if pool else {}
+    devices = {item.name: item.accelerators() for item in pool.variants} if pool else {}
     return Place(pod.role, devices.get(pod.variant, 0), fields)
 
 
