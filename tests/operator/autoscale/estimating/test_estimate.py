@@ -154,10 +154,10 @@ def test_a_breach_with_all_queues_short_raises_nothing():
     (text,) = found.attributions
     assert not text.attainable
     assert text.blocking_stage == "prefill"
-    assert units(found) == {
-        role: pytest.approx(count, abs=count)
-        for role, count in ((Role.ENCODER, 1), (Role.PREFILL, 2), (Role.DECODE, 2))
-    }
+    present = {Role.ENCODER: 1, Role.PREFILL: 2, Role.DECODE: 2}
+    assert units(found).keys() == present.keys()
+    for role, needed in units(found).items():
+        assert 0 <= needed <= present[role], role
     assert not any(need.guilty for need in found.needs.values())
 
 
