@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.events import EventStream, ItemReady, NeedItems
+from vlm_worker.engine.events import EventStream, ItemFailed, ItemReady, NeedItems
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import GoneError, OverloadedError
 from vlm_worker.testing import (
@@ -179,10 +179,18 @@ class Line:
         await self.decode.import_blocks(request.key, first, data)
         fetched[0] = num_blocks
 
+    async def _is_encoded(self, key: RequestKey, image: PreparedImage) -> bool:
+        """False if the encoder holds too much for others, and may be asked again."""
+        [event] = [event async for event in self.encoder.encode(key, [image])]
+        if isinstance(event, ItemFailed) and isinstance(event.error, OverloadedError):
+            return False
+        assert isinstance(event, ItemReady)
+        return True
+
     async def _fetch(self, work: Work, request: Request, item: int) -> None:
         key = RequestKey(f"{request.key.request_id}/{item}", request.key.attempt)
-        async for event in self.encoder.encode(key, [work.images[item]]):
-            assert isinstance(event, ItemReady)
+        while not await self._is_encoded(key, work.images[item]):  # noqa: ASYNC110  as a gateway asks again
+            await asyncio.sleep(0.001)
         rows = await self.encoder.export_embedding(key, 0)
         await self.prefill.put_embedding(request.key, item, rows)
         self.encoder.release_embedding(key, 0)
