@@ -85,7 +85,7 @@ async def hostile_mix(model: Path, side: int) -> Figures:
     family = load_family(model)
     geometry = family.geometry(side, side)
     call_bytes = NUM_IMAGES * image_bytes(family)
-    budget = 2 * CACHE + (24 << 20) + call_bytes * 8 // 7
+    budget = 2 * CACHE + (24 << 20) + call_bytes * 3 // 2  # a fifth of it is for files
     flags = (f"--model={model}", f"--request-memory-bytes={budget}",
              f"--embedding-cache-bytes={CACHE}", "--max-waiting-pixels=67108864")  # fmt: skip
 
