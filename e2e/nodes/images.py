@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 
 from nodes import binaries
@@ -40,8 +40,10 @@ Ctr = Callable[..., bytes]
 
 
 def name_of(role: str) -> str:
-    """The image's name as install.yaml and the chart have it."""
-    return f"docker.io/triptych/{role}:{metadata.version('triptych')}"
+    """The image's name in install.yaml, which is the chart with its default values."""
+    found = re.search(rf"[\w.]+/triptych/{role}:[\w.]+", (ROOT / "install.yaml").read_text())
+    assert found, f"install.yaml names no image of the {role}"
+    return found[0]
 
 
 class Builder:
@@ -56,7 +58,7 @@ class Builder:
     @property
     def store(self) -> Path:
         """containerd's root with all images, once `make_store` has returned."""
-        parts = [*(_full_key(role) for role in ROLES), self._programs.name]
+        parts = [name_of(role) + _full_key(role) for role in ROLES] + [self._programs.name]
         return self.folder / f"store-{_digest([part.encode() for part in parts])}"
 
     def make_store(self) -> None:

@@ -52,5 +52,5 @@ clean
 
 tied=(setpriv --pdeathsig KILL)  # ends with this shell
 "$python" -m vlm_operator.local.build
-"${tied[@]}" unshare --mount --pid --fork --kill-child --mount-proc "$python" -m nodes.images "${full[@]}"
+"${tied[@]}" unshare --mount --pid --fork --kill-child --mount-proc nice "$python" -m nodes.images "${full[@]}"
 "${tied[@]}" unshare --net --mount --pid --fork --kill-child --mount-proc "$PWD/e2e/nodes/run.sh" inside "$@"
