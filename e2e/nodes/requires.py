@@ -24,7 +24,7 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "openssl": "openssl",
 }
-FREE_GB = 45  # while images are built; about 30 afterwards
+FREE_GB, AGAIN_GB = 45, 25  # for the first build of the images, and for another one
 
 
 def missing() -> str | None:
@@ -39,11 +39,10 @@ def missing() -> str | None:
     if refusal := _refusal():
         return refusal
     cache = LocalSettings.read().cache / "nodes"
+    needed = AGAIN_GB if (cache / "storage").exists() else FREE_GB
     free = shutil.disk_usage(_existing(cache)).free / 1e9
-    if not list(cache.glob("store-*")) and free < FREE_GB:
-        return (
-            f"{FREE_GB} GB of free disk are needed at {cache} to build the images, not {free:.0f}"
-        )
+    if not list(cache.glob("store-*")) and free < needed:
+        return f"{needed} GB of free disk are needed at {cache} to build the images, not {free:.0f}"
     return None
 
 
