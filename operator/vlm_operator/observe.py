@@ -38,9 +38,7 @@ _ROLES = frozenset(role.value for role in Role)
 
 
 async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) -> Observed:
-    """Read a service, everything with its label, and the node classes.
-
-    What carries the label and belongs to somebody else is set apart before anything reads it.
+    """Read a service, everything with its label (what it does not control apart), node classes.
 
     Raises:
         ClusterError: something could not be read; a partial view is never returned.
