@@ -6,6 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.gateway.body import (
+    BODY_SECONDS,
+    BODY_SILENCE_SECONDS,
+    MAX_BODY_BYTES,
+    least_bytes,
+)
 from vlm_worker.gateway.memory import COPIES, Bound, FullError, Kind, MemoryBudget
 
 events = st.lists(
@@ -62,3 +68,16 @@ def test_a_body_that_grows_holds_what_it_has_grown_to() -> None:
     assert budget.used(Kind.BODY) == COPIES * 300
     one.prepared(20)
     assert (budget.used(Kind.BODY), budget.used(Kind.PROMPT)) == (0, 20)
+
+
+@given(announced=st.integers(0, MAX_BODY_BYTES), seconds=st.floats(0, 2 * BODY_SECONDS))
+def test_a_body_must_come_as_fast_as_its_whole_length_in_the_time_for_it(
+    announced: int, seconds: float
+) -> None:
+    least = least_bytes(announced, seconds)
+    assert least >= 0
+    if seconds <= BODY_SILENCE_SECONDS:
+        assert least == 0
+    if seconds >= BODY_SECONDS:
+        assert least >= announced
+    assert least_bytes(announced, seconds + 1) >= least
