@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from vlm_operator.autoscale.policy import Budget
 from vlm_operator.names import Role
+from vlm_operator.simulate.noise import QUIET
 from vlm_operator.simulate.plant import Curve, NodeType, Plant
 from vlm_operator.simulate.run import Autoscaler, Choice, Reading, Run, Setup, simulate
 from vlm_operator.simulate.scenario import standard
@@ -56,6 +57,7 @@ def one_of_each(**plant) -> Setup:
         setup,
         plant=dataclasses.replace(setup.plant, **plant),
         start=dict.fromkeys(setup.policy.pools, 1),
+        noise=QUIET,
     )
 
 

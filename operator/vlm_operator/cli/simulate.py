@@ -27,7 +27,7 @@ from vlm_operator.pods import place
 from vlm_operator.simulate.baselines import BASELINES
 from vlm_operator.simulate.chart import Point, draw
 from vlm_operator.simulate.compare import OURS, contender, read_tuned
-from vlm_operator.simulate.generate import SHAPES, generate
+from vlm_operator.simulate.generate import ALL_SHAPES, generate
 from vlm_operator.simulate.ours import Ours, Watch, adjusted
 from vlm_operator.simulate.plant import Plant
 from vlm_operator.simulate.run import Setup, simulate
@@ -158,11 +158,11 @@ def _setup(trace: str, wish: Wish, ours: Mapping[str, Any]) -> Setup:
 
 
 def _trace(name: str, wish: Wish) -> Trace:
-    if name in SHAPES:
+    if name in ALL_SHAPES:
         return generate(name, seed=wish.seed, seconds=wish.seconds, scale=wish.scale)
     path = Path(name)
     if not path.exists():
-        raise CliError(f"no trace {name!r}", f"write a file, or one of {', '.join(SHAPES)}")
+        raise CliError(f"no trace {name!r}", f"write a file, or one of {', '.join(ALL_SHAPES)}")
     try:
         return read_trace(path.stem, _read(path).splitlines())
     except TraceError as error:

@@ -10,27 +10,15 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.simulate.clock import Clock
-from vlm_operator.simulate.computer import Computer
+from vlm_operator.simulate.computer import Computer, Pace
 from vlm_operator.simulate.decoder import Decoder
 from vlm_operator.simulate.gateway import Gateway
 from vlm_operator.simulate.meters import UID as GATEWAY_UID
+from vlm_operator.simulate.noise import Noise
 from vlm_operator.simulate.plant import Plant
 from vlm_operator.simulate.pods import Life
-from vlm_operator.simulate.pool import Drains, Pool, Surroundings
+from vlm_operator.simulate.pool import Drains, Pool, Predictions, Surroundings
 from vlm_operator.state import Sample
-
-
-@dataclasses.dataclass(frozen=True)
-class Noise:
-    """How badly pods are seen.
-
-    Attributes:
-        loss: share of reports that do not arrive.
-        jitter: sigma by which queued work and KV in use are misreported, as a share.
-    """
-
-    loss: float = 0.0
-    jitter: float = 0.0
 
 
 class Cluster:
@@ -53,6 +41,7 @@ class Cluster:
         self.policy, self.epoch, self._plant = policy, epoch, plant
         self.clock = Clock()
         self._noise, self._rng = noise, random.Random(f"noise/{seed}")
+        self._service = random.Random(f"service/{seed}")
         self._compute: dict[Role, Pool[Computer]] = {}
         self.gateway = Gateway(
             policy,
@@ -68,6 +57,7 @@ class Cluster:
             rng=random.Random(f"starts/{seed}"),
             drains=drains,
             fits=self._fits,
+            predictions=Predictions(noise, seed),
             moved=self.gateway.moved,
             changed=self.gateway.changed,
         )
@@ -127,7 +117,14 @@ class Cluster:
 
     def _computer(self, life: Life) -> Computer:
         encoded, prefilled = self.gateway.encoded, self.gateway.prefilled
-        return Computer(life, self._plant, self.clock, encoded=encoded, prefilled=prefilled)
+        return Computer(
+            life,
+            self._plant,
+            self.clock,
+            encoded=encoded,
+            prefilled=prefilled,
+            pace=Pace(self._noise.service, self._service),
+        )
 
     def _decoder(self, life: Life) -> Decoder:
         gateway = self.gateway

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import random
 from collections import deque
 from collections.abc import Iterable
 
@@ -48,17 +50,40 @@ class _Picture:
     work: float
 
 
+class Pace:
+    """How much longer or shorter than its curve a turn takes, by chance."""
+
+    def __init__(self, sigma: float, rng: random.Random) -> None:
+        self._sigma, self._rng = sigma, rng
+
+    def factor(self) -> float:
+        """Of one turn; its mean is 1."""
+        if not self._sigma:
+            return 1.0
+        return math.exp(self._rng.gauss(-(self._sigma**2) / 2, self._sigma))
+
+
 class Computer:
     """Encoder or prefill pod. Its one writer is the simulation's clock.
+
+    Work is predicted. It is queued from its arrival on, and counts as admitted from the start of
+    its first batch or step on, as workers count it.
 
     Args:
         encoded, prefilled: called when a job's last picture, or its prompt, is done.
     """
 
     def __init__(
-        self, life: Life, plant: Plant, clock: Clock, *, encoded: Handed, prefilled: Handed
+        self,
+        life: Life,
+        plant: Plant,
+        clock: Clock,
+        *,
+        encoded: Handed,
+        prefilled: Handed,
+        pace: Pace,
     ) -> None:
-        self.life = life
+        self.life, self._pace = life, pace
         self._plant, self._clock = plant, clock
         self._encoded, self._prefilled = encoded, prefilled
         self._pictures: deque[_Picture] = deque()
@@ -82,9 +107,9 @@ class Computer:
         """Take a job's pictures."""
         now = self._clock.now
         for patches in job.request.patches:
-            work = self._plant.encode.seconds(patches, patches**2) / self.life.speed
+            work = self._predicted(self._plant.encode.seconds(patches, patches**2))
             self._pictures.append(_Picture(job, patches, now, work))
-            self._admit(work)
+            self.queued_seconds += work
         job.pictures_left = len(job.request.patches)
         self._held.add(job)
         self._turn()
@@ -94,8 +119,8 @@ class Computer:
         job.queued_at, job.prefilled, job.began_at = self._clock.now, 0, None
         tokens = max(1, job.prompt_tokens - job.cached_tokens)
         squares = tokens * (job.cached_tokens + tokens / 2)
-        job.pending = self._plant.prefill.seconds(tokens, squares) / self.life.speed
-        self._admit(job.pending)
+        job.pending = self._predicted(self._plant.prefill.seconds(tokens, squares))
+        self.queued_seconds += job.pending
         self._prompts.append(job)
         self._held.add(job)
         self._turn()
@@ -137,9 +162,9 @@ class Computer:
             busy={name: item.freeze() for name, item in self._counted.items()},
         )
 
-    def _admit(self, work: float) -> None:
-        self.queued_seconds += work
-        self._admitted += work
+    def _predicted(self, seconds: float) -> float:
+        """What it expects work to take that takes so long at speed 1."""
+        return seconds / self.life.speed * self.life.predicted
 
     def _turn(self) -> None:
         """Begin the next turn unless one runs."""
@@ -159,9 +184,10 @@ class Computer:
         batch = [self._pictures.popleft() for _ in range(count)]
         units = sum(item.patches for item in batch)
         squares = float(sum(item.patches**2 for item in batch))
-        seconds = self._plant.encode.seconds(units, squares) / self.life.speed
+        seconds = self._plant.encode.seconds(units, squares) / self.life.speed * self._pace.factor()
         for item in batch:
             self.queued_seconds -= item.work
+            self._admitted += item.work
             self._turning.add(item.job)
         self._counted["encode"].add(seconds, calls=1, items=count, units=units, squares=squares)
         self._clock.after(seconds, lambda: self._encode_end(batch, seconds, epoch))
@@ -184,18 +210,19 @@ class Computer:
 
     def _prefill_turn(self) -> None:
         now, epoch = self._clock.now, self._epoch
-        room, seconds = self._plant.chunk_tokens, 0.0
+        room, seconds, pace = self._plant.chunk_tokens, 0.0, self._pace.factor()
         done: list[Job] = []
         for job in itertools.islice(self._prompts, self._plant.prompts_per_step):
             if room <= 0:
                 break
             if job.began_at is None:
                 job.began_at = now
+                self._admitted += job.pending
                 job.mark("prefill_queue", now - job.queued_at)
             before = job.cached_tokens + job.prefilled
             chunk = min(room, max(1, job.prompt_tokens - before))
             squares = chunk * (before + chunk / 2)
-            cost = self._plant.prefill.seconds(chunk, squares) / self.life.speed
+            cost = self._plant.prefill.seconds(chunk, squares) / self.life.speed * pace
             last = before + chunk >= job.prompt_tokens
             self._counted["prefill"].add(
                 cost, calls=1, items=int(last), units=chunk, squares=squares
@@ -204,7 +231,7 @@ class Computer:
             room -= chunk
             self._turning.add(job)
             job.prefilled += chunk
-            share = min(job.pending, cost)
+            share = min(job.pending, cost * self.life.predicted)
             job.pending -= share
             self.queued_seconds -= job.pending + share if last else share
             if last:

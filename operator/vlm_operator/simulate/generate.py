@@ -43,13 +43,13 @@ def generate(name: str, *, seed: int, seconds: float = 3600.0, scale: float = 1.
     """Make one of `SHAPES`.
 
     Args:
-        name: its key in `SHAPES`.
+        name: its key in `ALL_SHAPES`.
         seed: same seed, same trace.
         seconds: how long it lasts.
         scale: multiplies the rate.
     """
     rng = random.Random(f"{name}/{seed}")
-    mix_at = SHAPES[name](seconds, rng)
+    mix_at = ALL_SHAPES[name](seconds, rng)
     requests = []
     now = 0.0
     while now < seconds:
@@ -172,6 +172,95 @@ def _starts(seconds: float, rng: random.Random, *, every: float) -> tuple[float,
     return tuple(found)
 
 
+def _campaign(seconds: float, rng: random.Random) -> MixAt:
+    """Within half a minute the load is three times the usual, and then falls off exponentially."""
+    base = Mix(rate=4.0)
+    starts = _starts(seconds, rng, every=1200.0)
+
+    def mix(now: float) -> Mix:
+        raised = max(
+            (
+                min(1.0, (now - start) / 30.0) * math.exp(-max(0.0, now - start - 30.0) / 240.0)
+                for start in starts
+                if now >= start
+            ),
+            default=0.0,
+        )
+        return dataclasses.replace(base, rate=base.rate * (1 + 2 * raised))
+
+    return mix
+
+
+def _square(seconds: float, rng: random.Random) -> MixAt:
+    """High and low in turn, for 100 to 170 seconds each: about as long as a window to shrink."""
+    base, edges, at = Mix(), [], 0.0
+    while at < seconds:
+        at += rng.uniform(100.0, 170.0)
+        edges.append(at)
+    high = dataclasses.replace(base, rate=base.rate * 1.7)
+    low = dataclasses.replace(base, rate=base.rate * 0.6)
+    return lambda now: high if sum(edge <= now for edge in edges) % 2 else low
+
+
+def _collapse(seconds: float, rng: random.Random) -> MixAt:
+    """The load grows slowly to 2.5 times, and collapses within seconds."""
+    base, peak = Mix(rate=3.5), seconds * rng.uniform(0.6, 0.75)
+
+    def mix(now: float) -> Mix:
+        grown = 1.5 * now / peak if now < peak else -0.5
+        return dataclasses.replace(base, rate=base.rate * (1 + grown))
+
+    return mix
+
+
+def _pareto_bursts(seconds: float, rng: random.Random) -> MixAt:
+    """Bursts whose heights and lengths have heavy tails."""
+    base, bursts, at = Mix(rate=4.0), [], 0.0
+    while at < seconds:
+        at += rng.expovariate(1 / 150.0)
+        lasts = min(300.0, 20.0 * rng.paretovariate(1.5))
+        bursts.append((at, at + lasts, min(3.0, 0.4 * rng.paretovariate(1.5))))
+
+    def mix(now: float) -> Mix:
+        raised = sum(height for begin, end, height in bursts if begin <= now < end)
+        return dataclasses.replace(base, rate=base.rate * (1 + min(3.0, raised)))
+
+    return mix
+
+
+def _mix_shift(seconds: float, rng: random.Random) -> MixAt:
+    """Requests a second stay, what they ask for moves: pictures, then prompts, then answers."""
+    base = Mix(rate=5.0)
+    phases = [
+        dataclasses.replace(base, image_share=0.7, text_tokens=200.0),
+        dataclasses.replace(base, image_share=0.1, text_tokens=1200.0, output_tokens=60.0),
+        dataclasses.replace(base, image_share=0.1, output_tokens=420.0),
+    ]
+    rng.shuffle(phases)
+    each = seconds / len(phases)
+
+    def mix(now: float) -> Mix:
+        at = min(int(now / each), len(phases) - 1)
+        share = min(1.0, (now - at * each) / 60.0)
+        return _blend(phases[at - 1] if at else base, phases[at], share)
+
+    return mix
+
+
+def _recorded_like(seconds: float, rng: random.Random) -> MixAt:
+    """A rate that wanders as recorded ones do: a slow wave, noise with a memory, a few gaps."""
+    base, level, levels = Mix(rate=4.5), 0.0, []
+    phase = rng.uniform(0.0, 2 * math.pi)
+    for step in range(math.ceil(seconds / 10.0) + 1):
+        level = 0.95 * level + rng.gauss(0.0, 0.09)
+        wave = 0.35 * math.sin(phase + 2 * math.pi * step * 10.0 / 2400.0)
+        gap = 0.3 if rng.random() < 0.01 else 1.0
+        levels.append(gap * math.exp(level + wave))
+    return lambda now: dataclasses.replace(
+        base, rate=base.rate * min(3.0, levels[min(int(now / 10.0), len(levels) - 1)])
+    )
+
+
 SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
     "steady": _steady,
     "bursty-images": _bursty_images,
@@ -181,3 +270,14 @@ SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
     "diurnal": _diurnal,
     "bad-node-type": _bad_node_type,
 }
+
+# On these nothing is tuned: they tell whether what was tuned on `SHAPES` holds elsewhere.
+HELD_OUT_SHAPES: Mapping[str, Callable[[float, random.Random], MixAt]] = {
+    "campaign": _campaign,
+    "square": _square,
+    "collapse": _collapse,
+    "pareto-bursts": _pareto_bursts,
+    "mix-shift": _mix_shift,
+    "recorded-like": _recorded_like,
+}
+ALL_SHAPES = {**SHAPES, **HELD_OUT_SHAPES}

@@ -29,14 +29,14 @@ class NodeType:
         nodes: replicas that there are nodes for; 0: its pods stay pending.
         schedule_seconds: from creation until a node is there.
         startup_seconds: median from the node to ready.
-        startup_spread: sigma of the logarithm of that.
+        startup_spread: sigma of the logarithm of that; beyond half and twice the median it is cut.
         kv_share: of the plant's `kv_tokens`.
     """
 
     nodes: int = 1000
     schedule_seconds: float = 2.0
     startup_seconds: float = 60.0
-    startup_spread: float = 0.15
+    startup_spread: float = 0.35
     kv_share: float = 1.0
 
 

@@ -25,6 +25,7 @@ class Life:
     Attributes:
         scheduled_since: since when it is on a node and holds its devices; None before.
         draining_since: None while it takes work.
+        predicted: its predictions of its own work, as a multiple of the truth.
     """
 
     uid: str
@@ -38,6 +39,7 @@ class Life:
     ready_since: float | None = None
     draining_since: float | None = None
     gone: bool = False
+    predicted: float = 1.0
 
     @property
     def scheduled(self) -> bool:

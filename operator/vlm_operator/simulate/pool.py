@@ -18,10 +18,12 @@ from vlm_operator.autoscale.view import PoolView
 from vlm_operator.names import MANAGER_AUTOSCALER, Role
 from vlm_operator.simulate.clock import Clock
 from vlm_operator.simulate.job import Job
+from vlm_operator.simulate.noise import Noise
 from vlm_operator.simulate.plant import NodeType, Plant
 from vlm_operator.simulate.pods import Life, Pod
 
 _SETTLE_SECONDS = 2.0  # from the closed gate until the last call that was under way is there
+MOST_SPREAD = 2.0  # a start takes between half and twice its median
 Kind = TypeVar("Kind", bound=Pod)
 
 
@@ -31,6 +33,19 @@ class Drains:
 
     seconds: float = 600.0
     at_once: int = 1
+
+
+class Predictions:
+    """By how much the pods of each role over- or underestimate their work."""
+
+    def __init__(self, noise: Noise, seed: int) -> None:
+        self._sigma, self._bias, self._seed = noise.prediction, noise.bias, seed
+        self._pods = random.Random(f"predictions/{seed}")
+
+    def factor(self, role: Role) -> float:
+        """Predicted over true work of one more pod."""
+        common = random.Random(f"predictions/{self._seed}/{role}").gauss(0.0, self._sigma)
+        return self._bias * math.exp(common + self._pods.gauss(0.0, self._sigma / 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +63,7 @@ class Surroundings:
     rng: random.Random
     drains: Drains
     fits: Callable[[int, float], bool]
+    predictions: Predictions
     moved: Callable[[list[Job], Role], None]
     changed: Callable[[], None]
 
@@ -132,6 +148,7 @@ class Pool(Generic[Kind]):
             accelerators=variant.accelerators,
             cost_per_hour=variant.cost_per_hour or 0.0,
             created=self._clock.now,
+            predicted=self._around.predictions.factor(self.role),
         )
         self.pods.append(self._make(life))
 
@@ -185,7 +202,8 @@ class Pool(Generic[Kind]):
                 self._clock.after(self._startup(kind), functools.partial(self._ready, pod))
 
     def _startup(self, kind: NodeType) -> float:
-        return kind.startup_seconds * math.exp(self._around.rng.gauss(0.0, kind.startup_spread))
+        factor = math.exp(self._around.rng.gauss(0.0, kind.startup_spread))
+        return kind.startup_seconds * min(max(factor, 1 / MOST_SPREAD), MOST_SPREAD)
 
     def _ready(self, pod: Kind) -> None:
         if not pod.life.gone:

@@ -10,8 +10,9 @@ from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
-from vlm_operator.simulate.cluster import Cluster, Noise
+from vlm_operator.simulate.cluster import Cluster
 from vlm_operator.simulate.job import Job
+from vlm_operator.simulate.noise import Noise
 from vlm_operator.simulate.plant import Plant
 from vlm_operator.simulate.pool import Drains
 from vlm_operator.simulate.trace import Trace

@@ -32,6 +32,7 @@ class Score:
         cost, cost_per_1000: of the trace, and of a thousand of its requests.
         turns: most changes of direction of one pool within one of its windows for shrinking.
         turns_total: changes of direction of all pools.
+        changes: how often the number of a pool changed.
         refused, unserved: requests that were turned away, and that never got a first token.
         over_budget: moments beyond the budget.
     """
@@ -43,6 +44,7 @@ class Score:
     cost_per_1000: float
     turns: int
     turns_total: int
+    changes: int
     requests: int
     refused: int
     unserved: int
@@ -66,6 +68,11 @@ def score(run: Run, policy: ServicePolicy) -> Score:
             default=0,
         ),
         turns_total=sum(len(times) for times in turned.values()),
+        changes=sum(
+            before.wanted[role] != after.wanted[role]
+            for before, after in itertools.pairwise(during)
+            for role in policy.pools
+        ),
         requests=len(run.jobs),
         refused=sum(job.refused for job in run.jobs),
         unserved=sum(job.first_token_at is None and not job.refused for job in run.jobs),

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_simulate import Restless, one_of_each, poisson, quick_start, run, with_budget
 
-from vlm_operator.simulate.cluster import Noise
 from vlm_operator.simulate.generate import SHAPES, generate
+from vlm_operator.simulate.noise import QUIET, Noise
 from vlm_operator.simulate.ours import Ours
 from vlm_operator.simulate.pool import Drains
 from vlm_operator.simulate.scenario import standard
@@ -70,7 +70,7 @@ def test_a_cache_too_small_preempts_and_every_answer_still_ends():
     assert all(job.delivered == 200 for job in done.jobs)
 
 
-@pytest.mark.parametrize("noise", [Noise(), Noise(loss=0.1, jitter=0.2)])
+@pytest.mark.parametrize("noise", [QUIET, Noise(), Noise(loss=0.1, jitter=0.2)])
 def test_the_same_seed_gives_the_same_run(noise):
     setup = dataclasses.replace(standard(), noise=noise)
     trace = generate("long-prompts", seed=5, seconds=300.0)

@@ -6,6 +6,7 @@ import random
 from operator_simulate import quick_start, run
 
 from vlm_operator.names import Role
+from vlm_operator.simulate.noise import QUIET
 from vlm_operator.simulate.ours import Ours
 from vlm_operator.simulate.plant import Curve
 from vlm_operator.simulate.run import Run, Setup
@@ -42,7 +43,9 @@ def service(**changes) -> Setup:
     }
     # visual tokens are few, so that pictures are the encoder's matter alone
     plant = dataclasses.replace(setup.plant, tokens_per_patch=0.01, **changes)
-    return dataclasses.replace(setup, plant=plant, policy=dataclasses.replace(policy, pools=pools))
+    return dataclasses.replace(
+        setup, plant=plant, policy=dataclasses.replace(policy, pools=pools), noise=QUIET
+    )
 
 
 def grown(setup: Setup, trace: Trace) -> tuple[set[Role], Run]:

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from vlm_operator.simulate.generate import SHAPES, generate
+from vlm_operator.simulate.generate import ALL_SHAPES, generate
 from vlm_operator.simulate.trace import Request, TraceError, read_trace, write_trace
 
 
-@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("shape", sorted(ALL_SHAPES))
 def test_a_generated_trace_is_ordered_and_repeatable(shape):
     trace = generate(shape, seed=4, seconds=600.0)
     times = [request.at for request in trace.requests]

@@ -4,6 +4,7 @@ horizontal.py   the HorizontalPodAutoscaler's own arithmetic, shared by three of
 queue.py        HPA on queue length                       kv.py        KEDA on KV occupancy
 linked.py       one number for three pools, 1:1:1         threshold.py one up, one down (Dynamo)
 latency.py      each pod's own p95, with panic (kthena)
+work.py         work seconds and KV tokens, our own signals, in the simplest rule
 
 None knows node types: each takes the first variant of a pool. A budget bounds them as a quota does:
 pods beyond it stay pending.
@@ -18,6 +19,7 @@ from vlm_operator.simulate.baselines.latency import PodLatency
 from vlm_operator.simulate.baselines.linked import Linked
 from vlm_operator.simulate.baselines.queue import QueueLength
 from vlm_operator.simulate.baselines.threshold import Threshold
+from vlm_operator.simulate.baselines.work import Work
 from vlm_operator.simulate.run import Autoscaler
 
 # name → (how to build it from a policy and its settings, the grid that it is tuned over)
@@ -27,6 +29,7 @@ BASELINES: Mapping[str, tuple[Callable[..., Autoscaler], Mapping[str, tuple[Any,
     "linked-1-1-1": (Linked, Linked.GRID),
     "threshold": (Threshold, Threshold.GRID),
     "pod-p95": (PodLatency, PodLatency.GRID),
+    "work": (Work, Work.GRID),
 }
 
 
