@@ -264,7 +264,7 @@ def test_of_a_node_its_readiness_labels_and_devices_are_kept_and_its_images_are_
     }
 
     def status(item: dict[str, Any]) -> dict[str, Any]:
-        return class_status(manifest, [item], in_use=0, starts=(), now=0.0)
+        return class_status(manifest, [item], operator="one", in_use=0, starts=(), now=0.0)
 
     small = kept(NODE, node)
     assert status(small) == status(node)

@@ -83,7 +83,7 @@ def test_scaling_and_repair_go_on_while_the_manifest_is_refused(cause: str, rest
     assert decode_replicas(world) == 3
     assert "demo-gateway" in [item["metadata"]["name"] for item in world.cluster.all(SERVICE)]
     accepted = world.condition("Accepted")
-    assert (accepted["status"], accepted["reason"]) == ("False", "SpecInvalid")
+    assert (accepted["status"], accepted["reason"]) == ("False", "NodeClassInvalid")
     assert "spec.pools.decode.variants[v].nodeClassRef" in accepted["message"]
     generation = world.cluster.all(VLM_SERVICE)[0]["metadata"]["generation"]
     assert world.status["observedGeneration"] == generation
@@ -145,7 +145,7 @@ def test_a_kept_manifest_that_nobody_can_read_is_none():
     world.cluster.edit(CONFIG_MAP, "ns", "demo-state", lambda item: item.update(data={"x": "{"}))
     world.apply(body(**REFUSED))
     turns(world, 3)
-    assert world.condition("Accepted")["reason"] == "SpecInvalid"
+    assert world.condition("Accepted")["reason"] == "NodeClassInvalid"
 
 
 def test_node_classes_come_back_as_they_were():
