@@ -24,7 +24,7 @@ Spec = dict[str, Any]
 Schema = Mapping[str, Any]
 
 _SCHEMA: Schema = VLMServiceSpec.model_json_schema(by_alias=True)
-_QUANTITIES = ("1", "2", "500m", "0.5", "1Gi", "24.50", 3)
+_QUANTITIES = ("1", "2", "500m", "0.5", "1Gi", "24.50", "1e3", 3)
 _COUNTS = ("1", 2, "25%", "100%")
 _NAMES = ("a", "b-1", "shapes")
 _TEXT = ("", "x", "a b", "ü", "--max-num-seqs=8")
@@ -166,6 +166,25 @@ def _overlay(spec: Spec) -> Spec:
     return {**spec, "volumeMounts": mounts}
 
 
+def _resources(spec: Spec) -> Spec:
+    """Devices are whole and stand under limits; what is asked for twice is asked for alike."""
+    limits = {name: 1 if "/" in name else value for name, value in spec.get("limits", {}).items()}
+    requests = {
+        name: limits.get(name, value)
+        for name, value in spec.get("requests", {}).items()
+        if "/" not in name
+    }
+    return {**spec, **{k: v for k, v in (("limits", limits), ("requests", requests)) if k in spec}}
+
+
+def _toleration(spec: Spec) -> Spec:
+    spec = _without("value")(spec) if spec.get("operator") == "Exists" else spec
+    if "tolerationSeconds" in spec:
+        spec = {**spec, "effect": "NoExecute"}
+    value = {key: "x" for key in ("key", "value") if key in spec}
+    return {**spec, **value} if spec.get("operator") == "Exists" else {**spec, **value, "key": "x"}
+
+
 def _model(spec: Spec) -> Spec:
     remote = "credentialsSecretRef" in spec or "revision" in spec
     if not remote:
@@ -200,7 +219,9 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Autoscaling": lambda spec: {"fallbackReplicas": {}, **spec},
     "EnvSource": _source,
     "EnvVar": lambda spec: _one_of(spec, "value", "valueFrom"),
-    "KvCache": lambda spec: _one_of(spec, "memory", "memoryFractionPercent"),
+    "KvCache": lambda spec: _one_of(
+        {**spec, "memory": "1e9"} if "memory" in spec else spec, "memory", "memoryFractionPercent"
+    ),
     "Limits": lambda spec: {**_without("videoSeconds")(spec), "imagesPerRequest": 4},
     "Media": _without("allowedDomains"),
     "ModelSource": _model,
@@ -208,8 +229,10 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "PodOverlay": _overlay,
     "PoolRollout": lambda spec: {**spec, "maxSurge": 1},
     "Pools": _pools,
+    "ResourceRequirements": _resources,
     "Rollout": lambda spec: {"progressDeadlineSeconds": 600, **spec},
     "Scaling": _scaling,
+    "Toleration": _toleration,
     "Transfer": lambda spec: {},
     "Tuning": _without("bandUpPercent", "bandDownPercent"),
     "VLMServiceSpec": _service,
@@ -247,7 +270,7 @@ def _wrong(schema: Schema) -> list[Any]:
     if "enum" in schema:
         return ["Nonsense"]
     if schema.get("x-kubernetes-int-or-string"):
-        return ["much", -1, True]
+        return ["much", "1.5K", -1, True]
     match schema["type"]:
         case "integer":
             least = schema.get("minimum", -(2**62)) - 1

@@ -29,7 +29,8 @@ KEY_UNSET = "x-triptych-unset"
 KEY_MAP_KEYS = "x-kubernetes-list-map-keys"
 
 OPEN_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_QUANTITY = r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[numk])?$"
+_QUANTITY = r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]{1,2})?$"
+_COUNT_OR_PERCENT = r"^(1000|[0-9]{1,3}|[0-9]{1,2}%|100%)$"
 _DEFAULT_REASON = "FieldValueInvalid"
 
 
@@ -86,7 +87,7 @@ def not_built(name: str, holds: str, what: str, *, at: str = "", instead: str = 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
-    """Puts a rule on a scalar type, `Annotated[str, Rules(rule)]`: the path is the item itself."""
+    """Puts a rule on a scalar or a map, `Annotated[str, Rules(rule)]`; the path is its own."""
 
     rule: Rule
 
@@ -94,7 +95,34 @@ class Rules:
         self, core_schema: Any, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Add the rule to the type's schema."""
-        return {**handler(core_schema), "x-kubernetes-validations": [self.rule.schema()]}
+        schema = handler(core_schema)
+        rules = [*schema.get("x-kubernetes-validations", []), self.rule.schema()]
+        return {**schema, "x-kubernetes-validations": rules}
+
+
+def shaped(name: str, pattern: str, message: str) -> Rules:
+    """Say in words what a string must look like: beside a Field with the same pattern.
+
+    The CustomResourceDefinition then has the rule instead of the pattern (`vlm_operator.crd`).
+
+    Args:
+        name: of the rule.
+        pattern: an RE2 expression without a single quote.
+        message: what is wrong and what to write instead.
+    """
+    return Rules(Rule(name=name, holds=f"self.matches(r'{pattern}')", message=message))
+
+
+def keyed(name: str, pattern: str) -> Rules:
+    """Say what the keys of a map must look like."""
+    return Rules(
+        Rule(
+            name=name,
+            holds=f"self.all(k, k.indexOf('/') < 254 && k.matches(r'{pattern}'))",
+            message="a key must be [DOMAIN/]NAME, NAME of at most 63 letters, digits, -, _ and ., "
+            "with a letter or digit at both ends",
+        )
+    )
 
 
 class Model(BaseModel):
@@ -167,11 +195,9 @@ def field(
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
-def _int_or_string(pattern: str) -> dict[str, Any]:
-    return {
-        "pattern": pattern,
-        "x-kubernetes-int-or-string": True,
-    }
+def _int_or_string(pattern: str, **bounds: int) -> dict[str, Any]:
+    """Write the schema of both arms: the pattern binds strings only, the bounds integers only."""
+    return {"pattern": pattern, **bounds, "x-kubernetes-int-or-string": True}
 
 
 # What Kubernetes calls a quantity: 40Gi, 1500m, 2.5. Kept as written; `quantity.parse` reads it.
@@ -179,28 +205,67 @@ Quantity = Annotated[
     str,
     Field(pattern=_QUANTITY, max_length=64),
     BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
-    Schema(_int_or_string(_QUANTITY)),
+    Schema(_int_or_string(_QUANTITY, minimum=0)),
 ]
 # A count of pods or a share of them: 1 or 25%.
 CountOrPercent = Annotated[
     str,
-    Field(pattern=r"^([0-9]+|[0-9]{1,2}%|100%)$", max_length=64),
+    Field(pattern=_COUNT_OR_PERCENT, max_length=64),
     BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
-    Schema(_int_or_string(r"^([0-9]+|[0-9]{1,2}%|100%)$")),
+    Schema(_int_or_string(_COUNT_OR_PERCENT, minimum=0, maximum=1000)),
 ]
 # An object of Kubernetes' own that its own API server checks, by a dry run.
 Open = Annotated[dict[str, Any], Schema(OPEN_OBJECT)]
 
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-_DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+DNS_SUBDOMAIN = "[a-z0-9]+((-+|[.])[a-z0-9]+)*"
+_QUALIFIED = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+EXTENDED_RESOURCE = f"^{DNS_SUBDOMAIN}/{_QUALIFIED}$"
+LABEL_KEY = f"^({DNS_SUBDOMAIN}/)?{_QUALIFIED}$"
+# The API server lowers the case of an annotation's key before it checks it.
+ANNOTATION_KEY = f"^([A-Za-z0-9]+((-+|[.])[A-Za-z0-9]+)*/)?{_QUALIFIED}$"
+_KEY_MESSAGE = "is no key: write [DOMAIN/]NAME, with a letter or digit at both ends of NAME"
+LABEL_VALUE = f"^({_QUALIFIED})?$"
+_IMAGE = (
+    r"^(([-A-Za-z0-9.]+|\[[0-9a-f:]+\])(:[0-9]+)?/)?[a-z0-9]+(([.]|_{1,2}|-+|/)[a-z0-9]+)*"
+    "(:[A-Za-z0-9_][-A-Za-z0-9_.]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,128})?$"
+)
 DnsLabel = Annotated[str, Field(max_length=63, pattern=_DNS_LABEL)]
 VariantName = Annotated[str, Field(max_length=names.MAX_VARIANT_NAME, pattern=_DNS_LABEL)]
-ObjectName = Annotated[str, Field(max_length=253, pattern=_DNS_SUBDOMAIN)]
-ImageName = Annotated[str, Field(min_length=1, max_length=512)]
+ObjectName = Annotated[str, Field(max_length=253, pattern=f"^{DNS_SUBDOMAIN}$")]
+ImageName = Annotated[
+    str,
+    Field(min_length=1, max_length=512, pattern=_IMAGE),
+    shaped(
+        "image-name",
+        _IMAGE,
+        "is no image: write [REGISTRY/]REPOSITORY:TAG, the repository in lower case",
+    ),
+]
 LabelKey = Annotated[str, Field(max_length=317)]
-LabelValue = Annotated[str, Field(max_length=63)]
+TopologyKey = Annotated[
+    str, Field(max_length=317, pattern=LABEL_KEY), shaped("label-key", LABEL_KEY, _KEY_MESSAGE)
+]
+LabelValue = Annotated[
+    str,
+    Field(max_length=63, pattern=LABEL_VALUE),
+    shaped(
+        "label-value",
+        LABEL_VALUE,
+        "is no label value: write letters, digits, -, _ and ., with a letter or digit at both ends",
+    ),
+]
 AnnotationValue = Annotated[str, Field(max_length=4096)]
 ResourceName = Annotated[str, Field(min_length=1, max_length=253)]
+DeviceName = Annotated[
+    str,
+    Field(min_length=1, max_length=253, pattern=EXTENDED_RESOURCE),
+    shaped(
+        "device-name",
+        EXTENDED_RESOURCE,
+        "is no extended resource: write DOMAIN/NAME, as nvidia.com/gpu",
+    ),
+]
 Time = Annotated[str, Field(max_length=64), Schema({"type": "string", "format": "date-time"})]
 
 

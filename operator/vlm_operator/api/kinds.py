@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from vlm_operator.api.base import (
+    DeviceName,
     Model,
     ObjectName,
     Quantity,
-    ResourceName,
+    Rule,
     field,
 )
 from vlm_operator.api.enums import ScalingMode
@@ -54,6 +55,16 @@ class VLMPoolSpec(Model):
         None, "Who owns replicas, from the VLMService.", example="External", unset="being written"
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="pool-min-max",
+            holds="!(has(self.minReplicas) && has(self.maxReplicas)) || "
+            "self.minReplicas <= self.maxReplicas",
+            message="is greater than maxReplicas: lower it, or raise maxReplicas",
+            at=".minReplicas",
+        ),
+    )
+
 
 class VLMPoolStatus(Model):
     """What became of it."""
@@ -69,7 +80,7 @@ class VLMPoolStatus(Model):
 class Accelerator(Model):
     """The devices of one pod."""
 
-    resource_name: ResourceName = field(..., "Extended resource.", example="nvidia.com/gpu")
+    resource_name: DeviceName = field(..., "Extended resource.", example="nvidia.com/gpu")
     count: int = field(1, "Devices per pod.", example=1, ge=1, le=64)
     memory: Quantity | None = field(None, "Memory of one device.", example="48Gi", unset="unknown")
 
@@ -77,7 +88,7 @@ class Accelerator(Model):
 class NodeCost(Model):
     """What a replica costs."""
 
-    per_hour: Quantity = field(..., "Cost of one replica per hour.", example="1.20")
+    per_hour: Quantity = field(..., "Cost of a replica per hour; quote fractions.", example="1.20")
     spot_per_hour: Quantity | None = field(
         None, "The same on spot nodes.", example="0.45", unset="perHour"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from vlm_operator.api.base import Model, NameRef, Restarts, Rule, field, not_built
+from vlm_operator.api.base import DNS_SUBDOMAIN, Model, NameRef, Restarts, Rule, field, not_built
 from vlm_operator.api.enums import DType, KvDType, OnCorrupt, OnOversize
 
 ModelUri = Annotated[str, Field(min_length=1, max_length=512)]
@@ -133,7 +133,8 @@ class ModelSource(Model):
         Rule(
             name="uri-form",
             holds="self.uri.startsWith('oci://') || self.uri.startsWith('s3://') || "
-            "self.uri.matches('^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[-A-Za-z0-9._]+)*/?$') || "
+            f"(self.uri.matches('^pvc://{DNS_SUBDOMAIN}(/[-A-Za-z0-9._]+)*/?$') && "
+            "self.uri.split('/')[2].size() < 254) || "
             "self.uri.matches('^hf://[-A-Za-z0-9._]+/[-A-Za-z0-9._]+$')",
             message="must be pvc://CLAIM[/PATH] or hf://ORG/NAME",
             says="'must be pvc://CLAIM[/PATH] or hf://ORG/NAME, not ' + self.uri",

@@ -9,6 +9,9 @@ from pydantic import Field
 
 from vlm_operator.api import quantity
 from vlm_operator.api.base import (
+    EXTENDED_RESOURCE,
+    LABEL_KEY,
+    LABEL_VALUE,
     LabelKey,
     LabelValue,
     Model,
@@ -18,8 +21,10 @@ from vlm_operator.api.base import (
     ResourceName,
     Restarts,
     Rule,
+    Rules,
     VariantName,
     field,
+    keyed,
 )
 
 # Extended resources that compute, by what follows the domain: `nvidia.com/gpu`, `gpu.shared`,
@@ -29,9 +34,30 @@ _ACCELERATOR = re.compile(
     r"|i915|xe",
     re.IGNORECASE,
 )
+_EXISTS = "(has(self.operator) && self.operator == 'Exists')"
 
-Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
-Resources = Annotated[dict[ResourceName, Quantity], Field(max_length=16)]
+# CEL: a limit has digits alone. A quantity counts as 3 MB in the API server's estimate of what a
+# rule costs, so that a match, a comparison or string() of each of 16 would be over its bound;
+# size, charAt and `in` are counted as one step.
+_DIGITS = (
+    "(self.limits[k].size() < 8 && [0, 1, 2, 3, 4, 5, 6].all(i, i >= self.limits[k].size() || "
+    "self.limits[k].charAt(i) in ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']))"
+)
+_PLAIN = ("cpu", "memory", "ephemeral-storage")
+
+Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), keyed("label-keys", LABEL_KEY)]
+Resources = Annotated[
+    dict[ResourceName, Quantity],
+    Field(max_length=16),
+    Rules(
+        Rule(
+            name="resource-names",
+            holds=f"self.all(k, k in {list(_PLAIN)} || k.matches(r'{EXTENDED_RESOURCE}'))",
+            message="a resource must be cpu, memory, ephemeral-storage or DOMAIN/NAME, "
+            "as nvidia.com/gpu",
+        )
+    ),
+]
 
 
 class Toleration(Model):
@@ -51,6 +77,30 @@ class Toleration(Model):
         None, "Seconds a NoExecute taint is borne.", example=60, unset="for ever", ge=0
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="toleration-key",
+            holds="has(self.key) && self.key != '' ? "
+            f"self.key.indexOf('/') < 254 && self.key.matches(r'{LABEL_KEY}') : {_EXISTS}",
+            message="must be [DOMAIN/]NAME; only operator Exists goes without a key",
+            at=".key",
+        ),
+        Rule(
+            name="toleration-value",
+            holds=f"!has(self.value) || ({_EXISTS} ? self.value == '' : "
+            f"self.value.matches(r'{LABEL_VALUE}'))",
+            message="must be a label value, as large_1; with operator Exists remove it",
+            at=".value",
+        ),
+        Rule(
+            name="toleration-seconds",
+            holds="!has(self.tolerationSeconds) || "
+            "(has(self.effect) && self.effect == 'NoExecute')",
+            message="needs effect NoExecute: set effect, or remove tolerationSeconds",
+            at=".tolerationSeconds",
+        ),
+    )
+
 
 class Placement(Model):
     """Which nodes take these pods."""
@@ -66,6 +116,20 @@ class Placement(Model):
     )
 
 
+def _at_most_the_limit(name: str) -> Rule:
+    """Compare one request with its limit. One rule for all names would be over the cost bound."""
+    request, limit = (f"self.{side}['{name}']" for side in ("requests", "limits"))
+    return Rule(
+        name=f"request-limit-{name}",
+        holds=f"!has(self.requests) || !has(self.limits) || !('{name}' in self.requests) || "
+        f"!('{name}' in self.limits) || "
+        f"![{request}, {limit}].all(v, type(v) == int || isQuantity(v)) || "
+        f"!quantity(string({request})).isGreaterThan(quantity(string({limit})))",
+        message=f"{name}: the request is greater than the limit: lower it, or raise the limit",
+        at=".requests",
+    )
+
+
 class ResourceRequirements(Model):
     """CPU, memory and devices of one pod."""
 
@@ -78,6 +142,27 @@ class ResourceRequirements(Model):
         {},
         "What a pod may use at most; devices go here.",
         example={"nvidia.com/gpu": "1"},
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="whole-devices",
+            holds="!has(self.limits) || self.limits.all(k, !k.contains('/') || "
+            f"type(self.limits[k]) == int || {_DIGITS})",
+            message="devices are counted whole: write digits only, as 1",
+            at=".limits",
+        ),
+        Rule(
+            name="device-request",
+            holds="!has(self.requests) || self.requests.all(k, !k.contains('/') || "
+            "(has(self.limits) && k in self.limits && "
+            "(self.requests[k] in [self.limits[k]] || "
+            "int(self.requests[k]) == int(self.limits[k]))))",
+            message="a request for a device must equal its limit: write the device under limits "
+            "alone",
+            at=".requests",
+        ),
+        *(_at_most_the_limit(name) for name in _PLAIN),
     )
 
 

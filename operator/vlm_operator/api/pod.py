@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from vlm_operator.api.base import (
+    ANNOTATION_KEY,
     AnnotationValue,
     DnsLabel,
     LabelKey,
@@ -15,7 +16,10 @@ from vlm_operator.api.base import (
     Quantity,
     Rule,
     Rules,
+    TopologyKey,
     field,
+    keyed,
+    shaped,
 )
 from vlm_operator.api.placement import Labels
 
@@ -33,7 +37,36 @@ OWNED_LABEL_DOMAINS = ("triptych.dev/", "app.kubernetes.io/")
 OWNED_MOUNTS = ("/models", "/tmp")  # noqa: S108
 
 EnvName = Annotated[str, Field(max_length=128, pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
-Annotations = Annotated[dict[LabelKey, AnnotationValue], Field(max_length=32)]
+Annotations = Annotated[
+    dict[LabelKey, AnnotationValue],
+    Field(max_length=32),
+    keyed("annotation-keys", ANNOTATION_KEY),
+]
+_DATA_KEY = r"^[.]{0,2}[-_A-Za-z0-9][-._A-Za-z0-9]*$"
+# No part is empty, "." or ".."; three dots and more are refused as well.
+_MOUNT_PATH = r"^(/[.]{0,2}[^/:.][^/:]*)+/?$"
+_SUB_PATH = r"^([.]{0,2}[^/.][^/]*(/[.]{0,2}[^/.][^/]*)*/?)?$"
+DataKey = Annotated[
+    str,
+    Field(min_length=1, max_length=253, pattern=_DATA_KEY),
+    shaped("data-key", _DATA_KEY, "is no key of a Secret: write letters, digits, -, _ and ."),
+]
+MountPath = Annotated[
+    str,
+    Field(max_length=512, pattern=_MOUNT_PATH),
+    shaped(
+        "mount-path",
+        _MOUNT_PATH,
+        "must be absolute, below /, without empty, . or .. parts and colons: write /scratch",
+    ),
+]
+SubPath = Annotated[
+    str,
+    Field(max_length=512, pattern=_SUB_PATH),
+    shaped(
+        "sub-path", _SUB_PATH, "must be relative, without empty, . or .. parts: write run-1/cache"
+    ),
+]
 
 
 def _cel_list(values: tuple[str, ...]) -> str:
@@ -55,7 +88,7 @@ class KeySelector(Model):
     """One key of a Secret or ConfigMap."""
 
     name: ObjectName = field(..., "Name of the object.", example="proxy-settings")
-    key: str = field(..., "Key in its data.", example="HTTPS_PROXY", min_length=1, max_length=253)
+    key: DataKey = field(..., "Key in its data.", example="HTTPS_PROXY")
 
 
 class EnvSource(Model):
@@ -115,11 +148,8 @@ class TopologySpread(Model):
     """How the pods of one pool spread over nodes; the selector is the pool's own."""
 
     max_skew: int = field(1, "Pods by which two domains may differ.", example=1, ge=1, le=100)
-    topology_key: str = field(
-        ...,
-        "Node label that names the domain.",
-        example="topology.kubernetes.io/zone",
-        max_length=317,
+    topology_key: TopologyKey = field(
+        ..., "Node label that names the domain.", example="topology.kubernetes.io/zone"
     )
     when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = field(
         "ScheduleAnyway", "Whether a pod waits for an even place.", example="DoNotSchedule"
@@ -184,16 +214,16 @@ class VolumeMount(Model):
     """Where a volume appears in the worker container."""
 
     name: DnsLabel = field(..., "Name of the volume.", example="scratch")
-    mount_path: str = field(..., "Absolute path.", example="/scratch", max_length=512, pattern="^/")
-    sub_path: str | None = field(
-        None, "Path inside the volume.", example="run-1", unset="its root", max_length=512
+    mount_path: MountPath = field(..., "Absolute path.", example="/scratch")
+    sub_path: SubPath | None = field(
+        None, "Path inside the volume.", example="run-1", unset="its root"
     )
     read_only: bool = field(False, "Read-only.", example=True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="owned-mount",
-            holds=f"!('/' + self.mountPath.split('/')[1] in {_cel_list(OWNED_MOUNTS)})",
+            holds=f"!self.mountPath.matches('^({'|'.join(OWNED_MOUNTS)})(/|$)')",
             message=f"{' and '.join(OWNED_MOUNTS)} are the operator's: choose another path",
             at=".mountPath",
         ),

@@ -70,7 +70,10 @@ class Budget(Model):
         le=100_000,
     )
     max_cost_per_hour: Quantity | None = field(
-        None, "Cost of all pools together per hour.", example="24.50", unset="no bound"
+        None,
+        "Cost of all pools per hour; quote fractions.",
+        example="24.50",
+        unset="no bound",
     )
     currency: str | None = field(
         None, "Currency of the cost, shown only.", example="EUR", unset="none", max_length=8

@@ -65,6 +65,13 @@ class KvCache(Model):
             message="set memoryFractionPercent or memory, not both",
             at=".memory",
         ),
+        Rule(
+            name="kv-memory-some",
+            holds="!has(self.memory) || !isQuantity(string(self.memory)) || "
+            "!quantity(string(self.memory)).isLessThan(quantity('1'))",
+            message="must be at least 1 byte: write a size, as 8Gi, or remove it",
+            at=".memory",
+        ),
     )
 
 

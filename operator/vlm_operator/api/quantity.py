@@ -1,4 +1,4 @@
-"""Kubernetes quantities as exact numbers: 40Gi is 42949672960, 250m is 0.25."""
+"""Kubernetes quantities as exact numbers: 40Gi is 42949672960, 250m is 0.25, 1e3 is 1000."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse(text: str) -> Decimal:
 
 
 def _number(text: str, digits: str) -> Decimal:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", digits):
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,2})?", digits):
         raise ValueError(
             f"{text!r} is no quantity: write a number with an optional unit, as 40Gi or 250m"
         )

@@ -83,7 +83,8 @@ def _rules_of(model: Any, path: str) -> Iterator[tuple[str, Rule]]:
     if isinstance(model, type) and issubclass(model, Model):
         yield from ((path, rule) for rule in model.rules)
         for name, info in model.model_fields.items():
-            yield from _rules_of(info.annotation, f"{path}.{info.alias or name}")
+            for part in (info.annotation, *info.metadata):
+                yield from _rules_of(part, f"{path}.{info.alias or name}")
     inner = f"{path}[]" if get_origin(model) is list else path
     for argument in (*getattr(model, "__args__", ()), *getattr(model, "__metadata__", ())):
         yield from _rules_of(argument, inner)

@@ -4,6 +4,7 @@
     $ref into $defs                   the definition itself, the field's own description first
     anyOf [T, null]                   T: a field is absent, never null
     default, example, what restarts   sentences in the description, which `kubectl explain` shows
+    pattern beside a rule of it       the rule alone: its message says what to write
     title, propertyNames, x-triptych  dropped
 
 Defaults are never schema defaults: what a user left out stays out of the stored object, so
@@ -64,6 +65,9 @@ def _convert(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
     result = {key: value for key, value in node.items() if key not in _DROPPED}
     if description := sentences(node):
         result["description"] = description
+    rules = result.get("x-kubernetes-validations", [])
+    if any("pattern" in result and result["pattern"] in rule["rule"] for rule in rules):
+        del result["pattern"]  # the rule says the same in words
     if result.get("additionalProperties") is False:
         del result["additionalProperties"]
     for key in ("items", "additionalProperties"):

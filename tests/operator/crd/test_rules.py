@@ -15,8 +15,16 @@ from vlm_operator.local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 
-SERVICES = "/apis/triptych.dev/v1alpha1/namespaces/default/vlmservices"
-CASES = yaml.safe_load((pathlib.Path(__file__).parent / "rules.yaml").read_text())
+GROUP = "/apis/triptych.dev/v1alpha1"
+SERVICES = f"{GROUP}/namespaces/default/vlmservices"
+PATHS = {
+    "VLMService": SERVICES,
+    "VLMPool": f"{GROUP}/namespaces/default/vlmpools",
+    "VLMNodeClass": f"{GROUP}/vlmnodeclasses",
+}
+HERE = pathlib.Path(__file__).parent
+CASES = yaml.safe_load((HERE / "rules.yaml").read_text())
+VALUES = yaml.safe_load((HERE / "values.yaml").read_text())
 # It speaks of a change, so it has a test of its own.
 OF_CHANGES = {"served-name-immutable"}
 MINIMAL = {
@@ -28,6 +36,48 @@ MINIMAL = {
         "pools": {"decode": {"scaling": {"mode": "Manual", "replicas": 1}}},
     },
 }
+
+
+BARE = {
+    "VLMService": MINIMAL,
+    "VLMPool": {**MINIMAL, "kind": "VLMPool", "spec": {"replicas": 1}},
+    "VLMNodeClass": {**MINIMAL, "kind": "VLMNodeClass", "spec": {}},
+}
+
+
+def manifest(case: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """A small object of the case's kind, changed by the patch."""
+    changed: dict[str, Any] = merged(BARE[case.get("kind", "VLMService")], patch)
+    return changed
+
+
+async def refusal(api_server: ControlPlane, body: dict[str, Any]) -> str:
+    """What the API server says against a manifest, which it must refuse."""
+    async with api_server.client() as api:
+        with pytest.raises(ApiError) as error:
+            await api.request("POST", PATHS[body["kind"]], body=body, params={"dryRun": "All"})
+    assert error.value.status == 422
+    return str(error.value)
+
+
+async def taken(api_server: ControlPlane, body: dict[str, Any]) -> None:
+    """The API server takes a manifest as it is, and so does the operator."""
+    async with api_server.client() as api:
+        created = await api.request(
+            "POST",
+            PATHS[body["kind"]],
+            body=body,
+            params={"dryRun": "All", "fieldValidation": "Strict"},
+        )
+    assert created["spec"] == body["spec"], "the API server drops or adds nothing"
+    if body["kind"] == "VLMService":
+        assert api_types.parse(created).spec, "what the API server takes, the operator reads"
+
+
+def says(text: str, path: str, kind: str, message: str) -> bool:
+    """Whether one cause of a refusal has all three; it ends where the next begins: `, spec.`"""
+    within = rf"{re.escape(path)}: {kind}((?!, spec\.).)*{re.escape(message)}"
+    return re.search(within, text) is not None
 
 
 def merged(base: Any, patch: Any) -> Any:
@@ -57,27 +107,30 @@ async def test_a_broken_rule_names_the_field_and_the_fix(
     name: str, api_server: ControlPlane
 ) -> None:
     case = CASES[name]
-    async with api_server.client() as api:
-        with pytest.raises(ApiError) as refusal:
-            await api.request(
-                "POST", SERVICES, body=merged(MINIMAL, case["refused"]), params={"dryRun": "All"}
-            )
+    text = await refusal(api_server, manifest(case, case["refused"]))
     kind = "Forbidden" if case.get("forbidden") else "(Invalid value|Required value)"
-    where = re.escape(f"{case['path']}: ")
-    # One cause ends where the next begins: `, spec.`
-    within = rf"{where}{kind}((?!, spec\.).)*{re.escape(case['message'])}"
-    assert re.search(within, str(refusal.value)), str(refusal.value)
+    assert says(text, case["path"], kind, case["message"]), text
+    assert "evaluating rule" not in text, "a rule that fails says nothing of the fix"
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 async def test_a_kept_rule_lets_the_manifest_in(name: str, api_server: ControlPlane) -> None:
-    async with api_server.client() as api:
-        body = merged(MINIMAL, CASES[name].get("accepted", {}))
-        created = await api.request(
-            "POST", SERVICES, body=body, params={"dryRun": "All", "fieldValidation": "Strict"}
-        )
-    assert created["spec"] == body["spec"], "the API server drops or adds nothing"
-    assert api_types.parse(created).spec, "what the API server takes, the operator reads"
+    case = CASES[name]
+    await taken(api_server, manifest(case, case.get("accepted", {})))
+
+
+@pytest.mark.parametrize("case", VALUES["refused"], ids=lambda case: str(case["spec"]))
+async def test_a_wrong_value_is_refused_with_its_path_and_what_the_field_takes(
+    case: dict[str, Any], api_server: ControlPlane
+) -> None:
+    text = await refusal(api_server, manifest(case, {"spec": case["spec"]}))
+    assert says(text, case["path"], "(Invalid value|Unsupported value)", case["message"]), text
+    assert "evaluating rule" not in text, "a rule that fails says nothing of the fix"
+
+
+@pytest.mark.parametrize("case", VALUES["accepted"], ids=lambda case: str(case["spec"]))
+async def test_a_right_value_is_taken(case: dict[str, Any], api_server: ControlPlane) -> None:
+    await taken(api_server, manifest(case, {"spec": case["spec"]}))
 
 
 async def test_the_served_name_cannot_change(api_server: ControlPlane) -> None:
