@@ -1,6 +1,7 @@
 """The chart renders what it should, and refuses what it does not know."""
 
 import pathlib
+import re
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +194,18 @@ def test_releases_of_one_name_in_two_namespaces_share_no_object(helm: Helm, char
         pytest.param("image.digest=abc", "digest", id="a digest that is none"),
         pytest.param("replicas=7", "replicas", id="too many replicas"),
         pytest.param("log.level=LOUD", "level", id="an unknown log level"),
+        pytest.param("resources.limits.memory=oops", "memory", id="no quantity"),
+        pytest.param("resources.requests.cpu=-1", "cpu", id="a negative quantity"),
+        pytest.param("clusterDomain=a b", "clusterDomain", id="no domain"),
+        pytest.param(
+            r"commonLabels.app\.kubernetes\.io/name=x", "commonLabels", id="the chart's own label"
+        ),
+        pytest.param(r"commonLabels.helm\.sh/chart=x", "commonLabels", id="the chart's name"),
+        pytest.param(
+            r"podLabels.app\.kubernetes\.io/name=x", "podLabels", id="the selector's label"
+        ),
+        pytest.param("commonLabels.team=a b", "team", id="no label value"),
+        pytest.param("nodeSelector.a b=x", "nodeSelector", id="no label key"),
         pytest.param("serviceAccount.create=false", "serviceAccount.name is required", id="nobody"),
     ],
 )
@@ -200,6 +213,38 @@ def test_wrong_values_are_refused_by_name(helm: Helm, chart: str, argument: str,
     answer = helm("template", "triptych", chart, "--set", argument, check=False)
     assert answer.returncode != 0
     assert says in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "resources.limits.memory=1e9",
+        "resources.limits.cpu=0.5",
+        "resources.requests.cpu=2",
+        "clusterDomain=k8s.example-1.com",
+        r"commonLabels.example\.com/team=A_b",
+        r"podLabels.sidecar\.istio\.io/inject=",
+    ],
+)
+def test_right_values_are_taken(helm: Helm, chart: str, argument: str) -> None:
+    assert rendered(helm, chart, "--set", argument)
+
+
+def test_a_pods_label_wins_over_the_common_one(helm: Helm, chart: str) -> None:
+    sets = (
+        "--set",
+        "commonLabels.team=a",
+        "--set",
+        "commonLabels.b=c",
+        "--set",
+        "podLabels.team=d",
+    )
+    deployment = one(rendered(helm, chart, *sets), "Deployment", "triptych-operator")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert (labels["team"], labels["b"]) == ("d", "c")
+    assert deployment["metadata"]["labels"]["team"] == "a"
+    text = helm("template", "triptych", chart, *sets, "--show-only", "templates/deployment.yaml")
+    assert sorted(re.findall("team: (.)", text.stdout)) == ["a", "a", "d"]
 
 
 def test_every_value_has_a_schema_and_every_schema_a_value() -> None:

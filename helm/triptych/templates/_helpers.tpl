@@ -17,15 +17,39 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
 {{- define "triptych.labels" -}}
+{{ include "triptych.chartLabels" . }}
+{{- with .Values.commonLabels }}
+{{ include "triptych.ownLabels" (dict "of" "commonLabels" "labels" .) }}
+{{- end }}
+{{- end -}}
+
+{{- /* A label of podLabels wins over the same of commonLabels. */ -}}
+{{- define "triptych.podLabels" -}}
+{{ include "triptych.chartLabels" . }}
+{{- $common := include "triptych.ownLabels" (dict "of" "commonLabels" "labels" .Values.commonLabels) | fromYaml }}
+{{- $pods := include "triptych.ownLabels" (dict "of" "podLabels" "labels" .Values.podLabels) | fromYaml }}
+{{- with merge $pods $common }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* The user's labels; those that the chart sets itself would be there twice. */ -}}
+{{- define "triptych.ownLabels" -}}
+{{- range $key, $value := .labels }}
+{{- if or (hasPrefix "app.kubernetes.io/" $key) (eq "helm.sh/chart" $key) }}
+{{- fail (printf "%s: the chart sets %s itself: remove it" $.of $key) }}
+{{- end }}
+{{- end }}
+{{- toYaml .labels }}
+{{- end -}}
+
+{{- define "triptych.chartLabels" -}}
 {{ include "triptych.selector" . }}
 app.kubernetes.io/component: operator
 app.kubernetes.io/part-of: triptych
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{- define "triptych.serviceAccount" -}}
