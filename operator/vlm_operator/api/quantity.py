@@ -29,11 +29,15 @@ def parse(text: str) -> Decimal:
         for unit, factor in factors.items():
             if text.endswith(unit):
                 return _number(text, text.removesuffix(unit)) * factor
+    # an exponent is a unit: it has no other beside it
+    digits, mark, power = text.replace("E", "e").partition("e")
+    if mark and re.fullmatch(r"[-+]?[0-9]{1,2}", power):
+        return _number(text, digits) * Decimal(10) ** int(power)
     return _number(text, text)
 
 
 def _number(text: str, digits: str) -> Decimal:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,2})?", digits):
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", digits):
         raise ValueError(
             f"{text!r} is no quantity: write a number with an optional unit, as 40Gi or 250m"
         )

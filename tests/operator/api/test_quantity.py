@@ -32,12 +32,21 @@ def test_a_thousand_thousandths_are_one(number: int) -> None:
     assert quantity.parse(f"{number}m") * 1000 == number
 
 
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 30), st.sampled_from("eE"))
+def test_an_exponent_is_a_unit(number: int, power: int, mark: str) -> None:
+    assert quantity.parse(f"{number}{mark}{power}") == number * 10**power
+    assert quantity.parse(f"{number}{mark}-{power}") * 10**power == number
+
+
 def test_fractions_are_exact() -> None:
     assert quantity.parse("0.1") == Decimal("0.1")
     assert quantity.parse("1.5Gi") == 3 * 2**29
 
 
-@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "one", "1Gib", "inf", "nan", "--1"])
+@pytest.mark.parametrize(
+    "text", ["", "Gi", "1 Gi", "one", "1Gib", "inf", "nan", "--1", "1K", "1e", "1e3Ki", "1e999"]
+)
 def test_what_is_no_quantity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no quantity"):
         quantity.parse(text)
