@@ -22,8 +22,7 @@ from vlm_operator.local.demo.line import INSTALL, MODEL
 def operator(cluster: ControlPlane) -> Iterator[ControlPlane]:
     """The cluster, with the operator of install.yaml at work in it."""
     cluster.kubectl("apply", "-f", str(INSTALL))
-    crds = [f"crd/{plural}.{names.GROUP}" for plural in (names.PLURAL_SERVICE, names.PLURAL_POOL)]
-    cluster.kubectl("wait", "--for=condition=Established", *crds, "--timeout=30s")
+    cluster.await_crds()
     available = ("wait", "--for=condition=Available", "deployment/triptych-operator")
     cluster.kubectl("-n", names.OPERATOR_NAMESPACE, *available, "--timeout=60s")
     yield cluster

@@ -124,7 +124,7 @@ class Live:
 def install(plane: ControlPlane, folder: pathlib.Path) -> None:
     """Install the chart's objects; `folder/kubeconfig` is the operator's own way in."""
     plane.kubectl("apply", "-f", str(ROOT / "install.yaml"))
-    plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    plane.await_crds()
     # established is not yet served: an operator that asks too early waits before it asks again
     for kind in ("vlm", "vlmp", "vlmnc"):
         _until(lambda kind=kind: plane.kubectl("get", kind, "-A", check=False).returncode == 0)

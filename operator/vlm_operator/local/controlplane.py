@@ -27,6 +27,10 @@ STOP_SECONDS = 5
 ATTEMPTS = 3
 
 
+CRD_TRIES = 50
+WAIT_FOR_CRDS = ("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+
+
 class ControlPlane:
     """One cluster without nodes; an async context manager, or `start` and `stop`.
 
@@ -95,6 +99,19 @@ class ControlPlane:
         return subprocess.run(  # noqa: S603
             command, input=stdin, capture_output=True, text=True, env=env, check=check
         )
+
+    def await_crds(self) -> None:
+        """Wait until every CRD is established.
+
+        `kubectl wait` fails at once for a CRD whose conditions are still null: it is asked again.
+
+        Raises:
+            subprocess.CalledProcessError: One is not established in time; `stderr` says why.
+        """
+        for _ in range(CRD_TRIES - 1):
+            if self.kubectl(*WAIT_FOR_CRDS, check=False).returncode == 0:
+                return
+        self.kubectl(*WAIT_FOR_CRDS)
 
     async def __aenter__(self) -> "ControlPlane":
         """Start it."""

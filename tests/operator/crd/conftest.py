@@ -12,5 +12,5 @@ ROOT = pathlib.Path(__file__).parents[3]
 @pytest.fixture(scope="session")
 def api_server(control_plane: ControlPlane) -> ControlPlane:
     control_plane.kubectl("apply", "-f", str(ROOT / "crds"))
-    control_plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    control_plane.await_crds()
     return control_plane

@@ -48,7 +48,7 @@ def namespace() -> str:
 @pytest.fixture
 async def cluster(control_plane: ControlPlane, namespace: str) -> AsyncIterator[kube.KubeCluster]:
     control_plane.kubectl("apply", "-f", "crds")
-    control_plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    control_plane.await_crds()
     control_plane.kubectl("create", "namespace", namespace)
     found = kube.KubeCluster(await kube.configuration(str(control_plane.kubeconfig)))
 

@@ -25,7 +25,7 @@ async def test_a_deleted_service_goes_and_others_stay_as_they_are(
         "context": None,
     }
     kubectl("apply", "-f", "crds")
-    kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    control_plane.await_crds()
     kubectl("create", "namespace", namespace)
     for name, more in (("plain", []), ("shared", ["example.com/other"]), ("alive", [])):
         manifest = body(name=name)

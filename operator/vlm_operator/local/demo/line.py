@@ -17,7 +17,7 @@ from vlm_operator import names
 from vlm_operator.local import build
 from vlm_operator.local.client import Access, ApiError, Client, Object
 from vlm_operator.local.cluster import NodeAgent
-from vlm_operator.local.controlplane import ControlPlane
+from vlm_operator.local.controlplane import CRD_TRIES, WAIT_FOR_CRDS, ControlPlane
 from vlm_operator.local.demo.ask import (
     ANSWER,
     DESCRIBE,
@@ -92,6 +92,15 @@ class Cluster:
         return await asyncio.to_thread(output_of, command, stdin=stdin, check=True)
 
 
+async def _await_crds(cluster: Cluster) -> None:
+    """Wait until every CRD is established; see `ControlPlane.await_crds`."""
+    for _ in range(CRD_TRIES - 1):
+        with contextlib.suppress(LocalError):
+            await cluster.run(*WAIT_FOR_CRDS)
+            return
+    await cluster.run(*WAIT_FOR_CRDS)
+
+
 class Demo:
     """One run of the demo. `answered` tells whether a right answer came."""
 
@@ -161,9 +170,7 @@ class Demo:
         say = self._reporter.say
         await cluster.run("apply", "-f", INSTALL)
         say("applied install.yaml: CRDs, roles, and the operator as a Deployment")
-        plurals = (names.PLURAL_SERVICE, names.PLURAL_POOL)
-        crds = [f"crd/{plural}.{names.GROUP}" for plural in plurals]
-        await cluster.run("wait", "--for=condition=Established", *crds, "--timeout=30s")
+        await _await_crds(cluster)
         await cluster.run("apply", "-n", NAMESPACE, "-f", QUICKSTART)
         say("applied examples/quickstart: one VLMService, pools encoder, prefill, decode")
 
