@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from vlm_operator.local.spawn import tied
 ROOT = pathlib.Path(__file__).parents[1]
 USER = "system:serviceaccount:triptych-system:triptych-operator"
 WRITES = ("create", "update", "patch", "delete")
+_DIGEST = re.compile(r"(NAME-(?:encoder|prefill|decode)-[a-z0-9-]*?)-[0-9a-f]{8}\b")
 
 
 class Live:
@@ -165,4 +167,10 @@ def plain_children(plane: ControlPlane, namespace: str, service: str) -> str:
             spec.pop(volatile, None)
         rest = {key: item.get(key) for key in ("kind", "data", "roleRef")}
         found.append({**rest, "metadata": meta, "spec": spec})
-    return json.dumps(found, sort_keys=True).replace(service, "NAME")
+    return anonymous(found, service)
+
+
+def anonymous(items: list[dict[str, Any]], service: str) -> str:
+    """Objects as text without their service's name, nor the digest of it in Deployments' names."""
+    texts = (json.dumps(item, sort_keys=True).replace(service, "NAME") for item in items)
+    return "\n".join(sorted(_DIGEST.sub(r"\1-DIGEST", text) for text in texts))

@@ -36,7 +36,7 @@ from vlm_operator.testing import Died, DyingCluster, FakeScraper
 pytestmark = pytest.mark.cluster
 LATE_SECONDS = 3600.0  # past every deadline of a rollout
 BOTH = (False, True)  # before the write, and after it
-NOTHING = "[]"
+NOTHING = ""
 FREE = '{"metadata": {"finalizers": null}}'
 
 
@@ -161,7 +161,7 @@ async def _deaths(reference: Story, *, first: int, every: int, sides: Sequence[b
     """Die at each so-manyth write, on each side of it; returns how often."""
     await reference.begin()
     wanted = await reference.finish()
-    assert wanted == NOTHING or len(json.loads(wanted)) > 8
+    assert wanted == NOTHING or len(wanted.splitlines()) > 8
     count = 0
     for at in itertools.count(first, every):
         for committed in sides:

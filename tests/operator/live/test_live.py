@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from operator_live import Live, pass_time
+from operator_live import Live, anonymous, pass_time
 from operator_support import body, external, pool
 
 pytestmark = pytest.mark.cluster
@@ -50,7 +50,7 @@ def test_an_update_makes_another_revision_beside_the_old_one(live: Live):
     live.until(
         lambda: live.condition("update", "RolloutProgressing").get("status") == "True", seconds=2
     )
-    assert "not ready yet" in live.condition("update", "RolloutProgressing")["message"]
+    assert "no nodes available" in live.condition("update", "RolloutProgressing")["message"]
 
 
 def test_kubectl_scale_reaches_the_deployment_of_an_external_pool(live: Live):
@@ -165,13 +165,13 @@ def test_a_refused_affinity_names_its_field_and_corrected_is_as_if_never_wrong(l
 
     def plain(name: str) -> str:
         kinds = "deployments,services,configmaps,serviceaccounts,networkpolicies,rolebindings"
-        found = [
+        found: list[dict[str, Any]] = [
             {key: item.get(key) for key in ("kind", "data", "roleRef")}
             | {"name": item["metadata"]["name"], "labels": item["metadata"]["labels"]}
             | {"template": item.get("spec", {}).get("template")}
             for item in live.items(kinds, name)
         ]
-        return json.dumps(found, sort_keys=True).replace(name, "NAME")
+        return anonymous(found, name)
 
     assert plain("wrong") == plain("right")
 
