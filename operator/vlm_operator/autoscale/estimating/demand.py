@@ -1,8 +1,7 @@
 """How much work comes, in a unit that no change of the mix can fool. Pure.
 
-encoder, prefill   a = EWMA of (work seconds that came · speed · ratio / second)     Erlang
-                   Q = Σ work seconds that wait · speed · ratio
-                   ratio: measured over predicted seconds (correct.py)
+encoder, prefill   a = EWMA of (work seconds admitted · speed / second)     Erlang
+                   Q = Σ work seconds that wait · speed
 decode             D = Σ running + flow · (reserved + queued tokens)        KV tokens
                    flow: share of them that is not stuck before encoder or prefill; requests that
                    gateways hold for want of room count with the mean of those that have some
@@ -130,15 +129,15 @@ def demand_of(
     """
     known = pool.known if known is None else known
     loads = pool.loads
-    rates = [last.rate * pod.unit_seconds for pod, last in loads if last.rate is not None]
-    rate = sum(rates) if rates else None
+    rates = [(last.rate * pod.speed, pod.speed) for pod, last in loads if last.rate is not None]
+    rate = sum(value for value, _ in rates) if rates else None
     encode_rate = sum(last.encode_rate * pod.speed for pod, last in loads)
     elapsed = 0.0 if memory.at is None else max(0.0, now - memory.at)
     weight = _weight(elapsed, policy.tuning.smoothing_seconds)
     # a tick does not weigh upon itself: more work at it must never look like less variance
     variability = _variability(memory, service_seconds, policy.tick_seconds)
     tokens, waiting, each = _tokens(pool, held, flow)
-    queued = sum(last.queued_seconds * pod.unit_seconds for pod, last in loads)
+    queued = sum(last.queued_seconds * pod.speed for pod, last in loads)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
     works = bool(rate or queued or tokens or encode_rate or elsewhere)
     # a clock that was put back makes nothing older than now
@@ -161,7 +160,7 @@ def demand_of(
         found = _moments(found, rate, _weight(elapsed, policy.window_seconds), level=level)
     level = found.tokens or 0.0
     demand = Demand(
-        erlangs=max(0.0, found.erlangs or 0.0),
+        erlangs=found.erlangs or 0.0,
         encode_erlangs=found.encode_erlangs,
         queued_seconds=queued,
         tokens=max(level, tokens - NOISE * _spread(each, level)),

@@ -134,7 +134,7 @@ class Turn:
             budget = wait_budget(self.policy, self.attributions, self.weights, role)
             if pool is None or budget is None:
                 continue
-            queued = sum(last.queued_seconds * pod.unit_seconds for pod, last in pool.loads)
+            queued = sum(last.queued_seconds * pod.speed for pod, last in pool.loads)
             if queued > 0:
                 share = min(share, budget * pool.ready_units / queued)
         return share

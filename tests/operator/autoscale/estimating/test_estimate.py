@@ -77,11 +77,9 @@ def test_an_image_burst_grows_the_encoder_and_nothing_else():
     busy(service, Role.ENCODER, 0.3)
     service.tick(3)
     (encoder,) = service.of(Role.ENCODER)
-    encoder.rate = 1.0
+    encoder.rate, encoder.queued = 1.0, 20.0
     service.finish("image", 60, encoder_queue=4.0, encode=0.2, prefill=0.3)
-    for _ in range(12):
-        encoder.queued += 5.0  # what comes beyond what it can begin
-        found = service.tick()
+    found = service.tick(12)
     assert found.needs[Role.ENCODER].units > 2
     assert found.needs[Role.ENCODER].guilty
     for role in (Role.PREFILL, Role.DECODE):
