@@ -27,17 +27,6 @@ def wanted(done: Run, role: Role) -> list[int]:
     return [moment.wanted[role] for moment in done.moments if moment.at <= done.seconds]
 
 
-@pytest.mark.parametrize("bias", [1 / 1.5, 1.5])
-def test_needs_follow_what_work_took_and_not_what_pods_predicted(bias):
-    right, wrong = (
-        played(with_noise(standard(), bias=factor), seconds=600.0) for factor in (1.0, bias)
-    )
-    for role in (Role.ENCODER, Role.PREFILL):
-        means = [sum(wanted(done, role)) / len(wanted(done, role)) for done in (right, wrong)]
-        assert means[1] == pytest.approx(means[0], rel=0.15)
-        assert abs(max(wanted(wrong, role)) - max(wanted(right, role))) <= 1, "no runaway"
-
-
 def test_a_node_type_without_nodes_loses_no_request_and_runs_away_with_no_pool():
     done = played(standard("bad-node-type"), shape="bad-node-type")
     assert all(job.ended_at is not None and not job.refused for job in done.jobs)

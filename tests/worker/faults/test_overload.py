@@ -28,8 +28,9 @@ async def test_an_overload_is_refused_at_once_and_accounted_for_exactly() -> Non
     assert got.rejected > got.sent / 2
     assert got.accepted > 0
     assert got.num_without_retry_after == 0
-    # the gateway's own account agrees; who left after the last word counts as served there
-    assert sum(got.own_account.values()) == got.sent
+    # The gateway's own account agrees. A client that left after the last word counts as served
+    # there; one that left before its request arrived is unknown there.
+    assert got.sent - got.cancelled <= sum(got.own_account.values()) <= got.sent
     assert got.own_account["rejected"] >= got.rejected
     assert got.longest_queue <= MAX_QUEUED
     assert got.longest_wait_for_room <= MAX_WAITING
