@@ -309,8 +309,9 @@ POD_CAUSES: tuple[Cause, ...] = (
     ),
     Cause("NodeNotReady", None, _node_not_ready, "The pod's node is not ready."),
     Cause(
-        "DeviceMismatch", 0.0, _device,
-        "The pod holds accelerators and its worker computes on the CPU.",
+        "DeviceMismatch", None, _device,
+        "The pod holds accelerators and its worker computes on the CPU. The role still serves: "
+        "its condition stays True.",
     ),
 )  # fmt: skip
 # The two that a Deployment tells of.
@@ -318,7 +319,7 @@ DEPLOYMENT_CAUSES: Mapping[str, str] = {
     "QuotaExceeded": "A ResourceQuota does not allow one more pod.",
     "PodsRefused": "The API server or a webhook refuses the pods.",
 }
-# Of these a pod suffers though its containers are ready.
+# A pod may have these while it serves: they are told and take no readiness away.
 SERVING_CAUSES = ("DeviceMismatch",)
 
 

@@ -50,12 +50,12 @@ def role_ready(view: View, role: Role) -> Verdict:
     count = f"{role} {have}/{want}"
     if view.service.spec.suspend:
         return Verdict(kind, False, "Suspended", f"{count}: spec.suspend is set")
-    broken = next((item for item in problems(view, role) if item.reason in SERVING_CAUSES), None)
-    if broken is not None:
-        return Verdict(kind, False, broken.reason, f"{count}: {broken.message}")
     if want == 0:
         return Verdict(kind, True, "AtZero", f"{count}: a request wakes it")
     if have >= want:
+        odd = next((item for item in problems(view, role) if item.reason in SERVING_CAUSES), None)
+        if odd is not None:
+            return Verdict(kind, True, odd.reason, f"{count}: {odd.message}")
         note = ""
         if role is Role.GATEWAY and view.service.spec.gateway.auth.secret_ref is None:
             note = ": open to everyone who reaches it, gateway.auth is not set"

@@ -105,7 +105,7 @@ def test_a_worker_on_the_cpu_in_a_pod_that_holds_gpus_is_a_mismatch_though_it_is
     sample = sample_of(pod, device="cpu")
     problem = pod_problem(pod, sample, Place(Role.DECODE, accelerators=1))
     assert problem is not None
-    assert (problem.reason, problem.delay) == ("DeviceMismatch", 0.0)
+    assert (problem.reason, problem.delay) == ("DeviceMismatch", None)
     assert "CUDA image" in problem.fix
     assert pod_problem(pod, sample, Place(Role.DECODE)) is None
     assert pod_problem(pod, sample_of(pod, device="cuda"), Place(Role.DECODE, 1)) is None
