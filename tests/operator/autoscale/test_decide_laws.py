@@ -108,7 +108,7 @@ def test_bounds_and_budget_hold_and_nothing_shrinks_in_the_dark(seed):
 
 def test_the_made_up_reports_put_every_law_to_the_test():
     seen = Seen()
-    for seed in range(8):
+    for seed in range(12):
         live_through(seed, 100, seen)
     assert min(dataclasses.astuple(seen)) > 10, seen
 

@@ -27,6 +27,26 @@ def wanted(done: Run, role: Role) -> list[int]:
     return [moment.wanted[role] for moment in done.moments if moment.at <= done.seconds]
 
 
+@pytest.mark.parametrize("bias", [1 / 1.5, 1.5])
+def test_needs_follow_what_work_took_and_not_what_pods_predicted(bias):
+    loads, most = [], []
+    for factor in (1.0, bias):
+        setup = with_noise(standard(), bias=factor)
+        seen: dict[Role, list[float]] = {Role.ENCODER: [], Role.PREFILL: []}
+
+        def watch(_view, _memory, outcome, seen=seen):
+            for role, found in seen.items():
+                found.append(outcome.estimate.demands[role].erlangs)
+
+        trace = generate("steady", seed=4, seconds=600.0)
+        done = run(setup, trace, Ours(setup.policy, watch=watch), seed=4)
+        learnt = int(200 / setup.policy.tick_seconds)
+        loads.append([sum(found[learnt:]) / len(found[learnt:]) for found in seen.values()])
+        most.append([max(wanted(done, role)) for role in seen])
+    assert loads[1] == pytest.approx(loads[0], rel=0.2)
+    assert most[1] == pytest.approx(most[0], abs=1), "no runaway"
+
+
 def test_a_node_type_without_nodes_loses_no_request_and_runs_away_with_no_pool():
     done = played(standard("bad-node-type"), shape="bad-node-type")
     assert all(job.ended_at is not None and not job.refused for job in done.jobs)

@@ -1,7 +1,8 @@
 """How much work comes, in a unit that no change of the mix can fool. Pure.
 
-encoder, prefill   a = EWMA of (work seconds admitted · speed / second)     Erlang
-                   Q = Σ work seconds that wait · speed
+encoder, prefill   a = EWMA of (work seconds that came · speed · ratio / second)     Erlang
+                   Q = Σ work seconds that wait · speed · ratio
+                   ratio: measured over predicted seconds (correct.py)
 decode             D = Σ running + flow · (reserved + queued tokens)        KV tokens
                    flow: share of them that is not stuck before encoder or prefill; requests that
                    gateways hold for want of room count with the mean of those that have some
@@ -40,7 +41,7 @@ class DemandMemory:
 
     Attributes:
         at: of the last tick that was known.
-        erlangs: smoothed, in units.
+        erlangs: smoothed, in units, as pods predicted it; the newest ratio goes for all of it.
         encode_erlangs: the same of pictures alone.
         tokens: KV tokens in use or asked for, smoothed.
         waiting: work seconds that wait, of decode KV tokens, smoothed.
@@ -79,6 +80,7 @@ class Demand:
         variability: φ.
         piling: what waits is no less than it was lately; what shrinks is being served.
         idle_seconds: since anything came or was there.
+        ratio: measured over predicted seconds, which `erlangs` are multiplied by.
     """
 
     erlangs: float
@@ -91,6 +93,7 @@ class Demand:
     idle_seconds: float
     tokens_each: float = 0.0
     piling: bool = True
+    ratio: float = 1.0
 
     @property
     def running_tokens(self) -> float:
@@ -129,15 +132,16 @@ def demand_of(
     """
     known = pool.known if known is None else known
     loads = pool.loads
-    rates = [(last.rate * pod.speed, pod.speed) for pod, last in loads if last.rate is not None]
-    rate = sum(value for value, _ in rates) if rates else None
-    encode_rate = sum(last.encode_rate * pod.speed for pod, last in loads)
+    rates = [last.rate * pod.speed for pod, last in loads if last.rate is not None]
+    rate = sum(rates) if rates else None
+    encode_rate = sum((last.encode_rate * pod.speed for pod, last in loads), 0.0)
     elapsed = 0.0 if memory.at is None else max(0.0, now - memory.at)
     weight = _weight(elapsed, policy.tuning.smoothing_seconds)
     # a tick does not weigh upon itself: more work at it must never look like less variance
-    variability = _variability(memory, service_seconds, policy.tick_seconds)
+    ratio = _ratio(pool)
+    variability = _variability(memory, service_seconds, policy.tick_seconds, ratio=ratio)
     tokens, waiting, each = _tokens(pool, held, flow)
-    queued = sum(last.queued_seconds * pod.speed for pod, last in loads)
+    queued = sum((last.queued_seconds * pod.unit_seconds for pod, last in loads), 0.0)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
     works = bool(rate or queued or tokens or encode_rate or elsewhere)
     # a clock that was put back makes nothing older than now
@@ -160,7 +164,7 @@ def demand_of(
         found = _moments(found, rate, _weight(elapsed, policy.window_seconds), level=level)
     level = found.tokens or 0.0
     demand = Demand(
-        erlangs=found.erlangs or 0.0,
+        erlangs=max(0.0, found.erlangs or 0.0) * ratio,
         encode_erlangs=found.encode_erlangs,
         queued_seconds=queued,
         tokens=max(level, tokens - NOISE * _spread(each, level)),
@@ -174,6 +178,7 @@ def demand_of(
         idle_seconds=max(0.0, now - worked_at),
         tokens_each=each,
         piling=behind >= (memory.waiting or 0.0),
+        ratio=ratio,
     )
     return demand, found
 
@@ -230,9 +235,17 @@ def _moments(memory: DemandMemory, rate: float, weight: float, *, level: float) 
     )
 
 
-def _variability(memory: DemandMemory, service_seconds: float | None, tick_seconds: float) -> float:
+def _ratio(pool: PoolReading) -> float:
+    """Measured over predicted seconds of the pods that count, the faster ones counting for more."""
+    speeds = sum(pod.speed for pod, _ in pool.loads)
+    return sum(pod.unit_seconds for pod, _ in pool.loads) / speeds if speeds else 1.0
+
+
+def _variability(
+    memory: DemandMemory, service_seconds: float | None, tick_seconds: float, *, ratio: float
+) -> float:
     """Of rates: Var(work)/(2·S·mean(work)) = tick · Var(rate)/(2·S·mean(rate))."""
     if memory.ticks < PHI_TICKS or not service_seconds or memory.tick_mean <= 0:
         return 1.0
-    found = tick_seconds * memory.tick_variance / (2.0 * service_seconds * memory.tick_mean)
+    found = tick_seconds * memory.tick_variance / (2.0 * service_seconds * memory.tick_mean) * ratio
     return min(max(found, PHI_LEAST), PHI_MOST)

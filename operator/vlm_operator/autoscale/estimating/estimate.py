@@ -21,6 +21,7 @@ from vlm_operator.autoscale.estimating.calibrate import (
     fitted,
     with_rows,
 )
+from vlm_operator.autoscale.estimating.correct import Measured, corrected, measured
 from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory
 from vlm_operator.autoscale.estimating.horizon import (
     GrowthMemory,
@@ -52,6 +53,7 @@ class EstimateMemory:
         fits: by "role/variant/kind".
         demands, seasons, growths, weights: by role.
         slow_at: when the last slow tick was.
+        measured: how long work took, and was predicted to take, by "role/variant".
     """
 
     answers: Mapping[str, LastAnswer] = dataclasses.field(default_factory=dict)
@@ -63,6 +65,7 @@ class EstimateMemory:
     weights: Mapping[Role, float] = dataclasses.field(default_factory=lambda: dict(WEIGHTS))
     startups: StartupMemory = dataclasses.field(default_factory=StartupMemory)
     slow_at: float | None = None
+    measured: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
 
     @property
     def lasting(self) -> EstimateMemory:
@@ -132,6 +135,8 @@ def estimate(
     """
     now = view.now
     readings = read_pools(policy, view, memory.answers)
+    taken = measured(readings.pools, memory.measured, now=now)
+    pools = corrected(readings.pools, memory.measured)
     gateways = readings.gateways
     window = memory.window.advance(gateways, now=now, window=policy.window_seconds)
     fits = with_rows(policy, readings.pools.values(), memory.fits, now=now)
@@ -154,7 +159,7 @@ def estimate(
     startup = startup_seconds(policy, startups)
     turn = Turn(
         policy=policy,
-        pools=readings.pools,
+        pools=pools,
         fits=memory.fits,
         memories=memory.demands,
         seasons=memory.seasons,
@@ -194,6 +199,7 @@ def estimate(
         weights=weights,
         startups=startups,
         slow_at=slow_at,
+        measured=taken,
     )
 
 

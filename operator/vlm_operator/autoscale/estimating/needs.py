@@ -147,11 +147,13 @@ class Turn:
         load = demand.running_tokens if role is Role.DECODE else demand.erlangs
         if role is Role.ENCODER and not pool.pods:
             load = demand.encode_erlangs
+        # a ratio that is learnt is no growth
+        ratio = 1.0 if role is Role.DECODE else demand.ratio
         season = self.seasons.get(role, SeasonMemory())
         growth = self.growths.get(role, GrowthMemory())
         memory = self.memories_after[role]
         if pool.known:
-            memory = self.memories_after[role] = with_trend(memory, load, now=self.now)
+            memory = self.memories_after[role] = with_trend(memory, load / ratio, now=self.now)
             self.seasons_after[role] = with_hour(season, load, now=self.now)
             self.growths_after[role] = with_minute(growth, load, now=self.now)
         else:
@@ -162,7 +164,7 @@ class Turn:
         ahead = planned(
             policy,
             load,
-            memory.trend,
+            [(at, value * ratio) for at, value in memory.trend],
             season,
             startup=horizon + lag,
             now=self.now,

@@ -31,7 +31,9 @@ class LastAnswer:
     """What a pod said when it last answered.
 
     Attributes:
-        rate: work seconds it admitted a second, since the answer before; None of its first.
+        rate: work seconds that came a second, since the answer before; None of its first. What is
+            begun counts as admitted, so that what came is that and the growth of the queue; less
+            than 0 where waiting work was given up.
         running, promised, queued_tokens: KV tokens that sequences hold, that are reserved, and that
             are waited for; cached blocks are no load.
     """
@@ -63,6 +65,8 @@ class PodReading:
         answered: at this tick.
         last: what counts for it, None where it has been silent for too long, or never spoke.
         did: work by kind since its last answer; empty where that is unknown.
+        began: seconds that it predicted for what it has begun since, None where that is unknown.
+        ratio: what its predicted seconds are multiplied by (`correct.py`).
     """
 
     uid: str
@@ -71,6 +75,13 @@ class PodReading:
     answered: bool
     last: LastAnswer | None
     did: Mapping[str, Busy] = dataclasses.field(default_factory=dict)
+    began: float | None = None
+    ratio: float = 1.0
+
+    @property
+    def unit_seconds(self) -> float:
+        """Seconds on a replica of speed 1 that one of its predicted seconds takes."""
+        return self.speed * self.ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +222,12 @@ def _pod(
     rate = before.rate if before is not None else None
     encoding = before.encode_rate if before is not None else 0.0
     did: Mapping[str, Busy] = {}
+    began = None
     if before is not None and before.boot_id == sample.boot_id and now > before.at:
         elapsed = now - before.at
         if sample.admitted_work_seconds >= before.admitted:
-            rate = (sample.admitted_work_seconds - before.admitted) / elapsed
+            began = sample.admitted_work_seconds - before.admitted
+            rate = (began + sample.queued_work_seconds - before.queued_seconds) / elapsed
         did = _difference(before.busy, sample.busy)
         if "encode" in did:
             encoding = min(did["encode"].seconds / elapsed, MAX_RATE)
@@ -233,7 +246,7 @@ def _pod(
         encode_rate=encoding,
         busy=sample.busy,
     )
-    return PodReading(pod.uid, pod.variant, speed, True, last, did)
+    return PodReading(pod.uid, pod.variant, speed, True, last, did, began)
 
 
 def _difference(before: Mapping[str, Busy], now: Mapping[str, Busy]) -> dict[str, Busy]:

@@ -64,6 +64,8 @@ def test_pictures_that_keep_prefill_busy_wake_it():
     busy(service, Role.PREFILL, 0.8)
     for _ in range(60):
         encode_inline(service, 0.6)
+        for pod in service.of(Role.PREFILL):
+            pod.work("prefill", seconds=3.4, calls=1, items=1, units=100)
         need = service.tick().needs[Role.ENCODER]
     assert need.units >= 1
     assert "prefill is busy" in need.message
