@@ -144,10 +144,18 @@ class Served:
         self, pod: Object | None = None, *, key: str = "none"
     ) -> AsyncIterator[openai.AsyncOpenAI]:
         """The openai client at the address of a gateway pod: what it sees is not retried."""
-        gateway = pod or (await self.pods(names.Role.GATEWAY))[0]
+        gateway = pod or (await self._addressed(names.Role.GATEWAY))[0]
         url = f"http://{gateway['status']['podIP']}:{names.PORT_GATEWAY}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             yield client
+
+    async def _addressed(self, role: names.Role) -> list[Object]:
+        """Pods of a role that have an address; a pod that was just made has none yet."""
+
+        async def seen() -> list[Object]:
+            return [pod for pod in await self.pods(role) if pod["status"].get("podIP")]
+
+        return await found(seen, seconds=START_SECONDS, awaited=f"the address of a {role}")
 
     async def ask(self, *, max_tokens: int = 16, pod: Object | None = None, **more: str) -> str:
         """The whole answer about the quickstart's picture."""

@@ -105,9 +105,25 @@ async def _kill_one_of_two(served: Served, expected: str) -> None:
     assert num_restarts(restarted) == num_restarts(victim) + 1
 
 
+async def _each_is_used(served: Served) -> None:
+    """The gateway gives each decode pod requests, the one that was restarted included."""
+
+    async def counts() -> dict[str, int]:
+        pods = await _decode(served)
+        return {_name(pod): (await stats_of(pod))["counters"]["requests"] for pod in pods}
+
+    async def used() -> bool:
+        before = await counts()
+        await asyncio.gather(*(served.ask(max_tokens=20) for _ in range(STREAMS)))
+        return all(count > before.get(name, 0) for name, count in (await counts()).items())
+
+    await until(used, seconds=60, awaited="each decode pod to be given a request")
+
+
 async def _scale_down(served: Served, expected: str) -> None:
     """The pod that goes stops accepting first, ends what it has, and only then is deleted."""
     pods = names_of(await served.pods(Role.DECODE))
+    await _each_is_used(served)
     async with watched(served) as ends, _streams(served) as streams:
         held = {_name(pod): (await stats_of(pod))["inflight"] for pod in await _decode(served)}
         assert all(held.values()), f"each pod was to have a stream: {held}"
