@@ -243,22 +243,8 @@ GOALS = (
         1.5,
     ),
     *(
-        most(
-            f"TTFT on `shapes`, {name}", "cache", of("cache", kind, "ratio", model="shapes"), bound
-        )
-        for kind, name, bound in (
-            ("repeated", "an image seen before / text alone", 1.05),
-            ("text again", "a text's beginning seen before / text alone", 0.20),
-            ("picture again", "an image's prompt seen before / new", 0.20),
-        )
-    ),
-    *(
-        most(
-            f"TTFT on a larger model, {name}",
-            "cache",
-            of("cache", kind, "ratio", model="larger"),
-            bound,
-        )
+        most(f"TTFT on {place}, {name}", "cache", of("cache", kind, "ratio", model=model), bound)
+        for model, place in (("shapes", "`shapes`"), ("larger", "a larger model"))
         for kind, name, bound in (
             ("repeated", "an image seen before / text alone", 1.05),
             ("text again", "a text's beginning seen before / text alone", 0.20),
