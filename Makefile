@@ -31,6 +31,8 @@ static: $(ENV)  ## all of check but the tests
 	@tools/step.sh "types"           $(BIN)/mypy --no-error-summary
 	@tools/step.sh "layers"          $(BIN)/lint-imports --no-logo
 	@tools/step.sh "sizes"           $(BIN)/python tools/sizes.py
+	@tools/step.sh "structure"       $(BIN)/python tools/structure.py
+	@tools/step.sh "terms"           $(BIN)/python tools/terms.py
 	@tools/step.sh "generated files" tools/generated.sh --check
 
 .PHONY: test-full

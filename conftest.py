@@ -6,6 +6,7 @@ namespace       a fresh one, gone at the end of the test, pods included
 """
 
 import asyncio
+import collections
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,14 +15,22 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from vlm_operator.local.agent.container import Backoff
-from vlm_operator.local.cluster import NodeAgent
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
+from vlm_local.agent.container import Backoff
+from vlm_local.cluster import NodeAgent
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 
 # how long an example takes says more about the machine than about the code
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("here")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of this suite were skipped, by reason: what this machine did not show."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(report.longrepr[2] for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped: {count} ({reason.removeprefix('Skipped: ')})")
 
 
 @pytest.fixture(scope="session")

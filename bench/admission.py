@@ -17,11 +17,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vlm_worker.core.blocks import BlockPool
+from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence
-from vlm_worker.core.table import SequenceTable
-from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.types import Request, RequestKey, SamplingParams
 
 RATES = (16, 22, 26)
@@ -51,21 +51,21 @@ def arrivals(rate: float) -> Iterator[Sequence]:
         )
 
 
-def first_tokens(rules: AdmissionRules, rate: float) -> dict[Lane, list[float]]:
+def first_tokens(settings: AdmissionSettings, rate: float) -> dict[Lane, list[float]]:
     """Seconds from each arrival to its first token."""
-    table = SequenceTable(32, max_model_len=4096, block_size=BLOCK_SIZE)
+    batch = PersistentBatch(32, max_model_len=4096, block_size=BLOCK_SIZE)
     scheduler = Scheduler(
         BlockPool(6_000, block_size=BLOCK_SIZE),
-        table,
+        batch,
         max_num_batched_tokens=2048,
         long_prefill_tokens=1024,
-        rules=rules,
+        settings=settings,
     )
     seconds: dict[Lane, list[float]] = {lane: [] for lane in Lane}
     coming = arrivals(rate)
     following = next(coming, None)
     now = 0.0
-    while following is not None or scheduler.waiting or len(table):
+    while following is not None or scheduler.waiting or len(batch):
         while following is not None and following.arrived_at <= now:
             scheduler.add(following)
             following = next(coming, None)
@@ -88,8 +88,8 @@ def main() -> None:
     for rate in RATES:
         for policy in AdmissionPolicy:
             for ageing in AGEING_SECONDS:
-                rules = dataclasses.replace(AdmissionRules(policy), ageing_seconds=ageing)
-                seconds = first_tokens(rules, rate)
+                settings = dataclasses.replace(AdmissionSettings(policy), ageing_seconds=ageing)
+                seconds = first_tokens(settings, rate)
                 told = {
                     lane.value: {
                         "mean": round(statistics.mean(values), 2),

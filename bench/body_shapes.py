@@ -4,9 +4,12 @@
 
 A gateway and a worker with arithmetic for a model are processes of their own. Streams run without
 pause. For each shape, other connections send bodies of 31 MiB of that shape, one after another,
-from a process of their own. Rounds alone and under load take turns. One JSON line per shape has
-the 99th percentile of the gaps alone and under load, the median of the rounds' ratios, and how the
-bodies were answered.
+from a process of their own, at the lowest priority: it stands for other machines. Rounds alone and
+under load take turns. One JSON line per shape has the 99th percentile of the gaps alone and under
+load, the median of the rounds' ratios, the ratio of each, and how the bodies were answered.
+
+"to a sink" is the control: the bodies go to a process that only reads them, as fast as a gateway
+does. Its ratio is what sending costs the streams on this machine.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from workers import free_port, message_of
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "shapes" / "model"
 NUM_BYTES = 31 * 2**20
+REST_BYTES = 4 * 2**20 - 2**12
+"""What is parsed of a body at most, beside its images."""
 START_SECONDS = 120.0
 HEAD = b'{"model":"shapes","max_tokens":1,"messages":[{"role":"user","content":"hi"}],"x":'
 
@@ -52,7 +57,31 @@ def of_image(num_bytes: int, text: str = "") -> bytes:
     return json.dumps(body).encode().replace(b"URL", url)
 
 
+def beside_image(rest: bytes) -> bytes:
+    """A valid body with one image, and then `rest`: up to 4 MiB of it are parsed."""
+    assert len(rest) < REST_BYTES, len(rest)
+    whole = of_image(NUM_BYTES - len(rest) - 2**10)
+    return whole[:-1] + b',"x":' + rest + b"}"
+
+
+def filled(unit: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
+    """As much of one unit as is parsed."""
+    return before + unit * ((REST_BYTES - 2**11) // len(unit)) + after
+
+
+def of_escaped_images() -> bytes:
+    """Thirty images, each slash of them escaped."""
+    data = base64.b64encode(os.urandom(2**20 * 3 // 4)).replace(b"/", b"\\/")
+    part = b'{"type":"image_url","image_url":{"url":"data:image\\/png;base64,%b"}}' % data
+    parts = b",".join([part] * (NUM_BYTES // len(part)))
+    head = b'{"model":"shapes","max_tokens":1,"messages":[{"role":"user","content":['
+    return head + parts + b"]}]}"
+
+
+CONTROL = "to a sink"
+
 SHAPES: dict[str, Callable[[], bytes]] = {
+    CONTROL: lambda: bytes(NUM_BYTES),
     "[]": lambda: repeated(b"[],"),
     "{}": lambda: repeated(b"{},"),
     '{"a":{}}': lambda: repeated(b'{"a":{}},'),
@@ -67,6 +96,30 @@ SHAPES: dict[str, Callable[[], bytes]] = {
     "one image": lambda: of_image(NUM_BYTES),
     "one image of 20 MiB": lambda: of_image(26 * 2**20),
     "an image and 4 MiB of escapes": lambda: of_image(NUM_BYTES - 2**22, "\n" * (2**21 - 2**10)),
+    "white space": lambda: b" " * NUM_BYTES + HEAD + b"0}",
+    "a number": lambda: HEAD + b"1" * NUM_BYTES + b"}",
+    "messages": lambda: (
+        HEAD[: HEAD.index(b"[") + 1]
+        + b'{"role":"user","content":"hi"},' * (NUM_BYTES // 31)
+        + b"0]}"
+    ),
+    "30 escaped images": of_escaped_images,
+    "an image and a number": lambda: beside_image(filled(b"1")),
+    "an image and a fraction": lambda: beside_image(filled(b"1", b"0.")),
+    "an image and emojis": lambda: beside_image(filled(b"\\ud83d\\ude00", b'"', b'"')),
+    "an image and white space": lambda: beside_image(filled(b" ", after=b"0")),
+    "an image and 16,000 lists": lambda: beside_image(
+        b"[" + b'["%b"],' % (b"a" * 240) * 8000 + b"0]"
+    ),
+    "an image and nesting": lambda: beside_image(
+        b"[" + (b"[" * 29 + b'"%b"' % (b"a" * 4000) + b"]" * 29 + b",") * 500 + b"0]"
+    ),
+    "an image and one key again": lambda: beside_image(
+        b"{" + (b'"%b":0,' % (b"k" * 240)) * 16000 + b'"b":0}'
+    ),
+    "an image and tools": lambda: beside_image(
+        b"[" + b'{"type":"function","function":{"name":"f","parameters":{}}},' * 1600 + b"0]"
+    ),
 }
 
 
@@ -115,6 +168,38 @@ async def stream(port: int, gaps: list[float], stop: asyncio.Event) -> None:
         writer.close()
 
 
+async def sink(port: int) -> None:
+    """This process reads bodies of `NUM_BYTES` at a gateway's pace, and does nothing with them."""
+
+    async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_left = NUM_BYTES
+        while num_left > 0 and (piece := await reader.read(64 * 1024)):
+            num_left -= len(piece)
+            await asyncio.sleep(0.001)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(read, "127.0.0.1", port)
+    print("ready", flush=True)
+    await server.serve_forever()
+
+
+@contextlib.asynccontextmanager
+async def sink_process() -> AsyncIterator[int]:
+    """The port of a sink, ended on leaving."""
+    port = free_port()
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--sink", f"--port={port}", stdout=asyncio.subprocess.PIPE
+    )
+    assert running.stdout is not None
+    await running.stdout.readline()
+    try:
+        yield port
+    finally:
+        running.terminate()
+        await running.wait()
+
+
 async def gaps_of(port: int, num_streams: int, seconds: float) -> list[float]:
     """The gaps that streams see for some seconds."""
     gaps: list[float] = []
@@ -153,6 +238,7 @@ async def send(port: int, body: bytes, seconds: float, statuses: Counter[str]) -
 async def sender(shape: str, port: int, num_senders: int, seconds: float) -> None:
     """This process sends; prints how it was answered."""
     body = SHAPES[shape]()
+    os.nice(19)
     statuses: Counter[str] = Counter()
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
@@ -162,11 +248,12 @@ async def sender(shape: str, port: int, num_senders: int, seconds: float) -> Non
 
 
 async def under_load(
-    shape: str, port: int, options: argparse.Namespace
+    shape: str, port: int, options: argparse.Namespace, sink_port: int
 ) -> tuple[list[float], dict[str, int]]:
     """The gaps while bodies of a shape are sent."""
+    target = sink_port if shape == CONTROL else port
     sending = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, f"--send={shape}", f"--port={port}",
+        sys.executable, __file__, f"--send={shape}", f"--port={target}",
         f"--senders={options.senders}", f"--seconds={options.seconds + 1.5}",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
@@ -190,10 +277,14 @@ async def main() -> None:
     parser.add_argument("--senders", type=int, default=2)
     parser.add_argument("--shape", action="append", choices=SHAPES, default=[])
     parser.add_argument("--send", choices=SHAPES, help=argparse.SUPPRESS)
+    parser.add_argument("--sink", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.send:
         await sender(options.send, options.port, options.senders, options.seconds)
+        return
+    if options.sink:
+        await sink(options.port)
         return
     grpc, public = free_port(), free_port()
     async with contextlib.AsyncExitStack() as stack:
@@ -205,6 +296,7 @@ async def main() -> None:
             "gateway serves", "gateway", f"--http-port={public}", f"--admin-port={free_port()}",
             f"--worker=127.0.0.1:{grpc}",
         ))  # fmt: skip
+        sink_port = await stack.enter_async_context(sink_process())
         for shape in options.shape or SHAPES:
             alone: list[float] = []
             loaded: list[float] = []
@@ -212,7 +304,7 @@ async def main() -> None:
             answers: Counter[str] = Counter()
             for _ in range(options.rounds):
                 quiet = await gaps_of(public, options.streams, options.seconds)
-                busy, said = await under_load(shape, public, options)
+                busy, said = await under_load(shape, public, options, sink_port)
                 ratios.append(percentile(busy, 0.99) / percentile(quiet, 0.99))
                 alone, loaded = sorted(alone + quiet), sorted(loaded + busy)
                 answers.update(said)
@@ -222,6 +314,7 @@ async def main() -> None:
                 "alone_p99_ms": percentile(alone, 0.99),
                 "loaded_p99_ms": percentile(loaded, 0.99),
                 "ratio": round(statistics.median(ratios), 2),
+                "ratios": [round(ratio, 2) for ratio in ratios],
                 "alone_max_ms": percentile(alone, 1.0),
                 "loaded_max_ms": percentile(loaded, 1.0),
                 "gaps": [len(alone), len(loaded)],

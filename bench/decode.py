@@ -69,7 +69,7 @@ def main() -> None:
 def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
     """A model runner of the stages, of decode if none is named."""
     from vlm_worker.model.build import RunnerSettings, build_runner
-    from vlm_worker.serve.memory import keep_what_is_loaded
+    from vlm_worker.serve.process import freeze_gc
     from vlm_worker.types import Stage
 
     wanted = [Stage(name) for name in stages or ("decode",)]
@@ -79,7 +79,7 @@ def build(model_dir: Path, threads: int, weights: str, *stages: str) -> Any:
             weights=weights,
         )
     )  # fmt: skip
-    keep_what_is_loaded()  # as a worker does
+    freeze_gc()  # as a worker does
     return runner
 
 
@@ -90,7 +90,7 @@ def decode_step(runner: Any, batch: int) -> Any:
 
 def step_inputs(runner: Any, *, batch: int, num_new: int, context: int) -> Any:
     """`num_new` tokens for each of `batch` sequences that have `context`; the last is sampled."""
-    from vlm_worker.core.inputs import SampleParams, StepInputs
+    from vlm_worker.core.step_values import SampleParams, StepInputs
 
     block_size = runner.kv_layout.block_size
     num_blocks = (context + num_new - 1) // block_size + 1

@@ -34,7 +34,7 @@ from probes import MOST_MOVED
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 
-from vlm_worker.core.inputs import SampleParams, StepInputs, StepOutput  # noqa: E402
+from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput  # noqa: E402
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings  # noqa: E402
 from vlm_worker.testing.runner import ChecksumRunner  # noqa: E402
@@ -147,7 +147,7 @@ async def measure(num_running: int, round_number: int) -> Round:
 
 async def answer(engine: Engine, request: Request) -> None:
     """To its end."""
-    async for event in engine.submit_prefill(request, hold=False):
+    async for event in engine.submit_prefill(request, for_peer=False):
         if isinstance(event, FailedEvent):
             raise event.error
 

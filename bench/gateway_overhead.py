@@ -34,10 +34,10 @@ sys.path.insert(0, str(ROOT / "worker"))
 
 from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.errors import WorkerError  # noqa: E402
-from vlm_worker.gateway.api.messages import ImagePart, Message, TextPart  # noqa: E402
+from vlm_worker.gateway.api.requests import ImagePart, Message, TextPart  # noqa: E402
 from vlm_worker.gateway.config import Config  # noqa: E402
-from vlm_worker.gateway.pictures import read_pictures  # noqa: E402
-from vlm_worker.gateway.prompt import Language  # noqa: E402
+from vlm_worker.gateway.images import read_images  # noqa: E402
+from vlm_worker.gateway.prompts import PromptBuilder  # noqa: E402
 from vlm_worker.gateway.turns import at_once  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     ImageItem,
@@ -46,7 +46,7 @@ from vlm_worker.types import (  # noqa: E402
     SamplingParams,
     Source,
 )
-from vlm_worker.wire import calls  # noqa: E402
+from vlm_worker.wire import messages  # noqa: E402
 
 MODEL = ROOT / "examples" / "shapes" / "model"
 QUESTION = "What shape is in the picture?"
@@ -73,7 +73,7 @@ class Workers:
     def __init__(self, addresses: dict[str, str]) -> None:
         self.addresses = addresses
         self.clients = {role: WorkerClient(address) for role, address in addresses.items()}
-        self.hello: dict[str, calls.Hello] = {}
+        self.hello: dict[str, messages.Hello] = {}
 
     async def connect(self) -> None:
         """Wait for every Hello."""
@@ -91,12 +91,12 @@ class Direct:
 
     def __init__(self, workers: Workers, picture: bytes | None) -> None:
         self._workers = workers
-        language = Language(MODEL)
+        language = PromptBuilder(MODEL)
         parts: list[TextPart | ImagePart] = [TextPart(QUESTION)]
         if picture is not None:
             parts.insert(0, ImagePart(data_url(picture), "auto", ""))
         images = [part for part in parts if isinstance(part, ImagePart)]
-        self._pictures = at_once(read_pictures(images, Config(), language.family))
+        self._pictures = at_once(read_images(images, Config(), language.family))
         counts = [p.num_tokens for p in self._pictures if p is not None]
         self._prompt = language.chat([Message("user", tuple(parts))], counts)
 
@@ -107,7 +107,7 @@ class Direct:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 encoding = asyncio.create_task(self._encode(key, stack))
-                reserve = calls.ReserveCall(key, len(self._prompt.token_ids) + 1)
+                reserve = messages.ReserveCall(key, len(self._prompt.token_ids) + 1)
                 await self._workers.clients["decode"].reserve(reserve)
                 await self._first_token(key, await encoding)
                 return time.perf_counter() - started
@@ -117,26 +117,26 @@ class Direct:
 
     async def _encode(
         self, key: RequestKey, stack: contextlib.AsyncExitStack
-    ) -> tuple[calls.DecodedItem, ...]:
+    ) -> tuple[messages.DecodedItem, ...]:
         pictures = [picture for picture in self._pictures if picture is not None]
         if not pictures:
             return ()
         items = tuple(
-            calls.EncodeItem(
+            messages.EncodeItem(
                 f"{key.request_id}.{i}", len(p.data), p.width, p.height, p.num_tokens, 0, p.format
             )
             for i, p in enumerate(pictures)
         )
-        call = calls.EncodeCall(key, items, bytes(32))
+        call = messages.EncodeCall(key, items, bytes(32))
         replies = self._workers.clients["encoder"].encode(
             call, [p.data for p in pictures], timeout=60
         )
         await stack.enter_async_context(aclosing(replies))
         event = (await anext(replies)).event
-        assert isinstance(event, calls.Decoded)
+        assert isinstance(event, messages.Decoded)
         return event.items
 
-    async def _first_token(self, key: RequestKey, items: tuple[calls.DecodedItem, ...]) -> None:
+    async def _first_token(self, key: RequestKey, items: tuple[messages.DecodedItem, ...]) -> None:
         prompt, hello = self._prompt, self._workers.hello["encoder"]
         request = Request(
             key=key,
@@ -158,10 +158,10 @@ class Direct:
             )
             for i in range(len(items))
         )
-        call = calls.PrefillCall(request, f"{key.request_id}.kv", sources)
+        call = messages.PrefillCall(request, f"{key.request_id}.kv", sources)
         async with aclosing(self._workers.clients["prefill"].prefill(call, timeout=60)) as replies:
             async for reply in replies:
-                if isinstance(reply.event, calls.FirstToken):
+                if isinstance(reply.event, messages.FirstToken):
                     return
 
 

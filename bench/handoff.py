@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "worker"))
 
 from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.types import Request, RequestKey, SamplingParams, Source  # noqa: E402
-from vlm_worker.wire.calls import (  # noqa: E402
+from vlm_worker.wire.messages import (  # noqa: E402
     Accepted,
     DecodeCall,
     FirstToken,

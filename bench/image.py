@@ -27,10 +27,10 @@ from PIL import Image
 sys.path.insert(0, str(media.ROOT / "kernels"))
 
 from vlm_kernels.cpu import libraries
-from vlm_worker.core.geometry import DynamicProcessor, Geometry
+from vlm_worker.core.image_geometry import DynamicProcessor, Geometry
 from vlm_worker.media.decode_child import Tools
-from vlm_worker.media.header import ImageHeader, read_header
-from vlm_worker.media.patches import Cutter, make_patches
+from vlm_worker.media.image_header import ImageHeader, read_header
+from vlm_worker.media.patches import PatchExtractor, make_patches
 from vlm_worker.media.pixels import Canvas, decode_rgb
 from vlm_worker.media.resize import Resizer
 
@@ -45,7 +45,7 @@ def main() -> None:
     places = libraries.Places.of(os.environ)  # noqa: TID251  as the kernels find them
     library = str(libraries.build(variant, places))
     tools = Tools(Resizer(library), Canvas())
-    cutter = Cutter(library)
+    cutter = PatchExtractor(library)
     shipped = media.FAMILY.processor
     assert isinstance(shipped, DynamicProcessor)
     processor = dataclasses.replace(shipped, max_pixels=SIDE * SIDE, resample=3)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def measure(
-    width: int, height: int, processor: DynamicProcessor, tools: Tools, cutter: Cutter
+    width: int, height: int, processor: DynamicProcessor, tools: Tools, cutter: PatchExtractor
 ) -> dict[str, Any]:
     """One line of the report."""
     data = media.encoded(media.photo(width, height), "JPEG", quality=85, subsampling="4:2:0")
@@ -106,7 +106,7 @@ def patches_of(
     processor: DynamicProcessor,
     geometry: Geometry,
     tools: Tools,
-    cutter: Cutter,
+    cutter: PatchExtractor,
     *,
     is_scaled: bool = False,
 ) -> np.ndarray:

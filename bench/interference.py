@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT / "worker"))
 
 from vlm_worker.client import WorkerClient  # noqa: E402
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source  # noqa: E402
-from vlm_worker.wire import calls  # noqa: E402
+from vlm_worker.wire import messages  # noqa: E402
 
 TIMEOUT = 120.0
 SIDE = random_vlm.PICTURE_SIDE
@@ -129,12 +129,12 @@ async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -
     sampling = SamplingParams(ANSWER_TOKENS, ignore_eos=True)
     key = RequestKey(f"text-{number}", 1)
     request = Request(key, tuple(map(int, words)), TEXT_TOKENS, sampling)
-    room = await decode.reserve(calls.ReserveCall(key, TEXT_TOKENS + 1))
-    call = calls.PrefillCall(request, f"{key.request_id}.kv", ())
+    room = await decode.reserve(messages.ReserveCall(key, TEXT_TOKENS + 1))
+    call = messages.PrefillCall(request, f"{key.request_id}.kv", ())
     replies = [reply.event async for reply in prefill.prefill(call, timeout=TIMEOUT)]
-    (taken,) = [event for event in replies if isinstance(event, calls.Accepted)]
+    (taken,) = [event for event in replies if isinstance(event, messages.Accepted)]
     kv = Source(prefill.address, taken.boot_id, taken.transfer_id, taken.layout_fingerprint)
-    decoding = calls.DecodeCall(request, room.reservation_id, kv, room.boot_id)
+    decoding = messages.DecodeCall(request, room.reservation_id, kv, room.boot_id)
     times: list[float] = []
     async with aclosing(decode.decode(decoding, timeout=TIMEOUT)) as answer:
         async for _ in answer:
@@ -148,7 +148,7 @@ async def gaps(prefill: WorkerClient, decode: WorkerClient, *, seconds: float) -
 async def pictures(worker: WorkerClient, files: list[bytes]) -> AsyncIterator[Counter[str]]:
     """They begin at their times, however long the last one takes; counts those begun and done.
 
-    Making a picture would take the processor from decode, so they are made before.
+    Drawing an image would take the processor from decode, so the files are made before.
     """
     seen = Counter(begun=0, done=0)
 
@@ -177,11 +177,11 @@ async def see_picture(worker: WorkerClient, data: bytes) -> None:
     key, transfer_id = RequestKey(f"picture-{number}", 1), f"e-{number}"
     hello = await worker.hello()
     num_tokens = random_vlm.PICTURE_TOKENS
-    item = calls.EncodeItem(transfer_id, len(data), SIDE, SIDE, num_tokens, 0, "JPEG")
-    encoding = worker.encode(calls.EncodeCall(key, (item,), bytes(32)), [data], timeout=TIMEOUT)
+    item = messages.EncodeItem(transfer_id, len(data), SIDE, SIDE, num_tokens, 0, "JPEG")
+    encoding = worker.encode(messages.EncodeCall(key, (item,), bytes(32)), [data], timeout=TIMEOUT)
     async with aclosing(encoding) as replies:
         async for reply in replies:
-            if isinstance(reply.event, calls.Decoded):
+            if isinstance(reply.event, messages.Decoded):
                 (decoded,) = reply.event.items
     tokens = (random_vlm.VISION_START, *[random_vlm.IMAGE_TOKEN] * num_tokens)
     place = ImageItem(decoded.image_key, 1, num_tokens, decoded.grid_thw)
@@ -189,7 +189,7 @@ async def see_picture(worker: WorkerClient, data: bytes) -> None:
         key, (*tokens, random_vlm.VISION_END, 500), num_tokens + 3, SamplingParams(1), (place,)
     )
     source = Source(worker.address, hello.boot_id, transfer_id, hello.embed_fingerprint)
-    call = calls.PrefillCall(request, f"p-{number}", (source,), hand_over=False)
+    call = messages.PrefillCall(request, f"p-{number}", (source,), handoff=False)
     _ = [reply async for reply in worker.prefill(call, timeout=TIMEOUT)]
     await worker.release(hello.boot_id, transfer_id)
 

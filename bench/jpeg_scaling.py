@@ -21,8 +21,8 @@ import media
 import numpy as np
 from PIL import Image
 
-from vlm_worker.core.geometry import DynamicProcessor
-from vlm_worker.media.header import read_header
+from vlm_worker.core.image_geometry import DynamicProcessor
+from vlm_worker.media.image_header import read_header
 from vlm_worker.media.patches import make_patches
 from vlm_worker.media.pixels import decode_rgb
 from vlm_worker.types import PreparedImage

@@ -1,7 +1,9 @@
 // The processor's own peak of products of bfloat16 or float32 values, summed in float32: operations
 // per second of the calling thread, operands in registers, nothing read from memory.
 //
-// Each kind keeps enough independent sums in flight to cover the latency of one instruction.
+// Each kind keeps enough independent sums in flight to cover the latency of its instruction, as far
+// as there are registers: two multipliers of 6 cycles, as Zen 5 has them, do 0.92 of their peak with
+// 12 sums, and all of it from 16 on.
 #include <chrono>
 #include <cstdint>
 #include <immintrin.h>
@@ -11,12 +13,16 @@
 namespace {
 
 constexpr long kSteps = 20000;
-constexpr int kSums = 12;
+#if defined(__AVX512F__)
+constexpr int kSums = 24;  // of 32 registers
+#else
+constexpr int kSums = 12;  // of 16
+#endif
 
 // Fills the sums with values that the compiler takes for different: equal ones become one chain.
 template <typename Vector>
 inline void differ(Vector (&sums)[kSums]) {
-#pragma GCC unroll 12
+#pragma GCC unroll 24
   for (int k = 0; k < kSums; ++k) {
     sums[k] = Vector{};
     asm volatile("" : "+v"(sums[k]));
@@ -25,7 +31,7 @@ inline void differ(Vector (&sums)[kSums]) {
 
 template <typename Vector>
 inline void keep(Vector (&sums)[kSums]) {
-#pragma GCC unroll 12
+#pragma GCC unroll 24
   for (int k = 0; k < kSums; ++k) asm volatile("" : : "v"(sums[k]));
 }
 
@@ -64,7 +70,7 @@ double avx512_bfloat16() {
   asm volatile("" : "+v"(bits));
   const __m512bh one = (__m512bh)bits;
   for (long i = 0; i < kSteps; ++i)
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int k = 0; k < kSums; ++k) sums[k] = _mm512_dpbf16_ps(sums[k], one, one);
   keep(sums);
   return static_cast<double>(kSums) * kSteps * 64;
@@ -77,7 +83,7 @@ double avx512_float32() {
   differ(sums);
   asm volatile("" : "+v"(one));
   for (long i = 0; i < kSteps; ++i)
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int k = 0; k < kSums; ++k) sums[k] = _mm512_fmadd_ps(one, one, sums[k]);
   keep(sums);
   return static_cast<double>(kSums) * kSteps * 32;
@@ -88,7 +94,7 @@ double avx2_float32() {
   differ(sums);
   asm volatile("" : "+v"(one));
   for (long i = 0; i < kSteps; ++i)
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int k = 0; k < kSums; ++k) sums[k] = _mm256_fmadd_ps(one, one, sums[k]);
   keep(sums);
   return static_cast<double>(kSums) * kSteps * 16;

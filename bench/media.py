@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "worker"))
 
 from vlm_worker.core.families import load_family  # noqa: E402
 from vlm_worker.errors import InvalidImageError  # noqa: E402
-from vlm_worker.media.header import read_header  # noqa: E402
+from vlm_worker.media.image_header import read_header  # noqa: E402
 from vlm_worker.media.patches import image_key, make_patches  # noqa: E402
 from vlm_worker.media.pixels import decode_rgb  # noqa: E402
 

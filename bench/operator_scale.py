@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "operator"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "operator"), str(ROOT / "tests" / "operator")]
 
-from operator_scale import Load, quantile, yard  # noqa: E402
+from support.scale import Load, quantile, running_services  # noqa: E402
 
 FIRST_WRITE_SECONDS = 1.0
 MEMORY_BYTES = 250 * 2**20
@@ -31,7 +31,7 @@ async def main() -> None:
     parser.add_argument("--pods", type=int, default=10, help="of each service")
     parser.add_argument("--idle", type=float, default=120.0, help="seconds without an event")
     options = parser.parse_args()
-    async with yard(Load(options.services, options.pods, options.idle)) as found:
+    async with running_services(Load(options.services, options.pods, options.idle)) as found:
         got = await found.measure()
     met = {
         "first_write_p99_within_1_s": quantile(got.first_write_seconds, 0.99)

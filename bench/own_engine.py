@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("worker", "kernels")]
 from vlm_worker.engine.engine import Engine  # noqa: E402
 from vlm_worker.engine.settings import EngineSettings, EngineStats  # noqa: E402
 from vlm_worker.model.build import RunnerSettings, build_runner  # noqa: E402
-from vlm_worker.serve.memory import keep_what_is_loaded  # noqa: E402
+from vlm_worker.serve.process import freeze_gc  # noqa: E402
 from vlm_worker.types import (  # noqa: E402
     FailedEvent,
     ImageItem,
@@ -87,7 +87,7 @@ class OwnEngine:
         )
         self._loop = asyncio.new_event_loop()
         self._engine.start(self._loop)
-        keep_what_is_loaded()  # as a worker does
+        freeze_gc()  # as a worker does
         self._number = 0
 
     def answer(
@@ -126,13 +126,13 @@ class OwnEngine:
     async def _answer(self, prompt: Prompt, delay: float) -> list[float]:
         await asyncio.sleep(delay)
         request = self._submit(prompt)
-        times = await self._token_times(request, hold=False)
+        times = await self._token_times(request, for_peer=False)
         await self._engine.cancel(request.key)
         return times
 
     async def _prefill(self, prompt: Prompt) -> Request:
         request = self._submit(prompt)
-        await self._token_times(request, hold=True)
+        await self._token_times(request, for_peer=True)
         return request
 
     def _submit(self, prompt: Prompt) -> Request:
@@ -150,9 +150,9 @@ class OwnEngine:
             self._engine.encode(request.key, [picture.prepared()])
         return request
 
-    async def _token_times(self, request: Request, *, hold: bool) -> list[float]:
+    async def _token_times(self, request: Request, *, for_peer: bool) -> list[float]:
         times = []
-        async for event in self._engine.submit_prefill(request, hold=hold):
+        async for event in self._engine.submit_prefill(request, for_peer=for_peer):
             if isinstance(event, FailedEvent):
                 raise event.error
             if isinstance(event, TokenEvent):

@@ -71,6 +71,7 @@ OTHERS = (
     "model",
     "media",
     "gateway_overhead",
+    "hostile_mix",
     "overload",
     "simulate",
     "operator_scale",

@@ -30,7 +30,7 @@ from transformers.generation.logits_process import (
 
 from vlm_kernels import sample_tokens
 from vlm_kernels.sampling_reference import sample_reference
-from vlm_worker.core.inputs import EditedRow, LogitEdits, SampleParams
+from vlm_worker.core.step_values import EditedRow, LogitEdits, SampleParams
 from vlm_worker.types import SamplingParams
 
 BATCHES, VOCABULARIES, ANSWER, ROUNDS = (1, 16, 256), (32_000, 152_000), 200, 5

@@ -29,12 +29,12 @@ import numpy as np
 from core_speed import Counted, core_seconds
 from probes import MOST_MOVED
 
-from vlm_worker.core.batch import BatchBuilder
-from vlm_worker.core.blocks import BlockPool
+from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
+from vlm_worker.core.batch_builder import BatchBuilder
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Sequence, Status
-from vlm_worker.core.table import SequenceTable
-from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
 RUNNING = (16, 64, 256)
@@ -56,19 +56,19 @@ class Decoding:
         self.state = state
         self.numbers = itertools.count()
         num_rows = running + (state in ("lacking", "stalled"))
-        self.table = SequenceTable(
+        self.batch = PersistentBatch(
             num_rows, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, eos_token_ids=(2,)
         )
         num_blocks = (running + 8) * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
         budget = (running + 1) * (PROMPT + 50)
         self.scheduler = Scheduler(
             BlockPool(num_blocks, block_size=BLOCK_SIZE),
-            self.table,
+            self.batch,
             max_num_batched_tokens=budget,
             watermark_blocks=num_blocks if state == "lacking" else 0,
-            rules=AdmissionRules(policy=AdmissionPolicy.DUAL_QUEUE),
+            settings=AdmissionSettings(policy=AdmissionPolicy.DUAL_QUEUE),
         )
-        self.builder = BatchBuilder(self.table, max_num_batched_tokens=budget, whole_images=False)
+        self.builder = BatchBuilder(self.batch, max_num_batched_tokens=budget, whole_images=False)
         self.now = 0.0
         for _ in range(running):
             self.receive(self.make())
@@ -76,7 +76,7 @@ class Decoding:
         for sequence in self.queue:
             self.scheduler.add(sequence)
         self.step()
-        assert len(self.table) == running
+        assert len(self.batch) == running
 
     def receive(self, sequence: Sequence) -> None:
         """Let one enter whose KV a peer has computed: no watermark holds it back."""
@@ -122,7 +122,7 @@ class Decoding:
 
     def change(self, comers: list[Sequence]) -> None:
         """The oldest that runs and one in the midst of the queue are cancelled, two come."""
-        self.scheduler.remove(self.table.running[0])
+        self.scheduler.remove(self.batch.running[0])
         for sequence in (comers.pop(), comers.pop()):
             sequence.arrived_at = self.now
             self.queue.append(sequence)

@@ -4,10 +4,12 @@
                              --tune triptych   for ours alone; the others' points stay as they stand
     python bench/simulate.py          the comparison on held-out seeds and shapes; 3 min
                              --floor  who knows the load once it rises, on others; 3 min
+                             --perturbed  when predictions are wrong or nodes are gone; 3 min
+                             --outages  an hour without nodes, from seven times on; 5 min
 
 Each has a grid of as many points. Tuned are those settings of the others that have the fewest
 missed minutes within `HOURS`; ours may take no more hours than the best of the others took so. All
-points stand in `operator/vlm_operator/simulate/tuned.json`. The comparison writes
+points stand in `operator/vlm_cli/simulator/tuned.json`. The comparison writes
 `results/simulate.json` and `docs/img/simulate.svg`.
 """
 
@@ -27,22 +29,30 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "operator"), str(ROOT / "bench")]
 
-from vlm_operator.simulate.baselines import BASELINES  # noqa: E402
-from vlm_operator.simulate.chart import Point, draw  # noqa: E402
-from vlm_operator.simulate.compare import OURS, Task, Total, best, grid, read_tuned  # noqa: E402
-from vlm_operator.simulate.foresight import Outlook, Sight  # noqa: E402
-from vlm_operator.simulate.generate import ALL_SHAPES, HELD_OUT_SHAPES, SHAPES  # noqa: E402
-from vlm_operator.simulate.mixed import savings  # noqa: E402
-from vlm_operator.simulate.score import Score, front  # noqa: E402
+from autoscaler.compare import Task, Total, best, grid  # noqa: E402
+from autoscaler.forecast_bound import Forecast, ForecastRun  # noqa: E402
+from autoscaler.mixed import savings  # noqa: E402
+from autoscaler.perturb import OUTAGES, PERTURBED, PERTURBED_SECONDS  # noqa: E402
 
-TUNED = ROOT / "operator" / "vlm_operator" / "simulate" / "tuned.json"
+from vlm_cli.simulator.baselines import BASELINES  # noqa: E402
+from vlm_cli.simulator.chart import Point, draw  # noqa: E402
+from vlm_cli.simulator.contenders import OURS, read_tuned  # noqa: E402
+from vlm_cli.simulator.generate import ALL_SHAPES, HELD_OUT_SHAPES, SHAPES  # noqa: E402
+from vlm_cli.simulator.score import Score, front  # noqa: E402
+
+TUNED = ROOT / "operator" / "vlm_cli" / "simulator" / "tuned.json"
 RESULT = ROOT / "bench" / "results" / "simulate.json"
 CHART = ROOT / "docs" / "img" / "simulate.svg"
-TUNING_SEEDS, HELD_OUT_SEEDS = (111,), (501, 502)
+TUNING_SEEDS, HELD_OUT_SEEDS = (111,), (907, 908)
 SECONDS = 2400.0
+PERTURBED_SHAPES = ("diurnal", "recorded-like")
 FLOOR_SEEDS = (101, 102, 103, 104, 105)
-ROOMY = {"utilization": 0.6, "kv_occupancy": 0.48}  # with which foresight takes our hours
-HOURS = 45.0  # accelerator-hours of all tuning traces together that the others may take
+COMPARED = {  # beside what was tuned
+    OURS: {"utilization": 0.75, "kv_occupancy": 0.6, "down_seconds": 180.0},
+    "work": {"use": 0.58, "down_seconds": 180.0},
+}
+ROOMY = {"utilization": 0.6, "kv_occupancy": 0.48}  # with which ForecastBound takes our hours
+HOURS = 46.0  # accelerator-hours of all tuning traces together that the others may take
 
 
 def main() -> int:
@@ -50,10 +60,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tune", nargs="*", metavar="NAME", help="write tuned.json, all or these")
     parser.add_argument("--floor", action="store_true", help="what start-up times alone cost")
+    parser.add_argument("--perturbed", action="store_true", help="wrong predictions, lost nodes")
+    parser.add_argument("--outages", action="store_true", help="an hour without nodes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(options.jobs) as pool:
         if options.floor:
             return floor(pool)
+        if options.perturbed:
+            return perturbed(pool)
+        if options.outages:
+            return outages(pool)
         return compare(pool) if options.tune is None else tune(pool, options.tune)
 
 
@@ -101,9 +118,9 @@ def floor(pool: ProcessPoolExecutor) -> int:
     Beside it, on the same seeds, ours and the rival, as tuned.
     """
     tuned = read_tuned(TUNED.read_text())
-    played: dict[str, Sequence[Outlook | Task]] = {
-        f"{Sight.BEGUN.value} {settings}": [
-            Outlook(Sight.BEGUN, shape, seed, SECONDS, settings)
+    played: dict[str, Sequence[ForecastRun | Task]] = {
+        f"{Forecast.BEGUN.value} {settings}": [
+            ForecastRun(Forecast.BEGUN, shape, seed, SECONDS, settings)
             for shape in SHAPES
             for seed in FLOOR_SEEDS
         ]
@@ -116,6 +133,47 @@ def floor(pool: ProcessPoolExecutor) -> int:
             by_trace[run.trace] += item.missed
         line = {"bench": "simulate.floor", "seeds": FLOOR_SEEDS, "name": name}
         print(json.dumps(line | _total(Total.of(scores)) | {"by_trace": by_trace}), flush=True)
+    return 0
+
+
+def perturbed(pool: ProcessPoolExecutor) -> int:
+    """Play ours, `work` and pod-p95, as tuned, on services in which something goes wrong."""
+    tuned = read_tuned(TUNED.read_text())
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for trouble in PERTURBED:
+        found[trouble] = {}
+        for name in (OURS, "work", "pod-p95"):
+            tasks = [
+                Task(shape, seed, PERTURBED_SECONDS, name, tuned[name], trouble)
+                for shape in PERTURBED_SHAPES
+                for seed in HELD_OUT_SEEDS
+            ]
+            scores = _play(pool, tasks)
+            found[trouble][name] = _row(scores) | {"unserved": sum(s.unserved for s in scores)}
+            line = {"bench": "simulate.perturbed", "trouble": trouble, "name": name}
+            print(json.dumps(line | found[trouble][name]), flush=True)
+    text = json.loads(RESULT.read_text()) | {"perturbed": found}
+    RESULT.write_text(json.dumps(text, indent=1) + "\n")
+    return 0
+
+
+def outages(pool: ProcessPoolExecutor) -> int:
+    """Let all nodes be gone for an hour, from seven times on: what stands then is chance."""
+    tuned = read_tuned(TUNED.read_text())
+    points = [(name, found[name]) for name in COMPARED for found in (tuned, COMPARED)]
+    for name, settings in points:
+        tasks = [
+            Task(shape, seed, PERTURBED_SECONDS, name, settings, trouble)
+            for trouble in OUTAGES
+            for shape in PERTURBED_SHAPES
+            for seed in HELD_OUT_SEEDS
+        ]
+        scores = _play(pool, tasks)
+        missed = dict.fromkeys((f"{task.trace}, {task.trouble}" for task in tasks), 0)
+        for task, item in zip(tasks, scores, strict=True):
+            missed[f"{task.trace}, {task.trouble}"] += item.missed
+        line = {"bench": "simulate.outages", "name": name, "settings": settings}
+        print(json.dumps(line | _row(scores) | {"by_outage": missed}), flush=True)
     return 0
 
 
@@ -172,7 +230,7 @@ def compare(pool: ProcessPoolExecutor) -> int:
         },
         "mixed_node_types": mix,
     }
-    result["met"] = _met(result, scores, rival)
+    result["met"] = _met(scores, rival)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     CHART.write_text(_chart(totals))
     print(json.dumps(result | {"by_trace": None}))
@@ -180,17 +238,16 @@ def compare(pool: ProcessPoolExecutor) -> int:
     return 0
 
 
-def _met(
-    result: dict[str, object], scores: dict[str, dict[str, list[Score]]], rival: str
-) -> dict[str, bool]:
+def _met(scores: dict[str, dict[str, list[Score]]], rival: str) -> dict[str, bool]:
     def minutes(name: str, shape: str) -> int:
         return sum(item.missed for item in scores[name][shape])
 
     runs = len(HELD_OUT_SEEDS)
     ours = [item for each in scores[OURS].values() for item in each]
     return {
-        "half_the_missed_minutes": float(str(result["missed_ratio"])) <= 0.5,
-        "no_more_accelerator_hours": float(str(result["hours_ratio"])) <= 1.0,
+        "four_fifths_of_work_s_missed_minutes": _ratio(scores, "missed") <= 0.8,
+        "no_more_accelerator_hours_than_work": _ratio(scores, "accelerator_hours") <= 1.0,
+        "a_third_of_work_s_changes": _ratio(scores, "changes") <= 1 / 3,
         "no_trace_worse": all(
             minutes(OURS, shape) <= 1.1 * minutes(rival, shape) + runs for shape in ALL_SHAPES
         ),
@@ -199,6 +256,15 @@ def _met(
         "never_over_budget": not any(item.over_budget for item in ours),
         "no_request_lost": not any(item.unserved or item.refused for item in ours),
     }
+
+
+def _ratio(scores: dict[str, dict[str, list[Score]]], field: str) -> float:
+    """Ours over `work`, which reads the same signals, summed over all runs."""
+    ours, work = (
+        sum(getattr(item, field) for each in scores[name].values() for item in each)
+        for name in (OURS, "work")
+    )
+    return float(ours) / max(float(work), 1.0)
 
 
 def _tasks(

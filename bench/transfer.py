@@ -2,11 +2,11 @@
 
     python bench/run.py transfer         python bench/transfer.py [--rounds 7]
 
-One process offers units out of a pool (`Outgoing`), another pulls them over a data connection or
+One process offers units out of a pool (`Producer`), another pulls them over a data connection or
 gRPC, writes them into a pool of its own and checks every digest. Blocks are gathered, and written
 each to its place, by the threads of the transfer, and another thread is told of them, as engines
-do it; rows lie side by side. The embedding's frames are made before it is asked for, as encoders
-do (`Outgoing.make_ahead`), and that is not timed; fetches `made when asked` find nothing. In the
+do it; rows lie side by side. The embedding's frames are built before the fetch, as encoders do
+(`Producer.prebuild_frames`), and that is not timed; fetches `made when asked` find nothing. In the
 same rounds a raw TCP connection of the same two processes does `recv_into` into that pool, and one
 thread copies so many bytes by memcpy. A ratio is of speeds within a round.
 
@@ -41,17 +41,17 @@ from transfer_producer import (
 )
 
 from vlm_worker.client import WorkerClient
-from vlm_worker.serve.memory import keep_freed_memory
+from vlm_worker.serve.process import set_malloc_thresholds
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.transfer.data_link import DataLink, Threads
-from vlm_worker.transfer.incoming import Pull, checked
-from vlm_worker.transfer.landing import Landing
+from vlm_worker.transfer.consumer import Pull, checked_units
+from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import Fetch
+from vlm_worker.transfer.write_window import WriteWindow
+from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId, Units
-from vlm_worker.wire.rooms import Rooms
+from vlm_worker.wire.messages import FetchCall
 
 PRODUCER = Path(__file__).with_name("transfer_producer.py")
 Received = AsyncGenerator[Units]
@@ -64,8 +64,8 @@ class Consumer:
 
     def __init__(self, grpc_port: int, data_port: int, raw_port: int) -> None:
         self._client = WorkerClient(f"127.0.0.1:{grpc_port}")
-        self._threads = Threads()
-        self._link = DataLink("127.0.0.1:0", self._threads, PRODUCTION)
+        self._threads = FetchThreads()
+        self._link = DataConnectionPool("127.0.0.1:0", self._threads, PRODUCTION)
         self._link.learn(data_port)
         self._raw = socket.socket()
         self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -83,7 +83,7 @@ class Consumer:
         for way in AHEAD:
             self.ways[f"{way}, made when asked"] = self.ways[way]
 
-    def make_ahead(self, name: str, way: str) -> None:
+    def prebuild_frames(self, name: str, way: str) -> None:
         """Have an embedding's frames made, as encoders do before anybody asks."""
         if way in AHEAD and not LOADS[name].is_scattered:
             transport = self._shared if way == "shared-memory" else ByteStream()
@@ -114,7 +114,7 @@ class Consumer:
 
     def _over_grpc(self, fetch: Fetch, call: FetchCall, reader: FrameReader) -> Received:
         frames = self._client.fetch(fetch, call, timeout=60)
-        return checked(frames, reader, peer="bench", no_progress_seconds=10)
+        return checked_units(frames, reader, peer="bench", no_progress_seconds=10)
 
     async def _pull(
         self,
@@ -138,9 +138,9 @@ class Consumer:
             first_unit=0,
             end_unit=load.num_units,
             open_memory=lambda _, opening, num_bytes: transport.view(opening, num_bytes),
-            into=Rooms([row.data for row in pool], is_followed=True)
+            into=DestinationBuffers([row.data for row in pool], reports_progress=True)
             if load.is_scattered
-            else Rooms([pool.reshape(-1).data]),
+            else DestinationBuffers([pool.reshape(-1).data]),
         )
         pull = Pull(over(Fetch.KV, call, reader), reader, peer="bench")
 
@@ -157,10 +157,10 @@ class Consumer:
         async def tell(units: Units) -> None:
             await asyncio.to_thread(confirm, units)
 
-        async with Landing(tell) as landing, aclosing(pull.units()) as received:
+        async with WriteWindow(tell) as window, aclosing(pull.units()) as received:
             async for units in received:
-                await landing.put(units)
-            await landing.settle()
+                await window.put(units)
+            await window.flush()
         assert not missing
 
 
@@ -182,7 +182,7 @@ async def consume(num_rounds: int) -> None:
                     continue  # KV is never made ahead
                 taken = 0.0
                 for _ in range(load.repeats):
-                    consumer.make_ahead(name, way)
+                    consumer.prebuild_frames(name, way)
                     began = time.perf_counter()
                     await fill(name)
                     taken += (time.perf_counter() - began) / load.repeats
@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    keep_freed_memory({})  # as vlm-worker does
+    set_malloc_thresholds({})  # as vlm-worker does
     asyncio.run(consume(args.rounds))
 
 

@@ -21,20 +21,18 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "worker"), str(ROOT / "kernels")]
 
 from vlm_kernels.cpu import native  # noqa: E402
-from vlm_worker.serve.memory import keep_freed_memory  # noqa: E402
+from vlm_worker.serve.process import set_malloc_thresholds  # noqa: E402
 from vlm_worker.server.data_port import DataPort  # noqa: E402
 from vlm_worker.settings.timers import PRODUCTION  # noqa: E402
-from vlm_worker.transfer.outgoing import Outgoing  # noqa: E402
+from vlm_worker.transfer.producer import Producer  # noqa: E402
 from vlm_worker.transfer.shared_memory import SharedMemory  # noqa: E402
 from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
 from vlm_worker.types import RequestKey  # noqa: E402
-from vlm_worker.wire.calls import FetchCall  # noqa: E402
-from vlm_worker.wire.copying import Lying, copier_of  # noqa: E402
-from vlm_worker.wire.frames import Commit, Runs, TransferId  # noqa: E402
+from vlm_worker.wire.buffers import BufferViews, copier_of  # noqa: E402
+from vlm_worker.wire.frames import Commit, FrameBatches, TransferId, join_frames  # noqa: E402
 from vlm_worker.wire.identity import fetch_call_of  # noqa: E402
-from vlm_worker.wire.joining import joined  # noqa: E402
-from vlm_worker.wire.methods import METHODS  # noqa: E402
-from vlm_worker.wire.options import server_options  # noqa: E402
+from vlm_worker.wire.messages import FetchCall  # noqa: E402
+from vlm_worker.wire.rpc import METHODS, server_options  # noqa: E402
 
 SHARED = Path("/dev/shm")
 CAPACITY = 1 << 30
@@ -87,19 +85,19 @@ async def produce() -> None:
     transports: dict[str, Transport] = {way.name: way for way in (shared, ByteStream())}
 
     makers = ThreadPoolExecutor(1)
-    ahead: dict[str, Outgoing] = {}  # made before it is asked for, by name
+    ahead: dict[str, Producer] = {}  # made before it is asked for, by name
 
-    def offer(name: str) -> Outgoing:
+    def offer(name: str) -> Producer:
         pool, load = pools[name], LOADS[name]
         released.close()  # its consumer has read what was offered before
 
-        def export(first: int, count: int, _: memoryview) -> memoryview | Lying:
+        def export(first: int, count: int, _: memoryview) -> memoryview | BufferViews:
             if not load.is_scattered:
                 rows: memoryview = pool[first : first + count].reshape(-1).data
                 return rows
-            return Lying([block.data for block in pool[first : first + count]], lambda: None)
+            return BufferViews([block.data for block in pool[first : first + count]], lambda: None)
 
-        outgoing = Outgoing(
+        outgoing = Producer(
             TransferId(KEY, name, BOOT, FINGERPRINT, pod_uid="pod"),
             unit_bytes=load.unit_bytes,
             max_units=load.num_units,
@@ -110,13 +108,13 @@ async def produce() -> None:
         released.callback(outgoing.close)
         return outgoing
 
-    async def make_ahead(name: str, way: str) -> None:
+    async def prebuild_frames(name: str, way: str) -> None:
         ahead[name] = offer(name)
-        await ahead[name].make_ahead(makers, transports[way])
+        await ahead[name].prebuild_frames(makers, transports[way])
 
-    def offered(call: FetchCall, *, large: bool) -> Runs:
+    def offered(call: FetchCall, *, large: bool) -> FrameBatches:
         outgoing = ahead.pop(call.transfer_id, None) or offer(call.transfer_id)
-        return outgoing.runs(
+        return outgoing.frame_batches(
             KEY,
             first_unit=call.first_unit,
             transport=transports[call.transport],
@@ -134,7 +132,7 @@ async def produce() -> None:
     loop = asyncio.get_running_loop()
 
     def make_now(name: str, way: str) -> None:
-        asyncio.run_coroutine_threadsafe(make_ahead(name, way), loop).result()
+        asyncio.run_coroutine_threadsafe(prebuild_frames(name, way), loop).result()
 
     threading.Thread(target=send_raw, args=(listener, pools, make_now), daemon=True).start()
     print(json.dumps([grpc_port, port, listener.getsockname()[1]]), flush=True)
@@ -146,11 +144,11 @@ async def produce() -> None:
     await server.stop(None)
 
 
-def over_grpc(offered: Callable[[FetchCall], Runs]) -> Any:
+def over_grpc(offered: Callable[[FetchCall], FrameBatches]) -> Any:
     """The handler of FetchKV."""
 
     async def fetch(request: Any, context: Any) -> None:
-        async with aclosing(joined(offered(fetch_call_of(request)))) as frames:
+        async with aclosing(join_frames(offered(fetch_call_of(request)))) as frames:
             async for frame in frames:
                 await context.write(frame)
 
@@ -178,5 +176,5 @@ def send_raw(
 
 
 if __name__ == "__main__":
-    keep_freed_memory({})  # as vlm-worker does
+    set_malloc_thresholds({})  # as vlm-worker does
     asyncio.run(produce())

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 import openai
 from served import Served, body, is_ready
 
-from vlm_operator.local.client import Object
+from vlm_local.client import Object
 from vlm_operator.names import Role
 
 

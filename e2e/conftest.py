@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from served import place
 
+from vlm_local.controlplane import ControlPlane
+from vlm_local.demo.line import INSTALL, MODEL
 from vlm_operator import names
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.line import INSTALL, MODEL
 
 
 @pytest.fixture(scope="session")

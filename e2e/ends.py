@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 
 from served import Served, condition
 
+from vlm_local.client import Object
 from vlm_operator import names
-from vlm_operator.local.client import Object
 
 
 @dataclasses.dataclass

@@ -18,11 +18,11 @@ import httpx
 import openai
 import yaml
 
+from vlm_local.client import Client, Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.demo.line import IMAGE, model_volume
+from vlm_local.waiting import until
 from vlm_operator import names
-from vlm_operator.local.client import Client, Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.line import PICTURE, model_volume
-from vlm_operator.local.waiting import until
 
 T = TypeVar("T")
 START_SECONDS = 180.0  # of a few processes on two cores that other tests use as well
@@ -62,7 +62,7 @@ def example(folder: str) -> Object:
 def hold(pools: Object, *, milliseconds: int) -> None:
     """Have encoder and prefill keep each request for a while, so that what happens meets it."""
     for role, stage in (("encoder", "encode"), ("prefill", "prefill")):
-        pools[role]["engine"] = {"args": [f"--inject-delay-ms={stage}={milliseconds}"]}
+        pools[role]["engine"] = {"extraArgs": [f"--inject-delay-ms={stage}={milliseconds}"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Served:
         return await found(seen, seconds=START_SECONDS, awaited=f"the address of a {role}")
 
     async def ask(self, *, max_tokens: int = 16, pod: Object | None = None, **more: str) -> str:
-        """The whole answer about the quickstart's picture."""
+        """The whole answer about the quickstart's image."""
         async with self.client(pod, **more) as client:
             answer = await client.chat.completions.create(**body(self.name, max_tokens))
         return (answer.choices[0].message.content or "").strip()
@@ -183,9 +183,9 @@ class Served:
 
 
 def body(model: str, max_tokens: int) -> dict[str, Any]:
-    """A greedy question about the quickstart's picture."""
-    picture = base64.b64encode(PICTURE.read_bytes()).decode()
-    url = {"url": f"data:image/png;base64,{picture}"}
+    """A greedy question about the quickstart's image."""
+    image = base64.b64encode(IMAGE.read_bytes()).decode()
+    url = {"url": f"data:image/png;base64,{image}"}
     content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": content}]
     return {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}

@@ -9,17 +9,17 @@ import pytest
 import yaml
 from served import ANSWER, EXAMPLES, Served, condition, place
 
-from vlm_operator.local.client import Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.line import MODEL
-from vlm_operator.local.waiting import until
+from vlm_local.client import Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.demo.line import MODEL
+from vlm_local.waiting import until
 from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NAME = "node-types"
 FAST = {
-    "tickSeconds": 1,
-    "tuning": {"startupSeconds": 5, "afterGrowthSeconds": 1, "maxDownSeconds": 30},
+    "intervalSeconds": 1,
+    "tuning": {"startupSeconds": 5, "afterGrowthSeconds": 1},
 }
 
 
@@ -32,8 +32,8 @@ def manifests() -> tuple[list[Object], Object]:
     spec["autoscaling"] = FAST
     spec["slo"]["windowSeconds"] = 10
     scaling = spec["pools"]["encoder"]["scaling"]
-    scaling["scaleToZero"] = {"idleSeconds": 5, "onDemand": "Queue"}
-    scaling["behavior"] = {"scaleDown": {"stabilizationSeconds": 5}}
+    scaling["scaleToZero"] = {"idleSeconds": 5, "whileAtZero": "Queue"}
+    scaling["behavior"] = {"scaleDown": {"stabilizationWindowSeconds": 5}}
     return classes, service
 
 
@@ -54,7 +54,7 @@ async def encoders(served: Served) -> dict[str, Any]:
     return found
 
 
-async def test_an_encoder_pool_sleeps_wakes_for_a_picture_and_sleeps_again(
+async def test_an_encoder_pool_sleeps_wakes_for_an_image_and_sleeps_again(
     operator: ControlPlane,
 ):
     classes, service = manifests()

@@ -12,10 +12,10 @@ import openai
 import pytest
 from served import ANSWER, Served, condition, elapsed, example, names_of, place
 
-from vlm_operator.local.client import ApiError, Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.line import MODEL
-from vlm_operator.local.waiting import until
+from vlm_local.client import ApiError, Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.demo.line import MODEL
+from vlm_local.waiting import until
 from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

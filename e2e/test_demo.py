@@ -15,7 +15,7 @@ import openai
 import pytest
 from PIL import Image, ImageDraw
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ ProcessesOf = Callable[[Path], list[str]]
 @contextlib.asynccontextmanager
 async def demo(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """`vlm demo` with its temporary files under `folder`."""
-    main = "from vlm_operator.cli import main; main()"
+    main = "from vlm_cli import main; main()"
     process = await asyncio.create_subprocess_exec(
         *tied([sys.executable, "-P", "-c", main, "demo", *arguments]),
         stdout=asyncio.subprocess.PIPE,

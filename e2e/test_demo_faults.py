@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local import build
-from vlm_operator.local.settings import LocalSettings
+from vlm_local import build
+from vlm_local.settings import LocalSettings
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
             sys.executable,
             "-P",
             "-c",
-            "from vlm_operator.cli import main; main()",
+            "from vlm_cli import main; main()",
             "demo",
             *arguments,
         ],
@@ -103,13 +103,13 @@ def test_a_half_built_cache_is_said_so_and_built_again(tmp_path: Path, tools: Pa
     assert not half.exists()
 
 
-def test_a_picture_that_is_not_there_is_said_so(tmp_path: Path):
+def test_an_image_that_is_not_there_is_said_so(tmp_path: Path):
     ended = demo("--once", "--image", str(tmp_path / "none.png"))
     assert ended.returncode == 1
-    assert "There is no picture" in ended.stdout
+    assert "There is no image" in ended.stdout
 
 
-def test_a_file_that_is_no_picture_is_said_so_before_anything_starts():
+def test_a_file_that_is_no_image_is_said_so_before_anything_starts():
     ended = demo("--once", "--image", __file__)
     assert ended.returncode == 1
     assert "is no PNG, JPEG, WebP or GIF" in ended.stdout

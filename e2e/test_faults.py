@@ -21,9 +21,9 @@ from served import (
     stats_of,
 )
 
-from vlm_operator.local.client import Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
+from vlm_local.client import Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -49,7 +49,7 @@ async def served(endless_cluster: ControlPlane) -> AsyncIterator[Served]:
 
 def _manifest() -> Object:
     manifest = example("quickstart")
-    manifest["spec"]["model"]["maxModelLenTokens"] = 2048
+    manifest["spec"]["model"]["maxModelLen"] = 2048
     pools = manifest["spec"]["pools"]
     pools["decode"]["scaling"] = {"mode": "External", "minReplicas": 1, "maxReplicas": 2}
     hold(pools, milliseconds=HELD_MILLISECONDS)

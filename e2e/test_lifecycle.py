@@ -13,11 +13,11 @@ from typing import Any
 import openai
 import pytest
 
+from vlm_local.client import ApiError, Client, Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.demo.line import IMAGE, MODEL, QUICKSTART, model_volume
+from vlm_local.waiting import until
 from vlm_operator import names
-from vlm_operator.local.client import ApiError, Client, Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.line import MODEL, PICTURE, QUICKSTART, model_volume
-from vlm_operator.local.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 OPERATOR = f"system:serviceaccount:{names.OPERATOR_NAMESPACE}:triptych-operator"
@@ -74,8 +74,12 @@ async def test_pods_of_all_roles_appear_and_the_service_is_ready_when_the_last_i
 async def test_each_role_is_on_the_node_type_that_suits_it(api: Client):
     await ready(api)
     found = {_role(pod): pod["spec"]["nodeName"] for pod in await _pods(api)}
-    del found[names.Role.GATEWAY]
-    assert found == {"encoder": "cpu-large", "prefill": "gpu-compute", "decode": "gpu-memory"}
+    assert found == {
+        "gateway": "cpu-large",
+        "encoder": "cpu-large",
+        "prefill": "gpu-compute",
+        "decode": "gpu-memory",
+    }
 
 
 @pytest.mark.parametrize("seconds", [15, pytest.param(60, marks=pytest.mark.full)])
@@ -89,7 +93,7 @@ async def test_an_idle_operator_writes_nothing_but_its_lease(
     assert _operators_writes(applied, since=told)[0] == []
 
 
-async def test_a_picture_is_answered_for_through_the_gateway_pod(api: Client):
+async def test_an_image_is_answered_for_through_the_gateway_pod(api: Client):
     await ready(api)
     assert await _answer(api) == "blue triangle"
 
@@ -155,7 +159,7 @@ async def _answer(api: Client) -> str:
     """Ask at the gateway pod's own address, which is this machine's."""
     [gateway] = [pod for pod in await _pods(api) if _role(pod) == names.Role.GATEWAY]
     url = f"http://{gateway['status']['podIP']}:{names.PORT_GATEWAY}/v1"
-    picture = base64.b64encode(PICTURE.read_bytes()).decode()
+    image = base64.b64encode(IMAGE.read_bytes()).decode()
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=5) as client:
         answer = await client.chat.completions.create(
             model="shapes",
@@ -167,7 +171,7 @@ async def _answer(api: Client) -> str:
                     "content": [
                         {
                             "type": "image_url",
-                            "image_url": {"url": f"data:image/png;base64,{picture}"},
+                            "image_url": {"url": f"data:image/png;base64,{image}"},
                         },
                         {"type": "text", "text": "What is to the right of the circle?"},
                     ],
@@ -195,11 +199,7 @@ def _operators_writes(cluster: ControlPlane, *, since: int) -> tuple[list[str], 
     Returns:
         The writes, and the byte up to which lines are whole: the last may still be written.
     """
-    with cluster.audit_log.open("rb") as log:
-        log.seek(since)
-        text = log.read()
-    whole = text.rfind(b"\n") + 1
-    entries = [json.loads(line) for line in text[:whole].splitlines()]
+    entries, whole = cluster.audited(since=since)
     writes = [
         f"{entry['verb']} {entry['requestURI']}"
         for entry in entries
@@ -207,7 +207,7 @@ def _operators_writes(cluster: ControlPlane, *, since: int) -> tuple[list[str], 
         and entry["verb"] in WRITES
         and entry["objectRef"]["resource"] != "leases"
     ]
-    return writes, since + whole
+    return writes, whole
 
 
 def _role(pod: Object) -> str:

@@ -15,13 +15,13 @@ from vlm_operator.autoscale.record import load_record, replay
 from vlm_operator.names import Role
 
 RECORDED = Path(__file__).parent / "recorded" / "bottlenecks.jsonl"
-UP = {Reason.SCALE_UP, Reason.PANIC}
+UP = {Reason.SCALE_UP}
 STORY = [
-    pytest.param(Role.ENCODER, UP, "encoder_queue", id="pictures"),
+    pytest.param(Role.ENCODER, UP, "encoder_queue", id="images"),
     pytest.param(Role.DECODE, UP, "KV tokens in use", id="long answers"),
     pytest.param(Role.PREFILL, UP, "prefill_queue", id="long prompts"),
-    pytest.param(Role.ENCODER, {Reason.IDLE}, "no picture for", id="text alone"),
-    pytest.param(Role.ENCODER, {Reason.WAKE}, "pictures", id="pictures again"),
+    pytest.param(Role.ENCODER, {Reason.IDLE}, "no image for", id="text alone"),
+    pytest.param(Role.ENCODER, {Reason.WAKE}, "images", id="images again"),
 ]
 TICKS = [load_record(line) for line in RECORDED.read_text().splitlines()]
 

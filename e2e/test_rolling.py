@@ -19,10 +19,10 @@ from served import (
     stats_of,
 )
 
+from vlm_local.client import Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 from vlm_operator import names
-from vlm_operator.local.client import Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
 from vlm_operator.names import POOL_ROLES, Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -68,7 +68,7 @@ async def undisturbed(served: Served, tokens: list[str]) -> list[str]:
 def _manifest() -> Object:
     """A slow decode pod makes long answers; encoder and prefill keep each request for a while."""
     manifest = example("quickstart")
-    manifest["spec"]["model"]["maxModelLenTokens"] = 2048
+    manifest["spec"]["model"]["maxModelLen"] = 2048
     pools = manifest["spec"]["pools"]
     for pool in pools.values():
         pool["drain"] = {"timeoutSeconds": DRAIN_SECONDS}

@@ -9,10 +9,10 @@ import openai
 import pytest
 from served import ANSWER, Served, elapsed, example, place
 
+from vlm_local.client import Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 from vlm_operator import names
-from vlm_operator.local.client import Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
 from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

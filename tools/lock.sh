@@ -10,4 +10,4 @@ compile() {
 }
 compile pyproject.toml requirements/build.in --extra operator -o requirements/operator.txt
 compile pyproject.toml requirements/build.in --extra worker -o requirements/worker.txt
-compile pyproject.toml requirements/build.in requirements/dev.in --extra operator --extra worker -o requirements/dev.txt
+compile pyproject.toml requirements/build.in requirements/dev.in --extra operator --extra cli --extra worker -o requirements/dev.txt

@@ -18,7 +18,7 @@ suite() {  # suite NAME PATH...
 }
 
 printf '\n\033[1m== control plane\033[0m (built once, about 5 minutes, then cached)\n'
-.venv/bin/python -m vlm_operator.local.build || { echo "the control plane could not be built; see above"; exit 1; }
+.venv/bin/python -m vlm_local.build || { echo "the control plane could not be built; see above"; exit 1; }
 
 suite kernels   tests/kernels
 suite worker    tests/worker tests/examples

@@ -26,7 +26,7 @@ from timing import Bench, Case, captured
 from torch.nn import functional
 
 from vlm_kernels import varlen_attention
-from vlm_worker.model.gpu.streams import CudaQueues, OneStream, TwoStreams
+from vlm_worker.model.gpu.streams import CudaStreams, OverlappedStreams, SingleStream
 
 BATCH, TOTAL = 64, 1024
 PATCHES = (1024, 4096)
@@ -51,10 +51,14 @@ def measure(bench: Bench, step: Callable[[], torch.Tensor], num_patches: int) ->
     """All ways, interleaved."""
     tower = functools.partial(_tower, bench, num_patches)
     written, compiled = tower(is_compiled=False), tower(is_compiled=not bench.is_smoke)
-    two = TwoStreams(CudaQueues(bench.device)) if bench.device.type == "cuda" else OneStream()
-    ways: dict[str, tuple[OneStream, Tower | None]] = {
+    two = (
+        OverlappedStreams(CudaStreams(bench.device))
+        if bench.device.type == "cuda"
+        else SingleStream()
+    )
+    ways: dict[str, tuple[SingleStream, Tower | None]] = {
         "alone": (two, None),
-        "in turn": (OneStream(), written),
+        "in turn": (SingleStream(), written),
         "beside": (two, written),
         "compiled": (two, compiled),
     }
@@ -80,14 +84,14 @@ def measure(bench: Bench, step: Callable[[], torch.Tensor], num_patches: int) ->
 
 
 def _round(
-    step: Callable[[], torch.Tensor], streams: OneStream, tower: Tower | None, *, count: int
+    step: Callable[[], torch.Tensor], streams: SingleStream, tower: Tower | None, *, count: int
 ) -> tuple[list[float], int]:
     """Seconds between the tokens of so many steps, and the calls of the tower that have ended."""
 
     @torch.inference_mode()
     def encode() -> tuple[torch.Tensor, Any]:
         assert tower is not None
-        with streams.pictures():
+        with streams.images():
             rows = tower().clone()
             bool(torch.isfinite(rows).all())  # as the worker waits for it
             return rows, streams.made()
@@ -98,7 +102,7 @@ def _round(
     for _ in range(count):
         made = None
         if tower is not None and running is None:
-            running = streams.beside(encode)
+            running = streams.encode_async(encode)
             made = encode() if running is None else None
         elif running is not None and running.done():
             made, running = running.result(), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -15,6 +16,8 @@ from typing import Any
 import serving
 
 MODEL = "peer"
+SERVED = re.compile(r" is served at (\S+);")
+"""The last line before it answers; lines before it name URLs of metrics."""
 
 
 class Server:
@@ -28,9 +31,8 @@ class Server:
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        self.url = next(
-            word for line in self.process.stderr for word in line.split() if word.startswith("http")
-        ).rstrip(";")
+        served = (SERVED.search(line) for line in self.process.stderr)
+        self.url = next(found[1] for found in served if found)
         self._pool = ThreadPoolExecutor(32)
 
     def run(self, calls: Sequence[dict[str, Any]]) -> int:

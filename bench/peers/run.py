@@ -6,14 +6,16 @@
     make bench-peers ARGS="--sweep"                try each peer's settings, keep the best for later
     make bench-peers ARGS="--machine=amx"          of another machine than the rest
 
-One engine answers while the others rest. Printed are medians over the rounds, and how far ours is
-ahead of each; JSON lines go to `bench/results/peers.jsonl`, or to the other machine's file.
+One engine answers while the others rest: each call waits until what answered before it has stopped
+polling for more (`rest`). Printed are medians over the rounds, and how far ours is ahead of each;
+JSON lines go to `bench/results/peers.jsonl`, or to the other machine's file.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -30,21 +32,37 @@ sys.path.insert(0, str(HERE.parent))
 
 import calls  # noqa: E402
 import environments  # noqa: E402
+import rest  # noqa: E402
 import table  # noqa: E402
 import tables  # noqa: E402
-from goals import OURS  # noqa: E402
+from goals import OURS, PEERS  # noqa: E402
 from sides import read_bandwidth, seconds_of_others  # noqa: E402
 
 RESULTS = table.RESULTS / "peers.jsonl"
 Seconds = dict[str, dict[str, list[float]]]
 Options = Mapping[str, int]
-SWEEP, SWEEP_ROUNDS = "peers-sweep", 2
+SWEEP = "peers-sweep"
 JUDGED_BY = "trace_s"
 """One setting serves all columns, as one deployment would: that of the fastest mixed trace."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What the counted rounds gave so far.
+
+    Attributes:
+        seconds: of each case, by engine.
+        after: processor seconds that an engine computed after an answer, all cases of all rounds.
+        bandwidths: of reading, bytes a second, one a round.
+    """
+
+    seconds: Seconds
+    after: dict[str, list[float]]
+    bandwidths: list[float] = dataclasses.field(default_factory=list)
+
+
 class Process:
-    """One engine, loaded."""
+    """One engine, loaded, in a session of its own."""
 
     def __init__(self, name: str, log: Path, options: Options) -> None:
         engine = environments.ENGINES[name]
@@ -57,8 +75,9 @@ class Process:
         with log.open("w") as log_file:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, text=True,
-                pass_fds=(out,),
+                pass_fds=(out,), start_new_session=True,
             )  # fmt: skip
+        self.session = self._process.pid
         os.close(out)
         self._told, self._log = os.fdopen(told), log
         self._read()
@@ -110,15 +129,17 @@ def main() -> int:
         return _install(names)
     file = table.file_of(args.machine) if args.machine else RESULTS
     if args.sweep:
-        return _sweep([name for name in names if name != OURS], file)
+        return _sweep([name for name in names if name != OURS], file, args.rounds)
     options = {name: best_options(name, table.read(file)) for name in names}
     began, others = time.perf_counter(), seconds_of_others()
     with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
         processes = _start(options, Path(folder))
         if OURS not in processes:
             return 1
-        for seconds, bandwidths in _rounds(processes, args.rounds, Path(folder)):
-            table.replace(file, "peers", _lines(seconds, bandwidths, options))
+        for measured in _rounds(processes, args.rounds, Path(folder)):
+            if OURS not in measured.seconds:
+                return 1  # nothing to compare the others with: what is recorded stays
+            table.replace(file, PEERS, _lines(measured, options))
         for process in processes.values():
             process.close()
     took = time.perf_counter() - began
@@ -144,19 +165,19 @@ def _install(names: Sequence[str]) -> int:
     return status
 
 
-def _sweep(names: Sequence[str], file: Path) -> int:
+def _sweep(names: Sequence[str], file: Path, rounds: int) -> int:
     """Try all settings of each peer, one process at a time; keep what each took."""
     for name in names:
         lines = []
         for options in environments.ENGINES[name].choices():
             with tempfile.TemporaryDirectory(prefix="triptych-peers-") as folder:
                 processes = _start({name: options}, Path(folder))
-                found = [seconds for seconds, _ in _rounds(processes, SWEEP_ROUNDS, Path(folder))]
+                found = [*_rounds(processes, rounds, Path(folder))]
                 for process in processes.values():
                     process.close()
-            if found and name in found[-1]:
-                line = {"bench": SWEEP, "engine": name, "options": options}
-                lines.append({**line, **figures_of(found[-1][name])})
+            if found and name in found[-1].seconds:
+                line = {"bench": SWEEP, "engine": name, "options": options, "rounds": rounds}
+                lines.append({**line, **figures_of(found[-1].seconds[name])})
                 print(json.dumps(lines[-1]), flush=True)
         kept = [
             line
@@ -180,22 +201,22 @@ def best_options(name: str, lines: Sequence[table.Line]) -> dict[str, int]:
     return dict(min(swept, key=lambda line: line[JUDGED_BY])["options"])
 
 
-def _lines(
-    seconds: Seconds, bandwidths: Sequence[float], options: Mapping[str, Options]
-) -> list[table.Line]:
+def _lines(measured: Measured, options: Mapping[str, Options]) -> list[table.Line]:
     """Each engine's figures of the rounds so far."""
+    bandwidths = [round(value / 1e9, 1) for value in measured.bandwidths]
     return [
         {
-            "bench": "peers",
+            "bench": PEERS,
             "engine": name,
             "settings": environments.ENGINES[name].settings,
             "options": dict(options[name]),
             "rounds": len(bandwidths),
-            "read_gb_per_second": [round(value / 1e9, 1) for value in bandwidths],
+            "read_gb_per_second": bandwidths,
             **figures_of(of_cases),
+            "after_answer_s": round(statistics.median(measured.after[name]), 3),
             "seconds": {key: [round(each, 3) for each in kept] for key, kept in of_cases.items()},
         }
-        for name, of_cases in seconds.items()
+        for name, of_cases in measured.seconds.items()
     ]
 
 
@@ -209,34 +230,36 @@ def _start(options: Mapping[str, Options], folder: Path) -> dict[str, Process]:
     return found
 
 
-def _rounds(
-    processes: dict[str, Process], rounds: int, folder: Path
-) -> Iterator[tuple[Seconds, list[float]]]:
+def _rounds(processes: dict[str, Process], rounds: int, folder: Path) -> Iterator[Measured]:
     """Interleaved rounds, the first uncounted; an engine that fails is left out from there on.
 
-    Yields, after each counted one, the seconds and the bandwidths of all so far.
+    Yields, after each counted one, what all of them gave so far.
     """
-    seconds: Seconds = {name: {} for name in processes}
-    bandwidths = []
+    measured = Measured({name: {} for name in processes}, {name: [] for name in processes})
+    computed = functools.partial(
+        rest.processor_seconds, [process.session for process in processes.values()]
+    )
     for number in range(rounds + 1):
+        rest.await_rest(computed)
         if number:
-            bandwidths.append(read_bandwidth(os.cpu_count() or 1))
+            measured.bandwidths.append(read_bandwidth(os.cpu_count() or 1))
         for case in calls.cases(number, folder):
-            order = list(seconds) if number % 2 == 0 else list(reversed(seconds))
-            for name in order:
+            names = list(measured.seconds)
+            for name in names if number % 2 == 0 else reversed(names):
                 try:
                     took = processes[name].run(case)
                 except environments.UnavailableError as error:
                     print(f"{name}: left out: {error}", flush=True)
-                    del seconds[name]
+                    del measured.seconds[name]
                     continue
-                print(
-                    f"round {number}: {case.name} {name} {took:.3f} s", file=sys.stderr, flush=True
-                )
+                after = rest.await_rest(computed)
+                told = f"round {number}: {case.name} {name} {took:.3f} s, {after:.3f} s after it"
+                print(told, file=sys.stderr, flush=True)
                 if number:
-                    seconds[name].setdefault(case.name, []).append(took)
+                    measured.seconds[name].setdefault(case.name, []).append(took)
+                    measured.after[name].append(after)
         if number:
-            yield seconds, bandwidths
+            yield measured
 
 
 def figures_of(of_cases: Mapping[str, Sequence[float]]) -> dict[str, Any]:

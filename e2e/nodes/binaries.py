@@ -1,6 +1,6 @@
 """Programs of a node and of its pods, built once with Go and cached.
 
-kubelet, kube-proxy     of the release that `vlm_operator.local.build` builds the control plane of
+kubelet, kube-proxy     of the release that `vlm_local.build` builds the control plane of
 pause, coredns, fakegpu the first process of each pod, DNS, a device plugin without devices
 """
 
@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from vlm_operator.local import build
-from vlm_operator.local.settings import LocalSettings
+from vlm_local import build
+from vlm_local.settings import LocalSettings
 
 GO = Path(__file__).parent / "go"
 PACKAGES = {

@@ -18,9 +18,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from vlm_operator.local.client import Access
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.spawn import Child, spawn
+from vlm_local.client import Access
+from vlm_local.controlplane import ControlPlane
+from vlm_local.subprocesses import Child, spawn
 
 HERE = Path(__file__).parent
 BRIDGE, ADDRESS, DNS = "nodes0", "10.231.0.1", "10.0.0.10"
@@ -31,7 +31,7 @@ PROXY_USER = "system:kube-proxy"
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """What a node is started with: the value of its label, and how many GPUs it claims to have."""
+    """What a node is started with: its type, and how many GPUs it claims to have."""
 
     index: int
     node_type: str
@@ -44,6 +44,12 @@ class Node:
     @property
     def address(self) -> str:
         return f"10.231.0.{10 + self.index}"
+
+    @property
+    def labels(self) -> str:
+        """As the kubelet's `--node-labels` takes them."""
+        gpus = ",nvidia.com/gpu.present=true" if self.gpus else ""  # as GPU feature discovery does
+        return f"{NODE_TYPE}={self.node_type}{gpus}"
 
     @property
     def pods(self) -> str:
@@ -101,7 +107,7 @@ class RealNodes:
                 *("nsenter", f"--net=/run/netns/{node.name}"),
                 *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
                 *(HERE / "node.sh", node.name, folder, node.address),
-                *(f"{NODE_TYPE}={node.node_type}", str(node.gpus), self._programs),
+                *(node.labels, str(node.gpus), self._programs),
             ],
             log=folder / "log/node.log",
             environment={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},

@@ -14,9 +14,9 @@ import pytest
 from nodes import binaries, images, requires, typed
 from nodes.cluster import ADDRESS, QUICKSTART, RealNodes
 
-from vlm_operator.local import flags
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.settings import LocalSettings
+from vlm_local import flags
+from vlm_local.controlplane import ControlPlane
+from vlm_local.settings import LocalSettings
 
 MANIFESTS = Path(__file__).parent / "manifests"
 

@@ -25,15 +25,18 @@ from pathlib import Path
 from nodes import binaries
 from nodes.cluster import containerd_settings
 
-from vlm_operator.local.settings import LocalSettings
-from vlm_operator.local.spawn import spawn
+from vlm_local.settings import LocalSettings
+from vlm_local.subprocesses import spawn
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BASE = "docker.io/library/python:3.11-slim-bookworm"  # FROM of both Dockerfiles
 SITE = "opt/triptych/lib/python3.11/site-packages"
 ROLES = ("operator", "worker")
-PACKAGES = ("operator/vlm_operator", "worker/vlm_worker", "kernels/vlm_kernels")
+PACKAGES = {
+    "operator": ("operator/vlm_operator",),
+    "worker": ("worker/vlm_worker", "kernels/vlm_kernels"),
+}
 OURS = "localhost/triptych-nodes"
 PROGRAMS = ("pause", "coredns")
 Ctr = Callable[..., bytes]
@@ -152,27 +155,33 @@ class Updates:
     def __init__(self, store: Path) -> None:
         codes = json.loads((store / "codes.json").read_text())
         self.roles = [role for role in ROLES if codes[role] != code_key()]
-        self._layer = _layer() if self.roles else b""
+        self._layers = _layers() if self.roles else {}
 
     def __call__(self, ctr: Ctr) -> None:
         """Do so through the containerd client of a node."""
         for role in self.roles:
-            archive = _thin(name_of(role), self._layer, ctr)
+            archive = _thin(name_of(role), self._layers[role], ctr)
             ctr("images", "import", "-", stdin=archive)
 
 
-def _layer() -> bytes:
-    """Return a layer, as a tar, with this checkout's packages in place of the image's."""
+def _layers() -> dict[str, bytes]:
+    """Return a layer by role, as a tar, with this checkout's packages in place of the image's."""
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         subprocess.run([*build, "--no-build-isolation", "-w", folder, ROOT], check=True)
         [wheel] = Path(folder).glob("*.whl")
-        result = io.BytesIO()
-        with tarfile.open(fileobj=result, mode="w") as tar, zipfile.ZipFile(wheel) as files:
-            for package in PACKAGES:
-                _add(tar, f"{SITE}/{Path(package).name}/.wh..wh..opq", b"")  # hides what was there
+        with zipfile.ZipFile(wheel) as files:
+            return {role: _layer(PACKAGES[role], files) for role in ROLES}
+
+
+def _layer(packages: Iterable[str], files: zipfile.ZipFile) -> bytes:
+    result = io.BytesIO()
+    with tarfile.open(fileobj=result, mode="w") as tar:
+        for package in map(Path, packages):
+            _add(tar, f"{SITE}/{package.name}/.wh..wh..opq", b"")  # hides what was there
             for name in files.namelist():
-                _add(tar, f"{SITE}/{name}", files.read(name))
+                if name.startswith(f"{package.name}/"):
+                    _add(tar, f"{SITE}/{name}", files.read(name))
     return result.getvalue()
 
 
@@ -202,7 +211,12 @@ def _thin(name: str, changes: bytes, ctr: Ctr) -> bytes:
 
 def code_key() -> str:
     """Name the Python code of this checkout."""
-    return _digest(_files(ROOT / "pyproject.toml", *(ROOT / package for package in PACKAGES)))
+    return _digest(
+        _files(
+            ROOT / "pyproject.toml",
+            *(ROOT / package for role in ROLES for package in PACKAGES[role]),
+        )
+    )
 
 
 def _full_key(role: str) -> str:

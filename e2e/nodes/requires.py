@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nodes.cluster import CNI
 
-from vlm_operator.local.settings import LocalSettings
+from vlm_local.settings import LocalSettings
 
 # Debian's package of each program
 PROGRAMS = {

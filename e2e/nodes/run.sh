@@ -51,6 +51,6 @@ trap clean EXIT
 clean
 
 tied=(setpriv --pdeathsig KILL)  # ends with this shell
-"$python" -m vlm_operator.local.build
+"$python" -m vlm_local.build
 "${tied[@]}" unshare --mount --pid --fork --kill-child --mount-proc nice "$python" -m nodes.images "${full[@]}"
 "${tied[@]}" unshare --net --mount --pid --fork --kill-child --mount-proc "$PWD/e2e/nodes/run.sh" inside "$@"

@@ -9,9 +9,9 @@ from clients import Answer, Clients, stream
 from nodes.cluster import Node, RealNodes
 from served import Served, elapsed, example, stats_of
 
-from vlm_operator.local.client import Object
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
+from vlm_local.client import Object
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(900)]
@@ -54,7 +54,7 @@ def spare(real_nodes: tuple[ControlPlane, RealNodes], served: Served) -> None:
 
 def _manifest() -> Object:
     manifest = example("quickstart")
-    manifest["spec"]["model"]["maxModelLenTokens"] = 2048
+    manifest["spec"]["model"]["maxModelLen"] = 2048
     manifest["spec"]["gateway"]["replicas"] = 2  # a drained node may have one
     decode = manifest["spec"]["pools"]["decode"]
     decode["scaling"]["replicas"] = 2

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.demo.line import VLM
-from vlm_operator.local.settings import LocalSettings
+from vlm_local.controlplane import ControlPlane
+from vlm_local.demo.line import VLM
+from vlm_local.settings import LocalSettings
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "install.yaml"

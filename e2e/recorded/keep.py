@@ -17,7 +17,7 @@ from vlm_operator.autoscale.reasons import Reason
 from vlm_operator.autoscale.record import VERSION, Record, RecordError, read_log
 
 SERVICE = "bottlenecks/shapes"
-KEPT = {Reason.SCALE_UP, Reason.PANIC, Reason.IDLE, Reason.WAKE}
+KEPT = {Reason.SCALE_UP, Reason.IDLE, Reason.WAKE}
 
 
 def records(log: Path) -> Iterator[Record]:

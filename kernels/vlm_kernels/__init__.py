@@ -1,34 +1,34 @@
-"""Kernels of the engine: one file each, with its definition and the function that computes it fast.
+"""The kernels of the engine: one file each, with its definition and its fast implementation.
 
     store_kv           write the keys and values of new tokens into KV blocks
     paged_attention    attention of packed queries over KV blocks
-    decode_attention   its part for sequences with one query, in C++
+    decode_attention   the part of it for sequences with one query, in C++
     varlen_attention   attention inside segments of a packed axis (vision towers)
     flash_attention    both in C++, for bfloat16; a query sees an interval of its `segments`
-    dense_attention    attention of a batch of equal shapes, which torch makes them of elsewhere
+    dense_attention    attention of a batch of equal shapes, used if no other kernel applies
     packed_weights     weights in panels, in bfloat16 or int8
-    packed_linear      linear layers on packed weights, and what usually follows them
+    packed_linear      linear layers on packed weights, with the operations that follow them
     decoder_layers     all layers of a step, and the head, in one call of these kernels
-    vision_layers      layers of a vision tower likewise
+    vision_layers      layers of a vision tower in one call
     layer_norm         LayerNorm of packed tokens
-    rms_norm           RMSNorm likewise
-    add_rms_norm       RMSNorm behind an addition
+    rms_norm           RMSNorm of packed tokens
+    add_rms_norm       an addition, then RMSNorm
     rope               rotary positions, in place
-    rope_store_kv      the same, keys on their way into KV blocks
+    rope_store_kv      rotary positions, and the write of the keys and values into KV blocks
     quantised_linear   linear layers on int8 and int4 weights, for GPUs
-    silu_mul           between the products of a gated MLP
-    merge_tokens       averages of visual tokens, or the best of them
-    resize_patches     from a picture's bytes to a vision tower's patches, for GPUs
+    silu_mul           activation and product between the linear layers of a gated MLP
+    merge_tokens       averages, or a selection, of visual tokens
+    resize_patches     from an image's bytes to a vision tower's patches, for GPUs
     sampling           logits to tokens
-    gather_blocks      whole KV blocks to one contiguous piece, and back (scatter_blocks); or their
-                       own memory (block_memory)
-    opaque             a kernel as one operation of what torch compiles
+    gather_blocks      copy whole KV blocks to one contiguous buffer, and back (scatter_blocks), or
+                       view their memory (block_memory)
+    opaque             a kernel as one operation for torch.compile
 
-merge_tokens and resize_patches are for others to call: the worker has no use for them
+merge_tokens and resize_patches are for other projects; the worker does not use them
 (`docs/decisions/0017`).
 
-The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`, of int8 with scales
-behind (`kv_rows`): one block is one contiguous piece.
+The KV buffer is `kv_cache[block, layer, 2, kv_head, block_size * head_dim]`. For int8, scales
+follow the elements (`kv_rows`). One block is contiguous.
 """
 
 from vlm_kernels.add_rms_norm import add_rms_norm

@@ -1,7 +1,7 @@
-"""RMSNorm behind an addition:  h_t = x_t + r_t,  y_t = rms_norm(h_t)      for each token t.
+"""RMSNorm after an addition:  h_t = x_t + r_t,  y_t = rms_norm(h_t)      for each token t.
 
-Shapes: T tokens, D features. h is rounded to its type before it is normalised, as two modules one
-after the other do. One pass in Triton on GPUs; elsewhere the sum, then `rms_norm`.
+Shapes: T tokens, D features. h is rounded to its type before it is normalised, as in two separate
+modules. One pass in Triton on GPUs; elsewhere the sum, then `rms_norm`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def add_rms_norm(
     """Add, and normalise each row.
 
     Args:
-        x_TD: what a layer computed; rows may lie apart.
-        residual_TD: what went in, of the same shape and type.
+        x_TD: output of a layer; rows may be strided.
+        residual_TD: input of that layer, of the same shape and type.
         weight_D: of the same type.
         eps: added to the mean square.
 

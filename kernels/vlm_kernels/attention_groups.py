@@ -1,6 +1,6 @@
-"""Sequences that torch computes together, where no kernel computes them: in groups, with masks.
+"""Sequences that torch computes together if no kernel supports them: in groups, with masks.
 
-Decoding sequences of similar length are padded to the longest; a chunk of prefill is a group by
+Decoding sequences of similar length are padded to the longest. A chunk of prefill is a group by
 itself. Shapes: S sequences, H KV heads, G query heads per KV head, D head size, P slots per block,
 B blocks per sequence; the cache is `[N, L, 2, H, P * D]`.
 """
@@ -25,18 +25,18 @@ class Group:
     """Sequences that are computed in one call.
 
     Attributes:
-        tokens: packed positions of the queries, a slice or [S * Q] int64; None where they are the
+        tokens: packed positions of the queries, a slice or [S * Q] int64; None if they are the
             whole batch, in order.
         num_seqs: S.
         num_queries: Q, the same for all.
-        num_kv: KV positions that are read, after `kv_pieces` are laid out.
-        kv_pieces: [2 * S * H * B] int64; rows of layer 0 in the cache seen as
+        num_kv: KV positions that are read, after `kv_pieces` are gathered.
+        kv_pieces: [2 * S * H * B] int64; rows of layer 0 in the cache viewed as
             `[N * L * 2 * H, P * D]`.
-        unwritten: positions behind a sequence's end in the gathered `[2 * S * H * B * P]`; they
-            hold anything, NaN included, and are zeroed. None where there are none.
-        mask: additive, broadcast over `[S * H, G, Q, num_kv]`; None where every position is seen.
-        causal: there is no mask; the queries are the last of the positions, each sees those up to
-            itself, and they are all positions.
+        unwritten: positions after a sequence's end in the gathered `[2 * S * H * B * P]`. Their
+            content is undefined, possibly NaN, so they are zeroed. None if there are none.
+        mask: additive, broadcast over `[S * H, G, Q, num_kv]`; None if every position is visible.
+        causal: no mask is needed: the queries are the last positions, each sees those up to itself,
+            and they are all positions.
     """
 
     tokens: slice | torch.Tensor | None
@@ -50,7 +50,7 @@ class Group:
 
 
 class GroupLayout:
-    """Turns positions into rows of the cache."""
+    """Converts positions to rows of the cache."""
 
     def __init__(self, kv_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
         self._num_layers, self._num_heads = kv_cache.shape[1], kv_cache.shape[3]
@@ -67,7 +67,7 @@ class GroupLayout:
         spans: Sequence[Sequence[tuple[int, int]]],
         window: int | None,
     ) -> Group:
-        """Sequences with as many queries each; `blocks` `[S, B]`, `num_kv` `[S]`."""
+        """The group of sequences with Q queries each; `blocks` is `[S, B]`, `num_kv` `[S]`."""
         num_seqs, longest = len(num_kv), int(num_kv.max())
         num_blocks = -(-longest // self._block_size)
         used = np.arange(num_blocks) * self._block_size < num_kv[:, None]
@@ -91,7 +91,7 @@ class GroupLayout:
         return self._tensor((first[None, :, None, :] + heads).reshape(-1))
 
     def _unwritten(self, num_kv: np.ndarray, num_blocks: int) -> torch.Tensor | None:
-        """Slots behind a sequence's end in its last block; blocks behind are the zero block."""
+        """Slots after a sequence's end in its last block; later blocks are the null block."""
         if len(num_kv) == 1:
             return None  # the view of the gathered rows ends at the sequence's end
         size = num_blocks * self._block_size
@@ -151,7 +151,7 @@ def _visible(
 
 
 def similar(seqs: np.ndarray, num_kv: np.ndarray) -> list[list[int]]:
-    """Split decoding sequences so that padding to the longest at most doubles what is read."""
+    """Split decoding sequences, so that padding at most doubles the positions that are read."""
     groups: list[list[int]] = []
     if not len(seqs):
         return groups

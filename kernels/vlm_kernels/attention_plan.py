@@ -1,11 +1,11 @@
-"""What one step of paged attention reads: decoding rows, chunks of prefill, and torch's groups.
+"""Plans the reads of one step of paged attention: decoding rows, prefill chunks, torch's groups.
 
 Shapes: S sequences, H KV heads, G query heads per KV head, D head size, P slots per block,
 B blocks per sequence; the cache is `[N, L, 2, H, P * D]`.
 
-Decoding sequences, one query each, are rows of one native call, and chunks of prefill are segments
-of another. Where there is no such kernel, they are groups (`attention_groups`). A plan is made once
-per step and used by all layers.
+Decoding sequences, one query each, are rows of one native call. Chunks of prefill are segments of
+another call. Without such a kernel, they are groups (`attention_groups`). A plan is made once per
+step and used by all layers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What one step reads; the same for all layers of one window.
+    """The reads of one step; the same for all layers with the same window.
 
     Attributes:
-        rows: decoding sequences, for their native kernel; None where there are none for it.
-        chunks: of prefill, likewise.
-        groups: all others.
-        tiles: all of them, on a GPU; None elsewhere.
+        rows: decoding sequences for the native kernel; None if there are none.
+        chunks: chunks of prefill for the native kernel; None if there are none.
+        groups: all other sequences.
+        tiles: all sequences, on a GPU; None elsewhere.
     """
 
     rows: DecodeRows | None
@@ -65,24 +65,24 @@ def plan_attention(
             `query_start[s] : query_start[s + 1]`, at least one.
         context_lens: int32 `[S]`; tokens of s whose KV was written by earlier steps.
         block_table: int32 `[S, B]`; unused entries are the null block 0.
-        kv_cache: `[N, L, 2, H, P * D]`, for its shape and device; block 0 holds zeros, always.
+        kv_cache: `[N, L, 2, H, P * D]`, for its shape and device; block 0 always holds zeros.
         head_dim: D.
         dtype: of the queries.
-        spans: ranges that attend in both directions; each lies in what is computed already or in
+        spans: ranges with bidirectional attention; the tokens of each are computed already or in
             this step.
-        window: tokens that a sliding-window layer sees, itself included; it bounds the past alone,
-            in spans too, as transformers' masks do.
-        use_native: compute by the native kernels, where there are any.
+        window: tokens that a sliding-window layer sees, itself included. It limits only the past,
+            inside spans too, as transformers' masks do.
+        use_native: use the native kernels if they are available.
         num_heads: H * G of the queries; a GPU's tiles hold whole groups.
 
     Raises:
         ValueError: on a GPU, a block is not in the cache, a sequence is longer than its row of
-            the block table, a span ends behind its sequence, or `num_heads` is missing.
+            the block table, a span ends after its sequence, or `num_heads` is missing.
     """
     if use_native and gpu.serves(kv_cache.device):
         tiles = plan_tiled(
             query_start, context_lens, block_table, kv_cache,
-            spans=spans, window=window, head_dim=head_dim, num_heads=num_heads,
+            spans=spans, window=window, head_dim=head_dim, dtype=dtype, num_heads=num_heads,
         )  # fmt: skip
         return AttentionPlan(None, None, (), tiles)
     num_queries = np.diff(query_start).astype(np.int64)

@@ -1,9 +1,8 @@
 """Paged attention of decoding sequences: one query token each, over the KV blocks of its sequence.
 
-The mathematics stands in `paged_attention.py`, whose reference defines the answer, and the kernel
-in `cpu/paged_attention.cpp`. Scores and sums are float32 for every type of q and KV. Where the CPU
-multiplies bfloat16, weights are rounded to it, as transformers' `sdpa` does; its `eager` rounds
-scores too.
+`paged_attention.py` has the mathematics and the reference; `cpu/paged_attention.cpp` is the kernel.
+Scores and sums are float32 for every type of q and KV. If the CPU multiplies bfloat16, weights are
+rounded to it, as transformers' `sdpa` does; its `eager` also rounds scores.
 
     rows = plan_decode(...)             once per step: numbers and addresses
     attend_decode(rows, q, ..., out)    once per layer: one call, all rows
@@ -24,7 +23,7 @@ from vlm_kernels.cpu import native
 from vlm_kernels.kv_rows import NATIVE_TYPES, block_size_of
 
 TYPES = (torch.float32, torch.bfloat16)
-"""Of q."""
+"""Types of q."""
 
 SYMBOL = "triptych_paged_attention"
 ARGUMENTS = (
@@ -55,13 +54,13 @@ class Step(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The decoding sequences of one step, as the kernel reads them.
+    """The decoding sequences of one step, in the layout of the kernel.
 
     Attributes:
-        step: what all layers share; it points into `arrays` and `kv_cache`.
-        arrays: kept for as long as `step` is.
-        kv_cache: likewise.
-        num_tokens: least number of packed tokens that q has.
+        step: the arguments that all layers share; it points into `arrays` and `kv_cache`.
+        arrays: kept alive for `step`.
+        kv_cache: kept alive for `step`.
+        num_tokens: minimum number of packed tokens of q.
         head_dim: D.
         dtype: of q.
     """
@@ -75,7 +74,7 @@ class DecodeRows:
 
 
 def can_attend_decode(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes this, on this machine."""
+    """Whether the kernel supports this cache and type on this machine."""
     return (
         kv_cache.device.type == "cpu"
         and kv_cache.dtype in NATIVE_TYPES
@@ -97,16 +96,16 @@ def plan_decode(
     """Check and lay out the rows of one step.
 
     Args:
-        tokens: `[R]` where each row's query lies among the packed tokens.
-        num_kv: `[R]` positions of each row's sequence, its own included.
-        block_table: `[R, B]`; entries behind a sequence's end are not read.
+        tokens: `[R]`, the index of each row's query among the packed tokens.
+        num_kv: `[R]`, positions of each row's sequence, its own included.
+        block_table: `[R, B]`; entries after a sequence's end are not read.
         kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32, bfloat16 or int8, on the CPU.
         head_dim: D.
         dtype: of q, float32 or bfloat16.
         window: positions that a row sees, its own included; None is all.
 
     Raises:
-        ValueError: a shape, type or block number is wrong; says which.
+        ValueError: a shape, type or block number is wrong; the text says which.
     """
     check_cache(kv_cache)
     if dtype not in TYPES:
@@ -157,18 +156,18 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Write the answers of the rows into their places of `out_THD`; others are left alone.
+    """Write the outputs of the rows to their places in `out_THD`; other places are unchanged.
 
     Args:
         rows: of this step.
         q_THD: packed queries `[T, H * G, D]`, the inner stride 1; head h reads KV head h // G.
-        layer: which layer of the cache.
-        out_THD: like q, contiguous.
+        layer: layer index in the cache.
+        out_THD: same shape and type as q, contiguous.
         scale: factor of the scores.
-        softcap: bound of the scores, c tanh(s / c); None is none.
+        softcap: bound c of the scores, c tanh(s / c); None sets no bound.
 
     Raises:
-        ValueError: a shape, type or stride is wrong; says which.
+        ValueError: a shape, type or stride is wrong; the text says which.
     """
     step = rows.step
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -204,7 +203,7 @@ def attend_decode(
 
 
 def check_cache(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError where the kernels cannot read this cache."""
+    """Raise ValueError if the kernels cannot read this cache."""
     if kv_cache.ndim != 5 or kv_cache.shape[2] != 2 or not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache {tuple(kv_cache.shape)}: must be contiguous [N, L, 2, H, P*D]")
     if kv_cache.dtype not in NATIVE_TYPES or kv_cache.device.type != "cpu":

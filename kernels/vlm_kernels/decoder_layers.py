@@ -3,16 +3,16 @@
     x = x + o(attend(rope(q), rope(k), v)),   q, k, v = qkv(norm(x))
     x = x + down(act(gate) * up),             gate, up = up(norm(x))
 
-and of Gemma 3 with norms of q and k, and behind o and down. Each kernel is the one of its own file,
-so the answer is that of calling them one by one, to the last bit (`layers_reference.py`).
-The threads are woken once a step, not once a kernel, and Python comes once (`native_layers`).
+Gemma 3 also has norms of q and k, and after o and down. Each kernel is that of its own file, so the
+result equals that of calling them one by one, bit for bit (`layers_reference.py`). The threads are
+woken once per step, not once per kernel, and Python makes one call (`native_layers`).
 
     layers = DecoderLayers(weights, heads)             once per model
     layers(x, kv_cache, slots, kinds)                  once per step, in place; or
     layers.logits(x, kv_cache, slots, kinds, rows)
 
-Shapes: T packed tokens, D features, H KV heads, G query heads per KV head, E head size. A step has
-kinds of layers where some see a window, or turn by other positions, than others.
+Shapes: T packed tokens, D features, H KV heads, G query heads per KV head, E head size. Layers of a
+step differ in kind if some use a sliding window, or other rotary positions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vlm_kernels.store_kv import checked_slots
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What layers of one kind share in a step: cos and sin `[T, E]`, and what each token sees."""
+    """Values that layers of one kind share in a step: cos and sin `[T, E]`, and the plan."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -56,10 +56,10 @@ class DecoderLayers:
     def __init__(
         self, layers: Sequence[LayerWeights], heads: Heads, tail: Tail | None = None
     ) -> None:
-        """Check and lay out weights, whose memory is kept.
+        """Check and lay out the weights, and keep references to them.
 
         Raises:
-            ValueError: a shape or type does not fit; says which.
+            ValueError: a shape or type is wrong; the text says which.
         """
         self.heads, self.tail, self._layers = heads, tail, tuple(layers)
         self._width = layers[0].qkv.weights.num_inputs
@@ -80,13 +80,13 @@ class DecoderLayers:
         """Compute one step, in place.
 
         Args:
-            x_TD: bfloat16, contiguous; what the last layer gives takes its place.
+            x_TD: bfloat16, contiguous; overwritten with the output of the last layer.
             kv_cache: `[N, L, 2, H, P * E]`, contiguous; new keys and values are stored.
             slots_T: int64, all different.
-            kinds: of this step; their plans are of this cache, without torch's groups.
+            kinds: of this step; their plans belong to this cache and have no groups for torch.
 
         Raises:
-            ValueError: a shape, type, stride, slot or block number is wrong; says which.
+            ValueError: a shape, type, stride, slot or block number is wrong; the text says which.
         """
         self._run(x_TD, kv_cache, slots_T, kinds, None)
 
@@ -98,17 +98,17 @@ class DecoderLayers:
         kinds: Sequence[LayerKind],
         rows_R: torch.Tensor,
     ) -> torch.Tensor:
-        """What the tail, which there must be, makes of some tokens; keys and values are of all.
+        """Compute one step and the logits of some tokens; needs a tail.
 
-        Behind attention the last layer computes those tokens alone: of a prompt one is wanted, and
-        nothing else is made of the others.
+        Keys and values of all tokens are stored. After attention, the last layer computes only the
+        tokens in `rows_R`: the others have no further use, and a prompt needs one.
 
         Args:
-            x_TD: as above, but written over with what is of no use.
-            kv_cache: as above, like those that follow.
+            x_TD: as above; its content is undefined afterwards.
+            kv_cache: as above.
             slots_T: as above.
             kinds: as above.
-            rows_R: int64, the tokens whose logits are wanted, at most T.
+            rows_R: int64, the tokens whose logits are needed, at most T.
 
         Returns:
             `[R, V]` bfloat16, every element written.
@@ -161,7 +161,7 @@ class DecoderLayers:
         run_layers(given, self._weights, table, output)
 
     def _rows(self, plan: AttentionPlan, x_TD: torch.Tensor, kv_cache: torch.Tensor) -> Step | None:
-        """Decoding rows as their kernel reads them."""
+        """The decoding rows in the layout of their kernel."""
         rows = plan.rows
         if rows is None:
             return None
@@ -174,7 +174,7 @@ class DecoderLayers:
     def _chunks(
         self, plan: AttentionPlan, x_TD: torch.Tensor, kv_cache: torch.Tensor
     ) -> SegmentsStep | None:
-        """Chunks of prefill likewise."""
+        """The chunks of prefill in the layout of their kernel."""
         if plan.chunks is None:
             return None
         check(len(plan.chunks.first) <= len(x_TD), f"{len(x_TD)} tokens, the plan has later ones")
@@ -207,6 +207,6 @@ class DecoderLayers:
 
 
 def _num_tokens(plan: AttentionPlan) -> int:
-    """That attend; the others would keep what lay in memory before."""
+    """Tokens that attend. It must be all: the output of others would be uninitialised."""
     decoding = 0 if plan.rows is None else int(plan.rows.step.num_rows)
     return decoding + (0 if plan.chunks is None else int(plan.chunks.num_queries.sum()))

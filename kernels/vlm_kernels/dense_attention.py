@@ -2,11 +2,11 @@
 
 Shapes: B batches, each of one KV head; G query heads that share it, Q queries, K keys, D head size.
 
-Two ways to compute it. torch's fused kernel never stores the scores; its inner products run at a
+Two implementations. torch's fused kernel never stores the scores, but its inner products run at a
 third of the speed of a matrix product on CPUs with AVX512-BF16. There, in bfloat16, two matrix
-products around a softmax are twice as fast, in pieces small enough for their scores to stay in the
-cache. Scores are then rounded to bfloat16 before the softmax, as in transformers' own `eager`
-attention; sums inside products and softmax are float32.
+products around a softmax are twice as fast, in parts whose scores fit into the cache. Scores are
+then rounded to bfloat16 before the softmax, as in transformers' `eager` attention. Sums inside
+products and softmax are float32.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 
 MAX_SCORES = 1 << 20
-"""Scores of one piece: 2 MiB of bfloat16, about what a core's own cache holds."""
+"""Scores of one part: 2 MiB of bfloat16, about the size of a core's own cache."""
 
 MAX_QUERIES = 256
-"""Queries of one piece; under a causal mask a piece reads no key behind its last query."""
+"""Queries of one part; under a causal mask, a part reads no key after its last query."""
 
 
 def dense_attention_reference(
@@ -44,7 +44,7 @@ def dense_attention_reference(
 
 
 def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Scores s bounded to c tanh(s / c); None is no bound."""
+    """Scores s bounded to c tanh(s / c); None sets no bound."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
@@ -63,11 +63,11 @@ def dense_attention(
     Args:
         q_BGQD: queries.
         k_BKD: keys; the inner axis has stride 1.
-        v_BKD: likewise.
+        v_BKD: values; the inner axis has stride 1.
         scale: factor of the scores.
         mask: added to scores; 4 axes that broadcast to `[B, G, Q, K]`. Every query sees some key.
         causal: query i sees keys up to i; K = Q, and no mask.
-        softcap: bound of the scores before the mask; None is none.
+        softcap: bound of the scores before the mask; None sets no bound.
 
     Returns:
         `[B, G, Q, D]`, every element written.
@@ -86,7 +86,7 @@ def _fused(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
-    """The fused kernel; shared keys are one view per query head, through a stride of 0."""
+    """Use the fused kernel; shared keys are one view per query head, with stride 0."""
     if q_BGQD.shape[2] == 1:  # the query heads of a KV head become rows of one small product
         mask = None if mask is None else mask.transpose(1, 2)
         o_BQGD = functional.scaled_dot_product_attention(
@@ -108,7 +108,7 @@ def _by_products(
     causal: bool,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Piece by piece: some batches, some of their queries."""
+    """Compute in parts: some batches, and some of their queries."""
     num_batches, num_groups, num_queries, _ = q_BGQD.shape
     per_query = num_groups * k_BKD.shape[1]
     queries = max(1, min(num_queries, MAX_QUERIES, MAX_SCORES // per_query))
@@ -149,7 +149,7 @@ def _piece(
     num_batches, num_groups, num_queries, head_dim = q_BGQD.shape
     num_keys = k_BKD.shape[1]
     rows = q_BGQD.reshape(num_batches, num_groups * num_queries, head_dim)
-    nothing = rows.new_empty(1)  # with beta = 0 it is not read
+    nothing = rows.new_empty(1)  # not read, because beta is 0
     scores = torch.baddbmm(nothing, rows, k_BKD.transpose(1, 2), beta=0, alpha=scale)
     scores = capped(scores, softcap)
     scores_BGQK = scores.view(num_batches, num_groups, num_queries, num_keys)

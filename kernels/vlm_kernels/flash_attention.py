@@ -1,10 +1,9 @@
-"""Attention of packed segments in bfloat16 by the C++ kernel, where this CPU multiplies bfloat16.
+"""Attention of packed segments in bfloat16, by a C++ kernel for CPUs that multiply bfloat16.
 
     o_t = sum_j softmax_j(scale * q_t . k_j) v_j   over the keys [first_t, end_t) of t's segment
 
-`segments.py` says what a segment is, and has the definition; `cpu/flash_attention.cpp` is the
-kernel. Keys are rows of tensors, or slots of KV blocks of any type; nothing is gathered, and no
-mask is built.
+`segments.py` defines segments, and has the reference; `cpu/flash_attention.cpp` is the kernel. Keys
+are rows of tensors, or slots of KV blocks of any type. Nothing is gathered, and no mask is built.
 
     segments = plan_segments(...)                  once per step
     flash_attention(segments, q, k, v, out)        once per layer; or
@@ -71,12 +70,12 @@ class _Tensors(ctypes.Structure):
 
 
 def can_attend_segments(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel computes this, on this machine."""
+    """Whether the kernel supports this type and device on this machine."""
     return device.type == "cpu" and dtype == torch.bfloat16 and _kernel() is not None
 
 
 def can_attend_blocks(kv_cache: torch.Tensor, dtype: torch.dtype) -> bool:
-    """The same of keys in KV blocks."""
+    """Whether the kernel supports keys in these KV blocks on this machine."""
     return can_attend_segments(dtype, kv_cache.device) and kv_cache.dtype in NATIVE_TYPES
 
 
@@ -90,20 +89,20 @@ def flash_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Attend; writes every element of `out` whose token lies in a segment, and no other.
+    """Attend. Writes every element of `out` whose token is in a segment, and no other.
 
     Args:
         segments: without a block table.
-        q_THD: queries `[T, H * G, D]` in bfloat16, as the others; head h reads KV head h // G; of
-            all, the inner stride is 1.
-        k_KHD: keys.
-        v_KHD: values.
-        out_THD: like q, contiguous; overlaps no other.
+        q_THD: queries `[T, H * G, D]` in bfloat16; head h reads KV head h // G. The inner stride of
+            all tensors is 1.
+        k_KHD: keys, bfloat16.
+        v_KHD: values, bfloat16.
+        out_THD: same shape and type as q, contiguous; overlaps no other tensor.
         scale: factor of the scores.
-        softcap: bound c of the scores s, which become c tanh(s / c); None is none.
+        softcap: bound c of the scores s, which become c tanh(s / c); None sets no bound.
 
     Raises:
-        ValueError: a shape, type or stride is wrong; says which.
+        ValueError: a shape, type or stride is wrong; the text says which.
     """
     if k_KHD.shape != v_KHD.shape or k_KHD.shape[2] != q_THD.shape[2]:
         raise ValueError(
@@ -134,19 +133,19 @@ def flash_paged_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """The same over KV blocks.
+    """As `flash_attention`, for keys and values in KV blocks.
 
     Args:
-        segments: with a block table; entries behind a segment's end are not read.
+        segments: with a block table; entries after a segment's end are not read.
         q_THD: as above.
         kv_cache: `[N, L, 2, H, P * D]`, contiguous, float32, bfloat16 or int8.
-        layer: which layer.
+        layer: layer index in the cache.
         out_THD: as above.
         scale: as above.
         softcap: as above.
 
     Raises:
-        ValueError: a shape, type, stride or block number is wrong; says which.
+        ValueError: a shape, type, stride or block number is wrong; the text says which.
     """
     num_layers = kv_cache.shape[1]
     step = segments_of_blocks(segments, kv_cache, head_dim=q_THD.shape[2])
@@ -159,9 +158,9 @@ def flash_paged_attention(
 def segments_of_rows(
     segments: Segments, num_keys: int, num_kv_heads: int, head_dim: int
 ) -> SegmentsStep:
-    """What the kernel reads of segments whose keys are rows of tensors, but for groups of queries.
+    """The kernel's arguments for segments whose keys are rows of tensors, except `num_groups`.
 
-    Raises ValueError as above; `segments` must outlive the answer.
+    Raises ValueError as above; `segments` must outlive the result.
     """
     if segments.block_table is not None:
         raise ValueError("segments: they have a block table, and k and v no blocks")
@@ -173,9 +172,9 @@ def segments_of_rows(
 def segments_of_blocks(
     segments: Segments, kv_cache: torch.Tensor, *, head_dim: int
 ) -> SegmentsStep:
-    """The same where keys are in KV blocks.
+    """The kernel's arguments for segments whose keys are in KV blocks, except `num_groups`.
 
-    Raises ValueError as above; `segments` and the cache must outlive the answer.
+    Raises ValueError as above; `segments` and the cache must outlive the result.
     """
     check_cache(kv_cache)
     num_blocks, num_layers, _, num_kv_heads, _ = kv_cache.shape
@@ -216,7 +215,7 @@ def _run(
     out_THD: torch.Tensor,
     tensors: _Tensors,
 ) -> None:
-    """Check what both have in common, and compute."""
+    """Check the arguments that both functions share, and compute."""
     num_tokens, num_heads, _ = q_THD.shape
     _check("q", q_THD)
     _check("out", out_THD)

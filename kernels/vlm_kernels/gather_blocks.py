@@ -1,8 +1,8 @@
-"""Gather blocks:  piece[i] = cache[ids[i]], bytes, contiguous; scatter is its inverse.
+"""Gather blocks:  out[i] = cache[ids[i]], as contiguous bytes; scatter is its inverse.
 
-Shapes: N blocks in the cache, I blocks moved, C bytes per block. A block is contiguous, so a
-move is one copy of C bytes, whatever the model. On a GPU blocks are brought side by side there, so
-that what crosses the bus is one piece.
+Shapes: N blocks in the cache, I blocks to copy, C bytes per block. A block is contiguous, so its
+copy is one copy of C bytes for every model. A GPU gathers blocks in its own memory first, so that
+one transfer crosses the bus.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def gather_blocks(
     Args:
         kv_cache: `[N, ...]`, contiguous.
         ids_I: int64 block ids, each below N.
-        out_IC: uint8 `[I, C]`, contiguous, to be filled; new memory where it is None. Memory that
-            was written before is filled several times as fast.
+        out_IC: uint8 `[I, C]`, contiguous, the destination; None allocates. Filling memory that was
+            written before is several times as fast.
 
     Returns:
         uint8 `[I, C]`.
 
     Raises:
-        ValueError: an id is not of the cache or not int64, or `out_IC` has another shape or type,
-            or cannot be filled.
+        ValueError: an id is not in the cache or not int64, or `out_IC` has another shape or type,
+            or is not writable.
     """
     _check_ids(kv_cache, ids_I)
     if out_IC is None:
@@ -47,7 +47,7 @@ def gather_blocks(
     if gpu.serves(kv_cache.device):
         out.copy_(_move(kv_cache, None, ids))
     elif kv_cache.device.type == "cpu":
-        # the ids are checked: numpy's own check would gather into memory of its own first
+        # the ids are checked; without "clip", numpy would gather into a temporary buffer
         np.take(_host_bytes(kv_cache), ids_I, axis=0, out=out_IC, mode="clip")
     else:
         out.copy_(kv_cache.index_select(0, ids).flatten(1).view(torch.uint8))
@@ -63,8 +63,8 @@ def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarra
         data_IC: uint8 `[I, C]`; may be read-only.
 
     Raises:
-        ValueError: an id is not of the cache, not int64 or there twice, or the bytes are not as
-            many.
+        ValueError: an id is not in the cache, not int64 or repeated, or the number of bytes is
+            wrong.
     """
     _check_ids(kv_cache, ids_I)
     _check_bytes(kv_cache, ids_I, data_IC)
@@ -82,17 +82,17 @@ def scatter_blocks(kv_cache: torch.Tensor, ids_I: np.ndarray, data_IC: np.ndarra
 
 
 def block_memory(kv_cache: torch.Tensor, ids_I: np.ndarray) -> list[memoryview]:
-    """The blocks themselves, to be written by whoever has them.
+    """The memory of the blocks, writable by its holder.
 
     Args:
         kv_cache: `[N, ...]`, contiguous, in host memory.
         ids_I: int64 block ids, each below N.
 
     Returns:
-        I times C bytes.
+        I views of C bytes.
 
     Raises:
-        ValueError: an id is not of the cache or not int64, or the cache is not in host memory.
+        ValueError: an id is not in the cache or not int64, or the cache is not in host memory.
     """
     _check_ids(kv_cache, ids_I)
     if kv_cache.device.type != "cpu":
@@ -102,7 +102,7 @@ def block_memory(kv_cache: torch.Tensor, ids_I: np.ndarray) -> list[memoryview]:
 
 
 def _move(kv_cache: torch.Tensor, data_IC: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    """Blocks to one piece on their GPU, or with `data_IC` back; returns the piece."""
+    """Gather blocks into one tensor on their GPU, or scatter `data_IC`; returns the tensor."""
     from vlm_kernels.gpu.gather_blocks import move_blocks
 
     cache = kv_cache.flatten(1).view(torch.uint8)
@@ -112,7 +112,7 @@ def _move(kv_cache: torch.Tensor, data_IC: torch.Tensor | None, ids: torch.Tenso
 
 
 def _host_bytes(kv_cache: torch.Tensor) -> np.ndarray:
-    """The cache's own memory as uint8 `[N, C]`."""
+    """The cache's memory as uint8 `[N, C]`, without a copy."""
     return np.asarray(kv_cache.flatten(1).view(torch.uint8).numpy())
 
 

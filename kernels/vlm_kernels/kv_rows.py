@@ -1,17 +1,17 @@
-"""How a token's row lies in a KV block, by the type of the cache.
+"""The layout of a token's row in a KV block, by the type of the cache.
 
     float32, bfloat16, float16    [P, D]                     values
     int8, float8_e4m3fn           [P, D] then [P] float32    value = element * scale of its row
 
-A row is one token's key, or value, of one head: what a scale is shared by (KIVI, arXiv 2402.02750,
-finds one scale per token enough for 8 bits). A new token changes no scale that is there already,
-and the scales lie behind their elements in the same piece, so that a block moves as one.
+A row is one token's key, or value, of one head, and has one scale (KIVI, arXiv 2402.02750, finds
+one scale per token enough for 8 bits). A new token changes no existing scale. The scales follow
+their elements in the same block, so that a block is copied as one.
 
     scale = max |x| / limit    element = round(x * (limit / max |x|)), ties to even
 
-The limit is 127, or 448 of float8, which is for GPUs: their tensor cores have it, our C++ has not.
-
-A row that is not finite has a scale that is not: it reads as NaN, and shows.
+The limit is 127, or 448 for float8. Only GPUs support float8, with tensor cores; the C++ kernels do
+not. A row that is not finite has a scale that is not: it reads as NaN, which makes the error
+visible.
 
 Shapes: D head size, P slots per block, C pieces, one of each (block, layer, key or value, head).
 """
@@ -24,19 +24,19 @@ from vlm_kernels import gpu
 
 SCALE_BYTES = 4
 LIMITS = {torch.int8: 127, torch.float8_e4m3fn: 448}
-"""Types of quantised rows, and their greatest elements."""
+"""Types of quantised rows, and their largest elements."""
 
 NATIVE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Types of the caches of our C++; the numbers are `KVType`'s in cpu/kv_types.h."""
+"""Cache types of the C++ kernels; the numbers are `KVType`'s in cpu/kv_types.h."""
 
 
 def slot_elements(dtype: torch.dtype, head_dim: int) -> int:
-    """Elements of the cache's last axis that one slot takes."""
+    """Elements of the cache's last axis per slot, scale included."""
     return head_dim + SCALE_BYTES if dtype in LIMITS else head_dim
 
 
 def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
-    """Slots of a block. Raises ValueError where the last axis does not hold whole ones."""
+    """Slots of a block. Raises ValueError if the last axis is not a multiple of a slot."""
     size = slot_elements(kv_cache.dtype, head_dim)
     if head_dim < 1 or kv_cache.shape[-1] % size:
         raise ValueError(
@@ -46,13 +46,13 @@ def block_size_of(kv_cache: torch.Tensor, head_dim: int) -> int:
 
 
 def check_cache_type(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError where kernels for GPUs know no such rows."""
+    """Raise ValueError if the GPU kernels do not support the cache's type."""
     if kv_cache.dtype not in LIMITS:
         gpu.check_floats("kv_cache", kv_cache)
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[..., D]` as elements of the same shape, and their float32 scales `[...]`."""
+    """Quantise rows `[..., D]`: elements of the same shape, and their float32 scales `[...]`."""
     x = x.float()
     most = x.abs().amax(dim=-1)
     factor = LIMITS[dtype] / most
@@ -67,7 +67,7 @@ def split_pieces(pieces: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, tor
     """Views of a cache `[..., P * slot]`: its rows, and the bytes of its scales.
 
     Returns:
-        `[..., P, D]`, and `[..., P, SCALE_BYTES]` int8, None where the rows are values.
+        `[..., P, D]`, and `[..., P, SCALE_BYTES]` int8, or None if rows are not quantised.
     """
     block_size = block_size_of(pieces, head_dim)
     shape = pieces.shape[:-1]
@@ -81,14 +81,14 @@ def split_pieces(pieces: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, tor
 def layer_views(
     kv_cache: torch.Tensor, layer: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One layer as kernels for GPUs address it.
+    """One layer in the layout of the GPU kernels.
 
     Returns:
         Rows `[N, 2, H, P, D]`, and float32 scales `[N, 2, H, P]` of a quantised cache.
 
     Raises:
-        ValueError: rows are so short that scales behind them lie at odd addresses, or the GPU
-            has no float8.
+        ValueError: rows are so short that the scales after them are misaligned, or the GPU does not
+            support float8.
     """
     if kv_cache.dtype == torch.float8_e4m3fn and kv_cache.device.type == "cuda":
         capability = torch.cuda.get_device_capability(kv_cache.device)
@@ -105,7 +105,7 @@ def layer_views(
 
 
 def values_of(pieces: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The values `[..., P, D]` of pieces: as they are, or float32 out of quantised ones."""
+    """The values `[..., P, D]` of pieces: the rows themselves, or dequantised to float32."""
     rows, scale_bytes = split_pieces(pieces, head_dim)
     if scale_bytes is None:
         return rows

@@ -1,6 +1,6 @@
 """LayerNorm:  y_t = (x_t - m_t) / sqrt(mean((x_t - m_t)^2) + eps) * w + b,  m_t = mean(x_t).
 
-Shapes: T tokens, D features. All of it is in float32, and rounded once, as torch does. C++ on CPUs
+Shapes: T tokens, D features. Computed in float32 and rounded once, as torch does. C++ on CPUs
 (`cpu/norm.cpp`), torch elsewhere.
 """
 
@@ -42,9 +42,9 @@ def layer_norm(
     """Normalise each row.
 
     Args:
-        x_TD: rows may lie apart; C++ computes float32 and bfloat16.
-        weight_D: of the same type, as is the bias.
-        bias_D: what is added.
+        x_TD: rows may be strided; C++ supports float32 and bfloat16.
+        weight_D: of the same type.
+        bias_D: of the same type.
         eps: added to the mean square.
 
     Returns:

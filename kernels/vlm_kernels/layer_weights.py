@@ -1,4 +1,4 @@
-"""What a layer is made of, checked, and as C++ reads it (`decoder_layers`, `vision_layers`).
+"""The weights of a layer, checked, and in the layout of C++ (`decoder_layers`, `vision_layers`).
 
 Shapes: D features, H KV heads, G query heads per KV head, E head size.
 """
@@ -22,7 +22,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x W^T + b; the bias of gated weights is from `mix_biases`."""
+    """y = x W^T + b; for gated weights, `mix_biases` makes the bias."""
 
     weights: PackedWeights
     bias: torch.Tensor | None = None
@@ -30,7 +30,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm; `adds_one` is Gemma's."""
+    """RMSNorm; with `adds_one`, Gemma's variant."""
 
     weight: torch.Tensor
     eps: float
@@ -48,14 +48,14 @@ class LayerNorm:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer.
+    """The weights of one layer.
 
     Attributes:
         qkv: `[(H * G + 2 * H) * E, D]`, queries first.
         o: `[D, H * G * E]`.
-        up: of D inputs; gated or plain.
-        down: back to D.
-        kind: which of a step's kinds the layer is.
+        up: from D inputs; gated or plain.
+        down: to D outputs.
+        kind: index of the layer's kind in a step.
         scale: factor of the scores.
         activation: of `up`, or of its gate.
     """
@@ -77,7 +77,7 @@ class LayerWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Numbers of heads: of queries (H * G), of keys (H), and their size E."""
+    """Numbers of query heads (H * G) and KV heads (H), and their size E."""
 
     num_heads: int
     num_kv_heads: int
@@ -91,14 +91,14 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tail:
-    """What makes logits of hidden states: the last norm, and the head `[V, D]`."""
+    """The weights from hidden states to logits: the last norm, and the head `[V, D]`."""
 
     norm: Norm
     head: Linear
 
 
 class _Linear(ctypes.Structure):
-    """`Linear` in cpu/layers.cpp, as all here."""
+    """`Linear` in cpu/layers.cpp; the structures below are from there, too."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "offsets", "bias")),
@@ -115,7 +115,7 @@ class _Norm(ctypes.Structure):
 
 
 class Weights(ctypes.Structure):
-    """One layer, as C++ reads it."""
+    """The weights of one layer in the layout of C++."""
 
     _fields_ = (
         *((name, _Linear) for name in _LINEARS),
@@ -127,7 +127,7 @@ class Weights(ctypes.Structure):
 
 
 class Output(ctypes.Structure):
-    """`Output` likewise."""
+    """`Output` in cpu/layers.cpp."""
 
     _fields_ = (
         ("norm", _Norm),
@@ -139,14 +139,14 @@ class Output(ctypes.Structure):
 
 
 def output_of(tail: Tail, rows_R: torch.Tensor, logits_RV: torch.Tensor) -> Output:
-    """Of a checked tail; all must outlive it."""
+    """The structure of a checked tail; the arguments must outlive it."""
     return Output(
         _norm(tail.norm), _linear(tail.head), rows_R.data_ptr(), len(rows_R), logits_RV.data_ptr()
     )
 
 
 def lay_out(layers: Sequence[LayerWeights]) -> ctypes.Array[Weights]:
-    """Of checked layers, which must outlive it."""
+    """The structures of checked layers, which must outlive them."""
     return (Weights * len(layers))(*map(_weights, layers))
 
 
@@ -179,7 +179,7 @@ def _linear(linear: Linear) -> _Linear:
 
 
 def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
-    """Raise ValueError where a part does not take what the one before gives."""
+    """Raise ValueError if the input size of a part differs from the output size before it."""
     of_queries, inner = heads.num_heads * heads.head_dim, layer.up.weights.num_outputs
     check(heads.num_heads % heads.num_kv_heads == 0, f"{heads} are not whole groups")
     check(heads.head_dim % 2 == 0, f"{heads} have no halves")
@@ -201,7 +201,7 @@ def check_layer(layer: LayerWeights, heads: Heads, *, width: int) -> None:
 
 
 def check_tail(tail: Tail, *, width: int) -> None:
-    """Likewise."""
+    """Raise ValueError if norm and head do not fit the width."""
     check(not tail.head.weights.is_gated, "the head is gated")
     _check_linear("the head", tail.head, tail.head.weights.num_outputs, width)
     _check_vector("the last norm", tail.norm.weight, width)
@@ -223,6 +223,6 @@ def _check_vector(name: str, vector: torch.Tensor, size: int) -> None:
 
 
 def check(holds: bool, message: str) -> None:
-    """Raise ValueError where something does not hold."""
+    """Raise ValueError if a condition does not hold."""
     if not holds:
         raise ValueError(f"layers: {message}")

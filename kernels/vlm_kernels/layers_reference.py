@@ -1,4 +1,4 @@
-"""The definitions of `decoder_layers` and `vision_layers`: one kernel after the other."""
+"""The definitions of `decoder_layers` and `vision_layers`: a sequence of single kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decoder_layers_reference(
     slots_T: torch.Tensor,
     kinds: Sequence[LayerKind],
 ) -> torch.Tensor:
-    """A new tensor; new keys and values are stored."""
+    """Returns the output as a new tensor; stores new keys and values in the cache."""
     parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     for number, layer in enumerate(layers):
         kind = kinds[layer.kind]
@@ -50,7 +50,7 @@ def vision_layer_reference(
     segments: Segments,
     positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A new tensor."""
+    """Returns the output as a new tensor."""
     parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     joint = _product(layer.qkv, _normed(layer.attention_norm, x_TD))
     q, k, v = torch.split(joint.view(len(x_TD), -1, heads.head_dim), parts, dim=1)
@@ -65,7 +65,7 @@ def vision_layer_reference(
 
 
 def logits_reference(tail: Tail, x_TD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-    """What comes behind the layers."""
+    """Logits of the rows: the last norm and the head."""
     return _product(tail.head, _normed(tail.norm, x_TD[rows_R]))
 
 
@@ -76,7 +76,7 @@ def _product(
 
 
 def _normed(norm: Norm | LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
-    """Over the last axis, if there is one."""
+    """Normalise the last axis; returns x if there is no norm."""
     if norm is None:
         return x
     rows = x.reshape(-1, x.shape[-1])

@@ -1,9 +1,9 @@
 """Merge tokens:  y_n = sum_i w_i x_(s_i) / sum_i w_i      over the sources i of kept token n.
 
-Shapes: T visual tokens, D features, N that are kept, I sources; kept token n has the sources
-`[edges_n, edges_(n+1))`. Whoever compresses pictures decides what merges into what: one source each
-is a gather of the best k, several are a merge of alike tokens (ToMe, arXiv 2210.09461: w is how
-many tokens a token stands for already). Triton on GPUs, elsewhere torch.
+Shapes: T visual tokens, D features, N kept tokens, I sources; kept token n has the sources
+`[edges_n, edges_(n+1))`. The caller decides which tokens to merge. With one source each, this is a
+gather of the best tokens. With several, it merges similar tokens (ToMe, arXiv 2210.09461; w is the
+number of tokens that a token already represents). Triton on GPUs, elsewhere torch.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def merge_tokens(
     """Average groups of tokens.
 
     Args:
-        x_TD: rows may lie apart; the inner axis has stride 1.
+        x_TD: rows may be strided; the inner axis has stride 1.
         sources_I: int64 on the CPU, rows of x.
-        edges_N1: int64 on the CPU, strictly rising from 0 to I.
+        edges_N1: int64 on the CPU, strictly increasing from 0 to I.
         weights_I: float32 on the CPU, positive; None is a plain mean.
 
     Returns:
         `[N, D]`, every element written.
 
     Raises:
-        ValueError: a source is no row, edges do not rise, or a shape, type or stride does not fit.
+        ValueError: a source is not a row, edges do not increase, or a shape, type or stride is
+            wrong.
     """
     _check(x_TD, sources_I, edges_N1, weights_I)
     counts = edges_N1.diff()

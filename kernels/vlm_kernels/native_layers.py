@@ -1,6 +1,6 @@
 """The call of `cpu/layers.cpp`: layers of a decoder, or of a vision tower, over packed tokens.
 
-`decoder_layers` and `vision_layers` say what the layers compute, and check what they are given.
+`decoder_layers` and `vision_layers` define the layers and check their arguments.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ def run_layers(
     kinds: ctypes.Array[Kind],
     output: Output | None = None,
 ) -> None:
-    """Compute, in place; all that the structures point to is checked."""
+    """Compute in place; the caller has checked everything that the structures point to."""
     kernel = _kernel()
     assert kernel is not None
     kernel(at(given), layers, len(layers), kinds, len(kinds), at(output))
 
 
 def at(structure: ctypes.Structure | None) -> int | None:
-    """Its address; it must outlive the call."""
+    """The address of a structure, which must outlive the call; None for None."""
     return None if structure is None else ctypes.addressof(structure)
 
 
 def check_rows(x_TD: torch.Tensor, width: int) -> None:
-    """Raise ValueError where this is not what layers of this width compute in place."""
+    """Raise ValueError if x is not a valid in-place input of layers of this width."""
     is_plain = x_TD.is_contiguous() and x_TD.device.type == "cpu"
     fits = x_TD.shape == (len(x_TD), width) and x_TD.dtype == torch.bfloat16
     check(fits and is_plain, f"x is {x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}")
 
 
 def check_tables(tables: Sequence[torch.Tensor], shape: tuple[int, int]) -> None:
-    """Likewise of cos and sin, which are all of one type."""
+    """Raise ValueError if cos and sin tables are invalid, or differ in type."""
     for table in tables:
         fits = table.shape == shape and table.is_contiguous() and table.device.type == "cpu"
         known = table.dtype in {torch.bfloat16, torch.float32} and table.dtype == tables[0].dtype
@@ -75,7 +75,7 @@ def check_tables(tables: Sequence[torch.Tensor], shape: tuple[int, int]) -> None
 
 
 def has_layers() -> bool:
-    """Whether this machine has the kernel."""
+    """Whether this machine supports the kernel."""
     return _kernel() is not None
 
 

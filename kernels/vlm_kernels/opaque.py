@@ -1,9 +1,9 @@
-"""Kernels as torch's compiler sees them: one operation each, which it does not look into.
+"""Registers kernels with torch.compile: one operation each, into which the compiler does not look.
 
     called by Python              the function itself
     while torch.compile traces    torch.ops.triptych.NAME, which calls the function when it runs
 
-So a layer that is compiled stays in one piece around its kernels, and these launch as they do.
+A compiled layer therefore stays one graph around its kernels, which launch as usual.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _LIBRARY: Any = torch.library.Library("triptych", "FRAGMENT")  # type: ignore[no
 
 
 def shape_of_first(first: torch.Tensor, *_args: Any, **_kwargs: Any) -> Sequence[int]:
-    """Of what has the shape of its first argument."""
+    """The shape of the first argument."""
     return first.shape
 
 
 def opaque(
     schema: str, *, shape: Callable[..., Sequence[int]] = shape_of_first
 ) -> Callable[[Function[P, T]], Function[P, T]]:
-    """Give a function an operation.
+    """Register a function as an operation.
 
     Args:
-        schema: in torch's own notation. It returns a new tensor, of the type of its first argument;
-            or nothing, and marks what it writes into. What it returns shares memory with no
-            argument.
-        shape: of the new tensor, by the same arguments.
+        schema: in torch's notation. The function returns a new tensor of its first argument's type,
+            or nothing, and then marks the arguments that it writes. The result shares memory with
+            no argument.
+        shape: computes the shape of the new tensor from the same arguments.
     """
     name = schema.partition("(")[0]
     returns = not schema.endswith("-> ()")
@@ -69,10 +69,10 @@ def opaque(
 
 
 def _as_promised(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and at the start of its memory, as `like` says.
+    """Contiguous, with storage offset 0, as the fake implementation declares.
 
-    The compiler makes views of it by their offsets there, to write into them: with another start,
-    they would be views of other elements.
+    The compiler makes views of it by their offsets, to write into them. With another storage
+    offset, these would be views of other elements.
     """
     if x.is_contiguous() and x.storage_offset() == 0:
         return x

@@ -1,4 +1,4 @@
-"""Linear layers on packed weights:  y = x W^T + b, and what usually follows it, in one pass.
+"""Linear layers on packed weights:  y = x W^T + b, and common next operations, in one pass.
 
     plain      y = x W^T + b                          W [N, K], b [N]
     residual   y = r + (x W^T + b)                    r [M, N]
@@ -6,14 +6,14 @@
     gated      y = act(x G^T) * (x U^T)               G, U [N, K]; SILU or GELU
 
 Shapes: M rows of x, K inputs, N outputs, all in bfloat16. Each product, activation and sum of two
-tensors is rounded to bfloat16, as transformers' modules do one after the other.
+tensors is rounded to bfloat16, as in separate modules of transformers.
 
     bfloat16 weights   sums in float32                              `cpu/linear.cpp`
-    int8 weights       x is rounded to int8, too, row by row:       `cpu/linear_int8.cpp`
+    int8 weights       x is also rounded to int8, per row:          `cpu/linear_int8.cpp`
                        x_mk ~ a_m p_mk,  a_m = max_k |x_mk| / 127
                        y_mn = a_m s_n sum_k p_mk q_nk,  the sum in integers
 
-One layout serves one row and thousands (`packed_weights`). A row's result depends on no other row.
+One layout suits one row and thousands (`packed_weights`). A row's result depends on no other row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BFLOAT16_ARGUMENTS = (_POINTER, _SIZE, _POINTER, *_OPERANDS)
 
 
 class Activation(enum.Enum):
-    """What follows a product; of gated weights, that of the gate."""
+    """The activation after a product; for gated weights, that of the gate."""
 
     SILU = "silu"
     QUICK_GELU = "quick_gelu"
@@ -51,7 +51,7 @@ class Activation(enum.Enum):
 _PLAIN, _RESIDUAL = 0, 1
 _ACTIVATED = {Activation.QUICK_GELU: 2, Activation.GELU: 3}
 _GATED = {Activation.SILU: 4, Activation.GELU: 5}
-"""What may follow gated weights; the numbers are those of `Epilogue` in cpu/linear.h, as above."""
+"""Activations of gated weights; the numbers are those of `Epilogue` in cpu/linear.h, as above."""
 
 
 def packed_linear_reference(
@@ -76,7 +76,7 @@ def packed_linear_reference(
 
 
 def activate(z: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """As transformers computes it."""
+    """Apply an activation as transformers computes it."""
     if activation is Activation.SILU:
         return functional.silu(z)
     if activation is Activation.GELU:
@@ -94,17 +94,17 @@ def packed_linear(
     """Multiply by packed weights.
 
     Args:
-        x_MK: bfloat16; rows may lie apart, the inner axis has stride 1.
+        x_MK: bfloat16; rows may be strided, the inner axis has stride 1.
         weights: from `pack` or `pack_gated`.
-        bias_N: bfloat16; with gated weights from `mix_biases`.
-        residual_MN: bfloat16, added to the rounded product; none with gated weights.
-        activation: of the rounded product, without a residual; of gated weights SiLU if not said.
+        bias_N: bfloat16; for gated weights from `mix_biases`.
+        residual_MN: bfloat16, added to the rounded product; must be None for gated weights.
+        activation: of the rounded product, without a residual; None is SiLU for gated weights.
 
     Returns:
-        `[M, N]` bfloat16, every element written. A row of x that is not finite gives one.
+        `[M, N]` bfloat16, every element written. If a row of x is not finite, its result is not.
 
     Raises:
-        ValueError: a shape, type or stride does not fit.
+        ValueError: a shape, type or stride is wrong.
     """
     _check_operands(x_MK, weights, bias_N, residual_MN)
     follows = epilogue_of(weights, activation, has_residual=residual_MN is not None)
@@ -135,7 +135,7 @@ def packed_linear(
 
 
 def has_kernel() -> bool:
-    """Whether this machine has the fast path in bfloat16, the only reason to pack it."""
+    """Whether this machine has the fast bfloat16 path; only then is packing useful."""
     return _bfloat16_kernel() is not None
 
 
@@ -153,7 +153,7 @@ def _bfloat16_kernel() -> Callable[..., Any] | None:
 
 
 def _product(x_MK: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
-    """Float32 `[M, panels * 32]`: what the sums stand for."""
+    """Float32 `[M, panels * 32]`: the dequantised sums."""
     if weights.scales is None:
         return functional.linear(x_MK.float(), weights.rows())
     codes, scales = quantise(x_MK)
@@ -164,7 +164,7 @@ def _product(x_MK: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
 def epilogue_of(
     weights: PackedWeights, activation: Activation | None, *, has_residual: bool = False
 ) -> int:
-    """The kernel's number for what comes after the product; ValueError if nothing has it."""
+    """The kernel's number for the operations after the product; ValueError if unsupported."""
     if weights.is_gated:
         _check(not has_residual, "gated weights have no residual")
         number = _GATED.get(activation or Activation.SILU)

@@ -1,7 +1,7 @@
-"""Weights of linear layers in panels, as `packed_linear` multiplies them.
+"""Weights of linear layers in panels, the layout that `packed_linear` multiplies.
 
-    pack(W)            32 outputs a panel, inputs in groups side by side
-    pack_gated(G, U)   likewise, 16 rows of G and the same 16 of U in each panel
+    pack(W)            32 outputs per panel, inputs in groups side by side
+    pack_gated(G, U)   16 rows of G and the same 16 rows of U per panel
 
 In bfloat16 a group is two inputs, `[panels, K / 2, 32, 2]`. In int8 it is four,
 `[panels, K / 4, 32, 4]`, and each output has a scale:  W_nk ~ s_n q_nk,  s_n = max_k |W_nk| / 127.
@@ -19,24 +19,24 @@ LEVELS = 127
 """Codes of int8 are -127 to 127: symmetric, so that a product of two fits 14 bits and a sign."""
 
 MOST_INPUTS = 1 << 16
-"""Of int8: up to so many, a sum of products with unsigned codes fits 32 bits."""
+"""Maximum inputs for int8: a sum of products with unsigned codes then fits 32 bits."""
 
 LEAST_SCALED = 1e-30
-"""Rows of nothing but smaller values have codes of 0."""
+"""A row whose values are all smaller has codes of 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Weights in panels, zeros beyond N and K.
+    """Weights in panels, padded with zeros beyond N and K.
 
     Attributes:
         panels: `[ceil(N / 32), ceil(K / 2), 32, 2]` bfloat16 or `[.., ceil(K / 4), 32, 4]` int8;
-            of gated weights there are 2 N rows in panels.
+            gated weights have 2 N rows in panels.
         num_outputs: N.
         num_inputs: K.
-        is_gated: whether panels hold two matrices.
-        scales: of int8, float32 `[panels * 32]`, in the order of panels.
-        offsets: of int8, 128 times the sum of each row's codes, int32 likewise.
+        is_gated: whether the panels hold two matrices.
+        scales: for int8, float32 `[panels * 32]`, in the order of panels.
+        offsets: for int8, int32 `[panels * 32]`: 128 times the sum of each row's codes.
     """
 
     panels: torch.Tensor
@@ -48,12 +48,12 @@ class PackedWeights:
 
     @property
     def is_int8(self) -> bool:
-        """Whether they are codes with scales."""
+        """Whether the weights are int8 codes with scales."""
         return self.scales is not None
 
     @property
     def num_biases(self) -> int:
-        """Values of a bias: one per output, or one per row of panels."""
+        """Length of a bias: one value per output, or per row of panels."""
         return len(self.panels) * PANEL if self.is_gated else self.num_outputs
 
     def rows(self) -> torch.Tensor:
@@ -63,14 +63,14 @@ class PackedWeights:
 
 
 def pack(weight_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
-    """Bring bfloat16 weights into panels, rounded to int8 if asked; a copy."""
+    """Pack bfloat16 weights into panels, rounded to int8 if requested; a copy."""
     _check_type(weight_NK)
     rows_RK = _padded(weight_NK, num_rows=-len(weight_NK) % PANEL)
     return _in_panels(rows_RK, len(weight_NK), is_gated=False, int8=int8)
 
 
 def pack_gated(gate_NK: torch.Tensor, up_NK: torch.Tensor, *, int8: bool = False) -> PackedWeights:
-    """Bring the two matrices of a gated layer into shared panels; a copy."""
+    """Pack the two matrices of a gated layer into shared panels; a copy."""
     _check_type(gate_NK)
     if gate_NK.shape != up_NK.shape:
         raise ValueError(f"pack: gate {tuple(gate_NK.shape)} and up {tuple(up_NK.shape)} differ")
@@ -85,19 +85,19 @@ def mix_biases(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
 def quantise(x_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Integer codes of each row, float32 `[R, K]`, and its scale `[R, 1]`.
 
-    A row that is not finite has codes of 0 and a scale of NaN.
+    If a row is not finite, its codes are 0 and its scale is NaN.
     """
     wide = x_RK.float()
     most = wide.abs().amax(dim=1, keepdim=True)
     is_finite = most.isfinite()
     most = most.clamp_min(LEAST_SCALED).where(is_finite, torch.nan)
-    # of two tensors: torch multiplies a number by the inverse of a tensor, which rounds twice
+    # divides two tensors: for a scalar, torch multiplies by the reciprocal, which rounds twice
     codes = (wide * (torch.full_like(most, LEVELS) / most)).round()
     return codes.where(is_finite, 0.0), most / LEVELS
 
 
 def _mixed(gate_NK: torch.Tensor, up_NK: torch.Tensor) -> torch.Tensor:
-    """16 rows of the one, the same 16 of the other, and so on; whole panels."""
+    """Alternate 16 rows of each matrix, padded to whole panels."""
     half, num_inputs = PANEL // 2, gate_NK.shape[1]
     padded = (_padded(w, num_rows=-len(w) % half) for w in (gate_NK, up_NK))
     parts = [w.reshape(-1, half, num_inputs) for w in padded]
@@ -107,7 +107,7 @@ def _mixed(gate_NK: torch.Tensor, up_NK: torch.Tensor) -> torch.Tensor:
 def _in_panels(
     rows_RK: torch.Tensor, num_outputs: int, *, is_gated: bool, int8: bool
 ) -> PackedWeights:
-    """Rows, whole panels of them, packed."""
+    """Pack rows, which must be whole panels."""
     num_inputs = rows_RK.shape[1]
     if not int8:
         return PackedWeights(_grouped(rows_RK), num_outputs, num_inputs, is_gated)
@@ -125,7 +125,7 @@ def _in_panels(
 
 
 def _grouped(rows_RK: torch.Tensor) -> torch.Tensor:
-    """`[R / 32, K / group, 32, group]`, a group being 4 bytes, which are moved as one."""
+    """`[R / 32, K / group, 32, group]`; a group has 4 bytes, which are moved as one."""
     group = 4 // rows_RK.element_size()
     rows_RK = _padded(rows_RK, num_columns=-rows_RK.shape[1] % group)
     words = rows_RK.contiguous().view(torch.int32)
@@ -134,7 +134,7 @@ def _grouped(rows_RK: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, *, num_rows: int = 0, num_columns: int = 0) -> torch.Tensor:
-    """With so many zeros behind it; itself where there are none, not a copy as torch makes."""
+    """Pad with zeros at the end; returns x itself if there are none, without torch's copy."""
     return functional.pad(x, (0, num_columns, 0, num_rows)) if num_rows or num_columns else x
 
 

@@ -1,18 +1,18 @@
 """Paged attention:  o_t = sum_j softmax_j(scale * q_t . k_j) v_j  over the positions j that t sees.
 
-Token t at position p of its sequence sees position j when `j <= p`, or when both lie in one span
-(an image that attends in both directions); with a sliding window w, only where also `j > p - w`.
+Token t at position p of its sequence sees position j if `j <= p`, or if both are in one span (an
+image with bidirectional attention). With a sliding window w, it sees j only if also `j > p - w`.
 With a soft cap c, scores are `c * tanh(scale * q_t . k_j / c)` (Gemma 2, arXiv 2408.00118).
 
 Shapes: T packed query tokens, S sequences, H KV heads, G query heads per KV head, D head size,
-P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`, or of int8 with scales
-behind (`kv_rows`). The KV of the queries themselves is stored before.
+P slots per block, B blocks per sequence; the cache is `[N, L, 2, H, P * D]`; for int8, scales
+follow (`kv_rows`). The KV of the queries' own tokens is stored before.
 
     plan = plan_attention(...)          once per step
-    paged_attention(q, ..., plan)       once per layer: decoding rows by `decode_attention`, chunks
-                                        of prefill by `flash_attention`, in C++; what these cannot
-                                        do, group by group: gather, attend with torch;
-                                        on a GPU all of it by `gpu/paged_attention.py`
+    paged_attention(q, ..., plan)       once per layer. In C++, `decode_attention` computes decoding
+                                        rows, and `flash_attention` chunks of prefill. Torch
+                                        computes the rest by group: gather, attend. On a GPU,
+                                        `gpu/paged_attention.py` computes everything
 
 Query heads of one KV head share its gathered rows; nothing is repeated in memory.
 """
@@ -90,16 +90,16 @@ def paged_attention(
     Args:
         q_THD: packed queries, `[T, H * G, D]`; head h reads KV head h // G.
         kv_cache: `[N, L, 2, H, P * D]`, contiguous.
-        layer: which layer.
+        layer: layer index in the cache.
         plan: of this step, from `plan_attention`.
         scale: factor of the scores.
-        softcap: bound of the scores; None is none.
+        softcap: bound of the scores; None sets no bound.
 
     Returns:
         `[T, H * G, D]`, every element written.
 
     Raises:
-        ValueError: q, cache or plan do not fit.
+        ValueError: q, cache and plan do not match.
     """
     if plan.tiles is not None:
         return attend_tiled(q_THD, kv_cache, layer, plan.tiles, scale=scale, softcap=softcap)
@@ -140,7 +140,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One group: q `[S * Q, H * G, D]`, kv `[2, S * H, num_kv, D]`."""
+    """Attend in one group: q `[S * Q, H * G, D]`, kv `[2, S * H, num_kv, D]`."""
     head_dim, num_groups = q.shape[-1], q.shape[1] // num_kv_heads
     q = q.view(group.num_seqs, group.num_queries, num_kv_heads, num_groups, head_dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(-1, num_groups, group.num_queries, head_dim)

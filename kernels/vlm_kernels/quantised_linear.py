@@ -4,10 +4,10 @@
     int4    codes [N, K / 2] in pairs    groups of 32 or 128 inputs; codes from -8 to 7
             byte i of a group: element i in the low four bits, element i + group / 2 in the high
 
-Shapes: M rows of x, K inputs, N outputs. x stays in its type, sums are float32. Reading weights is
-what decode waits for, so a half or a quarter of the bytes is up to twice or four times the speed;
-where products are the limit nothing is gained. Triton on GPUs; elsewhere torch, on weights that are
-brought back to x's type at each call. (On CPUs `packed_linear` has int8 products of its own.)
+Shapes: M rows of x, K inputs, N outputs. x keeps its type, sums are float32. Decode is limited by
+reading weights, so a half or a quarter of the bytes is up to twice or four times as fast. If
+products are the limit, nothing is gained. Triton on GPUs; elsewhere torch, which dequantises the
+weights to x's type at each call. (On CPUs, `packed_linear` has its own int8 products.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlm_kernels import gpu
 from vlm_kernels.opaque import opaque
 
 GROUPS = (32, 128)
-"""Of int4."""
+"""Group sizes of int4."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class QuantisedWeights:
     """Codes and scales of `[N, K]` weights.
 
     Attributes:
-        codes: int8 `[N, K]`, or uint8 `[N, K / 2]` of int4 in pairs; contiguous.
+        codes: int8 `[N, K]`, or uint8 `[N, K / 2]` for int4 in pairs; contiguous.
         scales: float32 `[N, K / group]`, contiguous.
-        group: inputs that share a scale.
+        group: number of inputs that share a scale.
     """
 
     codes: torch.Tensor
@@ -40,7 +40,7 @@ class QuantisedWeights:
 
     @property
     def num_inputs(self) -> int:
-        """K."""
+        """The number of inputs, K."""
         return self.scales.shape[1] * self.group
 
     @property
@@ -50,14 +50,14 @@ class QuantisedWeights:
 
 
 def quantise_weights(weight_NK: torch.Tensor, *, group: int | None = None) -> QuantisedWeights:
-    """Round weights; a copy.
+    """Quantise weights; a copy.
 
     Args:
         weight_NK: any float type.
-        group: of int4, 32 or 128; None is int8.
+        group: 32 or 128 for int4; None is int8.
 
     Raises:
-        ValueError: the group is another, or does not divide K.
+        ValueError: the group has another size, or does not divide K.
     """
     num_inputs = weight_NK.shape[1]
     if group is None:
@@ -97,15 +97,15 @@ def quantised_linear(
     """Multiply by quantised weights.
 
     Args:
-        x_MK: float32, float16 or bfloat16; rows may lie apart, the inner axis has stride 1.
+        x_MK: float32, float16 or bfloat16; rows may be strided, the inner axis has stride 1.
         weights: from `quantise_weights`, on the same device.
-        bias_N: of the type of x.
+        bias_N: of x's type.
 
     Returns:
         `[M, N]`, every element written.
 
     Raises:
-        ValueError: a shape, type, stride or device does not fit.
+        ValueError: a shape, type, stride or device is wrong.
     """
     if x_MK.dim() != 2 or x_MK.shape[1] != weights.num_inputs:
         raise ValueError(f"quantised_linear: x {tuple(x_MK.shape)}, {weights.num_inputs} inputs")
@@ -151,7 +151,7 @@ def _multiply(
 
 
 def _codes(weight: torch.Tensor, scales: torch.Tensor, limit: int) -> torch.Tensor:
-    """Whole numbers from -limit to limit; 0 of a group of zeros."""
+    """Integers from -limit to limit; 0 for a group of zeros."""
     scales = scales[..., None] if weight.dim() > scales.dim() else scales
     safe = torch.where(scales > 0, scales, 1)
     return (weight.float() / safe).round().clamp(-limit, limit).to(torch.int8)

@@ -1,16 +1,16 @@
-"""From a picture's bytes to a vision tower's patches: resize, normalise and cut, in one.
+"""From an image's bytes to a vision tower's patches: resize, normalise and cut, in one kernel.
 
     narrow_rx = byte(sum_c Wx_xc rgb_rc)         antialiased bicubic, a = -0.5
     byte_yx = byte(sum_r Wy_yr narrow_rx)        byte(v) = round(min(max(v, 0), 255))
     patches[n, (channel, time, y, x)] = table[channel, byte_yx]
 
-Shapes: a picture `[H, W, 3]`, N patches of P x P pixels, rows grouped by merged token as Qwen's
-towers read them. Wy and Wx are banded: `Taps` holds where each row begins and its few weights, as
-torch's antialiased resize computes them. What a byte becomes is a table of 256 values per channel,
-made with the processor's own arithmetic.
+Shapes: an image `[H, W, 3]`, N patches of P x P pixels, rows grouped by merged token, the layout of
+Qwen's towers. Wy and Wx are banded: `Taps` holds the start and the few weights of each row, as
+torch's antialiased resize computes them. A table has 256 normalised values per channel, computed
+with the processor's arithmetic.
 
-Weights are float32, where torch's own resize of bytes and Pillow have integers: a byte differs from
-theirs by at most 1. Triton on GPUs, elsewhere torch.
+Weights are float32; torch's resize of bytes and Pillow use integers. A byte differs from theirs by
+at most 1. Triton on GPUs, elsewhere torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vlm_kernels import gpu
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """What a picture becomes.
+    """The parameters of the result.
 
     Attributes:
-        height: of the resized picture, in whole merged tokens.
-        width: likewise.
+        height: height of the resized image in pixels, in whole merged tokens.
+        width: width of the resized image in pixels, in whole merged tokens.
         patch: pixels along a patch.
         merge: patches along a merged token.
-        times: how often each patch is repeated along the axis of time.
+        times: repetitions of each patch along the time axis.
     """
 
     height: int
@@ -43,12 +43,12 @@ class Cut:
 
     @property
     def num_patches(self) -> int:
-        """N."""
+        """Number of patches, N."""
         return (self.height // self.patch) * (self.width // self.patch)
 
     @property
     def patch_dim(self) -> int:
-        """Values of a patch."""
+        """Number of values of a patch."""
         return 3 * self.times * self.patch**2
 
 
@@ -57,8 +57,8 @@ class Taps:
     """A banded matrix `[num_out, num_in]`.
 
     Attributes:
-        starts: int32 `[num_out]`, never falling.
-        weights: float32 `[num_out, K]`, zeros behind a row's own.
+        starts: int32 `[num_out]`, nondecreasing.
+        weights: float32 `[num_out, K]`, padded with zeros.
     """
 
     starts: np.ndarray
@@ -66,7 +66,7 @@ class Taps:
 
 
 def bicubic_taps(num_in: int, num_out: int) -> Taps:
-    """Of torch's antialiased bicubic resize along one axis."""
+    """The matrix of torch's antialiased bicubic resize along one axis."""
     scale = num_in / num_out
     stretch = max(scale, 1.0)
     support = 2 * stretch
@@ -96,18 +96,18 @@ def resize_patches_reference(rgb: torch.Tensor, cut: Cut, table: torch.Tensor) -
 
 
 def resize_patches(rgb: torch.Tensor, cut: Cut, table: torch.Tensor) -> torch.Tensor:
-    """Resize, normalise and cut one picture.
+    """Resize, normalise and cut one image.
 
     Args:
         rgb: uint8 `[H, W, 3]`, contiguous.
-        cut: what it becomes.
-        table: `[3, 256]` contiguous on the same device, of the type that comes out.
+        cut: parameters of the result.
+        table: `[3, 256]`, contiguous, on the same device, of the output's type.
 
     Returns:
         `[N, 3 * times * P * P]`, every element written.
 
     Raises:
-        ValueError: a shape, type or device does not fit.
+        ValueError: a shape, type or device is wrong.
     """
     if rgb.dtype != torch.uint8 or rgb.dim() != 3 or rgb.shape[2] != 3 or not rgb.numel():
         raise ValueError(f"resize_patches: rgb is {rgb.dtype} {tuple(rgb.shape)}")
@@ -129,7 +129,7 @@ def resize_patches(rgb: torch.Tensor, cut: Cut, table: torch.Tensor) -> torch.Te
 
 
 def _to_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Float32 still."""
+    """Round and clamp to 0 to 255, still as float32."""
     return (values.clamp(0, 255) + 0.5).floor()
 
 

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D features. The mean is in float32; the scaled x is rounded to its type before it
 is multiplied by w, as in transformers' Llama and Qwen. C++ on CPUs (`cpu/norm.cpp`), Triton
-on GPUs: one pass instead of six. Gemma's multiplies by 1 + w, and is rounded once, at its end.
+on GPUs: one pass instead of six. Gemma multiplies by 1 + w and rounds once, at the end.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def rms_norm(
     """Normalise each row.
 
     Args:
-        x_TD: float32 or bfloat16, on GPUs float16 too; rows may lie apart.
+        x_TD: float32 or bfloat16, on GPUs float16 too; rows may be strided.
         weight_D: of the same type.
         eps: added to the mean square.
-        adds_one: the factor is 1 + w, and nothing is rounded before it.
+        adds_one: the factor is 1 + w, and only the result is rounded.
 
     Returns:
         `[T, D]`, every element written.

@@ -1,9 +1,9 @@
 """Rotary positions:  x_t = x_t * cos_t + rotate(x_t) * sin_t  with rotate((a, b)) = (-b, a).
 
 Shapes: T tokens, H heads, D head size; a and b are the halves of D. cos and sin are given per token
-and feature, so one function serves plain positions (arXiv 2104.09864) and those of several axes
-(2409.12191). Both products and their sum are rounded to the type of x, as transformers does; with
-float32 tables, as vision towers have them, the sum alone. C++ on CPUs (`cpu/rope.cpp`), Triton on
+and feature, so one function supports plain positions (arXiv 2104.09864) and those of several axes
+(2409.12191). Both products and their sum are rounded to x's type, as in transformers. With float32
+tables, which vision towers use, only the sum is rounded. C++ on CPUs (`cpu/rope.cpp`), Triton on
 GPUs: in place, instead of six passes over copies.
 """
 
@@ -74,7 +74,7 @@ def rope(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> Non
 def check_rope(
     x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, heads: str = "x"
 ) -> None:
-    """Raise ValueError where a shape, type or stride does not fit; `heads` is what x is called."""
+    """Raise ValueError for a wrong shape, type or stride; `heads` is the name of x in messages."""
     if x_THD.dim() != 3:
         raise ValueError(f"rope: {heads} {tuple(x_THD.shape)}: must be [T, H, D]")
     num_tokens, _, head_dim = x_THD.shape

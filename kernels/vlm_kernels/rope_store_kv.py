@@ -1,8 +1,8 @@
 """Rotary positions and the KV write:  q = rope(q),  cache[slot of t] = (rope(k_t), v_t).
 
-Shapes: T tokens, D head size; heads of q and of the cache. Each half is defined by its own kernel,
-`rope` and `store_kv`; here keys are rotated on their way into the cache, and stay as they were.
-Triton on GPUs; elsewhere, and with tables of another type, those two, one after the other.
+Shapes: T tokens, D head size; heads of q and of the cache. `rope` and `store_kv` define the two
+halves. Keys are rotated while they are written into the cache. Triton on GPUs; elsewhere, and for
+tables of another type, one kernel after the other.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def rope_store_kv(
 
     Args:
         q_THD: queries before rotation.
-        k_THD: keys before rotation; whether they are rotated in place is not defined.
+        k_THD: keys before rotation; whether they are also rotated in place is undefined.
         v_THD: values.
-        cos_TD: of the type of q and k, or float32, as of `rope`.
-        sin_TD: likewise.
-        kv_cache: as of `store_kv`.
-        layer: which layer.
-        slots_T: as of `store_kv`.
+        cos_TD: of the type of q and k, or float32, as for `rope`.
+        sin_TD: of the type of cos.
+        kv_cache: as for `store_kv`.
+        layer: layer index in the cache.
+        slots_T: as for `store_kv`.
 
     Raises:
         ValueError: a shape, type, stride or layer does not fit.

@@ -1,21 +1,22 @@
-"""Sampling: logits to tokens: edits, temperature, then top-k, top-p and min-p, then one draw a row.
+"""Sampling, logits to tokens: edits, temperature, top-k, top-p and min-p, then one draw per row.
 
-One definition, whatever a row asks for. With z the edited logits (`sampling_edits`), T the
+One definition for all parameters of a row. With z the edited logits (`sampling_edits`), T the
 temperature, u in [0, 1):
 
-    w_i   = round(2^34 exp((z_i - max z) / T))      whole numbers: sums do not depend on their order
-    keep  i in top-k and top-p and min-p            by value: equal tokens stay or go together
+    w_i   = round(2^34 exp((z_i - max z) / T))      integers: sums do not depend on their order
+    keep  i in top-k and top-p and min-p            by value: equal tokens are treated equally
     token = the first i, in the order of ids, with  w_0 + .. + w_i > u * (sum of all w)
 
-The order is that of transformers' processors. A token 24 nats below the best has no weight left. u
-is a function of (seed, index of the token in its answer), the weights of the row's own logits: so
-an answer is the same in any batch, on any worker, continued at any token. T = 0 takes the first of
-the largest logits. Log-probabilities are of z, before temperature and truncation.
+The order is that of transformers' processors. A token 24 nats below the best has weight 0. u is a
+function of (seed, index of the token in its answer), and the weights depend only on the row's
+logits. An answer is therefore the same in any batch, on any worker, continued at any token. T = 0
+selects the first of the largest logits. Log-probabilities are of z, before temperature and
+truncation.
 
-Shapes: R rows over V tokens, K the most log-probabilities that a row wants. On CPUs C++
-(`cpu/sampling.cpp`) reads bfloat16 as it lies, a row in one thread; elsewhere the definition
-(`sampling_reference`) computes. Both draw the same but for a weight's last bit, where the two
-exponentials round differently.
+Shapes: R rows over V tokens, K the largest number of log-probabilities that a row requests. On
+CPUs, C++ (`cpu/sampling.cpp`) reads bfloat16 directly, one thread per row; elsewhere the definition
+(`sampling_reference`) computes. Both draw the same token, except if their exponentials round the
+last bit of a weight differently.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ ROW = np.dtype(
 _PER_ROW = ("temperature", "top_p", "top_k", "min_p", "seed", "index", "num_logprobs")
 _LARGEST = float(np.finfo(np.float32).max)
 _MOST = {"temperature": _LARGEST, "top_p": _LARGEST, "min_p": 1, "top_k": 2**31 - 1}
-"""Of what draws; the least is 0."""
+"""Maximum values of the parameters of a draw; the minimum is 0."""
 
 
 def sample_tokens(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
-    """Choose a token per row, and say how likely it was where a row asks.
+    """Choose a token per row, and its log-probabilities if the row requests them.
 
     Args:
-        logits_RV: bfloat16, float32 or float16, V at most 2^19; rows may lie apart. Unchanged.
+        logits_RV: bfloat16, float32 or float16, V at most 2^19; rows may be strided. Unchanged.
         params: of the same R rows.
 
     Raises:
-        ValueError: a shape, type, stride or a number of `params` does not fit; says which.
+        ValueError: a shape, type, stride or parameter is wrong; the text says which.
     """
     _check(logits_RV, params)
     run = _kernel() if logits_RV.device.type == "cpu" else None
@@ -91,7 +92,7 @@ def sample_tokens(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
 
 
 def _rows(params: Sampling) -> np.ndarray | None:
-    """What the rows ask for; None where all are greedy and nothing else."""
+    """The parameters as `ROW`; None if all rows are greedy and request nothing else."""
     if params.greedy and params.num_logprobs is None and not params.edited:
         return None
     rows = np.empty(len(params.temperature), ROW)
@@ -104,7 +105,7 @@ def _rows(params: Sampling) -> np.ndarray | None:
 
 
 def _results(num_rows: int, vocabulary: int, num_logprobs: np.ndarray | None) -> Sampled:
-    """Memory for them, which the kernel writes all of."""
+    """Uninitialised results; the kernel writes every element."""
     token_ids = np.empty(num_rows, np.int64)
     if num_logprobs is None:
         return Sampled(token_ids)
@@ -151,7 +152,7 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
 
 
 def _check_numbers(params: Sampling) -> None:
-    """The best token must keep a weight above 0; NaN passes no comparison."""
+    """Raise ValueError for parameters out of bounds, which would leave no token, and for NaN."""
     for name, most in _MOST.items():
         values = getattr(params, name)
         if not ((values >= 0) & (values <= most)).all():

@@ -1,15 +1,15 @@
-"""Biases and penalties: what a request wants done to its logits before anything is chosen.
+"""Logit biases and penalties, applied before sampling.
 
-    l  the model's logit of a token;  b  its bias;  n  how often the answer holds it already
+    l  the model's logit of a token;  b  its bias;  n  its number of occurrences in the answer
     x = l + b
-    y = x / r if x > 0 else x * r     where the prompt or the answer holds the token
+    y = x / r if x > 0 else x * r     if the token is in the prompt or the answer
     z = y - n * f - (n > 0) * p
 
-r is the repetition penalty as transformers has it (arXiv 1909.05858), f and p are the frequency and
-the presence penalty of OpenAI's API. Only logits that something is asked of are touched.
+r is transformers' repetition penalty (arXiv 1909.05858). f and p are the frequency and presence
+penalties of OpenAI's API. Logits of other tokens are unchanged.
 
-Shapes: R rows over V tokens. Torch's definition is here; on CPUs `sampling` has it from
-`cpu/sampling_edits.cpp`, which reads the same arrays, packed one row behind the other.
+Shapes: R rows over V tokens. This module has torch's definition. On CPUs `sampling` uses
+`cpu/sampling_edits.cpp`, which reads the same edits as packed arrays, row after row.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 
 
 class Edits(Protocol):
-    """What one request asks for."""
+    """The edits that one request asks for."""
 
     @property
     def frequency_penalty(self) -> float:
-        """Subtracted for each time that the answer holds a token; 0 is none."""
+        """Subtracted for each occurrence of a token in the answer; 0 has no effect."""
 
     @property
     def presence_penalty(self) -> float:
-        """Subtracted where the answer holds a token; 0 is none."""
+        """Subtracted if the token is in the answer; 0 has no effect."""
 
     @property
     def repetition_penalty(self) -> float:
-        """What a logit is divided by, where it is positive; 1 is none."""
+        """Divides a positive logit, multiplies a negative one; 1 has no effect."""
 
     @property
     def bias_ids(self) -> np.ndarray:
-        """int64 `[B]`, each once."""
+        """int64 `[B]`, all different."""
 
     @property
     def bias_values(self) -> np.ndarray:
@@ -46,15 +46,15 @@ class Edits(Protocol):
 
 
 class EditedRow(Protocol):
-    """A row that is edited, with its tokens so far."""
+    """A row with edits, and its tokens so far."""
 
     @property
     def row(self) -> int:
-        """Which of the R."""
+        """Index of the row in R."""
 
     @property
     def edits(self) -> Edits:
-        """What is asked for."""
+        """The edits of the row."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -62,7 +62,7 @@ class EditedRow(Protocol):
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
 
 
 class PackedEdits(NamedTuple):
@@ -82,9 +82,9 @@ EDIT = np.dtype(
 
 
 def edit_logits(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> torch.Tensor:
-    """A copy of float32 logits with the rows in `edited` changed.
+    """A copy of float32 logits with the edits of the rows in `edited`.
 
-    Token ids beyond V have no effect.
+    Token ids of V or more have no effect.
     """
     logits_RV = logits_RV.clone(memory_format=torch.contiguous_format)
     _add_biases(logits_RV, [one for one in edited if len(one.edits.bias_ids)])
@@ -94,7 +94,7 @@ def edit_logits(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> torch.T
 
 
 def pack_edits(edited: Sequence[EditedRow]) -> PackedEdits:
-    """The same edits as arrays, without looking at a token."""
+    """Pack the same edits into arrays, without a loop over tokens."""
     rows = np.zeros(len(edited), EDIT)
     num_tokens = np.array([len(one.token_ids) for one in edited], np.int64)
     num_biases = np.array([len(one.edits.bias_ids) for one in edited], np.int64)
@@ -137,7 +137,7 @@ def _divide_repeated(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> No
     places = torch.from_numpy(at[at >= 0]).to(flat.device)
     penalty = torch.from_numpy(values[at >= 0].astype(np.float32)).to(flat.device)
     before = flat[places]
-    # a token that comes twice is written twice, the same both times
+    # a token that occurs twice is written twice, with the same value
     flat[places] = torch.where(before > 0, before / penalty, before * penalty)
 
 
@@ -160,7 +160,7 @@ def _subtract_counted(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> N
 def _places(
     logits_RV: torch.Tensor, edited: Sequence[EditedRow], ids_of: Callable[[EditedRow], np.ndarray]
 ) -> np.ndarray:
-    """Where the rows' tokens lie in the flat logits, int64; -1 for a token that has no logit."""
+    """Indices of the rows' tokens in the flat logits, int64; -1 for a token without a logit."""
     vocabulary = logits_RV.shape[-1]
     ids = [ids_of(one).astype(np.int64) for one in edited]
     starts = np.repeat([one.row * vocabulary for one in edited], [len(one) for one in ids])

@@ -1,4 +1,4 @@
-"""The definition of `sampling`, in torch, for any device: what is drawn where no C++ is."""
+"""The definition of `sampling` in torch; it computes on devices without the C++ kernel."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from vlm_kernels.sampling_edits import EditedRow, edit_logits
 
 NOT_FINITE = -1
-"""Stands for the token of a row whose logits hold NaN or infinity, before or after its edits."""
+"""The token of a row whose logits contain NaN or infinity, before or after its edits."""
 
 MAX_VOCABULARY = 1 << 19
-"""Of so many weights, float64 holds every sum."""
+"""Maximum vocabulary: float64 holds every sum of its weights exactly."""
 
 _ONE = 2.0**34
-# Rows are drawn in parts of so many weights: on a CPU they stay in its cache.
+# Rows are drawn in parts of at most this many weights: on a CPU, a part stays in the cache.
 _PART_CPU, _PART_DEVICE = 1 << 19, 1 << 26
-# A nucleus is looked for among so many of the likeliest tokens, then among all.
+# A nucleus is searched in this many of the likeliest tokens, then in all.
 _NUCLEUS_WIDTH = 64
 
 
 class Sampling(Protocol):
-    """What the rows ask for: arrays `[R]`."""
+    """The parameters of all rows, as arrays `[R]`."""
 
     @property
     def greedy(self) -> bool:
@@ -36,15 +36,15 @@ class Sampling(Protocol):
 
     @property
     def top_p(self) -> np.ndarray:
-        """float32; 1 leaves all tokens in."""
+        """float32; 1 keeps all tokens."""
 
     @property
     def top_k(self) -> np.ndarray:
-        """int32; 0 leaves all tokens in."""
+        """int32; 0 keeps all tokens."""
 
     @property
     def min_p(self) -> np.ndarray:
-        """float32; 0 leaves all tokens in."""
+        """float32; 0 keeps all tokens."""
 
     @property
     def seed(self) -> np.ndarray:
@@ -52,11 +52,11 @@ class Sampling(Protocol):
 
     @property
     def index(self) -> np.ndarray:
-        """int64: of the token in its answer."""
+        """int64: index of the token in its answer."""
 
     @property
     def num_logprobs(self) -> np.ndarray | None:
-        """Integers, -1 of a row that wants none; None where no row wants any."""
+        """Integers, -1 if the row requests none; None if no row requests any."""
 
     @property
     def edited(self) -> Sequence[EditedRow]:
@@ -64,10 +64,10 @@ class Sampling(Protocol):
 
 
 class Sampled(NamedTuple):
-    """Tokens `[R]` int64, `NOT_FINITE` where there is none; the others where a row wants any.
+    """Tokens `[R]` int64, or `NOT_FINITE`; the other fields are set if a row requests them.
 
-    `logprobs` `[R]` float32 of these tokens; `top_ids` and `top_logprobs` `[R, K]`, the best first,
-    of equal ones the first. NaN and 0 in rows that want none, or have none.
+    `logprobs` `[R]` float32 is that of these tokens. `top_ids` and `top_logprobs` `[R, K]` have the
+    best first; equal ones are ordered by id. Rows that request none, or have none, hold NaN and 0.
     """
 
     token_ids: np.ndarray
@@ -77,11 +77,11 @@ class Sampled(NamedTuple):
 
 
 def sample_reference(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
-    """The definition: as `sample_tokens`, of any floating type."""
+    """The definition: as `sample_tokens`, for any floating type."""
     logits_RV = logits_RV.float()
     if params.edited:
         logits_RV = edit_logits(logits_RV, params.edited)
-    # of a row with NaN or infinity, so is the sum
+    # if a row contains NaN or infinity, its sum is not finite
     finite = torch.isfinite(logits_RV.sum(dim=-1))
     chosen = logits_RV.argmax(dim=-1)
     if not params.greedy:
@@ -104,9 +104,9 @@ def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def weigh(logits_RV: torch.Tensor, params: Sampling, at: np.ndarray) -> torch.Tensor:
-    """The weights w of the rows `at`, whose edited logits these are, int64; 0 for what is left out.
+    """The weights w of the rows `at`, int64, from their edited logits; 0 for excluded tokens.
 
-    Until they are complete they are float32, which holds each of them exactly.
+    Intermediate weights are float32, which represents each of them exactly.
     """
     temperature = torch.from_numpy(params.temperature[at]).to(logits_RV.device)[:, None]
     best = logits_RV.amax(dim=-1, keepdim=True)
@@ -117,16 +117,16 @@ def weigh(logits_RV: torch.Tensor, params: Sampling, at: np.ndarray) -> torch.Te
 
 
 def _draw(logits_RV: torch.Tensor, params: Sampling, at: np.ndarray) -> torch.Tensor:
-    """Tokens of the rows `at`, whose edited logits these are."""
+    """Draw the tokens of the rows `at` from their edited logits."""
     sums_RV = weigh(logits_RV, params, at).cumsum_(dim=-1)
     draws = torch.from_numpy(uniform(params.seed[at], params.index[at])).to(sums_RV.device)
     level = (draws[:, None] * sums_RV[:, -1:].double()).long()
     place = torch.searchsorted(sums_RV, level, right=True)
-    return place[:, 0].clamp_(max=logits_RV.shape[-1] - 1)  # of a row that is not finite
+    return place[:, 0].clamp_(max=logits_RV.shape[-1] - 1)  # for a row that is not finite
 
 
 def _keep_top_k(weights_RV: torch.Tensor, logits_RV: torch.Tensor, top_k: np.ndarray) -> None:
-    """Take the weight of tokens below the k-th best logit."""
+    """Set the weight of tokens below the k-th best logit to 0."""
     at = np.flatnonzero((top_k > 0) & (top_k < logits_RV.shape[-1]))
     if not len(at):
         return
@@ -138,7 +138,7 @@ def _keep_top_k(weights_RV: torch.Tensor, logits_RV: torch.Tensor, top_k: np.nda
 
 
 def _keep_likely(weights_RV: torch.Tensor, top_p: np.ndarray, min_p: np.ndarray) -> None:
-    """Take the weight of tokens outside the nucleus, and of those far below the best."""
+    """Set the weight of tokens outside the nucleus, or below min-p, to 0."""
     nucleus = np.flatnonzero(top_p < 1)
     if not len(nucleus) and not min_p.any():
         return
@@ -151,7 +151,7 @@ def _keep_likely(weights_RV: torch.Tensor, top_p: np.ndarray, min_p: np.ndarray)
 
 
 def _least_in_nucleus(weights_RV: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Per row, the smallest weight among the fewest best that together reach `share` of all."""
+    """Per row, the smallest weight in the smallest set of best tokens with `share` of the total."""
     limit = share * weights_RV.sum(dim=-1, dtype=torch.int64).double()
     width = min(_NUCLEUS_WIDTH, weights_RV.shape[-1])
     least, reached = _least_within(weights_RV.topk(width, dim=-1).values, limit)
@@ -162,7 +162,7 @@ def _least_in_nucleus(weights_RV: torch.Tensor, share: torch.Tensor) -> torch.Te
 
 
 def _least_within(ordered: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last weight needed to reach the limit, and whether these, best first, reach it."""
+    """The last weight needed to reach the limit, and whether the weights, best first, reach it."""
     sums = ordered.to(torch.int64).cumsum(dim=-1).double()
     before = sums - ordered.double()
     size = (before < limit[:, None]).sum(dim=-1, keepdim=True).clamp_(min=1)
@@ -177,14 +177,14 @@ def _descending(values: torch.Tensor) -> torch.Tensor:
 
 
 def num_top(vocabulary: int, num_logprobs: np.ndarray) -> int:
-    """K: what the row that wants most wants."""
+    """K: the largest number that a row requests."""
     return min(int(num_logprobs.max(initial=0)), vocabulary)
 
 
 def _with_logprobs(
     token_ids: np.ndarray, logits_RV: torch.Tensor, num_logprobs: np.ndarray
 ) -> Sampled:
-    """Of the edited logits, before temperature and truncation."""
+    """Results with log-probabilities of the edited logits, before temperature and truncation."""
     at = np.flatnonzero((num_logprobs >= 0) & (token_ids != NOT_FINITE))
     rows = torch.from_numpy(at).to(logits_RV.device)
     logprobs_RV = torch.log_softmax(logits_RV[rows], dim=-1)
@@ -201,8 +201,8 @@ def _with_logprobs(
 
 
 def _best(logits_RV: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids of each row's best, of equal ones the first: int64 numbers that are all different."""
-    bits = (logits_RV + 0.0).view(torch.int32)  # one zero
+    """The ids of each row's best tokens; equal ones are ordered by id, via distinct int64 keys."""
+    bits = (logits_RV + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     last = logits_RV.shape[-1] - 1
     keys = (ordered << 32) | (last - torch.arange(last + 1, device=logits_RV.device))

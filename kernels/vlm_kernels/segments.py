@@ -1,8 +1,8 @@
-"""Which keys each query of a packed batch sees: an interval of its segment's.
+"""The keys that each query of a packed batch sees: an interval of its segment's keys.
 
-One form for all that computes several queries at once: a picture's window sees all of its keys, a
-token of a prompt those up to itself, or to the end of its span, or from where its sliding window
-begins (`seen_by`).
+One form for all attention with several queries per sequence. A patch sees all keys of its window.
+A prompt token sees the keys up to itself or to the end of its span, from the start of its sliding
+window on (`seen_by`).
 
 Shapes: T packed queries, S segments, K keys, H KV heads, G query heads per KV head, D head size.
 """
@@ -23,13 +23,13 @@ class Segments:
     """Queries in segments, and the keys that each sees.
 
     Attributes:
-        tokens: `[S]` where a segment's first query lies among the packed tokens.
+        tokens: `[S]`, index of a segment's first query among the packed tokens.
         num_queries: `[S]`.
         num_keys: `[S]`.
-        key_start: `[S]` where its first key lies in k and v; where there is a block table, unused.
-        first: `[T]` by packed token; a token of no segment has anything.
+        key_start: `[S]`, index of its first key in k and v; unused with a block table.
+        first: `[T]` by packed token; undefined for a token of no segment.
         end: `[T]`; each query sees the keys [first, end) of its segment, at least one.
-        block_table: `[S, B]`; None where keys are rows of tensors.
+        block_table: `[S, B]`; None if keys are rows of tensors.
     """
 
     tokens: np.ndarray
@@ -46,8 +46,8 @@ def seen_by(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The keys [first, end) that tokens at these positions of one sequence see.
 
-    Those up to itself, and of the span that it lies in all; of these, the last `window` before it
-    and itself, and whatever lies behind it.
+    A token sees the keys up to itself, or to the end of its span. A window limits only the past: it
+    keeps the last `window` keys up to the token itself.
     """
     first, end = np.zeros_like(positions), positions + 1
     for start, stop in spans:
@@ -59,7 +59,7 @@ def seen_by(
 
 
 def whole_segments(lengths: np.ndarray) -> Segments:
-    """Segments of these lengths, one after the other, in which each query sees all keys."""
+    """Consecutive segments of these lengths, in which each query sees all keys."""
     lengths = lengths.astype(np.int64)
     end = np.repeat(lengths, lengths)
     return plan_segments(lengths, lengths, np.zeros_like(end), end)
@@ -77,10 +77,10 @@ def plan_segments(
 ) -> Segments:
     """Check and lay out segments; the arguments are those of `Segments`.
 
-    Without `tokens` and `key_start`, queries and keys lie one segment after the other.
+    Without `tokens` and `key_start`, the segments' queries and keys are consecutive.
 
     Raises:
-        ValueError: a shape or number is wrong; says which.
+        ValueError: a shape or number is wrong; the text says which.
     """
     tokens = np.cumsum(num_queries) - num_queries if tokens is None else tokens
     key_start = np.cumsum(num_keys) - num_keys if key_start is None else key_start

@@ -1,8 +1,8 @@
 """SiLU·mul:  y = silu(g) * u,  silu(g) = g / (1 + exp(-g)): between the products of a gated MLP.
 
 Shapes: M rows, N columns. The gate is SwiGLU's (arXiv 2002.05202). SiLU is rounded to its type
-before it is multiplied, as two modules one after the other do. One pass in Triton on GPUs; on CPUs
-it is part of `packed_linear`, and here torch's.
+before the product, as in two separate modules. One pass in Triton on GPUs; on CPUs it is part of
+`packed_linear`, and this function uses torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def silu_mul(gate_MN: torch.Tensor, up_MN: torch.Tensor) -> torch.Tensor:
     """Activate and multiply.
 
     Args:
-        gate_MN: rows may lie apart; the inner axis has stride 1.
-        up_MN: likewise, of the same shape and type.
+        gate_MN: rows may be strided; the inner axis has stride 1.
+        up_MN: of the same shape and type; rows may be strided.
 
     Returns:
         `[M, N]`, every element written.
 
     Raises:
-        ValueError: a shape, type or stride does not fit.
+        ValueError: a shape, type or stride is wrong.
     """
     if gate_MN.dim() != 2 or gate_MN.shape != up_MN.shape or gate_MN.dtype != up_MN.dtype:
         raise ValueError(

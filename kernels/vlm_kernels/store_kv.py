@@ -1,9 +1,9 @@
 """Store KV:  cache[slot of t] = (k_t, v_t) for each new token t, in one layer.
 
 Shapes: T new tokens, H KV heads, D head size, N blocks, L layers, P slots per block.
-A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`, or of
-int8 with scales behind (`kv_rows`). On CPUs rows are written by `cpu/store_kv.cpp`, else by numpy;
-nothing is computed but the rounding to the cache's type.
+A slot is `block * P + offset`; the cache is `[N, L, 2, H, P * D]`, inner order `[P, D]`; for int8,
+scales follow (`kv_rows`). On CPUs `cpu/store_kv.cpp` writes the rows, else numpy. The only
+computation is rounding to the cache's type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlm_kernels.kv_rows import (
 )
 
 TYPES = (torch.float32, torch.bfloat16)
-"""That the C++ kernel reads."""
+"""Types of k and v that the C++ kernel reads."""
 
 SYMBOL = "triptych_store_kv"
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -69,14 +69,14 @@ def store_kv(
     Args:
         k_THD: keys after rotation; rounded to the cache's type.
         v_THD: values.
-        kv_cache: `[N, L, 2, H, P * D]`, contiguous; quantised as `kv_rows` says.
-        layer: which layer.
-        slots_T: int64, all different, on the cache's device. On a GPU -1, padding of a captured
-            graph, is skipped, as is any other that is not in the cache: to look at them from here
-            would stop the stream.
+        kv_cache: `[N, L, 2, H, P * D]`, contiguous; quantised as in `kv_rows`.
+        layer: layer index in the cache.
+        slots_T: int64, all different, on the cache's device. On a GPU, slots outside of the cache
+            are skipped, such as -1, the padding of a captured graph: a check on the host would
+            synchronise the stream.
 
     Raises:
-        ValueError: a shape, type or slot is wrong; says which.
+        ValueError: a shape, type or slot is wrong; the text says which.
     """
     check_store(k_THD, v_THD, kv_cache, layer, slots_T)
     head_dim = k_THD.shape[-1]
@@ -107,7 +107,7 @@ def store_kv(
 
 
 def checked_slots(slots_T: torch.Tensor, *, num_slots: int) -> np.ndarray:
-    """The same memory for numpy. Raises ValueError where the kernel would write elsewhere."""
+    """The same memory as a numpy array. Raises ValueError if a slot is outside of the cache."""
     slots = slots_T.numpy()
     if slots.dtype != np.int64 or not slots.flags.c_contiguous:
         raise ValueError(f"slots are {slots.dtype}: must be contiguous int64")
@@ -123,7 +123,7 @@ def check_store(
     layer: int,
     slots_T: torch.Tensor,
 ) -> None:
-    """Raise ValueError where a shape, or on a GPU a type, stride or device, does not fit."""
+    """Raise ValueError for a wrong shape or, on a GPU, a wrong type, stride or device."""
     if kv_cache.dim() != 5 or kv_cache.shape[2] != 2 or slots_T.dim() != 1:
         raise ValueError(
             f"kv_cache {tuple(kv_cache.shape)}, slots {tuple(slots_T.shape)}: must be "
@@ -160,7 +160,7 @@ def _native(
     slots_T: torch.Tensor,
     block_size: int,
 ) -> bool:
-    """Write by the C++ kernel; False where that is not possible."""
+    """Write with the C++ kernel; False if it does not support the arguments."""
     kernel = _kernel()
     num_heads, head_dim = k_THD.shape[1:]
     (k_token, k_head, k_inner), (v_token, v_head, v_inner) = k_THD.stride(), v_THD.stride()
@@ -194,7 +194,7 @@ def _by_numpy(
     layer: int,
     slots_T: np.ndarray,
 ) -> None:
-    """Numpy copies rows; torch's indexed assignment copies elements, ten times as slow."""
+    """Write with numpy, which copies rows; torch's indexed assignment is ten times as slow."""
     num_layers, _, num_heads, inner = kv_cache.shape[1:]
     head_dim = k_THD.shape[-1]
     block_size = inner // head_dim
@@ -207,6 +207,6 @@ def _by_numpy(
 
 
 def _as_integers(x: torch.Tensor) -> np.ndarray:
-    """The same memory for numpy, which has no bfloat16."""
+    """The same memory as numpy integers, because numpy has no bfloat16."""
     size = x.element_size()
     return np.asarray(x.view(torch.int16 if size == 2 else torch.int32).numpy())

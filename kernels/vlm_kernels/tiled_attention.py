@@ -1,13 +1,13 @@
-"""Paged attention on a GPU: what is checked before `gpu/paged_attention.py` is launched.
+"""Paged attention on a GPU: checks arguments before it launches `gpu/paged_attention.py`.
 
     plan_tiled(...)     once per step: blocks, spans and heads
     attend_tiled(...)   once per layer: queries and cache
 
-A step of decode that is captured has its plan made once, of arrays that are filled before each
-replay: plan_captured(...), then check_blocks(...) of what they are filled with.
+The plan of a captured decode step is made once, from arrays that are filled before each replay:
+plan_captured(...), then check_blocks(...) with the new content.
 
-A wrong index on a GPU reads what another request wrote, or ends the process; so nothing is launched
-with one.
+A wrong index on a GPU reads another request's data, or ends the process. Therefore nothing is
+launched with one.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ def plan_tiled(
     spans: Sequence[Sequence[tuple[int, int]]],
     window: int | None,
     head_dim: int,
+    dtype: torch.dtype,
     num_heads: int | None,
 ) -> TiledStep:
     """Lay out one step; arguments as of `plan_attention`.
 
     Raises:
         ValueError: a block is not in the cache, a sequence is longer than its row of the block
-            table or has no query, a span ends behind its sequence, heads do not come in whole
-            groups, or a window is empty.
+            table or has no query, a span ends after its sequence, heads do not form whole groups,
+            a window is empty, or no tile fits into the GPU's shared memory.
     """
+    from vlm_kernels.gpu.attention_shapes import Heads
     from vlm_kernels.gpu.attention_step import plan_tiles
 
     num_groups = _num_groups(num_heads, kv_cache)
@@ -57,9 +59,12 @@ def plan_tiled(
         raise ValueError(f"plan_attention: a window of {window} tokens sees nothing")
     num_kv = context_lens + num_queries
     check_blocks(num_kv, block_table, kv_cache, head_dim=head_dim)
+    shared = gpu.shared_memory_bytes(kv_cache.device)
+    tile = Heads(head_dim, dtype.itemsize).prefill_shape(limit=shared)
     return plan_tiles(
         query_start, context_lens, block_table, num_groups=num_groups,
-        cache=_shape(kv_cache, head_dim), device=kv_cache.device, spans=spans, window=window,
+        cache=_shape(kv_cache, head_dim), prefill_rows=tile.rows, device=kv_cache.device,
+        spans=spans, window=window,
     )  # fmt: skip
 
 
@@ -72,19 +77,19 @@ def plan_captured(
     head_dim: int,
     num_heads: int,
 ) -> AttentionPlan:
-    """Lay out a step of decode whose arrays are filled later, and refilled: of a captured graph.
+    """Lay out a decode step for a captured graph, whose arrays are filled before each replay.
 
     Args:
-        first_S: int32 on the cache's device, the least position that each sequence's query sees.
-        limit_S: likewise, one behind the greatest. Padding is a query that sees one position of
-            the null block, which is zero: limit 1, table row 0.
-        table_SB: int32, likewise, as of `plan_attention`; B bounds what a sequence may be later.
+        first_S: int32 on the cache's device, the first position that each sequence's query sees.
+        limit_S: int32 on the cache's device, the last visible position plus 1. Padding is a query
+            that sees one position of the null block, which is zero: limit 1, table row 0.
+        table_SB: int32 on the cache's device, as for `plan_attention`; B limits later lengths.
         kv_cache: as of `plan_attention`.
         head_dim: D.
         num_heads: H * G.
 
     Raises:
-        ValueError: heads do not come in whole groups, or a type, shape or device does not fit.
+        ValueError: heads do not form whole groups, or a type, shape or device is wrong.
     """
     from vlm_kernels.attention_plan import AttentionPlan
     from vlm_kernels.gpu.attention_step import decode_tiles
@@ -105,7 +110,7 @@ def plan_captured(
 def check_blocks(
     num_kv: np.ndarray, block_table: np.ndarray, kv_cache: torch.Tensor, *, head_dim: int
 ) -> None:
-    """Raise ValueError where a block is not in the cache, or a sequence longer than its row."""
+    """Raise ValueError if a block is not in the cache, or a sequence longer than its row."""
     num_blocks = len(kv_cache)
     if block_table.size and not 0 <= block_table.min() <= block_table.max() < num_blocks:
         raise ValueError(f"plan_attention: a block is not in 0 to {num_blocks - 1}")
@@ -124,7 +129,7 @@ def _shape(kv_cache: torch.Tensor, head_dim: int) -> CacheShape:
 
 
 def _num_groups(num_heads: int | None, kv_cache: torch.Tensor) -> int:
-    """Query heads per KV head; raises ValueError where they do not come in whole groups."""
+    """Query heads per KV head; raises ValueError if the heads do not form whole groups."""
     num_kv_heads = kv_cache.shape[3]
     if num_heads is None or num_heads % num_kv_heads:
         raise ValueError(f"plan_attention: {num_heads} query heads, {num_kv_heads} KV heads")
@@ -143,7 +148,7 @@ def attend_tiled(
     """Attend; arguments as of `paged_attention`.
 
     Raises:
-        ValueError: q, cache, layer and plan do not fit together.
+        ValueError: q, cache, layer and plan do not match.
     """
     from vlm_kernels.gpu.paged_attention import paged_attention
 

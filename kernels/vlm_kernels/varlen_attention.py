@@ -2,9 +2,9 @@
 
 Shapes: T packed tokens, H heads, D head size, C segments; segment c is `[cu_C1[c], cu_C1[c + 1])`.
 
-Vision towers attend in both directions inside a window or a frame. Where there is a native kernel,
-all segments are one call; else those of one length are computed together, without padding and
-without a T x T mask: a batch of pictures is many segments of few different lengths.
+Vision towers attend in both directions inside a window or a frame. With a native kernel, all
+segments are one call. Without it, segments of equal length are computed together, without padding
+and without a T x T mask: a batch of images has many segments of few different lengths.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ def varlen_attention(
 
     Args:
         q_THD: queries.
-        k_THD: keys, as many heads as queries.
+        k_THD: keys, with as many heads as queries.
         v_THD: values.
-        cu_C1: int32 `[C + 1]`, rising from 0 to T; an empty segment is allowed.
+        cu_C1: int32 `[C + 1]`, nondecreasing from 0 to T; segments may be empty.
         scale: factor of the scores.
-        use_native: compute by the native kernel, where there is one.
+        use_native: use the native kernel if it is available.
 
     Returns:
         `[T, H, D]`, every element written.
 
     Raises:
-        ValueError: on a GPU, a shape, type, stride or device does not fit. There `cu_C1` stays
-            where it is; what it leaves out is not written.
+        ValueError: on a GPU, a shape, type, stride or device is wrong. The values of `cu_C1` are
+            not read back from a GPU; tokens that it does not cover are not written.
     """
     if use_native and gpu.serves(q_THD.device):
         _check_launch(q_THD, k_THD, v_THD, cu_C1)

@@ -1,12 +1,11 @@
 """Layers of a vision tower in one call, for CPUs that multiply bfloat16.
 
     x = x + o(attend(rope(q), rope(k), v)),   q, k, v = qkv(norm(x))
-    x = x + down(act(up(norm(x)))),           or of gated weights down(act(gate) * up)
+    x = x + down(act(up(norm(x)))),           or with gated weights down(act(gate) * up)
 
-Patches see each other inside segments: a picture, or a window of it. Each kernel is the one of its
-own file, so the answer is that of calling them one by one, to the last bit
-(`layers_reference.py`); threads are woken once, and what lies between two kernels is in memory that
-is kept (`native_layers`).
+Patches see each other inside segments: an image, or a window of it. Each kernel is that of its own
+file, so the result equals that of calling them one by one, bit for bit (`layers_reference.py`).
+Threads are woken once, and intermediate results use memory that is kept (`native_layers`).
 
     layers = VisionLayers([weights, ...], heads)      once per model
     layers(x, segments, (cos, sin))                   in place
@@ -27,13 +26,13 @@ from vlm_kernels.segments import Segments
 
 
 class VisionLayers:
-    """Layers of one model that follow each other, all over the same segments."""
+    """Consecutive layers of one model, all over the same segments."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: Heads) -> None:
-        """Check and lay out weights, whose memory is kept.
+        """Check and lay out the weights, and keep references to them.
 
         Raises:
-            ValueError: a shape or type does not fit; says which.
+            ValueError: a shape or type is wrong; the text says which.
         """
         check(len(layers) > 0, "there is no layer")
         self._layers, self._heads = tuple(layers), heads
@@ -52,12 +51,12 @@ class VisionLayers:
         """Compute, in place.
 
         Args:
-            x_TD: bfloat16, contiguous; what the last layer gives takes its place.
+            x_TD: bfloat16, contiguous; overwritten with the output of the last layer.
             segments: of all patches; without a block table.
-            positions: cos and sin `[T, E]`, contiguous, bfloat16 or float32; None turns nothing.
+            positions: cos and sin `[T, E]`, contiguous, bfloat16 or float32; None: no rotation.
 
         Raises:
-            ValueError: a shape, type or stride is wrong; says which.
+            ValueError: a shape, type or stride is wrong; the text says which.
         """
         heads, num_patches = self._heads, len(x_TD)
         check_rows(x_TD, self._width)

@@ -1,1 +1,1 @@
-"""The operator: reconciles a VLMService into pools of pods, and says why."""
+"""The operator: reconciles VLMServices into pools of pods, with a reason for each decision."""

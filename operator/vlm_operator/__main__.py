@@ -1,4 +1,4 @@
-"""The composition root: settings and the parts that they make. The only file that knows them all.
+"""The composition root: builds all parts from the settings. No other module imports them all.
 
 settings ─▶ lease, informers, loops, kopf ─▶ running.lead ─▶ exit status
 """
@@ -16,19 +16,25 @@ from typing import Any
 
 import kopf
 
-from vlm_operator import kube, names
+from vlm_operator import kube
 from vlm_operator.admin import admin
 from vlm_operator.apply import Learned
 from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind, Source
 from vlm_operator.errors import OperatorError
 from vlm_operator.framework import Watching
 from vlm_operator.handlers import App
-from vlm_operator.informer import Informed, Informer
-from vlm_operator.leader import AT_ONCE, Aside, Fenced, Lease, Timing
+from vlm_operator.informer import CachedClient, Informer, label_of
+from vlm_operator.leader import AT_ONCE, BackgroundLoop, Fenced, Lease, Timing
 from vlm_operator.plan import Network
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.pods import Images
-from vlm_operator.reconcile import ClassBook, ClassLoop, Loop, Options
+from vlm_operator.reconcile import (
+    NodeClassReconciler,
+    NodeClassUsage,
+    Options,
+    PoolLoop,
+    ServiceReconciler,
+)
 from vlm_operator.running import Parts, lead, stop_on_signals
 from vlm_operator.scrape import HttpScraper
 from vlm_operator.settings import Settings
@@ -38,24 +44,24 @@ logger = logging.getLogger("vlm_operator")
 
 
 def main() -> None:
-    """Run until told to stop, or until another process leads."""
+    """Run until a signal stops the process, or until another process leads."""
     settings = Settings.read(sys.argv[1:])
     _log(settings)
     status = asyncio.new_event_loop().run_until_complete(serve(settings))
     logging.shutdown()
-    # whatever does not end when told to, in kopf or below it, ends here: a process that stays
-    # without leading or without seeing helps nobody
+    # tasks and threads of kopf that ignored the stop end here: a process that no longer leads or
+    # watches must not keep running
     os._exit(status)
 
 
 async def serve(settings: Settings) -> int:
-    """Run the operator; returns the exit status."""
+    """Run the operator and return the exit status: 2 without credentials, 1 if it cannot listen."""
     try:
         loaded = [await kube.configuration(settings.kubeconfig) for _ in range(2)]
     except OperatorError as error:
         logger.error("no credentials", extra={"error": str(error)})
         return 2
-    # the lease has a connection of its own, on a thread of its own: a renewal waits for nobody
+    # the lease has a separate connection and thread, so that no other call delays a renewal
     connection, aside_connection = (kube.KubeCluster(one) for one in loaded)
     lease = Lease(
         aside_connection,
@@ -67,8 +73,8 @@ async def serve(settings: Settings) -> int:
     )
     scraper = HttpScraper()
     try:
-        with Aside() as aside:
-            parts = _parts(settings, loaded[0], connection, lease, aside, scraper)
+        with BackgroundLoop() as background:
+            parts = _parts(settings, loaded[0], connection, lease, background, scraper)
             stop_on_signals(parts.stop)
             async with admin(
                 settings.bind,
@@ -90,33 +96,32 @@ def _parts(
     loaded: Any,
     connection: kube.KubeCluster,
     lease: Lease,
-    aside: Aside,
+    background: BackgroundLoop,
     scraper: HttpScraper,
 ) -> Parts:
-    """Put everything together."""
-    book, learned = ClassBook(), Learned()
-    # hundreds of loops that wake together decide a few at a time: others get their turn between
+    book, learned = NodeClassUsage(), Learned()
+    # if hundreds of loops wake at once, only a few decide at a time, so that others can progress
     gate = asyncio.Semaphore(AT_ONCE)
 
-    def told(service: tuple[str, str]) -> None:
+    def notify(service: tuple[str, str]) -> None:
         app.wake(*service)
 
     informers = {
-        (kind, namespace): _informer(settings, connection, kind, namespace, told)
+        (kind, namespace): _informer(settings, connection, kind, namespace, notify)
         for kind in (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
         for namespace in (settings.namespaces if kind.namespaced else ()) or (None,)
     }
-    cluster = Informed(Fenced(connection, lease), informers)
+    cluster = CachedClient(Fenced(connection, lease), informers)
 
-    def make_loop(namespace: str, name: str) -> Loop:
-        return Loop(
+    def make_reconciler(namespace: str, name: str) -> ServiceReconciler:
+        return ServiceReconciler(
             namespace,
             name,
             cluster=cluster,
             scraper=scraper,
             options=_options(settings),
             clock=time.time,
-            # not all at the same moment, and none later than promised
+            # jitter spreads the services; none exceeds `resync_seconds`
             resync=settings.resync_seconds * random.uniform(0.7, 1.0),  # noqa: S311
             epoch=lambda: lease.epoch,
             learned=learned,
@@ -125,7 +130,7 @@ def _parts(
         )
 
     app = App(
-        make_loop=make_loop,
+        make_reconciler=make_reconciler,
         connect=lambda: kube.connection(loaded),
         clock=time.monotonic,
         sight=Sight(time.monotonic),
@@ -135,17 +140,18 @@ def _parts(
     return Parts(
         namespaces=settings.namespaces,
         app=app,
-        classes=ClassLoop(
+        classes=NodeClassReconciler(
             cluster,
             book,
             clock=time.time,
             changed=app.wake_all,
             operator=f"{settings.lease_namespace}/{settings.lease_name}",
         ),
+        pools=PoolLoop(cluster, namespaces=settings.namespaces, clock=time.time),
         informers=tuple(informers.values()),
         cluster=cluster,
         lease=lease,
-        aside=aside,
+        background=background,
         stop=asyncio.Event(),
         identity=settings.identity,
     )
@@ -156,14 +162,14 @@ def _informer(
     source: Source,
     kind: Kind,
     namespace: str | None,
-    told: Callable[[tuple[str, str]], None],
+    notify: Callable[[tuple[str, str]], None],
 ) -> Informer:
     return Informer(
         source,
         kind,
         namespace,
-        labelled=names.LABEL_SERVICE if kind.namespaced else "",
-        told=told,
+        labelled=label_of(kind),
+        notify=notify,
         relist=settings.relist_seconds,
         silence=settings.silence_seconds,
     )
@@ -187,7 +193,7 @@ def _options(settings: Settings) -> Options:
 
 
 def _timing(settings: Settings) -> Timing:
-    """Keep the proportions 15 : 10 : 2 of the three numbers."""
+    """Return the lease's times in the proportion 15 : 10 : 2, as in client-go."""
     whole = settings.lease_seconds
     return Timing(duration=whole, renew_deadline=whole * 2 / 3, retry=whole * 2 / 15)
 
@@ -196,7 +202,7 @@ def _log(settings: Settings) -> None:
     form: Any = kopf.LogFormat.JSON if settings.log_format == "json" else kopf.LogFormat.PLAIN
     kopf.configure(verbose=settings.log_level == "DEBUG", log_format=form)
     logging.getLogger().setLevel(settings.log_level)
-    # kopf says of every event that its handler succeeded; ours say what they did
+    # kopf logs the success of each handler; our handlers log what they did
     logging.getLogger("kopf.objects").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 

@@ -1,4 +1,4 @@
-"""What the operator answers over HTTP: /metrics, /healthz and /readyz."""
+"""The operator's HTTP server: /metrics, /healthz and /readyz."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 async def admin(
     bind: str, port: int, *, problem: Callable[[], str], leading: Callable[[], bool]
 ) -> AsyncIterator[None]:
-    """Serve until left.
+    """Serve until the context exits.
 
     Args:
-        bind: the address to listen on.
-        port: 0 picks a free one, which the log tells.
-        problem: why this process should be restarted; "" where all is well.
-        leading: whether it holds the lease.
+        bind: address to listen on.
+        port: TCP port; 0 selects a free one and logs it.
+        problem: returns why the process should be restarted; "" if it is healthy.
+        leading: returns whether the process holds the lease.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the process cannot listen on the address.
     """
 
     async def exposition(_: web.Request) -> web.Response:

@@ -1,8 +1,8 @@
-"""The Kubernetes API, as narrow as the operator needs it: dicts in, dicts out, typed errors.
+"""The interface to the Kubernetes API that the operator uses: dicts and typed errors.
 
-`kube.KubeCluster` speaks to a real one, `testing.FakeCluster` is one in memory, `leader.Fenced`
-refuses writes of a process that no longer leads, `informer.Informed` lists from memory. Every
-method raises `ClusterError` or one of its subclasses, and nothing else.
+`kube.KubeCluster` is the real client. The tests' `FakeCluster` is an API server in memory.
+`leader.Fenced` refuses writes of a process that no longer leads. `informer.CachedClient` serves
+lists from a cache. Methods raise only `ClusterError` and its subclasses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Manifest = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One resource of the API: what its manifests say, and where its URL is.
+    """One resource of the Kubernetes API.
 
     Attributes:
-        api_version: `apps/v1`, `v1`.
-        kind: `Deployment`.
-        plural: `deployments`, the URL's last word.
-        namespaced: whether objects live in a namespace.
+        api_version: for example `apps/v1`, `v1`.
+        kind: for example `Deployment`.
+        plural: name in URLs, for example `deployments`.
+        namespaced: whether its objects are in a namespace.
     """
 
     api_version: str
@@ -35,7 +35,7 @@ class Kind:
 
     @property
     def group(self) -> str:
-        """`apps`; empty for the core group."""
+        """The API group, for example `apps`; empty for the core group."""
         return self.api_version.rpartition("/")[0]
 
 
@@ -50,7 +50,7 @@ ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
-REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")  # Kubernetes' own, between both
+REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")  # created by Deployments, not by us
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 REVIEW = Kind(
     "authorization.k8s.io/v1", "SubjectAccessReview", "subjectaccessreviews", namespaced=False
@@ -67,8 +67,8 @@ VLM_NODE_CLASS = Kind(
     names.API_VERSION, names.KIND_NODE_CLASS, names.PLURAL_NODE_CLASS, namespaced=False
 )
 
-# What a VLMService owns, in the order in which it is applied: a pod finds its account, its binding
-# and its configuration when it starts.
+# The kinds that a VLMService owns, in the order of application: when a pod starts, its
+# ServiceAccount, RoleBinding and ConfigMap exist.
 CHILD_KINDS = (
     SERVICE_ACCOUNT,
     ROLE,
@@ -99,88 +99,99 @@ KINDS = {
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """Return the kind that a manifest declares; it is one of `KINDS`."""
+    """Return the kind of a manifest.
+
+    Raises:
+        KeyError: it is not one of `KINDS`.
+    """
     return KINDS[manifest["apiVersion"], manifest["kind"]]
 
 
 class Cluster(Protocol):
-    """What the operator asks of a cluster."""
+    """The calls to a cluster that the operator makes."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """Read one object; None where there is none."""
+        """Read one object; None if it does not exist."""
         ...
 
     async def list(
         self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
     ) -> list[Manifest]:
-        """Read all objects of a kind, in one namespace or in all, that carry `labels`."""
+        """Read all objects of a kind with `labels`, in one namespace or in all."""
         ...
 
     async def apply(
         self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
     ) -> Manifest:
-        """Server-side apply as `manager`, taking over the fields it names; returns the object.
+        """Server-side apply as field manager `manager`, with force; return the object.
 
-        A `metadata.uid` in the manifest is a precondition: `ConflictError` where another object
-        took the name.
+        Raises:
+            ConflictError: the manifest has a `metadata.uid`, and the object has another one.
         """
         ...
 
     async def merge(self, manifest: Manifest, *, manager: str) -> Manifest:
-        """Merge-patch an object that exists: maps are merged, lists replaced as a whole.
+        """Merge-patch an existing object: maps are merged, lists are replaced.
 
-        Server-side apply leaves items that others added to a keyed list; this takes them out.
+        It removes items that other managers added to a keyed list; server-side apply keeps them.
         """
         ...
 
     async def create(self, manifest: Manifest) -> Manifest:
-        """Create; `ConflictError` where the name is taken."""
+        """Create an object; `ConflictError` if the name exists."""
         ...
 
     async def replace(self, manifest: Manifest) -> Manifest:
-        """Replace the version in `metadata.resourceVersion`; `ConflictError` if it moved on."""
+        """Replace an object; `ConflictError` if its `metadata.resourceVersion` has changed."""
         ...
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None) -> None:
-        """Delete in the background, only the one with `uid` if given; an absent one is fine."""
+        """Delete an object with background propagation; if it does not exist, do nothing.
+
+        With `uid`, only the object with that uid is deleted.
+        """
         ...
 
 
-class Happening(enum.Enum):
-    """What an event of a watch says, in Kubernetes' words."""
+class WatchEventType(enum.Enum):
+    """The types of watch events, as Kubernetes spells them."""
 
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
     DELETED = "DELETED"
-    BOOKMARK = "BOOKMARK"  # nothing happened up to the item's version; it is no object
+    BOOKMARK = "BOOKMARK"  # carries only a resourceVersion; all earlier events were sent
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchEvent:
-    """One event, with the object as it was then."""
+    """One watch event, with the object at the time of the event."""
 
-    happening: Happening
+    type: WatchEventType
     item: Manifest
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A part of a list, all parts as things were at `version`."""
+    """One page of a list.
+
+    Attributes:
+        version: resourceVersion of the list; equal for all of its pages.
+    """
 
     items: Sequence[Manifest]
     version: int
 
 
 class Source(Protocol):
-    """Where an informer's lists and watches come from.
+    """The source of an informer's lists and watches.
 
-    `labelled` is a label that objects carry, whatever its value; "" is all objects.
+    `labelled` is the key of a label that objects must have, with any value; "" selects all.
     """
 
     def pages(
         self, kind: Kind, namespace: str | None, *, labelled: str
     ) -> AsyncGenerator[Page, None]:
-        """List everything, part by part."""
+        """List all objects, page by page."""
         ...
 
     def watch(
@@ -193,9 +204,9 @@ class Source(Protocol):
         seconds: float,
         silence: float,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Yield what happens after version `since`, for `seconds`.
+        """Yield the events after resourceVersion `since`, for `seconds`.
 
         Raises:
-            ClusterError: it broke, or said nothing for `silence` seconds.
+            ClusterError: the watch failed, or had neither event nor bookmark for `silence` seconds.
         """
         ...

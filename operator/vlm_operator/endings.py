@@ -1,4 +1,4 @@
-"""Why a container ended, from its `terminated` state, in one line. Pure."""
+"""Describes why a container terminated, from its `terminated` state, in one line. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-SIGNALLED: Final = 128  # exit codes above it are this and the signal's number
+SIGNALLED: Final = 128  # greater exit codes are 128 plus the number of a signal
 
 
 def ending(terminated: Mapping[str, Any] | None) -> str:
-    """Return the reason, the exit code, and the error in the end of the log; empty for None."""
+    """Return the reason, the exit code and the last error of the log; "" for None."""
     if terminated is None:
         return ""
     reason, code = terminated.get("reason", "Error"), terminated.get("exitCode")
@@ -19,9 +19,9 @@ def ending(terminated: Mapping[str, Any] | None) -> str:
 
 
 def _cause(log: str, *, by_signal: bool) -> str:
-    """The last error among the last lines of a log; empty if there is none.
+    """Return the last error in the last lines of a log; "" if there is none.
 
-    A process that a signal ended wrote no reason: only an error that is its very last line counts.
+    A process that a signal ended logs no reason, so only an error in its last line counts.
     """
     lines = log.strip().splitlines()
     for line in lines[-1:] if by_signal else reversed(lines):
@@ -31,7 +31,10 @@ def _cause(log: str, *, by_signal: bool) -> str:
 
 
 def _error_in(line: str) -> str:
-    """What a line says, if it is an error: an entry of that level, or text that is no entry."""
+    """Return the message of a line if it is an error, else "".
+
+    A line that is not a JSON log entry counts as an error.
+    """
     try:
         entry = json.loads(line)
     except ValueError:

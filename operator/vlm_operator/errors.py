@@ -1,28 +1,28 @@
-"""The operator's error tree. Each class says who must act.
+"""The operator's error hierarchy. The second column is the required action.
 
 OperatorError
-├── SpecError           the user: edit this field, retrying cannot help      Accepted=False
-├── NameConflictError   the user: somebody else owns an object of that name  Stalled=True
-├── ClusterError        the API server refused, with its status and reason
-│   ├── ConflictError   ... 409: read again, then decide again
-│   ├── NamespaceEndsError  nobody: the namespace is being deleted, nothing is created there
-│   └── UnavailableError  nobody: it cannot be reached, it comes back
-├── NotReadyError       nobody: ask again after `retry_after` seconds
-└── LeaseLostError      nobody: this process may not write, until it leads again or ends
+├── SpecError               user: edit the field; a retry cannot help            Accepted=False
+├── NameConflictError       user: an object of that name has another owner       Stalled=True
+├── ClusterError            depends on the status and reason of the API server
+│   ├── ConflictError       operator: read the object again, decide again (409)
+│   ├── NamespaceEndsError  none: the namespace is being deleted
+│   └── UnavailableError    none: the operator retries until the API server answers
+├── NotReadyError           none: the operator retries after `retry_after` seconds
+└── LeaseLostError          none: the process writes nothing until it leads again or ends
 """
 
 from __future__ import annotations
 
 
 class OperatorError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of the errors that this package raises."""
 
 
 class SpecError(OperatorError):
     """A manifest cannot be satisfied as written.
 
     Args:
-        path: the field as a user writes it, `spec.pools.decode.scaling.replicas`.
+        path: the field as in the manifest, for example `spec.pools.decode.scaling.replicas`.
         message: what is wrong and what to write instead.
     """
 
@@ -33,7 +33,7 @@ class SpecError(OperatorError):
 
 
 class NameConflictError(OperatorError):
-    """An object of a child's name exists and is not ours; it is never adopted."""
+    """An object with a child's name has another owner; the operator never adopts it."""
 
     def __init__(self, kind: str, name: str, owner: str | None) -> None:
         whose = f"belongs to {owner}" if owner else "has no owner"
@@ -48,8 +48,8 @@ class ClusterError(OperatorError):
 
     Args:
         status: the HTTP status.
-        reason: `Invalid`, `Forbidden`, ...: Status.reason of the answer.
-        message: Status.message, as the server wrote it.
+        reason: `reason` of the returned `Status`: `Invalid`, `Forbidden`, ...
+        message: `message` of the returned `Status`.
     """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
@@ -60,19 +60,19 @@ class ClusterError(OperatorError):
 
 
 class ConflictError(ClusterError):
-    """Somebody wrote the object in between: read again, then decide again."""
+    """Another writer changed the object since it was read."""
 
 
 class NamespaceEndsError(ClusterError):
-    """The namespace is being deleted: the API server creates nothing there any more."""
+    """The namespace is being deleted, so the API server creates no objects in it."""
 
 
 class UnavailableError(ClusterError):
-    """The API server cannot be reached or asks for patience (429, 5xx, a broken connection)."""
+    """The API server cannot be reached or is overloaded (429, 5xx, a broken connection)."""
 
 
 class NotReadyError(OperatorError):
-    """The cluster is still moving; ask again in `retry_after` seconds."""
+    """The cluster has not reached the state yet; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
@@ -80,4 +80,4 @@ class NotReadyError(OperatorError):
 
 
 class LeaseLostError(OperatorError):
-    """The lease went to another process, or could not be renewed in time."""
+    """Another process holds the lease, or it was not renewed in time."""

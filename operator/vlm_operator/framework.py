@@ -1,4 +1,4 @@
-"""How kopf itself behaves: its settings, its credentials, and when it may write."""
+"""Configures kopf: its settings, its credentials, and the fencing of its writes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from vlm_operator.kube import REQUEST_TIMEOUT_SECONDS, Connection
 
 @dataclasses.dataclass(frozen=True)
 class Watching:
-    """How long kopf believes in a watch, in whole seconds.
+    """Limits of kopf's watches, in whole seconds.
 
     Attributes:
-        whole: then it lists and watches anew: what an event did not tell is seen by then.
-        silence: without an event or a bookmark, of which there is one a minute.
+        whole: after this time kopf lists and watches again, so that it finds missed changes.
+        silence: maximum time without an event or a bookmark. The API server sends a bookmark every
+            minute.
     """
 
     whole: int = 300
@@ -30,15 +31,15 @@ class Watching:
 
 
 async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> None:
-    """Settle how kopf itself behaves; each line answers a known trap."""
+    """Set kopf's settings that differ from its defaults."""
     watching: Watching = memo.app.watching
     settings.persistence.finalizer = names.FINALIZER
     prefix = names.GROUP
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=prefix)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=prefix)
     settings.persistence.consistency_timeout = 15
-    settings.posting.enabled = False  # our own Events are counted, kopf's are not
-    settings.peering.standalone = True  # the Lease elects
+    settings.posting.enabled = False  # we write Events ourselves, with counts
+    settings.peering.standalone = True  # the Lease elects the leader
     settings.scanning.disabled = True  # no rights on namespaces and CRDs are needed
     settings.networking.error_backoffs = Backoffs()
     settings.networking.connect_timeout = 5
@@ -50,16 +51,16 @@ async def configure(settings: kopf.OperatorSettings, memo: Any, **_: Any) -> Non
 
 
 class Backoffs:
-    """Growing pauses without an end, jittered: an API server may be away for long."""
+    """Endless exponential backoff with jitter: an API server may be unavailable for long."""
 
     def __iter__(self) -> Iterator[float]:
-        """Yield seconds: 1, 2, 4, 8, then about 15 for ever."""
+        """Yield seconds: about 1, 2, 4, 8, then about 15."""
         for failures in itertools.count(1):
             yield pauses.growing(failures, longest=15.0)
 
 
 async def login(memo: Any, **_: Any) -> kopf.AiohttpSession:
-    """Tell kopf how to connect, anew whenever its token is refused."""
+    """Give kopf a connection; kopf calls it again if the API server refuses the token."""
     found: Connection = await memo.app.connect()
     info = kopf.ConnectionInfo(
         server=found.server,
@@ -78,11 +79,13 @@ async def login(memo: Any, **_: Any) -> kopf.AiohttpSession:
 
 
 def fence(check: Callable[[], None]) -> aiohttp.ClientMiddlewareType:
-    """Hold kopf's own writes back, its finalizer's, as `leader.Fenced` does ours.
+    """Refuse kopf's writes (its finalizer) without the lease, as `leader.Fenced` does for ours.
+
+    A refused write raises `aiohttp.ClientConnectionError`, which kopf retries. A write has a
+    timeout, because `check` assumes that it ends within that time.
 
     Args:
-        check: raises `LeaseLostError` where a write must not start. To kopf that is a connection
-            that failed, which it tries again; a write ends within the time that `check` counts on.
+        check: raises `LeaseLostError` if a write must not start.
     """
 
     async def pass_on(

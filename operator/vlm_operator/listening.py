@@ -1,6 +1,6 @@
-"""How the operator's port is opened: the worker's rule (`vlm_worker/wire/listening.py`).
+"""Opens the operator's listening socket, by the worker's rule (`vlm_worker/wire/listening.py`).
 
-The operator and the worker share no Python, so each has its own copy of these few lines.
+The operator and the worker share no Python code, so each has a copy of this function.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import socket
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket; `::` takes IPv4 too, and is `0.0.0.0` if the kernel has no IPv6.
+    """Open a listening socket.
+
+    `::` accepts IPv4 and IPv6. If the kernel has no IPv6, `0.0.0.0` replaces it.
 
     Raises:
-        OSError: naming the address and the port.
+        OSError: the process cannot listen; the message names address and port.
     """
     dual = address == "::" and socket.has_dualstack_ipv6()
     host = "0.0.0.0" if address == "::" and not dual else address  # noqa: S104 - as "::" is

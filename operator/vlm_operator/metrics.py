@@ -1,4 +1,4 @@
-"""The operator's own metrics, in one registry. docs/metrics.md lists them, tested."""
+"""The operator's metrics, in one registry. docs/metrics.md lists them; a test compares both."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 REGISTRY = CollectorRegistry()
 
 TURNS = Histogram(
-    "vlm_operator_turn_seconds",
+    "triptych_operator_turn_seconds",
     "Seconds that one turn of a service's loop took, by result.",
     ["result"],
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
     registry=REGISTRY,
 )
 WRITES = Counter(
-    "vlm_operator_writes",
+    "triptych_operator_writes",
     "Objects written to the API server, by kind and verb.",
     ["kind", "verb"],
     registry=REGISTRY,
 )
 UNLEARNED = Counter(
-    "vlm_operator_unlearned",
+    "triptych_operator_unlearned",
     "Dry runs that the API server refused: additions to objects of that kind go unnoticed.",
     ["kind"],
     registry=REGISTRY,
 )
 BAD_SAMPLES = Counter(
-    "vlm_operator_bad_samples",
+    "triptych_operator_bad_samples",
     "Answers of pods to /stats that were dropped: unreachable, malformed, absurd, of another pod.",
     ["reason"],
     registry=REGISTRY,
 )
 LOOP_LAG = Histogram(
-    "vlm_operator_loop_lag_seconds",
+    "triptych_operator_loop_lag_seconds",
     "Seconds by which the operator's event loop came round later than asked.",
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
     registry=REGISTRY,
 )
-LEADER = Gauge("vlm_operator_leader", "1 while this process leads.", registry=REGISTRY)
+LEADER = Gauge("triptych_operator_leader", "1 while this process leads.", registry=REGISTRY)
 SCALE_DECISIONS = Counter(
     "vlm_scale_decisions",
     "Decisions that changed a pool's size, by the reason they gave.",
@@ -65,11 +65,11 @@ READY_REPLICAS = Gauge(
 
 
 def exposition() -> bytes:
-    """Return all of them in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return generate_latest(REGISTRY)
 
 
 def forget(namespace: str, service: str) -> None:
-    """Drop the series of a service that is gone."""
+    """Drop the series of a deleted service."""
     for metric in (SCALE_DECISIONS, DESIRED_REPLICAS, RECOMMENDED_REPLICAS, READY_REPLICAS):
         metric.remove_by_labels({"namespace": namespace, "service": service})

@@ -1,10 +1,10 @@
-"""Every string the cluster knows us by: kinds, labels, ports, managers, and the names of children.
+"""Kinds, labels, ports, field managers, and the names of a service's children.
 
 VLMService demo ─▶ demo-decode-default-1a2b3c4d   Deployment, per role, variant and revision
                 ─▶ demo-decode        VLMPool, Service, PDB, NetworkPolicy, ServiceAccount
                 ─▶ demo-gateway       Deployment, Service, PDB, NetworkPolicy, ServiceAccount,
                                       ConfigMap, Role, RoleBinding
-                ─▶ demo-autoscaler    ConfigMap: what the autoscaler remembers
+                ─▶ demo-autoscaler    ConfigMap: the autoscaler's memory
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import json
 GROUP = "triptych.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
+ANNOTATION_RESTARTED_AT = f"{GROUP}/restarted-at"
+"""Annotation of a VLMService. A new value replaces all of its pods by a rollout."""
 
 KIND_SERVICE = "VLMService"
 KIND_POOL = "VLMPool"
@@ -48,7 +50,7 @@ OPERATOR_LEASE = "triptych-operator"
 
 PORT_GRPC = 9000
 PORT_HTTP = 9001
-PORT_DATA = 9002  # workers find it by themselves, two above gRPC's
+PORT_DATA = 9002  # workers derive it: the gRPC port plus two
 PORT_GATEWAY = 8000
 PORT_GATEWAY_ADMIN = 9001
 
@@ -60,7 +62,7 @@ MAX_DEPLOYMENT_NAME = MAX_NAME - 17
 
 
 class Role(enum.StrEnum):
-    """What a pod specialises in; spelt alike in enums, labels, argv, metrics and health names."""
+    """The role of a pod. Labels, argv, metrics and gRPC health names use the same spelling."""
 
     ENCODER = "encoder"
     PREFILL = "prefill"
@@ -68,20 +70,26 @@ class Role(enum.StrEnum):
     GATEWAY = "gateway"
 
 
-# The roles that have a pool, in the order in which a request passes them.
+# The roles with a pool, in the order in which a request passes them.
 POOL_ROLES = (Role.ENCODER, Role.PREFILL, Role.DECODE)
 
 
 def child(service: str, part: Role | str) -> str:
-    """Name what a service has once per role: `demo-decode`, `demo-gateway`, `demo-autoscaler`."""
+    """Name an object that a service has once per role: `demo-decode`, `demo-autoscaler`."""
     return bounded(f"{service}-{part}")
 
 
-def deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
-    """Name one Deployment, short enough for its pods' hostnames to be their whole names.
+def api_url(service: str, namespace: str, *, domain: str, port: int) -> str:
+    """Return the base URL of a service's API inside a cluster of this DNS domain."""
+    host = f"{child(service, Role.GATEWAY)}.{namespace}.svc.{domain}"
+    return f"http://{host}/v1" if port == 80 else f"http://{host}:{port}/v1"
 
-    The digest covers each part by itself: service `z` with variant `decode-v` and service
-    `z-decode` with variant `v` read alike, and get two names.
+
+def deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
+    """Name one Deployment, short enough that the hostname of its pods is the full pod name.
+
+    The digest separates the parts: service `z` with variant `decode-v` and service `z-decode` with
+    variant `v` have equal text and get different names.
     """
     parts = json.dumps([service, str(role), variant, revision])
     digest = hashlib.sha256(parts.encode()).hexdigest()[:8]
@@ -90,24 +98,24 @@ def deployment(service: str, role: Role | str, variant: str, revision: str) -> s
 
 
 def former_deployment(service: str, role: Role | str, variant: str, revision: str) -> str:
-    """Name a Deployment as version 0.1 did. A live one keeps that name."""
+    """Name a Deployment as version 0.1 did. An existing Deployment keeps that name."""
     return bounded(f"{service}-{role}-{variant}-{revision}", limit=MAX_DEPLOYMENT_NAME)
 
 
 def gateway(service: str, compat: str) -> str:
-    """Name the gateway's Deployment of one compat set, beside the one called `child`."""
+    """Name the gateway's Deployment of one compat, if the name of `child` is already used."""
     return bounded(f"{child(service, Role.GATEWAY)}-{compat}")
 
 
 def status_manager(operator: str) -> str:
-    """Name the field manager with which one of several operators writes a shared status."""
+    """Name the field manager of one operator, if several operators write one status."""
     return bounded(f"{MANAGER_STATUS}:{operator}", limit=128)
 
 
 def bounded(name: str, *, limit: int = MAX_NAME) -> str:
-    """Return `name`, or its head and a digest of the whole where it is longer than `limit`.
+    """Return `name`; if it is longer than `limit`, its first part and a digest of all of it.
 
-    Deterministic, and unlike names stay unlike: the digest covers what is cut off.
+    The digest keeps different names different.
     """
     if len(name) <= limit:
         return name

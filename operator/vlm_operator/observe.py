@@ -1,4 +1,4 @@
-"""From the cluster to `Observed`: one full read of everything that a service owns."""
+"""Reads the whole state of a service from the cluster into `Observed`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ _ROLES = frozenset(role.value for role in Role)
 
 
 async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) -> Observed:
-    """Read a service, everything with its label (what it does not control apart), node classes.
+    """Read a service, all objects with its label, and the node classes.
+
+    Objects that carry the label but that the service does not control are in `foreign`. `samples`
+    is empty.
 
     Raises:
-        ClusterError: something could not be read; a partial view is never returned.
+        ClusterError: a read failed; a partial state is never returned.
     """
     labels = {names.LABEL_SERVICE: name}
 
@@ -73,7 +76,7 @@ async def observe(cluster: Cluster, namespace: str, name: str, *, now: float) ->
 
 
 def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:
-    """Read pods that carry a role of ours; others with our label are nobody's business."""
+    """Convert pods with a role label of ours; other pods are skipped."""
     return tuple(
         _pod(item)
         for item in pods
@@ -82,7 +85,7 @@ def pod_states(pods: Sequence[Manifest]) -> tuple[PodState, ...]:
 
 
 def seconds(moment: str) -> float:
-    """Turn Kubernetes' time into seconds since the epoch."""
+    """Convert a Kubernetes timestamp to seconds since the epoch."""
     return datetime.datetime.fromisoformat(moment).timestamp()
 
 
@@ -144,7 +147,7 @@ def _since(conditions: Mapping[str, Any], name: str, *, status: str = "True") ->
 
 
 def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) -> str:
-    """Name the one thing that keeps a pod from running, in the order in which it would happen."""
+    """Return the first cause that keeps a pod from becoming ready, in the order of its start."""
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled["status"] == "False":
         return "Pending: " + unschedulable(scheduled.get("message", ""), spec)
@@ -162,7 +165,7 @@ def _blocked(spec: Manifest, status: Manifest, conditions: Mapping[str, Any]) ->
 
 
 def unschedulable(message: str, spec: Manifest) -> str:
-    """Put the scheduler's message into one sentence: no node with 1 free nvidia.com/gpu."""
+    """Shorten the scheduler's message, for example to `no node with 1 free nvidia.com/gpu`."""
     checked = re.match(r"0/(\d+) nodes are available", message)
     if checked is None:
         return _one_line(message) or "no node was found"
@@ -189,7 +192,7 @@ def _one_line(text: str, *, limit: int = 300) -> str:
 
 
 def node_class(item: Manifest) -> NodeClassState:
-    """Read a VLMNodeClass; the API server has checked its fields."""
+    """Convert a VLMNodeClass; the API server has validated its fields."""
     spec, status = item.get("spec", {}), item.get("status", {})
     accelerator, cost = spec.get("accelerator") or {}, spec.get("cost") or {}
     spot = bool(spec.get("spot", False))

@@ -1,9 +1,10 @@
-"""What runs side by side while this process leads, and what becomes of it when something ends.
+"""Runs the concurrent tasks of the leading process, and stops all of them when one ends.
 
-acquire ─▶ lease, on a thread of its own ┐
-           kopf: VLMServices             │
-           informers: their children     ├─ whichever ends first ends the process
-           node classes, a look around   ┘  (status 1 where leadership was lost, or it broke)
+acquire ─▶ lease renewal, on its own thread ┐
+           kopf: VLMServices                │
+           informers: their children        ├─ the first task that ends stops the process
+           node classes, VLMPools           │  (status 1 if the lease is lost or a task failed)
+           health check of kopf's watches   ┘
 """
 
 from __future__ import annotations
@@ -24,45 +25,46 @@ from vlm_operator.cluster import VLM_SERVICE, Cluster
 from vlm_operator.errors import ClusterError, LeaseLostError
 from vlm_operator.handlers import App, register
 from vlm_operator.informer import Informer
-from vlm_operator.leader import Aside, Lease
-from vlm_operator.reconcile import ClassLoop
+from vlm_operator.leader import BackgroundLoop, Lease
+from vlm_operator.reconcile import NodeClassReconciler, PoolLoop
 
 logger = logging.getLogger(__name__)
 
-EXIT_SECONDS = 1.5  # for a turn to reach its end; a cut one does no harm
-LOOK_SECONDS = 30.0  # between lists that are held against what kopf told
-CLASS_SECONDS = 10.0  # between two looks at node classes and their nodes
-LAG_SECONDS = 0.1  # between two looks at how late the event loop is
+EXIT_SECONDS = 1.5  # time for running turns to end; an interrupted turn does no harm
+LOOK_SECONDS = 30.0  # interval of the lists that are compared with kopf's events
+LOOP_SECONDS = 10.0  # pause between turns for node classes, and for VLMPools
+LAG_SECONDS = 0.1  # interval of the measurements of event loop lag
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Everything that runs, and what it shares.
+    """The parts of the process, as `__main__` builds them.
 
     Attributes:
-        namespaces: that are looked after; empty for all.
-        cluster: fenced by the lease.
-        aside: where the lease is renewed.
-        stop: set when the process is told to end.
-        identity: what kopf calls this process. Without one kopf asks for the user's name, and an
-            image's uid has none.
+        namespaces: namespaces with the VLMServices of this operator; empty for all.
+        cluster: client that is fenced by the lease.
+        background: thread that renews the lease.
+        stop: set by a signal that ends the process.
+        identity: kopf's name of this process. Without one, kopf asks for the name of the user,
+            which the container's uid does not have.
     """
 
     namespaces: tuple[str, ...]
     app: App
-    classes: ClassLoop
+    classes: NodeClassReconciler
+    pools: PoolLoop
     informers: Sequence[Informer]
     cluster: Cluster
     lease: Lease
-    aside: Aside
+    background: BackgroundLoop
     stop: asyncio.Event
     identity: str
 
 
 async def lead(parts: Parts) -> int:
-    """Wait for the lease, then run until something ends; returns the exit status."""
+    """Wait for the lease, then run until the first task ends; return the exit status."""
     stopping = asyncio.create_task(parts.stop.wait())
-    acquiring = asyncio.create_task(parts.aside.do(parts.lease.acquire()))
+    acquiring = asyncio.create_task(parts.background.do(parts.lease.acquire()))
     await asyncio.wait([stopping, acquiring], return_when=asyncio.FIRST_COMPLETED)
     if not acquiring.done():
         acquiring.cancel()
@@ -76,7 +78,8 @@ async def lead(parts: Parts) -> int:
         asyncio.create_task(work)
         for work in (
             _look(parts.app, parts.cluster, parts.namespaces),
-            _tend_classes(parts.classes),
+            _tend(parts.classes, "node classes failed"),
+            _tend(parts.pools, "VLMPools failed"),
             _measure_lag(),
             *(informer.run() for informer in parts.informers),
         )
@@ -89,7 +92,7 @@ async def lead(parts: Parts) -> int:
     if lost:
         logger.error("lease lost", extra={"error": str(keeping.exception())})
     else:
-        # watches and loops end first, so that nothing is written after the lease is given up
+        # watches and loops end first, so that no write follows the release of the lease
         await asyncio.wait([operating], timeout=EXIT_SECONDS)
     broken = [
         error
@@ -103,8 +106,8 @@ async def lead(parts: Parts) -> int:
     await asyncio.wait(tasks, timeout=EXIT_SECONDS)
     if lost:
         return 1
-    if not parts.app.turning:  # else a write may be on its way, and the lease is left to run out
-        await parts.aside.do(parts.lease.release())
+    if not parts.app.turning:  # else a write may be in flight, and the lease must expire instead
+        await parts.background.do(parts.lease.release())
     return 1 if broken else 0
 
 
@@ -115,22 +118,22 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _keep(parts: Parts) -> None:
-    """Renew the lease; where it could not be for a while, wake everybody once it could."""
+    """Renew the lease; after an interruption, wake all loops once it is renewed."""
     loop = asyncio.get_running_loop()
 
-    def told(held: bool) -> None:
+    def notify(held: bool) -> None:
         metrics.LEADER.set(int(held))
         if held:
             loop.call_soon_threadsafe(parts.app.wake_all)
 
-    await parts.aside.do(parts.lease.keep(told))
+    await parts.background.do(parts.lease.renew_loop(notify))
 
 
 async def _look(app: App, cluster: Cluster, namespaces: tuple[str, ...]) -> None:
-    """Hold what is there against what kopf told, for the health check."""
+    """Compare lists of VLMServices with the events from kopf, for the health check."""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        # without an API server nobody sees anything, and a restart would not help
+        # if the API server is unavailable, a restart would not help
         with contextlib.suppress(ClusterError):
             found = [
                 await cluster.list(VLM_SERVICE, namespace) for namespace in namespaces or (None,)
@@ -138,18 +141,18 @@ async def _look(app: App, cluster: Cluster, namespaces: tuple[str, ...]) -> None
             app.sight.compare(itertools.chain.from_iterable(found))
 
 
-async def _tend_classes(classes: ClassLoop) -> None:
-    """Keep the status of node classes, until the operator ends."""
+async def _tend(loop: NodeClassReconciler | PoolLoop, failed: str) -> None:
+    """Update the status of node classes, or of VLMPools, until the task is cancelled."""
     while True:
         try:
-            await classes.turn()
+            await loop.turn()
         except (ClusterError, LeaseLostError) as error:
-            logger.warning("node classes failed", extra={"error": str(error)})
-        await asyncio.sleep(CLASS_SECONDS)
+            logger.warning(failed, extra={"error": str(error)})
+        await asyncio.sleep(LOOP_SECONDS)
 
 
 async def _measure_lag() -> None:
-    """Note how much later than asked for this event loop comes round."""
+    """Record the lag of the event loop."""
     clock = asyncio.get_running_loop().time
     while True:
         due = clock() + LAG_SECONDS
@@ -158,10 +161,10 @@ async def _measure_lag() -> None:
 
 
 async def _operate(parts: Parts, kopf_stop: asyncio.Event) -> None:
-    """Run kopf until one of its own tasks ends, and raise what ended it.
+    """Run kopf until one of its tasks ends, and raise the error of that task.
 
-    kopf then ends the others, but where the API server is away at that moment it waits for them for
-    ever, with all watches dead: it gets `EXIT_SECONDS`.
+    kopf then stops its other tasks. If the API server is unavailable at that time, kopf waits for
+    them without a limit and without live watches. So it gets `EXIT_SECONDS`.
     """
     registry = kopf.OperatorRegistry()
     register(registry)
@@ -170,7 +173,7 @@ async def _operate(parts: Parts, kopf_stop: asyncio.Event) -> None:
     ready = asyncio.Event()
 
     async def take_signals_back() -> None:
-        # kopf sets handlers of its own when it starts
+        # kopf replaces the signal handlers when it starts
         await ready.wait()
         stop_on_signals(parts.stop)
 

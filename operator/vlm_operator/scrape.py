@@ -1,9 +1,9 @@
-"""From pods to `Sample`s: each pod's own /stats, joined by its uid. A silent pod yields none.
+"""Reads each pod's /stats into a `Sample`. A pod that does not answer has no sample.
 
-Nothing of an answer is believed unchecked: another pod's uid (a reused address), an unknown
-version, a number that is negative, not finite or absurd, buckets that do not add up, or a body
-beyond 256 KiB drops the whole sample, and a counter says why. A worker or gateway of an older image
-leaves out `device`, `busy`, `gaps`, `held_for` and the buckets of stages.
+A sample is dropped, and counted with the reason, in each of these cases: the uid is another pod's
+(a reused address), the version is unknown, a number is negative, not finite or out of range,
+buckets are not cumulative, or the body exceeds 256 KiB. Workers and gateways of older images omit
+`device`, `busy`, `gaps`, `held_for` and the buckets of stages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from vlm_operator import names
 from vlm_operator.metrics import BAD_SAMPLES
 from vlm_operator.names import Role
 from vlm_operator.state import (
-    Busy,
-    Gaps,
+    ItlHistogram,
     KvTokens,
     ModelFacts,
     Phase,
@@ -29,11 +28,12 @@ from vlm_operator.state import (
     Sample,
     StageSeconds,
     Ttft,
+    WorkCounters,
 )
 
 TIMEOUT_SECONDS = 2.0
 MAX_BYTES = 256 * 1024
-MAX_COUNT = 2**53  # beyond, a float no longer counts by ones
+MAX_COUNT = 2**53  # greater integers are not exact as floats
 MAX_SECONDS = 1e12
 VERSION = 1
 _AT_ONCE = 64
@@ -42,22 +42,22 @@ _PHASES = ("loading", "ready", "draining", "failed")
 
 
 class Scraper(Protocol):
-    """Reads pods; `HttpScraper` does, and fakes do."""
+    """The interface of `HttpScraper` and of the tests' fakes."""
 
     async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
-        """Return the sample of every pod that answered well, by uid; raises nothing."""
+        """Return the sample of every pod with a valid answer, by uid; raises no error."""
         ...
 
 
 class HttpScraper:
-    """Reads http://POD_IP:9001/stats of many pods at once. Close it when done."""
+    """Reads http://POD_IP:9001/stats of at most 64 pods at once. The owner must close it."""
 
     def __init__(self, *, port: int = names.PORT_HTTP) -> None:
         self._port = port
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -87,7 +87,7 @@ class HttpScraper:
                     while not answer.content.at_eof() and len(text) <= MAX_BYTES:
                         text += await answer.content.read(MAX_BYTES + 1 - len(text))
         except (TimeoutError, aiohttp.ClientError, OSError):
-            # a pod that has not started listening is no bad sample
+            # a pod that does not listen yet is not counted as a bad sample
             return _drop("unreachable") if pod.containers_ready else None
         if len(text) > MAX_BYTES:
             return _drop("too long")
@@ -105,10 +105,10 @@ class HttpScraper:
 
 
 def parse_stats(value: Mapping[str, Any]) -> Sample:
-    """Check one answer and read it (docs/stats.schema.json).
+    """Validate one answer by docs/stats.schema.json and convert it.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not what the schema says.
+        ValueError, KeyError, TypeError, AttributeError: the answer does not match the schema.
     """
     if value["version"] != VERSION:
         raise ValueError(f"version {value['version']!r} is not {VERSION}")
@@ -128,7 +128,7 @@ def parse_stats(value: Mapping[str, Any]) -> Sample:
         inflight=_count(value["inflight"]),
         queued_requests=_count(queue["requests"]),
         queued_work_seconds=_seconds(queue["work_seconds"]),
-        admitted_work_seconds=_seconds(queue["admitted_work_seconds_total"]),
+        started_work_seconds=_seconds(_started(queue)),
         kv=_optional(value["kv"], _kv),
         model=_optional(value["model"], _model),
         ttft={name: _ttft(item) for name, item in (value["ttft"] or {}).items()},
@@ -151,7 +151,7 @@ def _text(value: object) -> str:
 
 
 def _count(value: object) -> int:
-    """A whole number; JSON does not tell 2.0 from 2."""
+    """Return a whole number of at least 0; JSON does not distinguish 2.0 from 2."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
@@ -204,12 +204,18 @@ def _ttft(value: Mapping[str, Any]) -> Ttft:
     )
 
 
-def _gaps(value: Mapping[str, Any]) -> Gaps:
-    return Gaps(count=_count(value["count"]), buckets=_buckets(value["buckets"]))
+def _started(queue: Mapping[str, Any]) -> Any:
+    """Return the counter of started work; pods of version 0.1 report it under its old name."""
+    name = "started_work_seconds_total"
+    return queue[name] if name in queue else queue["admitted_work_seconds_total"]
 
 
-def _busy(value: Mapping[str, Any]) -> Busy:
-    return Busy(
+def _gaps(value: Mapping[str, Any]) -> ItlHistogram:
+    return ItlHistogram(count=_count(value["count"]), buckets=_buckets(value["buckets"]))
+
+
+def _busy(value: Mapping[str, Any]) -> WorkCounters:
+    return WorkCounters(
         seconds=_seconds(value["seconds"]),
         calls=_count(value["calls"]),
         items=_count(value["items"]),
@@ -227,7 +233,7 @@ def _squares(value: object) -> float:
 
 
 def _buckets(value: Mapping[str, Any]) -> dict[float, int]:
-    """Cumulative counts by upper bound, ascending."""
+    """Return cumulative counts by ascending upper bound in seconds."""
     found = {
         math.inf if bound == "+Inf" else _seconds(float(bound)): _count(count)
         for bound, count in value.items()
@@ -239,6 +245,6 @@ def _buckets(value: Mapping[str, Any]) -> dict[float, int]:
 
 
 def _drop(reason: str) -> Sample | None:
-    """Count an answer that is not believed; returns no sample."""
+    """Count a dropped answer; return None in place of a sample."""
     BAD_SAMPLES.labels(reason=reason).inc()
     return None

@@ -13,28 +13,31 @@ LEAST_LEASE_SECONDS = 6.0
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How this process runs. What a service asks for stands in the VLMService.
+    """Settings of the operator's process. Settings of a service are in its VLMService.
 
     Attributes:
-        namespaces: where VLMServices are looked after; empty means everywhere.
-        kubeconfig: a file, or None for the pod's ServiceAccount.
-        worker_image: for services that name no image.
-        image_pull_policy: of every pod; empty leaves Kubernetes' default.
-        bind: the address that metrics and health listen on.
-        worker_bind: what pods pass to --bind; Kubernetes replaces `$(POD_IP)`.
-        metrics_port: of the operator's own `/metrics`, `/healthz` and `/readyz`; 0 picks a free
-            one.
-        cluster_domain: the suffix of `status.url`.
-        api_server_ports: that NetworkPolicies let gateways reach.
-        dns_namespace: where NetworkPolicies let every pod ask for names, at `dns_ports`.
-        monitoring_namespace: whose pods NetworkPolicies let read /metrics; empty for none.
-        lease_seconds: how long others wait for a leader that is gone; none writes in its last 5.
-        resync_seconds: a service takes a full turn at least this often, events or not.
-        relist_seconds: children, pods and nodes are listed again this often; between two lists
-            their watches are resumed.
-        watch_seconds: how long kopf's watch of VLMServices lasts before it lists again.
-        silence_seconds: how long a watch may say nothing before it is taken for dead.
-        spare_seconds: how long a rollout's new pod waits for a node before one is drained for it.
+        namespaces: namespaces whose VLMServices are reconciled; empty for all.
+        kubeconfig: path of a file; None for the pod's ServiceAccount.
+        worker_image: image of services that name none.
+        image_pull_policy: imagePullPolicy of every pod; empty leaves Kubernetes' default.
+        identity: holder of the lease.
+        lease_seconds: time after which other processes take over the lease of a lost leader. A
+            leader starts no write in the last 5 seconds.
+        bind: listen address of metrics and health checks.
+        worker_bind: `--bind` of worker and gateway pods; Kubernetes replaces `$(POD_IP)`.
+        metrics_port: port of `/metrics`, `/healthz` and `/readyz`; 0 selects a free one.
+        cluster_domain: DNS domain of the cluster, used in `status.url`.
+        api_server_ports: ports that NetworkPolicies let gateways reach.
+        dns_namespace: namespace of the DNS pods that NetworkPolicies let all pods reach.
+        dns_ports: ports of the DNS pods.
+        monitoring_namespace: namespace whose pods NetworkPolicies let read /metrics; empty for
+            none.
+        resync_seconds: maximum time between two full turns of a service.
+        relist_seconds: interval at which informers list again; in between they resume watches.
+        watch_seconds: duration of kopf's watch of VLMServices, after which kopf lists again.
+        silence_seconds: time without event or bookmark after which a watch counts as dead.
+        spare_seconds: time that a rollout's new pod waits for a node before the rollout drains
+            another pod for it.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -63,7 +66,7 @@ class Settings:
 
     @classmethod
     def read(cls, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
-        """Parse a command line; exits with a message and status 2 where it is wrong."""
+        """Parse a command line; if it is invalid, exit with a message and status 2."""
         found = os.environ if environ is None else environ  # noqa: TID251
         options = vars(_parser(found).parse_args(argv))
         options["namespaces"] = tuple(options["namespaces"])
@@ -125,14 +128,14 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _port(text: str) -> int:
-    """A TCP or UDP port."""
+    """Parse a TCP or UDP port."""
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not a port: give a number from 1 to 65535")
     return int(text)
 
 
 def _lease_seconds(text: str) -> float:
-    """Refuse a Lease under which a renewal would have no time to arrive before writes stop."""
+    """Parse the duration of the Lease; refuse one that leaves no time for a renewal."""
     seconds = float(text)
     if seconds < LEAST_LEASE_SECONDS:
         raise argparse.ArgumentTypeError(

@@ -1,7 +1,7 @@
-"""Whether kopf still tells us what happens: what its events say against what a list says.
+"""Detects dead watches of kopf: compares its events with lists of VLMServices.
 
-A watch that is dead without an error looks like a quiet cluster. A list tells them apart: a service
-that is there, or was changed, and of which no event came, while none came of anything else either.
+A watch that is dead without an error looks like a quiet cluster. It counts as dead if a list has a
+new or changed service for which no event came, and no event came for any other service since.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from vlm_operator import names
 from vlm_operator.cluster import Manifest
 
 Signature = tuple[object, ...]
-# What users ask for on the object itself, beside `spec`.
-WAKING_ANNOTATIONS = (f"{names.GROUP}/restarted-at", f"{names.GROUP}/reconcile-at")
+# Annotations by which users request a turn.
+WAKING_ANNOTATIONS = (names.ANNOTATION_RESTARTED_AT, f"{names.GROUP}/reconcile-at")
 
 
 def signature(meta: Mapping[str, Any]) -> Signature:
-    """Return what of a VLMService's metadata wakes its loop; a status write leaves it as it is."""
+    """Return the part of a VLMService's metadata whose change wakes its loop.
+
+    A status write does not change it.
+    """
     notes = meta.get("annotations") or {}
     return (
         meta.get("uid"),
@@ -30,7 +33,9 @@ def signature(meta: Mapping[str, Any]) -> Signature:
 
 
 class Sight:
-    """What was told of VLMServices, and since when something was not. One event loop writes it.
+    """The received events of VLMServices, and the time since which one is missing.
+
+    One event loop writes it.
 
     Args:
         clock: monotonic seconds.
@@ -43,14 +48,15 @@ class Sight:
         self._untold_since: float | None = None
 
     def told(self, uid: str, generation: int) -> None:
-        """An event of a service came."""
+        """Record an event of a service."""
         self._told[uid] = generation
         self._told_at = self._clock()
 
     def compare(self, services: Iterable[Manifest]) -> None:
-        """Look at what a list says; what is gone from it is forgotten.
+        """Compare a list of VLMServices with the events; forget services that it lacks.
 
-        A service that is being deleted is not waited for: its events stand back for its drain.
+        Once an event of a service came, no further event is expected if the service is being
+        deleted: its events wait for its drain.
         """
         listed = {item["metadata"]["uid"]: item["metadata"] for item in services}
         self._told = {uid: seen for uid, seen in self._told.items() if uid in listed}
@@ -66,7 +72,7 @@ class Sight:
 
     @property
     def blind_seconds(self) -> float:
-        """For how long something has been there to be told, and nothing was told; 0 for seeing."""
+        """Seconds for which an event has been missing and no other event came; 0 if none is."""
         if self._untold_since is None:
             return 0.0
         return self._clock() - max(self._untold_since, self._told_at)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from vlm_worker.serve import local
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path += [str(BENCH), str(BENCH / "peers")]
 
+import by_triptych  # noqa: E402
 import environments  # noqa: E402
+import rest  # noqa: E402
 
 
 def peers_run() -> ModuleType:
@@ -19,6 +27,7 @@ def peers_run() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its data classes look for it
     spec.loader.exec_module(module)
     return module
 
@@ -54,3 +63,61 @@ def test_a_sweep_tries_every_combination_once_and_the_defaults_first() -> None:
 
 def test_another_release_of_llama_cpp_is_another_build() -> None:
     assert environments.LLAMA_SDIST in environments.ENGINES["llama.cpp"].built_from
+
+
+def test_the_next_engine_waits_until_the_last_one_computes_no_more() -> None:
+    computed, pauses = iter([1.0, 1.05, 1.1, 1.1001, 9.0]), []
+    spun = rest.await_rest(lambda: next(computed), pauses.append)
+    assert spun == pytest.approx(0.1)
+    assert pauses == [rest.WINDOW_SECONDS] * 3
+
+
+def test_an_engine_that_never_rests_is_not_waited_for_forever() -> None:
+    pauses: list[float] = []
+    spun = rest.await_rest(lambda: float(len(pauses)), pauses.append)
+    assert sum(pauses) == pytest.approx(rest.PATIENCE_SECONDS)
+    assert spun == len(pauses)
+
+
+def test_what_an_engine_computes_in_processes_of_its_own_counts_and_others_do_not() -> None:
+    compute = "sum(i * i for i in range(2_000_000)); print(flush=True); input()"
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compute!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as engine:  # fmt: skip
+        assert engine.stdout is not None
+        assert engine.stdout.readline()
+        own = time.clock_gettime(~engine.pid << 3 | rest.SCHEDULED)
+        assert rest.processor_seconds([engine.pid]) > own + 0.02
+        assert rest.processor_seconds([]) == 0.0
+        engine.communicate(b"\n")
+    assert rest.processor_seconds([engine.pid]) == 0.0
+
+
+async def test_ours_is_asked_at_the_url_that_serve_names_and_not_at_one_of_metrics(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    registry = SimpleNamespace(candidates=lambda: ["worker"])
+    gateway = SimpleNamespace(
+        service=SimpleNamespace(registry=registry),
+        url="http://127.0.0.1:1",
+        admin_url="http://127.0.0.1:2",
+    )
+    settings = SimpleNamespace(gateway=SimpleNamespace(served_name="peer"))
+    await local._announce(gateway, settings, 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    found = [match[1] for match in map(by_triptych.SERVED.search, lines) if match]
+    assert found == ["http://127.0.0.1:1/v1"]
+
+
+def test_nothing_is_recorded_if_ours_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = peers_run()
+    rounds = iter([run.Measured({"openvino": {}}, {"openvino": []})])
+    monkeypatch.setattr(run, "_start", lambda *_: dict.fromkeys((run.OURS, "openvino")))
+    monkeypatch.setattr(run, "_rounds", lambda *_: rounds)
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "peers.jsonl")
+    monkeypatch.setattr(sys, "argv", ["run.py", "openvino"])
+    assert run.main() == 1
+    assert not run.RESULTS.exists()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from vlm_operator.api.status import CONDITIONS
 from vlm_operator.status.causes import ACCESS_DENIED, POD_CAUSES, REFUSED_SECONDS
+from vlm_operator.status.inputs import ConditionReason
 from vlm_operator.status.reasons import CAUSES, REASONS_OF
-from vlm_operator.status.view import Told
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "conditions.md").read_text()
@@ -53,10 +53,10 @@ def test_the_operator_knows_a_denied_gateway_by_the_gateways_own_words():
 
 def test_every_reason_that_the_code_says_is_in_a_table():
     known = set(CAUSES) | {reason for reasons in REASONS_OF.values() for reason in reasons}
-    said = {reason.value for reason in Told}
+    said = {reason.value for reason in ConditionReason}
     for source in SOURCES:
         for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Verdict":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConditionState":
                 said |= {
                     item.value
                     for argument in node.args[2:3]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from vlm_operator.crd import KINDS, Kind, crd, reference
-from vlm_operator.crd.__main__ import render
+from crd.__main__ import render
+from crd.reference import reference
+from vlm_cli.definitions import KINDS, Kind, crd
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What client-side apply stores beside the object must stay below 262,144 bytes; we keep below half

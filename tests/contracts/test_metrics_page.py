@@ -10,18 +10,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vlm_operator import metrics as operator_metrics
 from vlm_worker import metrics as worker_metrics
-from vlm_worker.core.histogram import Histogram
+from vlm_worker.core.measurements import Histogram
 from vlm_worker.engine.settings import EngineStats, KVStats
-from vlm_worker.gateway.meters import Meters as GatewayMeters
-from vlm_worker.media.spec import REFUSALS, MediaTimes
-from vlm_worker.roles.host import Transfer
-from vlm_worker.server.meters import Meters as WorkerMeters
+from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.media.settings import REFUSALS, MediaTimes
+from vlm_worker.roles.context import TransferStats
+from vlm_worker.server.metrics import WorkerMetrics
 from vlm_worker.server.state import LeaseCounts, Snapshot, WorkerState
 from vlm_worker.settings import parse
 from vlm_worker.types import STAGES, Modality
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-ROW = re.compile(r"^\| `(vlm_\w+)` \| (\w+) \| (.*?) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `((?:vlm|triptych)_\w+)` \| (\w+) \| (.*?) \|", re.MULTILINE)
 OPERATOR, WORKER = (ROW.findall(part) for part in PAGE.split("## Gateway and workers"))
 
 
@@ -41,21 +41,21 @@ def worker_exposition() -> str:
     state = WorkerState(settings)  # type: ignore[arg-type]  # the role is a worker's
     sizes = Histogram([1e6]).buckets
     engine = EngineStats(kv=KVStats(640), kv_request_bytes=((Modality.IMAGE, sizes),))
-    state.beat(engine)
-    meters = WorkerMeters(state, lambda: Snapshot(engine, LeaseCounts(), num_calls=0))
-    meters.observe(Transfer("kv", 0.1, 10))
-    meters.observe(Transfer("embed", 0.1, 10))
-    meters.picture_prepared(MediaTimes(0.0, 0.1, 0.1, 0.1))
-    meters.picture_refused(REFUSALS[0])
+    state.record_heartbeat(engine)
+    meters = WorkerMetrics(state, lambda: Snapshot(engine, LeaseCounts(), num_calls=0))
+    meters.observe(TransferStats("kv", 0.1, 10))
+    meters.observe(TransferStats("embed", 0.1, 10))
+    meters.image_prepared(MediaTimes(0.0, 0.1, 0.1, 0.1))
+    meters.image_refused(REFUSALS[0])
     return meters.exposition().decode()
 
 
 def gateway_exposition() -> str:
     """Of a gateway that has answered."""
-    meters = GatewayMeters()
+    meters = GatewayMetrics()
     meters.first_token(1.0, dict.fromkeys(STAGES, 0.1), Modality.IMAGE, 0.5)
     meters.next_token(0.1)
-    meters.pictures(1, 64)
+    meters.record_images(1, 64)
     meters.request("ok")
     return meters.exposition(num_inflight=0, accepting=True).decode()
 

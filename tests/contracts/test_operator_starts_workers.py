@@ -4,14 +4,14 @@ import json
 import pathlib
 
 from hypothesis import given, settings
-from operator_support import empty, service, specs
 
+from support.world import empty, service, specs
 from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.pods.gateway import gateway_config
 from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import intend
+from vlm_operator.reconcile.decisions import plan_turn
 from vlm_worker.settings import parse
 from vlm_worker.settings.values import GatewaySettings, WorkerSettings
 
@@ -19,7 +19,7 @@ from vlm_worker.settings.values import GatewaySettings, WorkerSettings
 @given(specs())
 @settings(max_examples=40, deadline=None)
 def test_every_command_line_is_one_that_workers_take(manifest: Manifest):
-    found = intend(service(manifest), empty(), Memory(), options=Options())
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
     for item in found.plan.objects:
         if item["kind"] != "Deployment":
             continue

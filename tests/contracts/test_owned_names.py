@@ -63,7 +63,7 @@ def test_every_port_of_a_worker_is_owned() -> None:
 
 
 def test_the_arguments_that_the_page_shows_are_flags_of_workers_and_free() -> None:
-    shown = Engine.model_fields["args"].json_schema_extra["example"]
+    shown = Engine.model_fields["extra_args"].json_schema_extra["example"]
     flags = {arg.split("=")[0] for arg in shown}
     assert flags
     assert flags <= WORKER_FLAGS - set(OWNED_ARGS)

@@ -11,12 +11,12 @@ import pathlib
 from typing import Any
 
 import yaml
-from operator_support import empty, service
 
+from support.world import empty, service
 from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import intend
+from vlm_operator.reconcile.decisions import TurnPlan, plan_turn
 from vlm_operator.state import NodeClassState, Resolved
 
 HERE = pathlib.Path(__file__).parent
@@ -25,25 +25,29 @@ FOLDER = HERE / "templates"
 FIX = (
     "raise `Resolved.template` in operator/vlm_operator/state/revisions.py, or the next upgrade of "
     "the operator restarts all pods of all services; then write templates/VERSION.json anew: "
-    "python tests/contracts/test_pod_templates.py"
+    "PYTHONPATH=tests python tests/contracts/test_pod_templates.py"
 )
+
+
+def planned() -> TurnPlan:
+    """The first turn of the maximal service."""
+    manifest = copy.deepcopy(yaml.safe_load(MAXIMAL.read_text()))
+    manifest["metadata"]["namespace"] = "ns"
+    manifest["spec"]["stopped"] = False
+    classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}
+    observed = empty()
+    observed = type(observed)(**{**vars(observed), "node_classes": classes})
+    return plan_turn(service(manifest), observed, Memory(), options=Options())
 
 
 def rendered() -> dict[str, Any]:
     """The pod template of each Deployment of the maximal service, by role and variant."""
-    manifest = copy.deepcopy(yaml.safe_load(MAXIMAL.read_text()))
-    manifest["metadata"]["namespace"] = "ns"
-    manifest["spec"]["suspend"] = False
-    classes = {"gpu-l40s": NodeClassState("gpu-l40s", accelerator="nvidia.com/gpu", accelerators=1)}
-    observed = empty()
-    observed = type(observed)(**{**vars(observed), "node_classes": classes})
-    found = intend(service(manifest), observed, Memory(), options=Options())
     return {
         "/".join(
             item["metadata"]["labels"].get(label, "")
             for label in (names.LABEL_ROLE, names.LABEL_VARIANT)
         ): json.loads(json.dumps(item["spec"]["template"]))
-        for item in found.plan.objects
+        for item in planned().plan.objects
         if item["kind"] == "Deployment"
     }
 
@@ -60,6 +64,19 @@ def test_every_template_stands_under_its_version():
 def test_the_maximal_service_has_every_role_and_a_node_class():
     assert {name.partition("/")[0] for name in rendered()} == {*names.POOL_ROLES, "gateway"}
     assert "encoder/l40s" in rendered()
+
+
+def test_a_renamed_field_changes_no_revision():
+    """Digests of live Deployments were made with the field names of version 0.1."""
+    found = planned().revisions
+    assert {f"{role}/{name}": item.id for (role, name), item in found.items()} == {
+        "encoder/cpu": "a588af85",
+        "encoder/any": "77c4022f",
+        "encoder/l40s": "3485feb6",
+        "prefill/default": "8c3f88b4",
+        "decode/default": "acbebb95",
+        "gateway/": "e6a5d6f5",
+    }
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from crd.reference import Row, rows
 from vlm_operator import api
 from vlm_operator.api.base import Restarts
-from vlm_operator.crd.reference import Row, rows
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.rollout import current_revisions, keep_defaults
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())
 ROWS = {row.path: row for row in rows(api.VLMServiceSpec, "spec")}
 # A rule refuses these where there is a prefill pool, as there is here.
-REFUSED = {"spec.pools.encoder.lending.mode", "spec.pools.decode.lending.mode"}
+REFUSED = {"spec.pools.encoder.encodeInline", "spec.pools.decode.encodeInline"}
 # Items of lists are left out: a change of the list is their change.
 LEAVES = {
     path: row
@@ -78,7 +78,7 @@ def test_the_operator_restarts_what_the_field_declares(path: str) -> None:
 
 @pytest.mark.parametrize("role", ["encoder", "prefill", "decode"])
 def test_a_change_in_one_pool_leaves_the_others_alone(role: str) -> None:
-    path = f"spec.pools.{role}.engine.args"
+    path = f"spec.pools.{role}.engine.extraArgs"
     before, after = revisions(MAXIMAL), revisions(changed(MAXIMAL, LEAVES[path]))
     assert {key[0].value for key in before if before[key] != after[key]} == {role}
 

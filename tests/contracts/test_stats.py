@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 
 from vlm_operator.scrape import parse_stats
-from vlm_worker.core.busy import Busy, Kind
+from vlm_worker.core.measurements import BusyTime, WorkKind
 from vlm_worker.engine.settings import EncoderCacheStats, EngineStats, KVStats
-from vlm_worker.gateway.meters import Meters
+from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.server.metrics import stats_document
 from vlm_worker.server.state import LeaseCounts, ModelFacts, Phase, Snapshot, WorkerState
-from vlm_worker.server.stats import stats_document
 from vlm_worker.settings import parse
 from vlm_worker.types import Modality
 
@@ -62,7 +62,10 @@ def test_the_operator_reads_on_which_device_a_worker_computes() -> None:
 
 
 def test_the_operator_reads_what_a_worker_was_busy_with() -> None:
-    busy = {Kind.PREFILL: Busy(1.5, 3, 2, 300, 4.5e6), Kind.ENCODE: Busy(0.25, 1, 2, 64, 2048.0)}
+    busy = {
+        WorkKind.PREFILL: BusyTime(1.5, 3, 2, 300, 4.5e6),
+        WorkKind.ENCODE: BusyTime(0.25, 1, 2, 64, 2048.0),
+    }
     told = Snapshot(EngineStats(busy=busy), LeaseCounts(), num_calls=0)
     document = stats_document(state_of("prefill", ENVIRONMENT), told)
     jsonschema.validate(document, SCHEMA)
@@ -73,7 +76,7 @@ def test_the_operator_reads_what_a_worker_was_busy_with() -> None:
 
 
 def test_the_operator_reads_the_gaps_and_stages_of_a_gateway() -> None:
-    meters = Meters()
+    meters = GatewayMetrics()
     meters.first_token(0.3, {"encode": 0.2, "other": 0.1}, Modality.IMAGE, 0.25)
     for seconds in (0.02, 0.02, 0.3):
         meters.next_token(seconds)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vlm_operator.local.controlplane import ControlPlane
+from vlm_local.controlplane import ControlPlane
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHART = ROOT / "helm" / "triptych"

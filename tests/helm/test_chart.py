@@ -53,6 +53,15 @@ def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     return found[0]
 
 
+@pytest.mark.parametrize("more", [(), ("--set", "tolerations[0].operator=Exists")])
+def test_the_operator_leaves_a_lost_node_soon(helm: Helm, chart: str, more: tuple[str, ...]):
+    operator = one(rendered(helm, chart, *more), "Deployment", "triptych-operator")
+    found = operator["spec"]["template"]["spec"]["tolerations"]
+    seconds = {item["key"]: item["tolerationSeconds"] for item in found if "key" in item}
+    assert seconds == {f"node.kubernetes.io/{key}": 30 for key in ("not-ready", "unreachable")}
+    assert ({"operator": "Exists"} in found) is bool(more)
+
+
 def test_lint_is_content_with_both_value_sets(helm: Helm, chart: str, values_file: str) -> None:
     helm("lint", "--strict", chart)
     helm("lint", "--strict", chart, "--values", values_file)
@@ -206,6 +215,9 @@ def test_releases_of_one_name_in_two_namespaces_share_no_object(helm: Helm, char
         ),
         pytest.param("commonLabels.team=a b", "team", id="no label value"),
         pytest.param("nodeSelector.a b=x", "nodeSelector", id="no label key"),
+        pytest.param("watchNamespaces={a,a}", "watchNamespaces", id="one namespace twice"),
+        pytest.param("network.monitoringNamespace=A b", "monitoringNamespace", id="no namespace"),
+        pytest.param("network.dns.namespace=Kube_System", "namespace", id="no namespace of DNS"),
         pytest.param("serviceAccount.create=false", "serviceAccount.name is required", id="nobody"),
     ],
 )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 from vlm_operator import names
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -37,6 +37,14 @@ def test_the_operators_pod_passes_pod_security_restricted(installed: ControlPlan
     text = installed.kubectl("-n", "triptych-system", "get", "pods", "-o", "json").stdout
     (pod,) = json.loads(text)["items"]
     assert pod["spec"]["serviceAccountName"] == "triptych-operator"
+    # the namespace does enforce it: the same pod with one right more is refused
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "risen"}, "spec": pod["spec"]}
+    pod["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
+    refused = installed.kubectl(
+        "-n", "triptych-system", "create", "--dry-run=server", "-f", "-",
+        stdin=json.dumps(pod), check=False,
+    )  # fmt: skip
+    assert 'violates PodSecurity "restricted' in refused.stderr
 
 
 @pytest.mark.parametrize(

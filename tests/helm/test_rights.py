@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.spawn import tied
-from vlm_operator.local.waiting import until
+from vlm_local.controlplane import ControlPlane
+from vlm_local.subprocesses import tied
+from vlm_local.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -111,9 +111,7 @@ def granted() -> set[Right]:
 
 def requests(cluster: ControlPlane, *, since: int) -> list[dict[str, Any]]:
     """What the operator asked of the API server, from a place in the audit log on."""
-    with cluster.audit_log.open() as log:
-        log.seek(since)
-        events = [json.loads(line) for line in log if line.endswith("\n")]
+    events, _ = cluster.audited(since=since)
     # who was refused as unknown has no name
     return [event for event in events if event["user"].get("username") == USER]
 

@@ -42,6 +42,17 @@ class Batch:
             scale=0.3, spans=self.spans, window=self.window, softcap=self.softcap,
         )  # fmt: skip
 
+    def exact(self, layer: int) -> torch.Tensor:
+        """The definition, not rounded to the queries' type."""
+        return dataclasses.replace(self, q=self.q.float()).definition(layer)
+
+    def weighed(self, layer: int) -> torch.Tensor:
+        """The same with the magnitudes of values: what roundings of weights are shares of."""
+        cache = self.kv_cache.clone()
+        rows, _ = split_pieces(cache, self.q.shape[-1])
+        rows[:, :, 1] = rows[:, :, 1].float().abs().to(cache.dtype)
+        return dataclasses.replace(self, kv_cache=cache).exact(layer)
+
     def alone(self, s: int) -> Batch:
         start, end = self.query_start[s], self.query_start[s + 1]
         return dataclasses.replace(

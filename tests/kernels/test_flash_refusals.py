@@ -18,7 +18,7 @@ from vlm_kernels.flash_attention import (
 from vlm_kernels.segments import plan_segments, seen_by
 
 if not can_attend_segments(torch.bfloat16, torch.device("cpu")):
-    pytest.skip("no native kernel: this CPU does not multiply bfloat16", allow_module_level=True)
+    pytest.skip("this CPU has no AVX512-BF16", allow_module_level=True)
 
 
 @pytest.mark.parametrize(

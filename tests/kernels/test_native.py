@@ -27,7 +27,7 @@ TRIPTYCH_EXPORT int triptych_sum(int count, int num_threads) {
   triptych::parallel_for(num_threads, count, [&](std::ptrdiff_t i) { sum += int(i); });
   return sum;
 }
-TRIPTYCH_EXPORT void triptych_mix(uint32_t* values, int size, int num_loops, int num_threads) {
+TRIPTYCH_EXPORT bool triptych_mix(uint32_t* values, int size, int num_loops, int num_threads) {
   triptych::in_team(num_threads, [&](triptych::Threads& threads) {
     for (int loop = 0; loop < num_loops; ++loop) {
       const uint32_t* from = values + loop % 2 * size;
@@ -35,6 +35,7 @@ TRIPTYCH_EXPORT void triptych_mix(uint32_t* values, int size, int num_loops, int
       threads.for_each(size, [&](std::ptrdiff_t i) { to[i] = 3 * from[i] + from[(i + 1) % size]; });
     }
   });
+  return true;
 }
 """
 

@@ -1,1 +1,1 @@
-"""The worker images: batching engine, transfers and gateway of a VLM inference pool."""
+"""The worker package: batching engine, transfers and gateway of a VLM inference service."""

@@ -1,4 +1,4 @@
-"""`vlm-worker COMMAND`: settings from argv, and the command's own module, imported only now."""
+"""`vlm-worker COMMAND`: parses settings from argv, then imports and runs the command's module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import signal
 import sys
 
 from vlm_worker.errors import WorkerError
-from vlm_worker.serve.compiler import keep_compiled
-from vlm_worker.serve.logs import log_as_json, log_as_text
-from vlm_worker.serve.memory import keep_freed_memory
+from vlm_worker.serve.process import keep_compiled, log_as_json, log_as_text, set_malloc_thresholds
 from vlm_worker.settings import (
     GatewaySettings,
     ServeSettings,
@@ -21,16 +19,16 @@ from vlm_worker.settings import (
 
 
 def main() -> None:
-    """Run one command and exit with its code; a failed start ends in one line that says why."""
-    # The first process of a container gets no SIGTERM that it does not ask for: until the command
-    # listens for itself, a pod that is deleted would live on for all of its grace.
+    """Run one command and exit with its code; a failed start prints one line with the reason."""
+    # The kernel does not deliver SIGTERM to PID 1 without a handler. Until the command installs its
+    # own, a deleted pod would otherwise run until its grace period ends.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     environ = os.environ  # noqa: TID251  the one place that reads it
     settings = parse(sys.argv[1:], environ)
-    # Threads of torch that spin while they wait keep, on shared cores, those from work that they
-    # wait for: a step takes twenty times as long. OpenMP reads this when torch is imported.
+    # With shared cores, torch threads that spin take cores from the threads that they wait for: a
+    # step takes twenty times as long. OpenMP reads this variable when torch is imported.
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    keep_freed_memory(environ)
+    set_malloc_thresholds(environ)
     keep_compiled(environ)
     if isinstance(settings, ServeSettings):
         log_as_text()
@@ -44,9 +42,9 @@ def main() -> None:
 
 def _run(settings: Settings) -> int:
     if not isinstance(settings, ServeSettings) and settings.parent is not None:
-        from vlm_worker.serve.parent import exit_with
+        from vlm_worker.serve.process import exit_with_parent
 
-        exit_with(settings.parent)
+        exit_with_parent(settings.parent)
     if isinstance(settings, WorkerSettings):
         from vlm_worker.serve.worker import run_worker
 

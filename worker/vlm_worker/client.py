@@ -1,12 +1,12 @@
-"""One worker, typed: values in, values out, our errors raised. For the gateway and for consumers.
+"""A typed client of one worker: values in, values out, errors raised. For gateway and consumers.
 
     async with WorkerClient("10.0.0.7:9000") as worker:
         reservation = await worker.reserve(call, timeout=2.0)
         async with aclosing(worker.prefill(call, timeout=60.0)) as replies:
             async for reply in replies: ...
 
-Streams are asynchronous generators: leave them through `contextlib.aclosing`, so that a call that
-is given up is cancelled there and then (grpc.aio never cancels one that is merely dropped).
+Streams are asynchronous generators. Leave them through `contextlib.aclosing`, so that an abandoned
+call is cancelled at once: grpc.aio never cancels a call that is only dropped.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.settings.values import MAX_PORT
 from vlm_worker.types import RequestKey
-from vlm_worker.wire import calls, decode, encode, identity, prefill
+from vlm_worker.wire import decode, encode, identity, messages, prefill
 from vlm_worker.wire.credentials import open_channel
-from vlm_worker.wire.data import Fetch
-from vlm_worker.wire.errors import error_of_call
-from vlm_worker.wire.methods import METHODS
-from vlm_worker.wire.options import CHUNK_BYTES, DATA_PORT, SEND_PICTURES
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.rpc import DATA_PORT, METHODS, SEND_IMAGES, SENT_CHUNK_BYTES
+from vlm_worker.wire.status import error_of_call
 
 T = TypeVar("T")
 
 
 class WorkerClient:
-    """One worker at `address` (host:port); connects when first used, and again after a loss.
+    """One worker at `address` (host:port); connects at first use, and again after a loss.
 
-    A control call without a `timeout` of its own has `timers.control`. `data_port` is what the last
-    fetch told of it.
+    A control call without a `timeout` uses `timers.control`. `data_port` is the port that the last
+    fetch reported.
     """
 
     def __init__(self, address: str, *, timers: Timers = PRODUCTION) -> None:
@@ -48,26 +47,26 @@ class WorkerClient:
         self._stubs: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
-        """Nothing to do."""
+        """Return the client; the connection opens at first use."""
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Close."""
+        """Close the client."""
         await self.close()
 
     async def close(self) -> None:
-        """End the connection and every call on it."""
+        """Close the connection and end its calls."""
         await self._channel.close()
 
-    # ---- who is there --------------------------------------------------------------------------
+    # ---- identity and load ---------------------------------------------------------------------
 
-    async def hello(self, *, timeout: float | None = None) -> calls.Hello:
-        """Who this is; IncompatibleError where it speaks another protocol."""
-        request = pb.HelloRequest(protocol_version=calls.PROTOCOL_VERSION)
+    async def hello(self, *, timeout: float | None = None) -> messages.Hello:
+        """The worker's identity; IncompatibleError if it uses another protocol version."""
+        request = pb.HelloRequest(protocol_version=messages.PROTOCOL_VERSION)
         return self._read(identity.hello_of, await self._unary("Hello", request, timeout=timeout))
 
-    async def watch_load(self) -> AsyncGenerator[calls.Load]:
-        """Its load, once a second, until the caller closes; PeerLostError when it is gone."""
+    async def watch_load(self) -> AsyncGenerator[messages.Load]:
+        """Its load, once a second, until the caller closes; PeerLostError if it is lost."""
         async with aclosing(self._stream("WatchLoad", pb.WatchLoadRequest(), None)) as replies:
             async for message in replies:
                 yield self._read(identity.load_of, message)
@@ -75,14 +74,14 @@ class WorkerClient:
     # ---- a request -----------------------------------------------------------------------------
 
     async def encode(
-        self, call: calls.EncodeCall, pictures: Sequence[bytes | bytearray], *, timeout: float
-    ) -> AsyncGenerator[calls.Reply[calls.EncodeEvent]]:
-        """Send pictures; yields Decoded once, then ItemReady or ItemFailed for each."""
+        self, call: messages.EncodeCall, images: Sequence[bytes | bytearray], *, timeout: float
+    ) -> AsyncGenerator[messages.Reply[messages.EncodeEvent]]:
+        """Send images; yields Decoded once, then ItemReady or ItemFailed for each."""
         wanted = asyncio.get_running_loop().create_future()
-        upload = _upload(call, pictures, wanted)
+        upload = _upload(call, images, wanted)
 
         def told(metadata: Mapping[str, Any]) -> None:
-            wanted.set_result(SEND_PICTURES in metadata)
+            wanted.set_result(SEND_IMAGES in metadata)
 
         try:
             async with aclosing(self._stream("Encode", upload, timeout, told)) as replies:
@@ -93,15 +92,15 @@ class WorkerClient:
                 wanted.set_result(False)
 
     async def reserve(
-        self, call: calls.ReserveCall, *, timeout: float | None = None
-    ) -> calls.Reservation:
-        """Hold KV room; renew it with `renew` until `decode`, or give it back with `release`."""
+        self, call: messages.ReserveCall, *, timeout: float | None = None
+    ) -> messages.Reservation:
+        """Reserve KV blocks; `renew` keeps them until `decode`, `release` frees them."""
         reply = await self._unary("Reserve", decode.reserve_call_to(call), timeout=timeout)
         return self._read(decode.reservation_of, reply)
 
     async def prefill(
-        self, call: calls.PrefillCall, *, timeout: float
-    ) -> AsyncGenerator[calls.Reply[calls.PrefillEvent]]:
+        self, call: messages.PrefillCall, *, timeout: float
+    ) -> AsyncGenerator[messages.Reply[messages.PrefillEvent]]:
         """Compute a prompt; yields Accepted, FirstToken, PrefillDone."""
         request = prefill.prefill_call_to(call)
         async with aclosing(self._stream("Prefill", request, timeout)) as replies:
@@ -109,16 +108,18 @@ class WorkerClient:
                 yield self._read(prefill.prefill_reply_of, message)
 
     async def decode(
-        self, call: calls.DecodeCall, *, timeout: float
-    ) -> AsyncGenerator[calls.Reply[calls.DecodeEvent]]:
-        """Continue an answer after its first token; yields Tokens, at last Finished."""
+        self, call: messages.DecodeCall, *, timeout: float
+    ) -> AsyncGenerator[messages.Reply[messages.DecodeEvent]]:
+        """Continue an answer after its first token; yields Tokens, then Finished."""
         request = decode.decode_call_to(call)
         async with aclosing(self._stream("Decode", request, timeout)) as replies:
             async for message in replies:
                 yield self._read(decode.decode_reply_of, message)
 
-    async def cancel(self, key: RequestKey, *, timeout: float | None = None) -> calls.CancelOutcome:
-        """End all of an attempt there (attempt 0: of every attempt) and free it; idempotent."""
+    async def cancel(
+        self, key: RequestKey, *, timeout: float | None = None
+    ) -> messages.CancelOutcome:
+        """End an attempt on the worker and free it; idempotent. Attempt 0 means all attempts."""
         request = pb.CancelRequest(request_id=key.request_id, attempt=key.attempt)
         reply = await self._unary("Cancel", request, timeout=timeout)
         return self._read(identity.cancel_reply_of, reply)
@@ -140,22 +141,22 @@ class WorkerClient:
     async def release(
         self, boot_id: bytes, transfer_id: str, *, timeout: float | None = None
     ) -> None:
-        """Give up a lease or a reservation; idempotent."""
+        """Release a lease or a reservation; idempotent."""
         request = pb.ReleaseLeaseRequest(transfer_id=transfer_id, boot_id=boot_id)
         await self._unary("ReleaseLease", request, timeout=timeout)
 
     async def fetch(
-        self, fetch: Fetch, call: calls.FetchCall, *, timeout: float
+        self, fetch: Fetch, call: messages.FetchCall, *, timeout: float
     ) -> AsyncGenerator[bytes]:
-        """The raw frames (wire/frames.py reads them) of an embedding, or of KV blocks.
+        """The raw frames of an embedding or of KV blocks; `wire.frame_reader` reads them.
 
-        They come while prefill still writes these.
+        They arrive while prefill still writes the blocks.
         """
         told: dict[str, Any] = {}
         request = identity.fetch_call_to(call)
         async with aclosing(self._stream(fetch.method, request, timeout, told.update)) as frames:
             async for frame in frames:
-                self._learn(told)  # of a call that fails there is none
+                self._learn(told)  # a call that fails has no metadata
                 yield frame
 
     # ---- gRPC ----------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class WorkerClient:
         return stub
 
     def _read(self, convert: Callable[[Any], T], message: Any) -> T:
-        """A reply as a value; a worker that says what cannot be is as good as lost."""
+        """Convert a reply; a worker that sends invalid values counts as lost."""
         try:
             return convert(message)
         except InvalidRequestError as error:
@@ -209,10 +210,10 @@ class WorkerClient:
         timeout: float | None,
         told: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> AsyncGenerator[Any]:
-        """The messages of a call; `told` gets the initial metadata, before the first of them."""
+        """The messages of a call; `told` gets the initial metadata before the first message."""
         call = self._call(name, request, timeout)
         try:
-            if told is not None:  # what is asked for there may have to come before any message
+            if told is not None:  # the caller may need the metadata before any message arrives
                 told(dict(await call.initial_metadata()))
             async for message in call:
                 yield message
@@ -229,24 +230,24 @@ class WorkerClient:
         self.data_port = int(port) if port.isdecimal() and 0 < int(port) <= MAX_PORT else None
 
     def _raise_if_closed(self) -> None:
-        """grpc.aio says CancelledError, too, when the channel is closed under a call."""
+        """Raise PeerLostError if the task was not cancelled: grpc.aio also cancels on close."""
         task = asyncio.current_task()
         if task is None or not task.cancelling():
             raise PeerLostError(f"{self.address}: the channel was closed") from None
 
 
 async def _upload(
-    call: calls.EncodeCall, pictures: Sequence[bytes | bytearray], wanted: asyncio.Future[bool]
+    call: messages.EncodeCall, images: Sequence[bytes | bytearray], wanted: asyncio.Future[bool]
 ) -> AsyncIterator[pb.EncodeRequest]:
-    """The call, then its pictures if they are `wanted`.
+    """The call, then its images if `wanted` becomes True.
 
-    Not before: grpc.aio loses the status of a call that ends while it writes.
+    Images wait for it because grpc.aio loses the status of a call that ends while it writes.
     """
     yield encode.encode_call_to(call)
     if not await wanted:
         return
-    for item, picture in enumerate(pictures):
-        view = memoryview(picture)
-        for start in range(0, len(view), CHUNK_BYTES):
-            data = bytes(view[start : start + CHUNK_BYTES])
+    for item, image in enumerate(images):
+        view = memoryview(image)
+        for start in range(0, len(view), SENT_CHUNK_BYTES):
+            data = bytes(view[start : start + SENT_CHUNK_BYTES])
             yield pb.EncodeRequest(chunk=pb.EncodeChunk(item=item, data=data))

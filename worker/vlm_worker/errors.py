@@ -1,18 +1,18 @@
-"""The worker's error tree. Each class says who must act; `wire` maps it to a gRPC status and back.
+"""The worker's error hierarchy, with who must act; `wire` maps it to gRPC statuses and back.
 
 WorkerError
-├── InvalidRequestError     the caller: this can never succeed as sent     INVALID_ARGUMENT
+├── InvalidRequestError     the caller: the request can never succeed      INVALID_ARGUMENT
 │   ├── ContextTooLongError     the prompt does not fit, with the numbers
-│   └── InvalidImageError       one picture, by index
-├── OverloadedError         the caller: later                              RESOURCE_EXHAUSTED
-├── DrainingError           the caller: elsewhere                          UNAVAILABLE
-├── PeerLostError           the caller: elsewhere, the peer is gone        UNAVAILABLE
+│   └── InvalidImageError       one image, by index
+├── OverloadedError         the caller: retry later                        RESOURCE_EXHAUSTED
+├── DrainingError           the caller: retry on another worker            UNAVAILABLE
+├── PeerLostError           the caller: retry, the peer is lost            UNAVAILABLE
 ├── GoneError               the caller: start over, the handle is void     NOT_FOUND
 ├── DuplicateError          the caller: (request_id, attempt) was used     ALREADY_EXISTS
-├── IncompatibleError       nobody: fingerprints differ, for good          FAILED_PRECONDITION
+├── IncompatibleError       the operator: fingerprints differ, no retry    FAILED_PRECONDITION
 ├── CorruptTransferError    the caller: fetch again or recompute           DATA_LOSS
-├── CancelledError          nobody: the caller asked for it                CANCELLED
-└── EngineError             us: a defect or a lost device                  INTERNAL
+├── CancelledError          no one: the caller cancelled it                CANCELLED
+└── EngineError             the developer: a defect, or a lost device      INTERNAL
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import enum
 
 
 class WorkerError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class InvalidRequestError(WorkerError):
@@ -34,14 +34,14 @@ class InvalidRequestError(WorkerError):
 
 
 class ContextTooLongError(InvalidRequestError):
-    """The prompt and the answer asked for do not fit."""
+    """The prompt and the requested answer exceed the context."""
 
     def __init__(self, message: str, *, param: str | None = "messages") -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class InvalidImageError(InvalidRequestError):
-    """One picture cannot be used."""
+    """One image cannot be used."""
 
     def __init__(self, message: str, *, item: int, code: str = "invalid_image") -> None:
         super().__init__(message, code=code)
@@ -49,7 +49,7 @@ class InvalidImageError(InvalidRequestError):
 
 
 class OverloadedError(WorkerError):
-    """There is no room now."""
+    """A limit is reached now; a retry may succeed."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class OverloadedError(WorkerError):
 
 
 class DrainingError(WorkerError):
-    """This worker takes no new work."""
+    """This worker accepts no new work."""
 
 
 class PeerLostError(WorkerError):
@@ -65,7 +65,7 @@ class PeerLostError(WorkerError):
 
 
 class GoneError(WorkerError):
-    """The handle is unknown, expired, or of an earlier life."""
+    """The handle is unknown, expired, or of an earlier incarnation."""
 
 
 class DuplicateError(WorkerError):
@@ -77,16 +77,16 @@ class IncompatibleError(WorkerError):
 
 
 class Refusal(enum.StrEnum):
-    """What of a transfer was not as it had to be."""
+    """The check of a transfer that failed."""
 
     SIZE = "size"
     DIGEST = "digest"
-    EPOCH = "epoch"  # of another pod, or of another life of it
+    EPOCH = "epoch"  # of another pod, or of another incarnation of this one
     IDENTITY = "identity"  # of another request, attempt or transfer
     LAYOUT = "layout"
     SEQUENCE = "sequence"
     RANGE = "range"
-    MEMORY = "memory"  # shared memory is not there, or not as promised
+    MEMORY = "memory"  # exposed memory is missing, or not as announced
     COMMIT = "commit"
     CONTENT = "content"
 
@@ -104,4 +104,4 @@ class CancelledError(WorkerError):
 
 
 class EngineError(WorkerError):
-    """The engine failed; not the request's fault."""
+    """The engine failed; the request is valid."""

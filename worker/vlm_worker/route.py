@@ -1,11 +1,11 @@
-"""Which pods serve a request. Pure: candidates and a demand in, a route with its reasons out.
+"""Chooses the pods of a request. Pure: candidates and a demand in, a route with its reasons out.
 
-    decode    room for the whole prompt in KV, then the least loaded
-    prefill   the pod that saw this prefix before, unless busy; without a pool, where it decodes
-    encoder   the pod that saw these pictures before, unless busy; without a pool, where it prefills
+    decode    free KV for the whole prompt, then the least loaded
+    prefill   the pod that saw this prefix before, unless busy; without a pool, the decode pod
+    encoder   the pod that saw these images before, unless busy; without a pool, the prefill pod
 
-A stage without a pool runs on the next role that has loaded it. Pods of one route agree in their
-fingerprints. A draining pod is taken only where there is no other, and the call says so.
+A stage without a pool runs on the next role that has loaded it. Pods of one route have equal
+fingerprints. A draining pod is chosen only if there is no other, and the call is marked so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from vlm_worker.types import Role, Stage
 
-# The pod with the warm cache is left for the least loaded one when it has this much more to do.
+# If the pod with the warm cache has this much more to do, the least loaded pod is chosen instead.
 AFFINITY_SLACK_REQUESTS = 4
 AFFINITY_SLACK_SECONDS = 0.5
 
@@ -27,15 +27,15 @@ class Candidate:
     """A worker pod as the gateway sees it now.
 
     Attributes:
-        name: unique; the pod's name, or its address where there is no cluster.
+        name: unique; the pod's name, or its address outside of a cluster.
         address: host:port of its gRPC server.
         role, stages: from Hello.
         boot_id, layout_fingerprint, embed_fingerprint: from Hello.
         kv_capacity_tokens, max_model_len_tokens: from Hello; 0 without KV.
-        ready: it is not being deleted and its containers are ready.
-        accepting: the readiness gate and its own word; False while it drains.
-        num_inflight: requests that this gateway has there.
-        num_waiting, work_queued_seconds, kv_free_tokens: its last load report.
+        ready: its containers are ready and it is not being deleted.
+        accepting: readiness gate and load report allow new requests; False while it drains.
+        num_inflight: requests of this gateway on it.
+        num_waiting, work_queued_seconds, kv_free_tokens: from its last load report.
     """
 
     name: str
@@ -56,20 +56,20 @@ class Candidate:
 
     @property
     def pressure(self) -> tuple[float, int]:
-        """What orders pods by load: work queued, then requests."""
+        """Sort key of the load: seconds of queued work, then requests."""
         return (self.work_queued_seconds, self.num_inflight + self.num_waiting)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs.
+    """The needs of a request.
 
     Attributes:
         num_tokens: prompt and delivered tokens, plus one.
-        image_digest: of the pictures' bytes; empty without pictures.
+        image_digest: of the images' bytes; empty without images.
         prefix_digest: of the prompt's beginning.
         needs_decode: more than one token may follow.
-        inline: pictures may be encoded where the prompt is computed, if no encoder pod is there.
+        inline: if no encoder pod exists, the pod that computes the prompt may encode images.
     """
 
     num_tokens: int
@@ -81,7 +81,7 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One pod for one stage. `last_resort`: it drains, and there is no other."""
+    """One pod for one stage. With `last_resort` it drains, and there is no other."""
 
     pod: Candidate
     reason: str
@@ -90,7 +90,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """Who serves the request. `decode` is None where the first token is the last one."""
+    """The pods of a request. `decode` is None if the first token ends the answer."""
 
     encoder: Choice | None
     prefill: Choice
@@ -98,19 +98,19 @@ class Route:
 
     @property
     def pods(self) -> tuple[Candidate, ...]:
-        """All of them, in the order of a request."""
+        """All pods, in the order of the stages."""
         choices = (self.encoder, self.prefill, self.decode)
         return tuple(choice.pod for choice in choices if choice is not None)
 
     @property
     def reserve(self) -> bool:
-        """Whether KV must be reserved on another pod than the one that computes it."""
+        """Whether to reserve KV: decode runs on another pod than prefill."""
         return self.decode is not None and self.decode.pod.boot_id != self.prefill.pod.boot_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoRoute:
-    """No pod for a stage, and why. `capacity_tokens`: the prompt fits into no pod, ever."""
+    """No pod for a stage, and why. With `capacity_tokens`, the prompt fits into no pod, ever."""
 
     stage: Stage
     reason: str
@@ -128,8 +128,8 @@ def choose(
     Args:
         candidates: all pods known.
         demand: what is needed.
-        failed: boot ids of pods that failed this request before; a restarted pod is another one.
-            They are tried again only where there is no other.
+        failed: boot ids of pods that failed this request before; a restart changes the boot id.
+            They are tried again only if there is no other pod.
     """
     usable = _Usable(tuple(c for c in candidates if c.ready), failed)
     if not demand.needs_decode:
@@ -143,7 +143,7 @@ def choose(
 def another_decode(
     candidates: Sequence[Candidate], demand: Demand, route: Route, refused: frozenset[bytes]
 ) -> Choice | None:
-    """Another pod to decode on, that agrees with the rest of the route; None where all refused."""
+    """Another decode pod that is compatible with the rest of the route; None if all refused."""
     others = [
         c for c in candidates if c.ready and c.boot_id not in refused and c != route.prefill.pod
     ]
@@ -152,16 +152,16 @@ def another_decode(
 
 
 def missing_stages(candidates: Sequence[Candidate], needed: frozenset[Stage]) -> list[Stage]:
-    """Stages of `needed` that no ready and accepting pod has loaded, in the order of a request."""
+    """Stages of `needed` that no ready and accepting pod has loaded, in the order of the stages."""
     loaded = {stage for c in candidates if c.ready and c.accepting for stage in c.stages}
     return [stage for stage in Stage if stage in needed and stage not in loaded]
 
 
 def rendezvous(key: bytes, name: str) -> int:
-    """The weight of a pod for a key: the pod with the greatest is the key's home.
+    """The weight of a pod for a key: the pod with the largest weight is the key's home.
 
-    Highest random weight hashing: all gateways agree without talking, and a pod that comes or goes
-    moves only the keys that are its own.
+    Highest random weight hashing: all gateways agree without communication. If a pod joins or
+    leaves, only the keys of that pod move.
     """
     digest = hashlib.blake2b(name.encode(), key=key[:64], digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -175,7 +175,7 @@ class _Usable:
     failed: frozenset[bytes]
 
     def agreeing(self, pod: Candidate) -> _Usable:
-        """Those that can exchange KV with a pod; without KV there is nothing to disagree in."""
+        """The pods that can exchange KV with a pod; those without KV always can."""
         layouts = (b"", pod.layout_fingerprint)
         agreeing = tuple(c for c in self.pods if c.layout_fingerprint in layouts)
         return dataclasses.replace(self, pods=agreeing)
@@ -183,8 +183,8 @@ class _Usable:
     def pool(self, stage: Stage) -> tuple[list[Candidate], bool]:
         """Pods for a stage, and whether they drain.
 
-        Those that did not fail before those that did; accepting before draining; the stage's own
-        role before the next ones.
+        Pods that did not fail precede those that did, then accepting ones precede draining ones,
+        then the stage's own role precedes the next roles.
         """
         loaded = [c for c in self.pods if stage in c.stages]
         for failed, accepting in itertools.product((False, True), (True, False)):
@@ -209,7 +209,7 @@ _ROLES_FOR = {
 
 
 def _behind(usable: _Usable, demand: Demand, decode: Choice | None) -> Route | NoRoute:
-    """Prefill and encoder for a decode pod that is settled."""
+    """Choose prefill and encoder for a given decode pod."""
     prefill = _prefill(usable, demand, decode)
     if isinstance(prefill, NoRoute):
         return prefill
@@ -261,10 +261,10 @@ def _encoder(usable: _Usable, demand: Demand, prefill: Choice) -> Choice | NoRou
     )
     pods, last_resort = dataclasses.replace(usable, pods=agreeing).pool(Stage.ENCODER)
     if not pods:
-        return NoRoute(Stage.ENCODER, "no pod that encodes pictures is ready")
+        return NoRoute(Stage.ENCODER, "no pod that encodes images is ready")
     if pods[0].role is not Role.ENCODER and Stage.ENCODER in prefill.pod.stages:
         return Choice(prefill.pod, "no encoder pool: where it prefills", prefill.last_resort)
-    return _at_home(pods, demand.image_digest, "pictures", last_resort)
+    return _at_home(pods, demand.image_digest, "images", last_resort)
 
 
 def _at_home(pods: Sequence[Candidate], key: bytes, what: str, last_resort: bool) -> Choice:

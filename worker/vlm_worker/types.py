@@ -1,4 +1,4 @@
-"""The words of the worker: requests, images, sampling, layouts, handles, events. No torch."""
+"""The basic types of the worker: requests, images, sampling, layouts, sources, events. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 
 
 class Role(enum.StrEnum):
-    """A pod's specialisation: what it is called and routed as."""
+    """The role of a pod, by which it is named and routed."""
 
     ENCODER = "encoder"
     PREFILL = "prefill"
@@ -17,7 +17,7 @@ class Role(enum.StrEnum):
 
 
 class Stage(enum.StrEnum):
-    """A piece of work that a worker may have loaded; a role carries one or more."""
+    """A kind of work that a worker can load; a role has one or more."""
 
     ENCODER = "encoder"
     PREFILL = "prefill"
@@ -25,7 +25,7 @@ class Stage(enum.StrEnum):
 
 
 class Modality(enum.StrEnum):
-    """What a request brings besides text."""
+    """What a request contains besides text."""
 
     TEXT = "text"
     IMAGE = "image"
@@ -33,7 +33,7 @@ class Modality(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended here. DRAINED means: continue elsewhere."""
+    """Why an answer ended on this worker. DRAINED: continue it on another one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -42,7 +42,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestKey:
-    """One try at one request. Minted by the gateway; unique on every worker."""
+    """One attempt at one request. Minted by the gateway; unique on every worker."""
 
     request_id: str
     attempt: int
@@ -53,13 +53,13 @@ class SamplingParams:
     """How to choose the next token.
 
     `temperature` 0 is greedy. Randomness is a function of (seed, index of the token in the answer),
-    so that an answer continued on another worker is the same answer. `top_p` 1 and `top_k` 0 mean
-    unset. `max_tokens` bounds the whole answer, tokens delivered by earlier attempts included.
-    `min_p` 0 means unset: tokens below `min_p` times the best one's probability are left out.
-    `frequency_penalty` and `presence_penalty` lower the logits of tokens that the answer holds
-    already, as OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
-    (token id, bias) pairs in the order of their ids. `num_logprobs` None asks for no
-    log-probabilities, n for the chosen token's and the n best ones'.
+    so that another worker continues an answer identically. `top_p` 1 and `top_k` 0 mean unset.
+    `max_tokens` limits the whole answer, including tokens delivered by earlier attempts. `min_p`
+    excludes tokens below `min_p` times the best one's probability; 0 means unset.
+    `frequency_penalty` and `presence_penalty` lower the logits of tokens that are in the answer, as
+    OpenAI's API defines them; `repetition_penalty` 1 means unset. `logit_bias` holds
+    (token id, bias) pairs in the order of their ids. `num_logprobs` n requests log-probabilities
+    of the chosen token and the n best ones; None requests none.
     """
 
     max_tokens: int
@@ -79,11 +79,11 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageItem:
-    """One picture's place in a prompt.
+    """One image's place in a prompt.
 
-    `offset` is the index of its first placeholder token, `num_tokens` how many there are,
-    `grid_thw` the patch grid (time, height, width) before merging. `image_key` is the 32-byte
-    content key: SHA-256 over model revision, processor parameters, size, pixels and tenant salt.
+    `offset` is the index of its first placeholder token, `num_tokens` their number, and `grid_thw`
+    the patch grid (time, height, width) before merging. `image_key` is the 32-byte content key:
+    SHA-256 over model revision, processor parameters, size, pixels and tenant salt.
     """
 
     image_key: bytes
@@ -99,13 +99,13 @@ class ImageItem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine works on.
+    """A request to the engine.
 
-    `token_ids` is the prompt with image placeholders expanded, followed by the tokens of the answer
-    that earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
-    bytes) separates tenants in the prefix cache, `adapter` (a digest, empty for the base model) the
-    weights that the KV was made with; nothing loads adapters, and no message carries one. A larger
-    `priority` goes first.
+    `token_ids` is the prompt with expanded image placeholders, then the tokens of the answer that
+    earlier attempts delivered; the first `num_prompt_tokens` are the prompt. `cache_salt` (32
+    bytes) separates tenants in the prefix cache. `adapter` (a digest, empty for the base model)
+    identifies the weights that made the KV; nothing loads adapters yet, and no message has this
+    field. A larger `priority` runs first.
     """
 
     key: RequestKey
@@ -119,18 +119,18 @@ class Request:
 
     @property
     def num_delivered_tokens(self) -> int:
-        """Tokens of the answer that are already with the client; also the index of the next one."""
+        """Tokens of the answer that the client has; also the index of the next one."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How one KV block lies in memory.
+    """The memory layout of one KV block.
 
-    The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that
-    one block is one contiguous piece to move. `inner` names the order inside the last axis
-    (`slot-major`: `[block_size, head_dim]`; of int8, one float32 scale per slot behind that). Never
-    names a device: prefill on one kind and decode on another is the point.
+    The buffer is block-major `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, so that a
+    block is contiguous. `inner` names the order inside the last axis (`slot-major`:
+    `[block_size, head_dim]`; for int8, one float32 scale per slot follows). It never names a
+    device, because prefill and decode may run on different kinds.
     """
 
     model_revision: str
@@ -143,7 +143,7 @@ class KVLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key, or value, of one head, its scale among them."""
+        """Bytes of one token's key, or value, of one head, including its scale."""
         return self.head_dim * ITEMSIZE[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
 
     @property
@@ -158,13 +158,13 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes; two workers exchange blocks only where these agree."""
+        """16 bytes; two workers exchange blocks only if they are equal."""
         return _fingerprint("kv/1", self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmbedLayout:
-    """A row per visual token: `hidden_size` elements for the main embedding and each level."""
+    """One row per visual token: `hidden_size` elements for the main embedding and each level."""
 
     model_revision: str
     hidden_size: int
@@ -178,12 +178,12 @@ class EmbedLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes; an encoder and its consumer must agree on these."""
+        """16 bytes; equal on an encoder and its consumer."""
         return _fingerprint("embed/1", self)
 
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-SCALE_BYTES = {"int8": 4}  # behind the elements of a row of KV
+SCALE_BYTES = {"int8": 4}  # after the elements of a row of KV
 
 
 def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
@@ -194,7 +194,7 @@ def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """Where a consumer pulls from; the address comes from the gateway's own pod watch."""
+    """Where a consumer fetches from; the gateway takes the address from its own pod watch."""
 
     address: str
     boot_id: bytes
@@ -218,7 +218,7 @@ STAGES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One piece of a request's time, in seconds from the arrival of the call."""
+    """A part of a request's time, in seconds from the arrival of the call."""
 
     stage: str
     start: float
@@ -226,7 +226,7 @@ class StageSpan:
     item: int = 0
 
 
-# ---- what the engine tells the one who submitted ----
+# ---- events from the engine to the caller ----
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,10 +238,10 @@ class BlocksReady:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one position of the answer: the chosen token's, and the best.
+    """Natural log-probabilities at one position of the answer: the chosen token and the best ones.
 
-    Of the model's own distribution, before temperature and truncation, biases and penalties
-    included. `top` holds (token id, log-probability), the best first.
+    They include biases and penalties, but not temperature and truncation. `top` holds
+    (token id, log-probability), the best first.
     """
 
     logprob: float
@@ -250,7 +250,7 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """The answer's token number `index`; `logprobs` where the request asked for them."""
+    """Token number `index` of the answer; `logprobs` is set if the request asked for them."""
 
     index: int
     token_id: int
@@ -260,7 +260,7 @@ class TokenEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The answer's last word here; `num_tokens` counts the whole answer."""
+    """The last event of an answer on this worker; `num_tokens` counts the whole answer."""
 
     reason: FinishReason
     num_tokens: int
@@ -268,16 +268,16 @@ class FinishedEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailedEvent:
-    """The request's last word: an error."""
+    """The last event of a request that failed."""
 
     error: Exception
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledEvent:
-    """The sequence left the queue and computes for the first time.
+    """The sequence left the queue and is computed for the first time.
 
-    `at` is when, in seconds on the engine's clock: the event arrives after the step that it begins.
+    `at` is the time, in seconds on the engine's clock; the event arrives after that step.
     """
 
     at: float = 0.0
@@ -288,10 +288,10 @@ EngineEvent = BlocksReady | TokenEvent | FinishedEvent | FailedEvent | Scheduled
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One picture, decoded and preprocessed, on its way into the encoder.
+    """One decoded and preprocessed image, as input of the encoder.
 
-    `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, as the model's own processor makes
-    them; an opaque buffer here.
+    `patches` is float32 `[t*h*w, patch_dim]`, C-contiguous, in the order of the model's processor;
+    an opaque buffer here.
     """
 
     image_key: bytes

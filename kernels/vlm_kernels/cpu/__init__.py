@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs: `native` builds and loads them, each source file is one kernel."""
+"""Kernels in C++ for CPUs: `native` builds and loads them; each source file is one kernel."""

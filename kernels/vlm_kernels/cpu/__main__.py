@@ -1,4 +1,4 @@
-"""`python -m vlm_kernels.cpu DIR`: compile an image's libraries, for this architecture."""
+"""`python -m vlm_kernels.cpu DIR`: compiles an image's libraries for this architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m vlm_kernels.cpu DIR")
     try:
-        places = libraries.Places.of(os.environ)  # noqa: TID251  an entry point of its own
+        places = libraries.Places.of(os.environ)  # noqa: TID251  a separate entry point
         libraries.prebuild(Path(sys.argv[1]), places, machine=platform.machine())
     except libraries.NativeError as error:
         sys.exit(f"native kernels: {error}")

@@ -116,7 +116,7 @@ struct Move {
 
 // Makes all moves, which do not overlap. `digest` is XXH3-128 of the head and of all that was moved,
 // in order, most significant byte first; together they have more than 240 bytes.
-TRIPTYCH_EXPORT void triptych_copy_digest(const Move* moves, int64_t num_moves, const char* head,
+TRIPTYCH_EXPORT bool triptych_copy_digest(const Move* moves, int64_t num_moves, const char* head,
                                           int64_t head_bytes, unsigned char* digest) {
   CopyDigest copied;
   copied.add(head, head_bytes);
@@ -125,4 +125,5 @@ TRIPTYCH_EXPORT void triptych_copy_digest(const Move* moves, int64_t num_moves, 
   _mm_sfence();  // whoever is told of the copy finds it
 #endif
   copied.finish(digest);
+  return true;
 }

@@ -2,7 +2,7 @@
 //
 //   o_t = sum_j w_tj v_j / sum_j w_tj,   w_tj = exp(s_tj - m_t),   s_tj = scale * q_t . k_j
 //
-// over the keys [first_t, end_t) of t's segment: all of a picture's window, a prompt's past, as far
+// over the keys [first_t, end_t) of t's segment: all of an image's window, a prompt's past, as far
 // as a sliding window reaches, up to the end of a span; with a soft cap c, s is c tanh(s / c).
 //
 //   q, o [T, H * G, D]     keys and values [K, H, D], or slots of KV blocks (flash_keys.h)
@@ -163,10 +163,13 @@ void triptych::attend_segments(const Segments& step, const Tensors& tensors, Fla
   }
 }
 
-TRIPTYCH_EXPORT void triptych_flash_attention(const Segments* step, const Tensors* tensors) {
+TRIPTYCH_EXPORT bool triptych_flash_attention(const Segments* step, const Tensors* tensors) try {
   static thread_local FlashWork work;
   Threads threads(static_cast<int>(step->num_threads));
   attend_segments(*step, *tensors, work, threads);
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 #endif

@@ -263,8 +263,8 @@ void make_room(const Input& in, const Weights* layers, int64_t num_layers, const
 }  // namespace
 
 // `out` is null where hidden states are what is wanted. The rows of `out` are no more than tokens.
-TRIPTYCH_EXPORT void triptych_layers(const Input* in, const Weights* layers, int64_t num_layers,
-                                     const Kind* kinds, int64_t num_kinds, const Output* out) {
+TRIPTYCH_EXPORT bool triptych_layers(const Input* in, const Weights* layers, int64_t num_layers,
+                                     const Kind* kinds, int64_t num_kinds, const Output* out) try {
   static thread_local Memory memory;
   make_room(*in, layers, num_layers, kinds, num_kinds, out, memory);
   Memory& of_caller = memory;
@@ -275,6 +275,9 @@ TRIPTYCH_EXPORT void triptych_layers(const Input* in, const Weights* layers, int
     if (out == nullptr) return all.run(layers[last], last);
     all.finish(layers[last], last, *out);
   });
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 #endif

@@ -1,11 +1,11 @@
-"""Libraries of C++ kernels in files: which this CPU can run, and where each comes from.
+"""Finds or builds the libraries of C++ kernels, by the instructions that this CPU supports.
 
     *.cpp, *.h ─▶ prebuilt? ─▶ cached? ─▶ compile, cache ─▶ file
 
-Every .cpp beside this file goes into one library per variant, the instructions that it may use.
-Looked for, in this order: `$TRIPTYCH_NATIVE_DIR` or `<sys.prefix>/lib/triptych`, which an image
-fills at build time (`python -m vlm_kernels.cpu DIR`); the user's cache directory; a compiler:
-`$CXX`, g++, clang++, c++, with `$CXXFLAGS`. `$TRIPTYCH_NATIVE` names one variant, or `none`.
+All .cpp files of this folder form one library per variant, a set of instructions. The search order
+is: `$TRIPTYCH_NATIVE_DIR` or `<sys.prefix>/lib/triptych`, which an image build fills
+(`python -m vlm_kernels.cpu DIR`); the user's cache directory; a compiler: `$CXX`, g++, clang++,
+c++, with `$CXXFLAGS`. `$TRIPTYCH_NATIVE` selects one variant, or `none`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ COMPILERS = ("g++", "clang++", "c++")
 OPTIONS = ("-std=gnu++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno")
 DIGEST_BYTES = 32
 COMPILE_SECONDS = 900
-"""For one file, while a process waits for its kernels. An image build has no limit."""
+"""Limit for one file, because a process waits for its kernels. An image build has no limit."""
 VERSION_SECONDS = 60
 
 
 class NativeError(Exception):
-    """There is no library, and the message names what is missing."""
+    """No library is available; the message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Instructions that a library may use.
+    """The instructions that a library may use.
 
     Attributes:
         name: also defined in C++, as `TRIPTYCH_AVX512BF16`.
         needs: flags in /proc/cpuinfo.
         options: of the compiler.
-        machines: that have such instructions, by `platform.machine()`; empty for all.
+        machines: architectures with these instructions, by `platform.machine()`; empty for all.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Variant:
 
 
 V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "xsave"})
-"""Flags of what a compiler may use for x86-64-v3."""
+"""CPU flags of the instructions that a compiler may use for x86-64-v3."""
 
 X86 = frozenset({"x86_64", "amd64"})
 
@@ -83,13 +83,13 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a library may come from.
+    """The places that may have a library.
 
     Attributes:
-        prebuilt: directory that an image fills; read alone.
+        prebuilt: directory that an image build fills; only read here.
         cache: directory of this user.
-        compilers: commands to try, the first that exists is taken.
-        options: more of them for the compiler.
+        compilers: commands to try; the first that exists is used.
+        options: additional options of the compiler.
     """
 
     prebuilt: Path
@@ -99,7 +99,7 @@ class Places:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Places:
-        """As the environment says."""
+        """The places that the environment variables give."""
         home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache"
         prebuilt = environ.get("TRIPTYCH_NATIVE_DIR") or Path(sys.prefix) / "lib" / "triptych"
         chosen = environ.get("CXX")
@@ -112,7 +112,7 @@ class Places:
 
 
 def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[Variant, ...]:
-    """What this CPU can run, best first."""
+    """The variants that this CPU supports, best first."""
     flags: set[str] = set()
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
         if line.startswith("flags"):
@@ -122,10 +122,10 @@ def supported(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[Variant, ...]:
 
 
 def wanted(name: str | None, variants: Sequence[Variant]) -> Sequence[Variant]:
-    """Of the variants that the CPU can run, those to try: all, or what somebody names.
+    """The supported variants to try: all, or the one of this name.
 
     Raises:
-        ValueError: the name is none of these, nor `none`.
+        ValueError: the name is neither one of these nor `none`.
     """
     if not name:
         return variants
@@ -141,10 +141,10 @@ def wanted(name: str | None, variants: Sequence[Variant]) -> Sequence[Variant]:
 def build(variant: Variant, places: Places, *, sources: Path = SOURCES) -> Path:
     """The file of a library: prebuilt, cached, or compiled now; a damaged one is not used.
 
-    Safe while other processes do the same: one compiles, the others wait for it.
+    Safe with concurrent processes: one compiles, the others wait for it.
 
     Raises:
-        NativeError: it cannot be had; names the missing thing.
+        NativeError: no library is available; the text names what is missing.
     """
     for options in dict.fromkeys((places.options, ())):
         prebuilt = places.prebuilt / f"{variant.name}-{_hash(sources, variant, *options)}.so"
@@ -183,10 +183,10 @@ def prebuild(
 ) -> list[Path]:
     """Compile every variant of an architecture into a directory, for machines without a compiler.
 
-    It takes as long as it takes: nobody waits for a pod, and builders may be slow or emulated.
+    There is no time limit: no pod waits for it, and builders may be slow or emulated.
 
     Raises:
-        NativeError: one does not compile.
+        NativeError: a variant does not compile.
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = []
@@ -205,7 +205,7 @@ def _compiler(places: Places) -> str:
 
 
 def _hash(sources: Path, variant: Variant, *more: str) -> str:
-    """Of all that the library is made from."""
+    """Hash of everything from which the library is built."""
     digest = hashlib.sha256()
     for part in (*OPTIONS, *variant.options, *more):
         digest.update(part.encode() + b"\0")
@@ -215,7 +215,7 @@ def _hash(sources: Path, variant: Variant, *more: str) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library ends in the digest of all before: mapping half a file ends a process."""
+    """Whether a library ends in its digest: loading a truncated file would crash the process."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -232,9 +232,9 @@ def _compile(
     *,
     seconds: float | None = COMPILE_SECONDS,
 ) -> None:
-    """Objects side by side, then one library, which appears under its name when it is whole.
+    """Compile objects in parallel, then link one library, which is renamed when it is complete.
 
-    `seconds` bounds each command; None for no bound.
+    `seconds` limits each command; None sets no limit.
     """
     defined = f"-DTRIPTYCH_{variant.name.upper()}"
     options = (*OPTIONS, *variant.options, defined, *more_options)
@@ -252,12 +252,12 @@ def _compile(
         _run(linking, seconds)
         digest = hashlib.sha256(whole.read_bytes()).digest()
         with whole.open("ab") as file:
-            file.write(digest)  # no part of the library ends there: loaders do not read it
+            file.write(digest)  # after the last part of the library: loaders do not read it
         whole.rename(target)
 
 
 def _run(command: Sequence[str], seconds: float | None) -> str:
-    """What a command prints; raises NativeError with the first line that says why it failed."""
+    """The output of a command; raises NativeError with the first line that explains a failure."""
     try:
         done = subprocess.run(  # noqa: S603  our own arguments
             command, capture_output=True, text=True, timeout=seconds, check=False

@@ -49,23 +49,26 @@ void triptych::linear_bf16(Job job, const void* x, int64_t x_stride, int k, Thre
 
 TRIPTYCH_EXPORT int triptych_has_linear_bf16() { return 1; }
 
-TRIPTYCH_EXPORT void triptych_linear_bf16(const void* x, int64_t x_stride, const void* w,
+TRIPTYCH_EXPORT bool triptych_linear_bf16(const void* x, int64_t x_stride, const void* w,
                                           const void* bias, const void* residual,
                                           int64_t residual_stride, void* y, int64_t y_stride, int m,
-                                          int n, int k, int epilogue, int num_threads) {
+                                          int n, int k, int epilogue, int num_threads) try {
   triptych::Job job =
       triptych::job_of(bias, residual, residual_stride, y, y_stride, m, n, epilogue);
   job.w = static_cast<const uint8_t*>(w);
   triptych::Threads threads(num_threads);
   triptych::linear_bf16(job, x, x_stride, k, threads);
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 #else
 
 TRIPTYCH_EXPORT int triptych_has_linear_bf16() { return 0; }
 
-TRIPTYCH_EXPORT void triptych_linear_bf16(const void*, int64_t, const void*, const void*,
+TRIPTYCH_EXPORT bool triptych_linear_bf16(const void*, int64_t, const void*, const void*,
                                           const void*, int64_t, void*, int64_t, int, int, int, int,
-                                          int) {}
+                                          int) { return true; }
 
 #endif

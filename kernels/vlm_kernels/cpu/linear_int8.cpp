@@ -223,11 +223,11 @@ void triptych::linear_int8(Job job, const void* x, int64_t x_stride, int k, Code
   product(job, threads);
 }
 
-TRIPTYCH_EXPORT void triptych_linear_int8(const void* x, int64_t x_stride, const void* w,
+TRIPTYCH_EXPORT bool triptych_linear_int8(const void* x, int64_t x_stride, const void* w,
                                           const void* w_scale, const void* w_offset,
                                           const void* bias, const void* residual,
                                           int64_t residual_stride, void* y, int64_t y_stride, int m,
-                                          int n, int k, int epilogue, int num_threads) {
+                                          int n, int k, int epilogue, int num_threads) try {
   static thread_local Codes codes;
   codes.make_room(m, k);
   Job job = job_of(bias, residual, residual_stride, y, y_stride, m, n, epilogue);
@@ -236,4 +236,7 @@ TRIPTYCH_EXPORT void triptych_linear_int8(const void* x, int64_t x_stride, const
   job.w_offset = static_cast<const int32_t*>(w_offset);
   Threads threads(num_threads);
   linear_int8(job, x, x_stride, k, codes, threads);
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }

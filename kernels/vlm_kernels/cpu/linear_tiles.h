@@ -5,8 +5,8 @@
 //   tile    Rows x Panels: every sum in a register, over all steps
 //
 //   few rows    a panel is read once, whole lines, a few KiB ahead of the product
-//   up to 56    tiles share a panel; the first two fetch the lines of the next one meanwhile
-//   many rows   a panel stays in the core's own cache while rows pass by it
+//   up to 56    tiles share a panel; each fetches its part of the next one meanwhile
+//   many rows   likewise: a panel stays in the core's own cache while rows pass by it
 //
 // Every output is one sum over the steps in ascending order, whatever the number of rows.
 #pragma once
@@ -31,13 +31,18 @@ constexpr int TILE_ROWS = 12;           // when rows are many: x comes out of th
 constexpr int MOST_PANELS = 4;          // of one item of work
 constexpr int BLOCK_BYTES = 512 << 10;  // of x that pass by a panel: half of a core's own cache
 
-// What a tile fetches while it multiplies: nothing; its own lines ahead; of each step one line of the
-// panel behind its own, the even or the odd one.
-enum class Fetch { NOTHING, AHEAD, NEXT_EVEN, NEXT_ODD };
+// What a tile fetches while it multiplies: its own lines ahead, or those of a slice.
+enum class Fetch { AHEAD, SLICE };
+
+// What is needed next: from `at` on, `step` bytes for each step of a tile.
+struct Slice {
+  const uint8_t* at = nullptr;
+  int64_t step = 0;
+};
 
 // `Rows` rows from `row` by `Panels` panels from `panel`; Dot adds to sums and makes them floats.
 template <class Dot, int Rows, int Panels, Fetch Fetched>
-void tile(const Job& job, int row, int panel) {
+void tile(const Job& job, int row, int panel, Slice slice) {
   typename Dot::Sum sums[Rows][Panels * 2];
   for (auto& of_row : sums)
     for (auto& sum : of_row) sum = typename Dot::Sum{};
@@ -46,13 +51,15 @@ void tile(const Job& job, int row, int panel) {
   const uint8_t* x = job.x + row * job.x_stride;
   for (int step = 0; step < job.steps; ++step) {
     __m512i lines[Panels * 2];
+    if (Fetched == Fetch::SLICE) {
+      _mm_prefetch(reinterpret_cast<const char*>(slice.at), _MM_HINT_T1);
+      slice.at += slice.step;
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < Panels * 2; ++j) {
       const uint8_t* line = w + (j / 2) * panel_bytes + (int64_t(step) * 2 + j % 2) * LINE;
       if (Fetched == Fetch::AHEAD) {
         _mm_prefetch(reinterpret_cast<const char*>(line) + AHEAD, _MM_HINT_T0);
-      } else if (Fetched != Fetch::NOTHING && j == (Fetched == Fetch::NEXT_ODD)) {
-        _mm_prefetch(reinterpret_cast<const char*>(line) + panel_bytes, _MM_HINT_T1);
       }
       lines[j] = _mm512_loadu_si512(line);
     }
@@ -78,10 +85,10 @@ void tile(const Job& job, int row, int panel) {
 }
 
 template <class Dot, int Panels, Fetch Fetched>
-void rows_of(const Job& job, int row, int num_rows, int panel) {
+void rows_of(const Job& job, int row, int num_rows, int panel, Slice slice = {}) {
   switch (num_rows) {
 #define TRIPTYCH_ROWS(R) \
-  case R: return tile<Dot, R, Panels, Fetched>(job, row, panel);
+  case R: return tile<Dot, R, Panels, Fetched>(job, row, panel, slice);
     TRIPTYCH_ROWS(1) TRIPTYCH_ROWS(2) TRIPTYCH_ROWS(3) TRIPTYCH_ROWS(4) TRIPTYCH_ROWS(5)
     TRIPTYCH_ROWS(6)
   }
@@ -94,36 +101,32 @@ void rows_of(const Job& job, int row, int num_rows, int panel) {
   }
 }
 
+// Some panels by some rows: each panel by `num_tiles` tiles, of which each fetches its part of the
+// next panel; the last panel is followed by `after`.
 template <class Dot>
-void few_rows(const Job& job, int begin, int end) {
-  if (job.m <= 6) {
-    int panel = begin;
-    for (; panel + 1 < end; panel += 2) rows_of<Dot, 2, Fetch::AHEAD>(job, 0, job.m, panel);
-    if (panel < end) rows_of<Dot, 1, Fetch::AHEAD>(job, 0, job.m, panel);
-    return;
-  }
-  const int num_tiles = (job.m + MOST_ROWS - 1) / MOST_ROWS;
+void share_panels(const Job& job, int first_row, int end_row, int num_tiles, int begin, int end,
+                  int after) {
+  const int64_t panel_bytes = int64_t(job.steps) * 2 * LINE;
+  const int64_t step = (2 * LINE + num_tiles - 1) / num_tiles, rows = end_row - first_row;
   for (int panel = begin; panel < end; ++panel) {
-    if (num_tiles == 1) {
-      rows_of<Dot, 1, Fetch::AHEAD>(job, 0, job.m, panel);
-      continue;
-    }
+    Slice slice{job.w + (panel + 1 < end ? panel + 1 : after) * panel_bytes, step};
     for (int i = 0; i < num_tiles; ++i) {
-      const int row = job.m * i / num_tiles, count = job.m * (i + 1) / num_tiles - row;
-      if (i == 0) rows_of<Dot, 1, Fetch::NEXT_EVEN>(job, row, count, panel);
-      if (i == 1) rows_of<Dot, 1, Fetch::NEXT_ODD>(job, row, count, panel);
-      if (i > 1) rows_of<Dot, 1, Fetch::NOTHING>(job, row, count, panel);
+      const int row = first_row + int(rows * i / num_tiles);
+      const int count = first_row + int(rows * (i + 1) / num_tiles) - row;
+      rows_of<Dot, 1, Fetch::SLICE>(job, row, count, panel, slice);
+      slice.at += step * job.steps;
     }
   }
 }
 
+// Rows of one tile, or of half of one by two panels: they are over before a slice would be there.
 template <class Dot>
-void many_rows(const Job& job, int first_row, int end_row, int begin, int end) {
-  for (int panel = begin; panel < end; ++panel) {
-    for (int row = first_row; row < end_row; row += TILE_ROWS) {
-      rows_of<Dot, 1, Fetch::NOTHING>(job, row, std::min(TILE_ROWS, end_row - row), panel);
-    }
+void one_tile(const Job& job, int begin, int end) {
+  int panel = begin;
+  if (job.m <= 6) {
+    for (; panel + 1 < end; panel += 2) rows_of<Dot, 2, Fetch::AHEAD>(job, 0, job.m, panel);
   }
+  for (; panel < end; ++panel) rows_of<Dot, 1, Fetch::AHEAD>(job, 0, job.m, panel);
 }
 
 // An item is some panels by all rows, if these are few, else by as many as stay in the core's cache.
@@ -131,18 +134,23 @@ template <class Dot>
 void multiply(const Job& job, Threads& threads) {
   const int num_panels = (job.n + PANEL - 1) / PANEL;
   const int per_item = panels_of_item(num_panels, threads, MOST_PANELS);
-  const int num_tiles = (job.m + TILE_ROWS - 1) / TILE_ROWS;
+  const int most = job.m <= FEW_ROWS ? MOST_ROWS : TILE_ROWS;
+  const int num_tiles = (job.m + most - 1) / most;
   const int fitting = std::max(1, BLOCK_BYTES / (job.steps * 4) / TILE_ROWS);  // tiles
   const int num_blocks = job.m <= FEW_ROWS ? 1 : (num_tiles + fitting - 1) / fitting;
   const int num_items = (num_panels + per_item - 1) / per_item * num_blocks;
   threads.for_each(num_items, [&](std::ptrdiff_t i) {
     const int begin = int(i) / num_blocks * per_item, block = int(i) % num_blocks;
     const int end = std::min(begin + per_item, num_panels);
-    if (job.m <= FEW_ROWS) return few_rows<Dot>(job, begin, end);
-    const auto row_of = [&](int b) {
-      return std::min(job.m, int(int64_t(num_tiles) * b / num_blocks) * TILE_ROWS);
-    };
-    many_rows<Dot>(job, row_of(block), row_of(block + 1), begin, end);
+    if (num_tiles <= 1) return one_tile<Dot>(job, begin, end);
+    // by then the others have taken one each
+    const int later = int(i) + threads.count();
+    const int after = later < num_items ? later / num_blocks * per_item : begin;
+    const int first_tile = int(int64_t(num_tiles) * block / num_blocks);
+    const int end_tile = int(int64_t(num_tiles) * (block + 1) / num_blocks);
+    const auto row_of = [&](int tile) { return int(int64_t(job.m) * tile / num_tiles); };
+    share_panels<Dot>(job, row_of(first_tile), row_of(end_tile), end_tile - first_tile, begin, end,
+                      after);
   });
 }
 

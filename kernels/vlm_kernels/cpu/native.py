@@ -1,9 +1,9 @@
-"""The C++ kernels of this package, as functions: their library is found once a process, and loaded.
+"""Provides the C++ kernels as functions; each process finds and loads their library once.
 
     library of the best variant (`libraries`) ─▶ load ─▶ function      else None: torch computes
 
-A machine builds only the best variant that it can run. To add a kernel, write its .cpp
-(`threads.h` has the threads), and call it from Python:
+A machine builds only the best variant that it supports. To add a kernel, write its .cpp file
+(`threads.h` has the threads and the return values), and call it from Python:
 
     store = native.function("triptych_store", ctypes.c_void_p, ctypes.c_int64)
     if store is None: ...               # no library: compute with torch
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What this process found: a library and its variant, or None and `none`."""
+    """The library of this process and its variant, or None and `none`."""
 
     handle: ctypes.CDLL | None
     name: str
@@ -39,23 +39,23 @@ _found: list[Library] = []
 
 
 def library() -> ctypes.CDLL | None:
-    """The library of this process; None, said once in the log with the reason, where none is.
+    """The library of this process; None if there is none, which is logged once with the reason.
 
-    The first call may take as long as a compiler takes.
+    The first call may compile; `COMPILE_SECONDS` limits each file.
 
     Raises:
-        ValueError: `$TRIPTYCH_NATIVE` names nothing that this CPU can run.
+        ValueError: `$TRIPTYCH_NATIVE` names no variant that this CPU supports.
     """
     return _library().handle
 
 
 def variant_name() -> str:
-    """The variant of `library()`; `none` where there is none."""
+    """The variant of `library()`; `none` if there is none."""
     return _library().name
 
 
 def path() -> str | None:
-    """The file of `library()`, for a process of its own; None where there is none."""
+    """The file of `library()`, to be loaded by another process; None if there is none."""
     found = library()
     return None if found is None else found._name
 
@@ -63,16 +63,16 @@ def path() -> str | None:
 def _library() -> Library:
     with _lock:
         if not _found:
-            environ = os.environ  # noqa: TID251  read once, by the one who needs it
+            environ = os.environ  # noqa: TID251  read once, by its only user
             variants = wanted(environ.get("TRIPTYCH_NATIVE"), supported())
             _found.append(_find(Places.of(environ), variants))
         return _found[0]
 
 
 def function(name: str, *argument_types: Any, returns: Any = None) -> Callable[..., Any] | None:
-    """A function of the library with its C types; None where there is none of this name."""
+    """A function of the library, from `typed`; None if the library does not have it."""
     found = library()
-    if found is None or not hasattr(found, name):  # some are for some variants alone
+    if found is None or not hasattr(found, name):  # some variants lack some functions
         return None
     return typed(found, name, *argument_types, returns=returns)
 
@@ -80,8 +80,20 @@ def function(name: str, *argument_types: Any, returns: Any = None) -> Callable[.
 def typed(
     of: ctypes.CDLL, name: str, *argument_types: Any, returns: Any = None
 ) -> Callable[..., Any]:
-    """A function of one library with its C types, by itself: another may have it otherwise."""
-    return ctypes.CFUNCTYPE(returns, *argument_types)((name, of))
+    """A function of one library with its C types; they may differ in other libraries.
+
+    Without `returns` it is a kernel, which raises MemoryError if an allocation fails.
+    """
+    if returns is not None:
+        return ctypes.CFUNCTYPE(returns, *argument_types)((name, of))
+    kernel = ctypes.CFUNCTYPE(ctypes.c_bool, *argument_types)((name, of))
+    kernel.errcheck = _check_memory  # type: ignore[assignment]
+    return kernel
+
+
+def _check_memory(had_memory: bool, kernel: Any, _: tuple[Any, ...]) -> None:
+    if not had_memory:
+        raise MemoryError(f"a kernel found no memory: {kernel!r}")
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -90,7 +102,7 @@ def load(path: Path) -> ctypes.CDLL:
         found = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeError(f"{path} cannot be loaded: {error}") from error
-    ask_for_tiles = getattr(found, "triptych_ask_for_tiles", None)  # of those that use them
+    ask_for_tiles = getattr(found, "triptych_ask_for_tiles", None)  # in variants with AMX
     if ask_for_tiles is not None and not ask_for_tiles():
         raise NativeError("the system does not let this process use tiles of AMX")
     process = ctypes.CDLL(None)  # torch's dependencies are global symbols
@@ -104,7 +116,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def _find(places: Places, variants: Sequence[Variant]) -> Library:
-    """The best variant that can be had; says in the log what came of it."""
+    """The best available variant; logs the result."""
     for variant in variants:
         began = time.monotonic()
         try:

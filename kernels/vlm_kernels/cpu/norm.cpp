@@ -83,14 +83,20 @@ void triptych::norm_rows(const NormJob& job, int64_t begin, int64_t end) {
   job.is_bf16 ? rows_of<Bfloat16>(job, begin, end) : rows_of<float>(job, begin, end);
 }
 
-TRIPTYCH_EXPORT void triptych_rms_norm(const void* x, int64_t x_stride, const void* w, void* y,
+TRIPTYCH_EXPORT bool triptych_rms_norm(const void* x, int64_t x_stride, const void* w, void* y,
                                        int64_t rows, int64_t size, float eps, int is_bf16,
-                                       int adds_one, int num_threads) {
+                                       int adds_one, int num_threads) try {
   norm_all({x, x_stride, w, nullptr, y, size, eps, is_bf16 != 0, adds_one != 0}, rows, num_threads);
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
-TRIPTYCH_EXPORT void triptych_layer_norm(const void* x, int64_t x_stride, const void* w,
+TRIPTYCH_EXPORT bool triptych_layer_norm(const void* x, int64_t x_stride, const void* w,
                                          const void* bias, void* y, int64_t rows, int64_t size,
-                                         float eps, int is_bf16, int num_threads) {
+                                         float eps, int is_bf16, int num_threads) try {
   norm_all({x, x_stride, w, bias, y, size, eps, is_bf16 != 0, false}, rows, num_threads);
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }

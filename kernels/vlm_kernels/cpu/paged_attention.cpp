@@ -185,11 +185,14 @@ void triptych::attend_decode(const Step& step, const Layer& layer, DecodeWork& w
                  : run_for<float>(step, layer, work, threads);
 }
 
-TRIPTYCH_EXPORT void triptych_paged_attention(const Step* step, const void* q, int64_t token_stride,
+TRIPTYCH_EXPORT bool triptych_paged_attention(const Step* step, const void* q, int64_t token_stride,
                                               int64_t head_stride, void* out, int64_t layer,
-                                              float scale, float softcap) {
+                                              float scale, float softcap) try {
   static thread_local DecodeWork work;
   work.lay_out(*step);
   Threads threads(static_cast<int>(step->num_threads));
   attend_decode(*step, {q, token_stride, head_stride, out, layer, scale, softcap}, work, threads);
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }

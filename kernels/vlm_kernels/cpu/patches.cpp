@@ -1,9 +1,9 @@
-// From a picture's bytes to the patches that a vision tower reads, normalised by a table.
+// From an image's bytes to the patches that a vision tower reads, normalised by a table.
 //
 //     [row / m, m, y, column / m, m, x, c]  ->  [row / m, column / m, m, m, c, t, y, x]
 //
 // Rows are patches, those of one merged token after each other; columns are (channel, time, y, x),
-// and each time shows the same picture.
+// and each time shows the same image.
 
 #include <cstdint>
 #include <cstring>

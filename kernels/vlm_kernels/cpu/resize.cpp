@@ -1,4 +1,4 @@
-// Resize a picture as Pillow does, byte for byte: two passes of weighted sums in whole numbers.
+// Resize an image as Pillow does, byte for byte: two passes of weighted sums in whole numbers.
 //
 //     sum_k weight_k source_k,   weights scaled by 2^22 and rounded, sums rounded to bytes
 //
@@ -185,7 +185,7 @@ void columns_first(const uint8_t* source, int64_t width, const Side& x, const Si
 // source [height, width, 3] to out [out_height, out_width, 3]. Of each output column, `x_first` and
 // `x_count` are its taps, and `x_weights` is `[out_width, x_stride]`; of each output row likewise.
 // Weights are below 1.9 * 2^22. Returns false where there is no memory for what lies between the
-// passes: what one picture may take is bounded.
+// passes: what one image may take is bounded.
 TRIPTYCH_EXPORT bool triptych_resize(const uint8_t* source, int64_t height, int64_t width,
                                      uint8_t* out, int64_t out_height, int64_t out_width,
                                      const int32_t* x_first, const int32_t* x_count,

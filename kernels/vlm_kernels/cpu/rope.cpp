@@ -44,13 +44,17 @@ void triptych::rope_tokens(const RopeJob& job, int64_t begin, int64_t end) {
   job.is_bf16 ? tokens_of<Bfloat16, float>(job, begin, end) : tokens_of<float, float>(job, begin, end);
 }
 
-TRIPTYCH_EXPORT void triptych_rope(void* x, int64_t token_stride, int64_t head_stride,
+TRIPTYCH_EXPORT bool triptych_rope(void* x, int64_t token_stride, int64_t head_stride,
                                    const void* cos, const void* sin, int64_t tokens, int64_t heads,
-                                   int64_t head_dim, int is_bf16, int has_bf16_tables, int num_threads) {
+                                   int64_t head_dim, int is_bf16, int has_bf16_tables,
+                                   int num_threads) try {
   const RopeJob job{x,     token_stride, head_stride,  cos,
                     sin,   heads,        head_dim,     is_bf16 != 0,
                     has_bf16_tables != 0};
   Threads(num_threads).for_each_run(tokens, heads * head_dim, [&](int64_t begin, int64_t end) {
     rope_tokens(job, begin, end);
   });
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }

@@ -270,12 +270,12 @@ void sample(const T* logits, int64_t stride, int64_t num_rows, int64_t vocabular
 
 // logits [R, V] by a stride of rows; all greedy where `rows` is null. Writes tokens [R], -1 of a row
 // that is not finite, and where `logprobs` is not null, also those [R] and the best [R, num_top].
-TRIPTYCH_EXPORT void triptych_sample(const void* logits, int64_t stride, int64_t is_bf16,
+TRIPTYCH_EXPORT bool triptych_sample(const void* logits, int64_t stride, int64_t is_bf16,
                                      int64_t num_rows, int64_t vocabulary, const SampledRow* rows,
                                      const Edit* edits, const int32_t* token_ids,
                                      const int64_t* bias_ids, const float* bias_values,
                                      int64_t num_top, int64_t* tokens, float* logprobs,
-                                     int64_t* top_ids, float* top_logprobs, int64_t num_threads) {
+                                     int64_t* top_ids, float* top_logprobs, int64_t num_threads) try {
   const EditedTokens edited = {edits, token_ids, bias_ids, bias_values};
   const Answers out = {num_top, tokens, logprobs, top_ids, top_logprobs};
   const int threads = int(num_threads);
@@ -286,4 +286,7 @@ TRIPTYCH_EXPORT void triptych_sample(const void* logits, int64_t stride, int64_t
     sample(static_cast<const float*>(logits), stride, num_rows, vocabulary, rows, edited, out,
            threads);
   }
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }

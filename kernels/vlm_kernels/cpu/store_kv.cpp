@@ -78,15 +78,18 @@ void triptych::store_tokens(const StoreJob& job, int64_t begin, int64_t end) {
   job.is_bf16 ? tokens_of<Bfloat16>(job, begin, end) : tokens_of<float>(job, begin, end);
 }
 
-TRIPTYCH_EXPORT void triptych_store_kv(const void* k, int64_t k_token, int64_t k_head,
+TRIPTYCH_EXPORT bool triptych_store_kv(const void* k, int64_t k_token, int64_t k_head,
                                        const void* v, int64_t v_token, int64_t v_head,
                                        int64_t is_bf16, void* cache, int64_t cache_type,
                                        const int64_t* slots, int64_t num_tokens,
                                        int64_t num_layers, int64_t num_kv_heads, int64_t head_dim,
-                                       int64_t block_size, int64_t layer, int64_t num_threads) {
+                                       int64_t block_size, int64_t layer, int64_t num_threads) try {
   const StoreJob job{{k, k_token, k_head}, {v, v_token, v_head}, is_bf16 != 0, cache, cache_type,
                      slots, num_layers, num_kv_heads, head_dim, block_size, layer};
   Threads(static_cast<int>(num_threads))
       .for_each_run(num_tokens, 2 * num_kv_heads * head_dim,
                     [&](int64_t begin, int64_t end) { store_tokens(job, begin, end); });
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }

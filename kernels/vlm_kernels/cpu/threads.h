@@ -8,24 +8,44 @@
 //   Threads(n).for_each(...)       likewise, for a kernel that is also part of a longer work
 //   in_team(n, body)               many loops: n threads are woken once, each runs body(threads), and
 //                                  they meet at the end of each loop
+//
+// If a piece of work finds no memory, its thread does no more of this loop, and a team none of the
+// loops behind it, whose inputs may not be there. When all threads are back, the caller gets
+// std::bad_alloc; the exported function returns false, and Python raises MemoryError (native.py). In
+// a team, memory is taken inside loops alone: nobody waits for a member that left between two.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 
 namespace triptych {
 
 // Runs body(data, thread, num_threads) on up to num_threads threads, the caller among them.
 void run_team(int num_threads, void (*body)(void*, int, int), void* data);
 
-// body(thread, num_threads) on each thread.
+// body(thread, num_threads) on each thread. No exception crosses the runtime of the threads: it ends
+// the process there.
 template <class Body>
 void on_threads(int num_threads, Body&& body) {
+  struct Work {
+    Body& body;
+    std::atomic<bool> failed{false};
+  } work{body};
   run_team(
       num_threads,
-      [](void* data, int thread, int count) { (*static_cast<Body*>(data))(thread, count); }, &body);
+      [](void* data, int thread, int count) {
+        Work& work = *static_cast<Work*>(data);
+        try {
+          work.body(thread, count);
+        } catch (...) {  // only memory can be missing
+          work.failed.store(true, std::memory_order_relaxed);
+        }
+      },
+      &work);
+  if (work.failed.load()) throw std::bad_alloc();
 }
 
 // body(i) for each i below count; whoever is free takes the next. Each thread has a copy of `body`.
@@ -45,6 +65,7 @@ struct Team {
   alignas(64) std::atomic<int> arrived{0};          // at its end
   alignas(64) std::atomic<uint32_t> turn{0};        // loops that have ended
   std::atomic<int> asleep{0};                       // members that wait for the next turn
+  std::atomic<bool> failed{false};                  // a piece of work found no memory
 
   // Returns when `turn` is no longer this one.
   void await_end(uint32_t turn);
@@ -68,11 +89,8 @@ class Threads {
   template <class Body>
   void for_each(std::ptrdiff_t count, const Body& of_all) {
     if (team_ == nullptr) return parallel_for(count_, count, of_all);
-    Body body = of_all;
     const uint32_t turn = team_->turn.load(std::memory_order_acquire);
-    for (std::ptrdiff_t i; (i = team_->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      body(i);
-    }
+    if (!team_->failed.load(std::memory_order_relaxed)) take(count, of_all);
     if (team_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count_) {
       return team_->await_end(turn);
     }
@@ -91,6 +109,19 @@ class Threads {
   }
 
  private:
+  // A member's share of a loop.
+  template <class Body>
+  void take(std::ptrdiff_t count, const Body& of_all) {
+    try {
+      Body body = of_all;
+      for (std::ptrdiff_t i; (i = team_->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        body(i);
+      }
+    } catch (...) {  // only memory can be missing
+      team_->failed.store(true, std::memory_order_relaxed);
+    }
+  }
+
   int count_;
   Team* team_ = nullptr;
 };
@@ -103,8 +134,10 @@ void in_team(int num_threads, Body&& body) {
     Threads threads(&team, count);
     body(threads);
   });
+  if (team.failed.load()) throw std::bad_alloc();
 }
 
 }  // namespace triptych
 
+// A kernel that Python calls returns false if it did not get the memory that it needs.
 #define TRIPTYCH_EXPORT extern "C" __attribute__((visibility("default")))

@@ -55,6 +55,15 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_memory_bytes(device: torch.device) -> int:
+    """That one program may have; the interpreter has as much as Hopper."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(device)
+    # ROCm's properties do not tell it: AMD's GPUs have 64 KiB
+    return int(getattr(properties, "shared_memory_per_block_optin", 64 << 10))
+
+
 @functools.cache
 def _can_launch() -> bool:
     """Asked once a process, so that the log says once what is missing."""

@@ -62,6 +62,7 @@ def plan_tiles(
     *,
     num_groups: int,
     cache: CacheShape,
+    prefill_rows: int,
     device: torch.device,
     spans: Sequence[Sequence[tuple[int, int]]] = (),
     window: int | None = None,
@@ -74,6 +75,7 @@ def plan_tiles(
         block_table: likewise.
         num_groups: G.
         cache: that `block_table` is of.
+        prefill_rows: of a tile of prefill (`attention_shapes`).
         device: where the step is computed.
         spans: as of `plan_attention`.
         window: likewise.
@@ -82,7 +84,7 @@ def plan_tiles(
         ValueError: a span ends behind its sequence.
     """
     first, limit = intervals(query_start, context_lens, spans=spans, window=window)
-    cut = launches(query_start, first, limit, num_groups=num_groups)
+    cut = launches(query_start, first, limit, num_groups=num_groups, prefill_rows=prefill_rows)
     arrays = [first, limit, block_table, *(launch.tiles for launch in cut)]
     first_T, limit_T, table, *tiles = _to_device(arrays, device)
     processors = gpu.num_processors(device)

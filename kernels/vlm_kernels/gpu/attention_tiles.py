@@ -21,7 +21,6 @@ from vlm_kernels.segments import seen_by
 DECODE_ROWS = 16
 """The least that a tensor core multiplies."""
 
-PREFILL_ROWS = 64
 MIN_SPLIT = 256
 """Positions that are worth a program of their own."""
 
@@ -71,15 +70,23 @@ def intervals(
 
 
 def launches(
-    query_start: np.ndarray, first: np.ndarray, limit: np.ndarray, *, num_groups: int
+    query_start: np.ndarray,
+    first: np.ndarray,
+    limit: np.ndarray,
+    *,
+    num_groups: int,
+    prefill_rows: int,
 ) -> tuple[Launch, ...]:
-    """Cut the packed queries into tiles: at most one launch for decode and one for prefill."""
+    """Cut the packed queries into tiles: at most one launch for decode and one for prefill.
+
+    `prefill_rows` is of a tile of prefill, as far as one query's heads are no more.
+    """
     num_queries = np.diff(query_start)
     small = decode_rows(num_groups)
     found = []
     for seqs, num_rows in (
         (np.flatnonzero(num_queries * num_groups <= small), small),
-        (np.flatnonzero(num_queries * num_groups > small), max(PREFILL_ROWS, small)),
+        (np.flatnonzero(num_queries * num_groups > small), max(prefill_rows, small)),
     ):
         if len(seqs):
             tiles = np.array(list(_cut(query_start, seqs, num_rows // num_groups)), np.int32)
@@ -93,7 +100,11 @@ def decode_rows(num_groups: int) -> int:
 
 
 def num_splits(num_programs: int, longest: int, *, num_processors: int) -> int:
-    """Programs per tile, a power of two: twice as many in all as the GPU runs side by side."""
+    """Programs per tile, a power of two: twice as many in all as the GPU runs side by side.
+
+    All tiles of a launch have as many, so it depends on the whole batch: a sequence is the same to
+    the last bit among others as alone where it is split as often, and else up to roundings.
+    """
     wanted = min(2 * num_processors // max(1, num_programs), longest // MIN_SPLIT, MAX_SPLITS)
     return 1 << (max(1, wanted).bit_length() - 1)
 

@@ -30,11 +30,13 @@ import torch
 import triton
 import triton.language as tl
 
+from vlm_kernels import gpu
+from vlm_kernels.gpu.attention_shapes import Heads, Shape, padded
 from vlm_kernels.gpu.attention_step import TiledStep
 from vlm_kernels.gpu.configs import config
 from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
 
-DEFAULT = {"TILE_N": 64, "num_warps": 4, "num_stages": 3}
+DEFAULT = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -177,10 +179,16 @@ def paged_attention(
     """
     (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q_THD.shape, kv.shape
     out = q_THD.new_empty(num_tokens, num_heads, head_dim)
-    num_groups, tile_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    num_groups, tile_d = num_heads // num_kv_heads, padded(head_dim)
+    heads, shared = Heads(head_dim, q_THD.itemsize), gpu.shared_memory_bytes(kv.device)
     for launch in step.launches:
-        chosen = config("paged_attention", f"d{head_dim}/m{launch.num_rows}", kv.device, DEFAULT)
-        tile_n, meta = chosen["TILE_N"], {k: v for k, v in chosen.items() if k != "TILE_N"}
+        fits = heads.shape_of_rows(launch.num_rows, limit=shared)
+        meta = dict(
+            config("paged_attention", f"d{head_dim}/m{launch.num_rows}", kv.device, DEFAULT)
+        )
+        tile_n = meta.pop("TILE_N", fits.keys)
+        if heads.shared_bytes(Shape(launch.num_rows, tile_n)) > shared:
+            tile_n = fits.keys  # it was tuned for another type of queries
         num_tiles, splits = len(launch.tiles), launch.num_splits
         target, lse = out, out
         if splits > 1:

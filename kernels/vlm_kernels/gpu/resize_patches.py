@@ -2,7 +2,7 @@
 
     patch [P, P] = Wy [P, R] @ rgb [R, C] @ Wx^T [C, P]      R x C pixels that the patch is made of
 
-Shapes: a picture `[H, W, 3]` of bytes becomes N patches of P x P pixels, `[N, 3 * times * P * P]`.
+Shapes: an image `[H, W, 3]` of bytes becomes N patches of P x P pixels, `[N, 3 * times * P * P]`.
 
 Reference: `vlm_kernels.resize_patches.resize_patches_reference`.
 
@@ -46,7 +46,7 @@ def _patch(
     live = i < P
     row_start = tl.load(row_start_ptr + y0 + i, mask=live, other=0)
     column_start = tl.load(column_start_ptr + x0 + i, mask=live, other=0)
-    # starts never fall: the patch's first pixel needs the first of the picture's, its last the last
+    # starts never fall: the patch's first pixel needs the first of the image's, its last the last
     first_row, first_column = tl.load(row_start_ptr + y0), tl.load(column_start_ptr + x0)
     end_row = tl.minimum(tl.load(row_start_ptr + y0 + P - 1) + row_taps, H)
     end_column = tl.minimum(tl.load(column_start_ptr + x0 + P - 1) + column_taps, W)

@@ -21,10 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
+from vlm_kernels import gpu
+from vlm_kernels.gpu.attention_shapes import Heads, Shape, padded
 from vlm_kernels.gpu.configs import config
 from vlm_kernels.gpu.online_softmax import LOG2_E, weigh
 
-DEFAULT = {"TILE_M": 64, "TILE_N": 64, "num_warps": 4, "num_stages": 3}
+DEFAULT = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -101,12 +103,18 @@ def varlen_attention(
     if num_tokens == 0:
         return o_THD
     num_segments = len(cu_C1) - 1
-    chosen = config("varlen_attention", f"d{head_dim}", q_THD.device, DEFAULT)
+    heads = Heads(head_dim, q_THD.itemsize, num_copies=2)
+    shared = gpu.shared_memory_bytes(q_THD.device)
+    fits = heads.prefill_shape(limit=shared)
+    fitting = {"TILE_M": fits.rows, "TILE_N": fits.keys}
+    chosen = config("varlen_attention", f"d{head_dim}", q_THD.device, {**DEFAULT, **fitting})
+    if heads.shared_bytes(Shape(chosen["TILE_M"], chosen["TILE_N"])) > shared:
+        chosen = {**chosen, **fitting}  # it was tuned for another type
     tiles = num_tokens // chosen["TILE_M"] + num_segments
     _attend[tiles, num_heads](
         q_THD, k_THD, v_THD, o_THD, cu_C1, scale, num_segments, num_tokens,
         q_THD.stride(0), q_THD.stride(1), k_THD.stride(0), k_THD.stride(1),
         v_THD.stride(0), v_THD.stride(1),
-        D=head_dim, TILE_D=max(16, triton.next_power_of_2(head_dim)), **chosen,
+        D=head_dim, TILE_D=padded(head_dim), **chosen,
     )  # fmt: skip
     return o_THD

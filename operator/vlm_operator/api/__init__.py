@@ -1,20 +1,19 @@
-"""The Kubernetes API as Python types: the source of crds/, docs/api.md and the operator's view.
+"""The Kubernetes API as Python types. crds/ and docs/api.md are generated from them.
 
 service  VLMServiceSpec ── model  pool (placement scaling pod)  gateway  policy
-kinds    VLMPool, VLMNodeClass        status  what the operator reports
-parse    body -> VLMService -> resolved      topology  which pool runs which stage
+kinds    VLMPool, VLMNodeClass               status    fields that the operator writes
+parse    body -> VLMService -> resolved      topology  stages that each pool runs
 """
 
 from vlm_operator.api.enums import (
     DisruptionPolicy,
     DType,
     KvDType,
-    LendingMode,
     Modality,
-    OnDemand,
     RolloutStrategy,
     ScalingMode,
     Topology,
+    WhileAtZero,
 )
 from vlm_operator.api.gateway import Gateway
 from vlm_operator.api.kinds import (
@@ -46,11 +45,9 @@ __all__ = [
     "Gateway",
     "KvCache",
     "KvDType",
-    "LendingMode",
     "Limits",
     "Modality",
     "ModelSource",
-    "OnDemand",
     "Placement",
     "PodOverlay",
     "Pool",
@@ -72,6 +69,7 @@ __all__ = [
     "Variant",
     "Volume",
     "VolumeMount",
+    "WhileAtZero",
     "effective",
     "parse",
     "resolve",

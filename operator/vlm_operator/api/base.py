@@ -1,7 +1,7 @@
-"""How a field of the API is written down: its type, its limits, what it restarts, and its rules.
+"""Declares fields of the API: type, limits, validation rules, and what a change restarts.
 
-Everything here ends up in the CustomResourceDefinition through `vlm_operator.crd`, so a field
-says once what `kubectl explain`, the API server and the operator need to know of it.
+`vlm_cli.definitions` writes all of it into the CustomResourceDefinitions. So one declaration serves
+`kubectl explain`, the API server and the operator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic.alias_generators import to_camel, to_snake
 
 from vlm_operator import names
 
-# Keys of the JSON schema that only `vlm_operator.crd` reads; none reaches the API server.
+# Keys of the JSON schema that only `vlm_cli.definitions` reads; none reaches the API server.
 KEY_RESTARTS = "x-triptych-restarts"
 KEY_UNSET = "x-triptych-unset"
 KEY_MAP_KEYS = "x-kubernetes-list-map-keys"
@@ -35,7 +35,7 @@ _DEFAULT_REASON = "FieldValueInvalid"
 
 
 class Restarts(enum.StrEnum):
-    """What a change of a field restarts. Contract: tests/contracts/test_restart_classes.py."""
+    """What a change of a field restarts; tested by tests/contracts/test_restart_classes.py."""
 
     NONE = "none"
     GATEWAY = "gateway"
@@ -47,12 +47,12 @@ class Rule:
     """One CEL rule, evaluated by the API server on the object that declares it.
 
     Attributes:
-        name: identifies the rule in tests and nowhere else.
-        holds: CEL over `self` (and `oldSelf`); true where the object is right.
+        name: identifies the rule in tests only.
+        holds: CEL over `self` (and `oldSelf`); true if the object is valid.
         message: what is wrong and what to write instead.
-        says: CEL that yields the message with the values in it; then `message` is for the docs.
-        at: the offending field, relative to `self`, as `.scaling.replicas`.
-        reason: the API server's reason; `Forbidden` marks what is not built yet.
+        at: path of the invalid field relative to `self`, for example `.scaling.replicas`.
+        says: CEL expression of a message with values; `message` is then only for the docs.
+        reason: reason in the API server's error; `FieldValueForbidden` marks unsupported fields.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Rule:
     reason: str = _DEFAULT_REASON
 
     def schema(self) -> dict[str, Any]:
-        """Write the entry of `x-kubernetes-validations`."""
+        """Return the entry of `x-kubernetes-validations`."""
         entry = {"rule": self.holds}
         entry |= {"messageExpression": self.says} if self.says else {"message": self.message}
         if self.at:
@@ -74,7 +74,15 @@ class Rule:
 
 
 def not_built(name: str, holds: str, what: str, *, at: str = "", instead: str = "") -> Rule:
-    """Refuse what no code honours yet, saying so; the issue that builds it lifts the rule."""
+    """Return a rule that refuses a setting which is not implemented yet.
+
+    Args:
+        name: name of the rule.
+        holds: CEL that is true if the setting is not used.
+        what: the setting, for the message.
+        at: path of the field.
+        instead: what to write instead, for the message.
+    """
     hint = f"; {instead}" if instead else ""
     return Rule(
         name=name,
@@ -87,7 +95,7 @@ def not_built(name: str, holds: str, what: str, *, at: str = "", instead: str = 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
-    """Puts a rule on a scalar or a map, `Annotated[str, Rules(rule)]`; the path is its own."""
+    """Adds a rule to a scalar or a map: `Annotated[str, Rules(rule)]`. The path is the field's."""
 
     rule: Rule
 
@@ -101,12 +109,12 @@ class Rules:
 
 
 def shaped(name: str, pattern: str, message: str) -> Rules:
-    """Say in words what a string must look like: beside a Field with the same pattern.
+    """Return a rule with a readable message for a pattern; use it beside a Field with that pattern.
 
-    The CustomResourceDefinition then has the rule instead of the pattern (`vlm_operator.crd`).
+    The CustomResourceDefinition then has the rule instead of the pattern (`vlm_cli.definitions`).
 
     Args:
-        name: of the rule.
+        name: name of the rule.
         pattern: an RE2 expression without a single quote.
         message: what is wrong and what to write instead.
     """
@@ -114,7 +122,7 @@ def shaped(name: str, pattern: str, message: str) -> Rules:
 
 
 def keyed(name: str, pattern: str) -> Rules:
-    """Say what the keys of a map must look like."""
+    """Return a rule that all keys of a map match `pattern`, an RE2 expression."""
     return Rules(
         Rule(
             name=name,
@@ -126,7 +134,7 @@ def keyed(name: str, pattern: str) -> Rules:
 
 
 class Model(BaseModel):
-    """A frozen object of the API: camelCase in YAML, unknown fields refused."""
+    """A frozen object of the API: camelCase in YAML; unknown fields are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
@@ -145,7 +153,7 @@ class Model(BaseModel):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        """Refuse two items with one key, as the API server does."""
+        """Refuse two list items with equal keys, as the API server does."""
         for name, info in type(self).model_fields.items():
             extra = info.json_schema_extra
             if isinstance(extra, dict) and KEY_MAP_KEYS in extra:
@@ -158,7 +166,7 @@ class Model(BaseModel):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object as YAML spells it, without what is not set."""
+        """Return the object with the names of YAML, without unset fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
@@ -175,12 +183,12 @@ def field(
     """Declare a field of the API.
 
     Args:
-        default: the value where the user wrote none; `...` makes the field required.
-        description: what it is, with its unit.
-        example: one sensible value; objects have none, their fields do.
-        unset: what holds while the field is not set, for defaults that are not constants.
-        restarts: what a change restarts; where absent, the enclosing field says.
-        keys: the field that tells the items of a list apart (server-side apply merges by it).
+        default: value if the user wrote none; `...` makes the field required.
+        description: meaning of the field, with its unit.
+        example: a realistic value; objects have none, their fields do.
+        unset: description of a default that is not a constant.
+        restarts: what a change restarts; None if the enclosing field declares it.
+        keys: the field that identifies items of a list; server-side apply merges items by it.
         limits: pydantic's ge, le, min_length, max_length, pattern.
     """
     extra: dict[str, Any] = {}
@@ -196,16 +204,37 @@ def field(
 
 
 def _int_or_string(pattern: str, **bounds: int) -> dict[str, Any]:
-    """Write the schema of both arms: the pattern binds strings only, the bounds integers only."""
+    """Return a schema of strings and integers: the pattern limits strings, the bounds integers."""
     return {"pattern": pattern, **bounds, "x-kubernetes-int-or-string": True}
 
 
-# What Kubernetes calls a quantity: 40Gi, 1500m, 2.5. Kept as written; `quantity.parse` reads it.
+# A Kubernetes quantity: 40Gi, 1500m, 2.5. The text is kept; `quantity.parse` converts it.
 Quantity = Annotated[
     str,
     Field(pattern=_QUANTITY, max_length=64),
     BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
     Schema(_int_or_string(_QUANTITY, minimum=0)),
+]
+# CEL: the last letter is a unit below 1. The API server's cost estimate of `endsWith` grows with
+# the string; charAt and size cost one step each.
+_BELOW_ONE = "{0}.size() > 0 && {0}.charAt({0}.size() - 1) in ['m', 'u', 'n']"
+
+
+def whole_bytes(value: str) -> str:
+    """Return CEL that is true for an integer, or a quantity without a unit below 1."""
+    return f"(type({value}) == int || !({_BELOW_ONE.format(value)}))"
+
+
+# A quantity of bytes. Kubernetes accepts 512m, which is half a byte.
+Bytes = Annotated[
+    Quantity,
+    Rules(
+        Rule(
+            name="bytes-unit",
+            holds=whole_bytes("self"),
+            message="in m, u or n is in parts of a byte: write Mi, as 512Mi",
+        )
+    ),
 ]
 # A count of pods or a share of them: 1 or 25%.
 CountOrPercent = Annotated[
@@ -214,7 +243,7 @@ CountOrPercent = Annotated[
     BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
     Schema(_int_or_string(_COUNT_OR_PERCENT, minimum=0, maximum=1000)),
 ]
-# An object of Kubernetes' own that its own API server checks, by a dry run.
+# An object of a Kubernetes type. The API server validates it in a dry run.
 Open = Annotated[dict[str, Any], Schema(OPEN_OBJECT)]
 
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -222,13 +251,14 @@ DNS_SUBDOMAIN = "[a-z0-9]+((-+|[.])[a-z0-9]+)*"
 _QUALIFIED = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 EXTENDED_RESOURCE = f"^{DNS_SUBDOMAIN}/{_QUALIFIED}$"
 LABEL_KEY = f"^({DNS_SUBDOMAIN}/)?{_QUALIFIED}$"
-# The API server lowers the case of an annotation's key before it checks it.
+# The API server converts an annotation's key to lower case before it validates it.
 ANNOTATION_KEY = f"^([A-Za-z0-9]+((-+|[.])[A-Za-z0-9]+)*/)?{_QUALIFIED}$"
 _KEY_MESSAGE = "is no key: write [DOMAIN/]NAME, with a letter or digit at both ends of NAME"
 LABEL_VALUE = f"^({_QUALIFIED})?$"
 _IMAGE = (
     r"^(([-A-Za-z0-9.]+|\[[0-9a-f:]+\])(:[0-9]+)?/)?[a-z0-9]+(([.]|_{1,2}|-+|/)[a-z0-9]+)*"
-    "(:[A-Za-z0-9_][-A-Za-z0-9_.]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,128})?$"
+    "(:[A-Za-z0-9_][-A-Za-z0-9_.]{0,127})?"
+    "(@(sha256:[0-9a-f]{64}|sha384:[0-9a-f]{96}|sha512:[0-9a-f]{128}))?$"
 )
 DnsLabel = Annotated[str, Field(max_length=63, pattern=_DNS_LABEL)]
 VariantName = Annotated[str, Field(max_length=names.MAX_VARIANT_NAME, pattern=_DNS_LABEL)]
@@ -239,7 +269,8 @@ ImageName = Annotated[
     shaped(
         "image-name",
         _IMAGE,
-        "is no image: write [REGISTRY/]REPOSITORY:TAG, the repository in lower case",
+        "is no image: write [REGISTRY/]REPOSITORY:TAG or @sha256: and 64 hexadecimal digits, the "
+        "repository in lower case",
     ),
 ]
 LabelKey = Annotated[str, Field(max_length=317)]
@@ -257,6 +288,17 @@ LabelValue = Annotated[
 ]
 AnnotationValue = Annotated[str, Field(max_length=4096)]
 ResourceName = Annotated[str, Field(min_length=1, max_length=253)]
+# Resource names that Kubernetes reserves: its own resources, and quotas on requests.
+RESERVED_DOMAINS = (
+    "kubernetes.io/ and requests. are Kubernetes' own: write the vendor's name, as nvidia.com/gpu"
+)
+
+
+def own_domain(name: str) -> str:
+    """Return CEL that is true for a resource name that Kubernetes does not reserve."""
+    return f"(!{name}.contains('kubernetes.io/') && !{name}.startsWith('requests.'))"
+
+
 DeviceName = Annotated[
     str,
     Field(min_length=1, max_length=253, pattern=EXTENDED_RESOURCE),
@@ -265,11 +307,12 @@ DeviceName = Annotated[
         EXTENDED_RESOURCE,
         "is no extended resource: write DOMAIN/NAME, as nvidia.com/gpu",
     ),
+    Rules(Rule(name="device-domain", holds=own_domain("self"), message=RESERVED_DOMAINS)),
 ]
 Time = Annotated[str, Field(max_length=64), Schema({"type": "string", "format": "date-time"})]
 
 
 class NameRef(Model):
-    """Another object, by name."""
+    """A reference to another object by name."""
 
     name: ObjectName = field(..., "Name of the object.", example="my-secret")

@@ -1,4 +1,4 @@
-"""The choices of the API, the default first. Roles stand in `names`."""
+"""The enums of the API, the default first. Roles are in `names`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class KvDType(enum.StrEnum):
 
 
 class OnOversize(enum.StrEnum):
-    """What becomes of a picture with more pixels than allowed."""
+    """The handling of an image with more pixels than allowed."""
 
     DOWNSCALE = "Downscale"
     REJECT = "Reject"
 
 
 class OnCorrupt(enum.StrEnum):
-    """What becomes of a request with a picture that cannot be decoded."""
+    """The handling of a request with an image that cannot be decoded."""
 
     REJECT = "Reject"
     SKIP = "Skip"
 
 
 class ScalingMode(enum.StrEnum):
-    """Who owns a pool's number of replicas: the autoscaler, somebody else, or this manifest."""
+    """The owner of a pool's replicas: the autoscaler, another scaler, or this manifest."""
 
     AUTO = "Auto"
     EXTERNAL = "External"
     MANUAL = "Manual"
 
 
-class OnDemand(enum.StrEnum):
-    """What becomes of a picture while the encoder pool is at zero."""
+class WhileAtZero(enum.StrEnum):
+    """The handling of an image while the encoder pool is at zero."""
 
     INLINE_AT_PREFILL = "InlineAtPrefill"
     QUEUE = "Queue"
@@ -55,22 +55,14 @@ class OnDemand(enum.StrEnum):
 
 
 class DisruptionPolicy(enum.StrEnum):
-    """Whether a PodDisruptionBudget guards the pool."""
+    """Whether the pool has a PodDisruptionBudget."""
 
     AUTO = "Auto"
     NONE = "None"
 
 
-class LendingMode(enum.StrEnum):
-    """Which work of another role a pool takes over."""
-
-    NONE = "None"
-    INLINE_ENCODE = "InlineEncode"
-    CHUNK_PREFILL = "ChunkPrefill"
-
-
 class ServiceType(enum.StrEnum):
-    """How the gateway is reached."""
+    """The type of the gateway's Kubernetes Service."""
 
     CLUSTER_IP = "ClusterIP"
     NODE_PORT = "NodePort"
@@ -78,7 +70,7 @@ class ServiceType(enum.StrEnum):
 
 
 class Modality(enum.StrEnum):
-    """What a request carries beside text."""
+    """The kind of input that a request has beside text; TEXT for none."""
 
     TEXT = "Text"
     IMAGE = "Image"
@@ -94,21 +86,21 @@ class AutoscalingPolicy(enum.StrEnum):
 
 
 class MissingMetrics(enum.StrEnum):
-    """What a pool does while too few of its pods answer."""
+    """The replicas of a pool while too few of its pods answer."""
 
     HOLD = "Hold"
     FALLBACK = "Fallback"
 
 
 class OnExceeded(enum.StrEnum):
-    """What becomes of a request that would wait too long."""
+    """The handling of a request that would wait too long."""
 
     QUEUE = "Queue"
     REJECT = "Reject"
 
 
 class TransferMode(enum.StrEnum):
-    """How bytes go from one pod to the next."""
+    """The transport of KV and embeddings between pods."""
 
     AUTO = "Auto"
     STREAM = "Stream"
@@ -117,28 +109,28 @@ class TransferMode(enum.StrEnum):
 
 
 class RolloutStrategy(enum.StrEnum):
-    """How pods get from one revision to the next."""
+    """The order in which pods of a new revision replace old ones."""
 
     ROLLING_BY_REVISION = "RollingByRevision"
     RECREATE = "Recreate"
 
 
 class OnFailure(enum.StrEnum):
-    """What becomes of a rollout that does not progress."""
+    """The handling of a rollout that does not progress."""
 
     PAUSE = "Pause"
     ROLLBACK = "Rollback"
 
 
 class NoSpareCapacity(enum.StrEnum):
-    """What a rollout does where no node has room for one more pod."""
+    """The handling of a rollout whose surge pod fits on no node."""
 
     DRAIN_FIRST = "DrainFirst"
     WAIT = "Wait"
 
 
 class Topology(enum.StrEnum):
-    """Which pools a service has, spelt out."""
+    """The pools of a service."""
 
     ENCODER_PREFILL_DECODE = "EncoderPrefillDecode"
     ENCODER_DECODE = "EncoderDecode"

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible front: `spec.gateway`."""
+"""The OpenAI-compatible gateway: `spec.gateway`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GatewayService(Model):
 
 
 class GatewayDrain(Model):
-    """How gateway pods are let go."""
+    """The drain of gateway pods."""
 
     timeout_seconds: int = field(
         600,
@@ -41,7 +41,7 @@ class GatewayDrain(Model):
 
 
 class Auth(Model):
-    """Who may ask."""
+    """The authentication of clients."""
 
     secret_ref: NameRef | None = field(
         None,
@@ -52,11 +52,11 @@ class Auth(Model):
 
 
 class Media(Model):
-    """Where pictures may come from."""
+    """The allowed sources of images."""
 
     allowed_domains: list[Domain] = field(
         [],
-        "Hosts from which pictures are fetched; empty refuses every URL but data:.",
+        "Hosts from which images are fetched; empty refuses every URL but data:.",
         example=["images.example.com"],
         max_length=32,
     )
@@ -65,7 +65,7 @@ class Media(Model):
         not_built(
             "media-domains",
             "!has(self.allowedDomains) || self.allowedDomains.size() == 0",
-            "fetching pictures by URL",
+            "fetching images by URL",
             at=".allowedDomains",
             instead="leave it empty and send data: URLs",
         ),
@@ -73,11 +73,12 @@ class Media(Model):
 
 
 class Gateway(Model):
-    """The OpenAI-compatible front of the service."""
+    """The OpenAI-compatible gateway of the service."""
 
     replicas: int = field(
         1,
-        "Gateway pods; they share nothing, limits count per replica.",
+        "Gateway pods; they share nothing, limits count per replica. With one, requests fail while "
+        "its pod moves; from two on a PodDisruptionBudget keeps the others.",
         example=2,
         restarts=Restarts.NONE,
         ge=1,
@@ -94,7 +95,9 @@ class Gateway(Model):
         ResourceRequirements(), "CPU and memory of one gateway.", restarts=Restarts.GATEWAY
     )
     placement: Placement = field(
-        Placement(), "Which nodes take gateway pods.", restarts=Restarts.GATEWAY
+        Placement(),
+        "Which nodes take gateway pods. Without an affinity they prefer nodes without GPUs.",
+        restarts=Restarts.GATEWAY,
     )
     service: GatewayService = field(
         GatewayService(), "The Kubernetes Service in front of it.", restarts=Restarts.NONE
@@ -103,4 +106,4 @@ class Gateway(Model):
         GatewayDrain(), "How gateway pods are let go.", restarts=Restarts.NONE
     )
     auth: Auth = field(Auth(), "Who may ask.", restarts=Restarts.GATEWAY)
-    media: Media = field(Media(), "Where pictures may come from.", restarts=Restarts.NONE)
+    media: Media = field(Media(), "Where images may come from.", restarts=Restarts.NONE)

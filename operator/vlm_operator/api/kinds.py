@@ -1,4 +1,4 @@
-"""The two smaller kinds: VLMPool, a number with /scale, and VLMNodeClass, a type of node."""
+"""The kinds VLMPool, replicas with a scale subresource, and VLMNodeClass, a type of node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from vlm_operator.api.base import (
+    Bytes,
     DeviceName,
     Model,
     ObjectName,
@@ -34,7 +35,7 @@ class ServiceRef(Model):
 
 
 class VLMPoolSpec(Model):
-    """How many replicas one role should have. Written by the operator; scale it with /scale."""
+    """The replicas of one role. The operator writes it; other scalers use the scale subresource."""
 
     service_ref: ServiceRef | None = field(
         None, "The VLMService it belongs to.", unset="being written"
@@ -67,7 +68,7 @@ class VLMPoolSpec(Model):
 
 
 class VLMPoolStatus(Model):
-    """What became of it."""
+    """The observed state of a pool."""
 
     replicas: int = field(0, "Pods that exist.")
     ready_replicas: int = field(0, "Pods that are ready.")
@@ -82,11 +83,11 @@ class Accelerator(Model):
 
     resource_name: DeviceName = field(..., "Extended resource.", example="nvidia.com/gpu")
     count: int = field(1, "Devices per pod.", example=1, ge=1, le=64)
-    memory: Quantity | None = field(None, "Memory of one device.", example="48Gi", unset="unknown")
+    memory: Bytes | None = field(None, "Memory of one device.", example="48Gi", unset="unknown")
 
 
 class NodeCost(Model):
-    """What a replica costs."""
+    """The cost of a replica."""
 
     per_hour: Quantity = field(..., "Cost of a replica per hour; quote fractions.", example="1.20")
     spot_per_hour: Quantity | None = field(
@@ -95,7 +96,7 @@ class NodeCost(Model):
 
 
 class Speed(Model):
-    """How fast one replica of a role is here."""
+    """The speed of one replica of a role on these nodes."""
 
     role: PoolRole = field(..., "The role.", example="encoder")
     relative_percent: int = field(
@@ -104,7 +105,7 @@ class Speed(Model):
 
 
 class VLMNodeClassSpec(Model):
-    """A type of node, described once by the platform team."""
+    """A type of node, as the platform team declares it."""
 
     node_selector: Labels = field(
         {}, "Labels of its nodes.", example={"triptych.dev/node-type": "gpu-memory"}
@@ -123,7 +124,7 @@ class VLMNodeClassSpec(Model):
 
 
 class ClassUsage(Model):
-    """What one operator's services do with a class."""
+    """The use of a class by the services of one operator."""
 
     operator: str = field(..., "Namespace and name of its Lease.", max_length=317)
     replicas: int = field(0, "Replicas that run there.")
@@ -133,7 +134,7 @@ class ClassUsage(Model):
 
 
 class VLMNodeClassStatus(Model):
-    """What the cluster has of it."""
+    """The nodes of a class in the cluster, and their use."""
 
     nodes: int = field(0, "Nodes that match.")
     allocatable: int | None = field(

@@ -1,4 +1,4 @@
-"""What is served, and what a request may bring: `spec.model`."""
+"""The model and the limits of requests: `spec.model`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ BlockSize = Literal[4, 8, 16, 32, 64, 128, 256]
 
 
 class Limits(Model):
-    """What a request may bring. A change is live within seconds and restarts nothing."""
+    """The limits of a request. A change takes effect within seconds and restarts nothing."""
 
     images_per_request: int = field(
-        4, "Pictures in one request; 0 refuses all.", example=8, ge=0, le=64
+        4, "Images in one request; 0 refuses all.", example=8, ge=0, le=64
     )
     bytes_per_image: int = field(
-        20 * 2**20, "Bytes of one picture as sent.", example=5242880, ge=1, le=2**30
+        20 * 2**20, "Bytes of one image as sent.", example=5242880, ge=1, le=2**30
     )
     pixels_per_image: int = field(
         16_777_216,
-        "Pixels of one picture, width times height; onOversize says what happens above it.",
+        "Pixels of one image, width times height; onOversize says what happens above it.",
         example=4194304,
         ge=1,
         le=2**40,
     )
     on_oversize: OnOversize = field(
         OnOversize.DOWNSCALE,
-        "A picture above pixelsPerImage is scaled down, or refused with a 400.",
+        "An image above pixelsPerImage is scaled down, or refused with a 400.",
         example="Reject",
     )
     on_corrupt: OnCorrupt = field(
         OnCorrupt.REJECT,
-        "A picture that cannot be decoded refuses the request with a 400, or is left out.",
+        "An image that cannot be decoded refuses the request with a 400, or is left out.",
         example="Reject",
     )
     video_seconds: int = field(
@@ -58,7 +58,7 @@ class Limits(Model):
 
 
 class ModelSource(Model):
-    """The model, and how it is laid out in memory."""
+    """The model, and its number types and block size in memory."""
 
     uri: ModelUri = field(
         ...,
@@ -83,7 +83,7 @@ class ModelSource(Model):
         unset="metadata.name",
         restarts=Restarts.NONE,
     )
-    max_model_len_tokens: int | None = field(
+    max_model_len: int | None = field(
         None,
         "Tokens of prompt and answer together, image tokens included.",
         example=4096,
@@ -98,7 +98,7 @@ class ModelSource(Model):
         example="BFloat16",
         restarts=Restarts.PODS,
     )
-    kv_dtype: KvDType = field(
+    kv_cache_dtype: KvDType = field(
         KvDType.AUTO,
         "Number type of the KV cache; Auto is that of the activations, Int8 keeps a scale per "
         "token and head.",
@@ -169,9 +169,9 @@ class ModelSource(Model):
         ),
         not_built(
             "kv-dtype-fp8",
-            "!has(self.kvDtype) || self.kvDtype != 'FP8'",
+            "!has(self.kvCacheDtype) || self.kvCacheDtype != 'FP8'",
             "a KV cache in FP8",
-            at=".kvDtype",
+            at=".kvCacheDtype",
             instead="use Auto, BFloat16, Float32 or Int8",
         ),
     )

@@ -1,4 +1,4 @@
-"""From a Kubernetes body to a VLMService, and from there to the values that take effect.
+"""Converts a Kubernetes body to a VLMService, and fills in its defaults.
 
 body ── parse ─▶ VLMService as written ── resolve ─▶ VLMService with every default filled in
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vlm_operator import names
 from vlm_operator.api.base import Model
 from vlm_operator.api.enums import ScalingMode
 from vlm_operator.api.placement import Placement, Variant
@@ -25,27 +26,28 @@ _BLOCK_SIZE_ACCELERATOR = 16
 
 
 class VLMService(Model):
-    """One VLMService: who it is and what is wanted."""
+    """One VLMService: its identity, its spec, and the annotation that restarts its pods."""
 
     name: str
     namespace: str
     uid: str
     generation: int
     spec: VLMServiceSpec
+    restarted_at: str = ""
 
 
 def parse(body: Mapping[str, Any]) -> VLMService:
-    """Turn a Kubernetes body into a VLMService.
+    """Convert a Kubernetes body to a VLMService.
 
-    The API server's CEL rules have held when the object was written, maybe under an older
-    CustomResourceDefinition; what the operator's own code rests on is checked again here.
+    The API server checked the CEL rules when the object was written, perhaps those of an older
+    CustomResourceDefinition. So this function checks again what the operator's code requires.
 
     Raises:
-        SpecError: a field is wrong; it names the path as the user writes it.
+        SpecError: a field is invalid; the error names its path in the manifest.
     """
     meta = body["metadata"]
     try:
-        # as strict as the API server: JSON has no "3" that is a number
+        # as strict as the API server: the string "3" is not a number
         spec = VLMServiceSpec.model_validate_json(json.dumps(body.get("spec") or {}), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -58,15 +60,16 @@ def parse(body: Mapping[str, Any]) -> VLMService:
         uid=meta["uid"],
         generation=meta["generation"],
         spec=spec,
+        restarted_at=(meta.get("annotations") or {}).get(names.ANNOTATION_RESTARTED_AT, ""),
     )
 
 
 def resolve(service: VLMService, *, worker_image: str) -> VLMService:
-    """Fill in every default that depends on something else.
+    """Fill in every default that is not a constant.
 
     Args:
-        service: as the user wrote it.
-        worker_image: the image where the user names none, an operator setting.
+        service: the service as the user wrote it.
+        worker_image: default image, a setting of the operator.
     """
     spec = service.spec
     image = spec.image or worker_image
@@ -94,7 +97,7 @@ def resolve(service: VLMService, *, worker_image: str) -> VLMService:
 
 
 def effective(service: VLMService, resolved: VLMService) -> dict[str, Any]:
-    """Return the defaults that took effect, spelt as in spec: what the user did not write."""
+    """Return the defaults that took effect, with the field names of the spec."""
     written = service.spec.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude_unset=True
     )
@@ -116,7 +119,7 @@ def _missing(whole: Any, given: Any) -> Any:
 
 
 def _without_empty(value: Any) -> Any:
-    """Drop empty maps and lists at every depth; None where nothing is left."""
+    """Drop empty maps and lists at every depth; return None for an empty result."""
     if isinstance(value, dict):
         kept = {
             key: pruned
@@ -128,7 +131,11 @@ def _without_empty(value: Any) -> Any:
 
 
 def _block_size(spec: VLMServiceSpec) -> int:
-    """CPU kernels like long blocks, GPU kernels short ones; one value serves all pools."""
+    """Return the tokens per KV block: one value for all pools.
+
+    CPU kernels prefer long blocks, GPU kernels short ones. If any prefill or decode
+    variant requests an extended resource, the GPU's value applies.
+    """
     pools: tuple[Pool | None, ...] = (spec.pools.prefill, spec.pools.decode)
     variants = [variant for pool in pools if pool is not None for variant in pool.variants]
     on_accelerator = any(
@@ -155,7 +162,7 @@ def _check_scaling(scaling: Scaling, *, path: str) -> None:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Write a location as a user does: spec.pools.decode.variants[0].name."""
+    """Convert a location of pydantic to a path: spec.pools.decode.variants[0].name."""
     return "spec" + "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in location
     )

@@ -1,4 +1,4 @@
-"""Where pods run and what they may use: placement, resources, the node types of a pool."""
+"""The nodes and resources of pods: placement, resource requirements, the variants of a pool."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vlm_operator.api.base import (
     EXTENDED_RESOURCE,
     LABEL_KEY,
     LABEL_VALUE,
+    RESERVED_DOMAINS,
     LabelKey,
     LabelValue,
     Model,
@@ -25,10 +26,12 @@ from vlm_operator.api.base import (
     VariantName,
     field,
     keyed,
+    own_domain,
+    whole_bytes,
 )
 
-# Extended resources that compute, by what follows the domain: `nvidia.com/gpu`, `gpu.shared`,
-# `mig-1g.5gb`, `Ascend910`. Others are network cards and the like: `rdma/hca`.
+# Extended resources that are accelerators, by the name after the domain: `nvidia.com/gpu`,
+# `gpu.shared`, `mig-1g.5gb`, `Ascend910`. Others are for example network cards: `rdma/hca`.
 _ACCELERATOR = re.compile(
     r"(v?gpu|mig|tpu|npu|hpu|xpu|gaudi|neuron(core|device)?|ascend|dcu|v?mlu|gcu)([-.0-9].*)?"
     r"|i915|xe",
@@ -36,14 +39,15 @@ _ACCELERATOR = re.compile(
 )
 _EXISTS = "(has(self.operator) && self.operator == 'Exists')"
 
-# CEL: a limit has digits alone. A quantity counts as 3 MB in the API server's estimate of what a
-# rule costs, so that a match, a comparison or string() of each of 16 would be over its bound;
-# size, charAt and `in` are counted as one step.
+# CEL: a limit consists of digits. The API server's cost estimate of a rule assumes 3 MB for a
+# quantity, so a match, a comparison or string() of each of 16 would exceed the cost limit. size,
+# charAt and `in` cost one step each.
 _DIGITS = (
     "(self.limits[k].size() < 8 && [0, 1, 2, 3, 4, 5, 6].all(i, i >= self.limits[k].size() || "
     "self.limits[k].charAt(i) in ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9']))"
 )
-_PLAIN = ("cpu", "memory", "ephemeral-storage")
+_BYTES = ("memory", "ephemeral-storage")
+_PLAIN = ("cpu", *_BYTES)
 
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), keyed("label-keys", LABEL_KEY)]
 Resources = Annotated[
@@ -57,11 +61,25 @@ Resources = Annotated[
             "as nvidia.com/gpu",
         )
     ),
+    Rules(
+        Rule(
+            name="resource-domains",
+            holds=f"self.all(k, {own_domain('k')})",
+            message=RESERVED_DOMAINS,
+        )
+    ),
+    Rules(
+        Rule(
+            name="memory-unit",
+            holds=f"{list(_BYTES)}.all(k, !(k in self) || {whole_bytes('self[k]')})",
+            message="memory in m, u or n is in parts of a byte: write Mi, as 512Mi",
+        )
+    ),
 ]
 
 
 class Toleration(Model):
-    """A node taint that these pods accept; Kubernetes' own shape."""
+    """A node taint that these pods tolerate, as in a PodSpec."""
 
     key: str | None = field(
         None, "Taint key; every key with Exists.", example="nvidia.com/gpu", max_length=317
@@ -103,7 +121,7 @@ class Toleration(Model):
 
 
 class Placement(Model):
-    """Which nodes take these pods."""
+    """The nodes on which these pods may run."""
 
     node_selector: Labels = field(
         {}, "Labels a node must have.", example={"triptych.dev/node-type": "gpu-memory"}
@@ -117,7 +135,10 @@ class Placement(Model):
 
 
 def _at_most_the_limit(name: str) -> Rule:
-    """Compare one request with its limit. One rule for all names would be over the cost bound."""
+    """Return a rule that one request does not exceed its limit.
+
+    One rule for all names would exceed the API server's cost limit.
+    """
     request, limit = (f"self.{side}['{name}']" for side in ("requests", "limits"))
     return Rule(
         name=f"request-limit-{name}",
@@ -205,11 +226,11 @@ class Variant(Model):
     )
 
     def accelerators(self, resource: str | None = None) -> int:
-        """Devices of one replica in its limits, for `budget.maxAccelerators`.
+        """Return the number of devices in one replica's limits, for `budget.maxAccelerators`.
 
         Args:
-            resource: what the variant's node class calls its accelerator. It counts whatever its
-                name is; others count if they have a name of a known accelerator.
+            resource: resource name of the node class's accelerator. It always counts; other
+                resources count if `is_accelerator` knows their name.
         """
         limits = self.resources.limits.items()
         return sum(
@@ -220,6 +241,6 @@ class Variant(Model):
 
 
 def is_accelerator(resource: str) -> bool:
-    """Whether an extended resource has the name of a device that computes."""
+    """Whether an extended resource has the name of a known accelerator."""
     domain, _, device = resource.rpartition("/")
     return bool(domain) and _ACCELERATOR.fullmatch(device) is not None

@@ -1,4 +1,4 @@
-"""What a user may add to our pods: arguments, environment, volumes. A closed list, no PodSpec."""
+"""The additions of a user to pods: arguments, environment, volumes. A closed list, no PodSpec."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 from vlm_operator.api.base import (
     ANNOTATION_KEY,
     AnnotationValue,
+    Bytes,
     DnsLabel,
     LabelKey,
     Model,
     ObjectName,
-    Quantity,
     Rule,
     Rules,
     TopologyKey,
@@ -23,7 +23,7 @@ from vlm_operator.api.base import (
 )
 from vlm_operator.api.placement import Labels
 
-# What the operator sets on every command line (docs/contract.md); a user cannot set it twice.
+# Arguments that the operator sets on every command line (docs/contract.md); users cannot set them.
 OWNED_ARGS = (
     "--model", "--served-name", "--model-revision", "--model-cache", "--stages", "--bind",
     "--grpc-port", "--http-port", "--data-port", "--announced-data-port", "--admin-port",
@@ -43,7 +43,7 @@ Annotations = Annotated[
     keyed("annotation-keys", ANNOTATION_KEY),
 ]
 _DATA_KEY = r"^[.]{0,2}[-_A-Za-z0-9][-._A-Za-z0-9]*$"
-# No part is empty, "." or ".."; three dots and more are refused as well.
+# No part of a path is empty, "." or ".."; parts of three and more dots are refused, too.
 _MOUNT_PATH = r"^(/[.]{0,2}[^/:.][^/:]*)+/?$"
 _SUB_PATH = r"^([.]{0,2}[^/.][^/]*(/[.]{0,2}[^/.][^/]*)*/?)?$"
 DataKey = Annotated[
@@ -75,13 +75,20 @@ def _cel_list(values: tuple[str, ...]) -> str:
 
 OWNED_ARG_RULE = Rule(
     name="owned-args",
-    # An abbreviation of an owned argument means that argument.
+    # an abbreviation sets the owned argument, so abbreviations are refused, too
     holds=f"!' {' '.join(OWNED_ARGS)}'.contains(' ' + self.split('=')[0])",
     message="an argument that the operator sets itself: remove it",
     says="self.split('=')[0] + ' is set by the operator: remove it; "
     "what may be chosen has a field of its own'",
 )
-Argument = Annotated[str, Field(min_length=1, max_length=512), Rules(OWNED_ARG_RULE)]
+HELP_ARG_RULE = Rule(
+    name="help-args",
+    holds="!(self in ['-h', '--help'])",
+    message="prints a text and ends: remove it",
+)
+Argument = Annotated[
+    str, Field(min_length=1, max_length=512), Rules(OWNED_ARG_RULE), Rules(HELP_ARG_RULE)
+]
 
 
 class KeySelector(Model):
@@ -92,7 +99,7 @@ class KeySelector(Model):
 
 
 class EnvSource(Model):
-    """Where the value of a variable comes from."""
+    """The source of a variable's value."""
 
     secret_key_ref: KeySelector | None = field(None, "A key of a Secret.")
     config_map_key_ref: KeySelector | None = field(None, "A key of a ConfigMap.")
@@ -133,9 +140,9 @@ class EnvVar(Model):
 
 
 class Engine(Model):
-    """What is added to the worker's command line and environment."""
+    """Additions to the worker's command line and environment."""
 
-    args: list[Argument] = field(
+    extra_args: list[Argument] = field(
         [],
         "More arguments of `vlm-worker ROLE --help`.",
         example=["--max-requests=64"],
@@ -145,7 +152,7 @@ class Engine(Model):
 
 
 class TopologySpread(Model):
-    """How the pods of one pool spread over nodes; the selector is the pool's own."""
+    """The spread of a pool's pods over nodes; the operator adds the pool's selector."""
 
     max_skew: int = field(1, "Pods by which two domains may differ.", example=1, ge=1, le=100)
     topology_key: TopologyKey = field(
@@ -164,12 +171,12 @@ class ClaimVolume(Model):
 
 
 class EmptyDirVolume(Model):
-    """A directory as short-lived as the pod."""
+    """A directory that is deleted with the pod."""
 
     medium: Literal["", "Memory"] | None = field(
         None, "Memory for a tmpfs.", example="Memory", unset="the node's disk"
     )
-    size_limit: Quantity | None = field(None, "Most bytes in it.", example="8Gi", unset="no limit")
+    size_limit: Bytes | None = field(None, "Most bytes in it.", example="8Gi", unset="no limit")
 
 
 class SecretVolume(Model):
@@ -211,7 +218,7 @@ class Volume(Model):
 
 
 class VolumeMount(Model):
-    """Where a volume appears in the worker container."""
+    """The mount of a volume in the worker container."""
 
     name: DnsLabel = field(..., "Name of the volume.", example="scratch")
     mount_path: MountPath = field(..., "Absolute path.", example="/scratch")
@@ -231,7 +238,7 @@ class VolumeMount(Model):
 
 
 class PodOverlay(Model):
-    """What is added to the pods of a pool. A closed list: there is no raw PodSpec."""
+    """Additions to the pods of a pool. A closed list; a PodSpec is not accepted."""
 
     labels: Labels = field({}, "Labels beside the operator's own.", example={"team": "vision"})
     annotations: Annotations = field(

@@ -1,4 +1,4 @@
-"""Goals and bounds of a whole service: SLO, budget, autoscaling, admission, transfer, rollout."""
+"""Settings of a whole service: SLO, budget, autoscaling, admission, transfer, rollout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Milliseconds = Annotated[int, Field(ge=1, le=3_600_000)]
 
 
 class SloOverride(Model):
-    """Another TTFT goal for one modality."""
+    """A different TTFT target for one modality."""
 
     modality: Modality = field(..., "What the request carries.", example="Image")
     ttft_p95_milliseconds: Milliseconds = field(
@@ -34,7 +34,7 @@ class SloOverride(Model):
 
 
 class Slo(Model):
-    """What users are promised."""
+    """The latency targets of the service."""
 
     ttft_p95_milliseconds: Milliseconds | None = field(
         None,
@@ -58,7 +58,7 @@ class Slo(Model):
 
 
 class Budget(Model):
-    """What the service may take of the cluster."""
+    """The limits of all pools together."""
 
     max_accelerators: int | None = field(
         None,
@@ -80,8 +80,8 @@ class Budget(Model):
     )
 
 
-class Coupling(Model):
-    """A bound on the ratio of two pools."""
+class PoolRatio(Model):
+    """Bounds of the ratio of two pools' replicas."""
 
     numerator: PoolRole = field(..., "Role whose replicas are counted.", example="prefill")
     denominator: PoolRole = field(..., "Role against which they are counted.", example="decode")
@@ -94,13 +94,13 @@ class Coupling(Model):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            name="coupling-sides",
+            name="pool-ratio-sides",
             holds="self.numerator != self.denominator",
-            message="couples a pool with itself: numerator and denominator must differ",
+            message="is a ratio of a pool to itself: numerator and denominator must differ",
             at=".denominator",
         ),
         Rule(
-            name="coupling-bounds",
+            name="pool-ratio-bounds",
             holds="!(has(self.minPercent) && has(self.maxPercent)) || "
             "self.minPercent <= self.maxPercent",
             message="minPercent is greater than maxPercent",
@@ -112,7 +112,7 @@ class Coupling(Model):
 
 
 class FallbackReplicas(Model):
-    """Replicas to hold while metrics are missing."""
+    """Replicas by role while metrics are missing."""
 
     encoder: int | None = field(
         None, "Encoder replicas.", example=1, unset="as they are", ge=0, le=1000
@@ -126,14 +126,14 @@ class FallbackReplicas(Model):
 
 
 class Autoscaling(Model):
-    """How pools with scaling mode Auto are decided on."""
+    """The autoscaler's settings, for pools with scaling mode Auto."""
 
     policy: AutoscalingPolicy = field(
         AutoscalingPolicy.ACTIVE,
         "Apply decisions, only show them, or make none.",
         example="Advisory",
     )
-    tick_seconds: int = field(5, "Seconds between two decisions.", example=10, ge=1, le=300)
+    interval_seconds: int = field(5, "Seconds between two decisions.", example=10, ge=1, le=300)
     missing_metrics: MissingMetrics = field(
         MissingMetrics.HOLD,
         "What a pool does while too few of its pods answer.",
@@ -166,7 +166,7 @@ class Tenant(Model):
 
 
 class Admission(Model):
-    """What becomes of requests that would wait."""
+    """The handling of requests that would wait."""
 
     max_queue_seconds: int | None = field(
         None, "Seconds that a request may wait.", example=30, unset="no bound", ge=1, le=3600
@@ -178,7 +178,7 @@ class Admission(Model):
 
 
 class Transfer(Model):
-    """How bytes go from one pod to the next."""
+    """The transport of KV and embeddings between pods."""
 
     embeddings: TransferMode = field(
         TransferMode.AUTO, "Encoder to prefill; Auto is Stream.", example="Stream"
@@ -200,7 +200,7 @@ class Transfer(Model):
 
 
 class Rollout(Model):
-    """How the service gets from one revision to the next."""
+    """The rollout of a new revision."""
 
     strategy: RolloutStrategy = field(
         RolloutStrategy.ROLLING_BY_REVISION,

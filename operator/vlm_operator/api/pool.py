@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from vlm_operator.api.base import (
+    Bytes,
     CountOrPercent,
     ImageName,
     Model,
-    Quantity,
     Restarts,
     Rule,
     field,
     not_built,
 )
-from vlm_operator.api.enums import DisruptionPolicy, LendingMode
+from vlm_operator.api.enums import DisruptionPolicy
 from vlm_operator.api.placement import Variant
 from vlm_operator.api.pod import Engine, PodOverlay
 from vlm_operator.api.scaling import Scaling
@@ -22,7 +22,7 @@ from vlm_operator.names import POOL_ROLES, Role
 
 
 class Parallelism(Model):
-    """How one replica is spread over devices."""
+    """The distribution of one replica over devices."""
 
     tensor: int = field(1, "Devices that share each layer.", example=1, ge=1, le=16)
 
@@ -38,9 +38,9 @@ class Parallelism(Model):
 
 
 class KvCache(Model):
-    """How much memory the KV cache takes. Prefill and decode only."""
+    """The memory of the KV cache. Prefill and decode only."""
 
-    memory_fraction_percent: int | None = field(
+    memory_percent: int | None = field(
         None,
         "Share of the device's memory (CPU: of the limit), in percent.",
         example=80,
@@ -48,7 +48,7 @@ class KvCache(Model):
         ge=1,
         le=95,
     )
-    memory: Quantity | None = field(None, "Bytes of KV cache, instead of a share.", example="8Gi")
+    memory: Bytes | None = field(None, "Bytes of KV cache, instead of a share.", example="8Gi")
     reserve_percent: int | None = field(
         None,
         "Blocks that new requests leave free, in percent.",
@@ -61,8 +61,8 @@ class KvCache(Model):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             name="kv-memory",
-            holds="!(has(self.memoryFractionPercent) && has(self.memory))",
-            message="set memoryFractionPercent or memory, not both",
+            holds="!(has(self.memoryPercent) && has(self.memory))",
+            message="set memoryPercent or memory, not both",
             at=".memory",
         ),
         Rule(
@@ -76,7 +76,7 @@ class KvCache(Model):
 
 
 class Drain(Model):
-    """How pods are let go."""
+    """The drain of a pool's pods."""
 
     timeout_seconds: int = field(
         600,
@@ -89,7 +89,7 @@ class Drain(Model):
 
 
 class Disruption(Model):
-    """What a node drain may take."""
+    """The limits of voluntary disruptions, such as node drains."""
 
     policy: DisruptionPolicy = field(
         DisruptionPolicy.AUTO,
@@ -105,7 +105,7 @@ class Disruption(Model):
 
 
 class PoolRollout(Model):
-    """How the pods of one pool are replaced."""
+    """The limits of a rollout in one pool."""
 
     max_surge: CountOrPercent | None = field(
         None, "Pods above the desired number.", example="1", unset="1"
@@ -125,26 +125,6 @@ class PoolRollout(Model):
             "string(self.maxUnavailable) in ['0', '0%'])",
             message="nothing can be replaced: maxSurge or maxUnavailable must be above 0",
             at=".maxSurge",
-        ),
-    )
-
-
-class Lending(Model):
-    """Work of another role that it takes over."""
-
-    mode: LendingMode = field(
-        LendingMode.NONE,
-        "InlineEncode: this pool encodes pictures too.",
-        example="InlineEncode",
-    )
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        not_built(
-            "chunk-prefill",
-            "!has(self.mode) || self.mode != 'ChunkPrefill'",
-            "lending of prefill work",
-            at=".mode",
-            instead="use None or InlineEncode",
         ),
     )
 
@@ -189,8 +169,11 @@ class Pool(Model):
         Disruption(), "What a node drain may take.", restarts=Restarts.NONE
     )
     rollout: PoolRollout = field(PoolRollout(), "How pods are replaced.", restarts=Restarts.NONE)
-    lending: Lending = field(
-        Lending(), "Work of another role that it takes over.", restarts=Restarts.PODS
+    encode_inline: bool = field(
+        False,
+        "Images are encoded by this pool too, beside the encoder pool.",
+        example=True,
+        restarts=Restarts.PODS,
     )
     engine: Engine = field(
         Engine(), "Added to its command line and environment.", restarts=Restarts.PODS
@@ -210,18 +193,17 @@ class Pool(Model):
     )
 
 
-def _lends(role: str) -> str:
-    """CEL: the pool of that role encodes for others."""
-    lending = f"self.{role}.lending"
-    return f"(has({lending}) && has({lending}.mode) && {lending}.mode == 'InlineEncode')"
+def _encodes(role: str) -> str:
+    """Return CEL that is true if the pool of `role` also encodes images."""
+    return f"(has(self.{role}.encodeInline) && self.{role}.encodeInline)"
 
 
 class Pools(Model):
-    """One pool per role. A request whose stage has no pool runs that stage on the next role."""
+    """One pool per role. If a stage has no pool, the pool of the next role runs it."""
 
     encoder: Pool | None = field(
         None,
-        "Pictures to embeddings. Compute-bound; cheap nodes will do.",
+        "Images to embeddings. Compute-bound; cheap nodes will do.",
         unset="the next role encodes",
         restarts=Restarts.PODS,
     )
@@ -245,19 +227,17 @@ class Pools(Model):
             at=".encoder.kv",
         ),
         Rule(
-            name="encoder-lends",
-            holds="!has(self.encoder) || !has(self.encoder.lending) || "
-            "!has(self.encoder.lending.mode) || self.encoder.lending.mode == 'None'",
-            message="an encoder pool takes over no other role's work: remove lending",
-            at=".encoder.lending",
+            name="encoder-encodes",
+            holds=f"!has(self.encoder) || !{_encodes('encoder')}",
+            message="an encoder pool always encodes: remove encodeInline",
+            at=".encoder.encodeInline",
         ),
         Rule(
-            name="decode-lends",
-            holds="!has(self.prefill) || !has(self.decode.lending) || "
-            "!has(self.decode.lending.mode) || self.decode.lending.mode != 'InlineEncode'",
-            message="pictures go to the prefill pool first: "
-            "set InlineEncode on prefill, or remove the prefill pool",
-            at=".decode.lending",
+            name="decode-encodes",
+            holds=f"!has(self.prefill) || !{_encodes('decode')}",
+            message="images go to the prefill pool first: "
+            "set encodeInline on prefill, or remove the prefill pool",
+            at=".decode.encodeInline",
         ),
         Rule(
             name="zero-prefill",
@@ -269,29 +249,29 @@ class Pools(Model):
         Rule(
             name="zero-decode",
             holds="!has(self.decode.scaling.minReplicas) || self.decode.scaling.minReplicas > 0",
-            message="only an encoder pool may go to 0: set 1 or more, or spec.suspend",
+            message="only an encoder pool may go to 0: set 1 or more, or spec.stopped",
             at=".decode.scaling.minReplicas",
         ),
         Rule(
             name="inline-needs-lender",
             holds="!has(self.encoder) || !has(self.encoder.scaling.scaleToZero) || "
-            "(has(self.encoder.scaling.scaleToZero.onDemand) && "
-            "self.encoder.scaling.scaleToZero.onDemand != 'InlineAtPrefill') || "
-            f"(has(self.prefill) ? {_lends('prefill')} : {_lends('decode')})",
+            "(has(self.encoder.scaling.scaleToZero.whileAtZero) && "
+            "self.encoder.scaling.scaleToZero.whileAtZero != 'InlineAtPrefill') || "
+            f"(has(self.prefill) ? {_encodes('prefill')} : {_encodes('decode')})",
             message="InlineAtPrefill needs a pool that encodes: "
-            "set lending.mode InlineEncode on prefill (on decode, if there is no prefill pool)",
+            "set encodeInline on prefill (on decode, if there is no prefill pool)",
             at=".encoder.scaling.scaleToZero",
         ),
     )
 
     def of(self, role: Role) -> Pool | None:
-        """Return the pool of a role, or None where the service has none."""
+        """Return the pool of a role; None if the service has none."""
         return {Role.ENCODER: self.encoder, Role.PREFILL: self.prefill, Role.DECODE: self.decode}[
             role
         ]
 
     @property
     def present(self) -> dict[Role, Pool]:
-        """The pools there are, in the order in which a request passes them."""
+        """The pools of the service, in the order in which a request passes them."""
         pools = {role: self.of(role) for role in POOL_ROLES}
         return {role: pool for role, pool in pools.items() if pool is not None}

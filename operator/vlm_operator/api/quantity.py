@@ -1,4 +1,4 @@
-"""Kubernetes quantities as exact numbers: 40Gi is 42949672960, 250m is 0.25, 1e3 is 1000."""
+"""Converts Kubernetes quantities to exact numbers: 40Gi is 42949672960, 250m 0.25, 1e3 1000."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def parse(text: str) -> Decimal:
     """Return the exact value of a quantity.
 
     Raises:
-        ValueError: it is none; the message says what one looks like.
+        ValueError: the text is not a quantity.
     """
     for factors in (_BINARY, _DECIMAL):
         for unit, factor in factors.items():
             if text.endswith(unit):
                 return _number(text, text.removesuffix(unit)) * factor
-    # an exponent is a unit: it has no other beside it
+    # an exponent takes the place of a unit, so both together are invalid
     digits, mark, power = text.replace("E", "e").partition("e")
     if mark and re.fullmatch(r"[-+]?[0-9]{1,2}", power):
         return _number(text, digits) * Decimal(10) ** int(power)

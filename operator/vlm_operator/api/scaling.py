@@ -1,64 +1,53 @@
-"""Who decides a pool's number of replicas, and within which bounds."""
+"""The replicas of a pool: their owner, bounds, pace and targets."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from vlm_operator.api.base import Model, Rule, field
-from vlm_operator.api.enums import OnDemand, ScalingMode
+from vlm_operator.api.enums import ScalingMode, WhileAtZero
 
 
 class ScaleToZero(Model):
-    """When a pool without work goes away, and what happens to work that comes then."""
+    """The condition for scaling a pool to zero, and the handling of images at zero."""
 
     idle_seconds: int = field(
-        600, "Seconds without pictures before it goes to zero.", example=900, ge=1, le=86400
+        600, "Seconds without images before it goes to zero.", example=900, ge=1, le=86400
     )
-    on_demand: OnDemand = field(
-        OnDemand.INLINE_AT_PREFILL,
-        "Pictures meanwhile are encoded by the next role, queued or refused.",
+    while_at_zero: WhileAtZero = field(
+        WhileAtZero.INLINE_AT_PREFILL,
+        "Images meanwhile are encoded by the next role, queued or refused.",
         example="Queue",
     )
 
 
 class ScaleUp(Model):
-    """How fast a pool may grow."""
+    """The maximum pace of growth."""
 
-    stabilization_seconds: int = field(0, "Seconds the need must last.", example=15, ge=0, le=3600)
-    max_percent_per_minute: int = field(
-        100, "Growth per minute in percent of the pool.", example=50, ge=1, le=1000
+    stabilization_window_seconds: int = field(
+        0, "Seconds the need must last.", example=15, ge=0, le=3600
     )
-    max_pods_per_minute: int = field(4, "Growth per minute in pods.", example=8, ge=1, le=1000)
-    panic_percent: int = field(
-        200,
-        "Need, in percent of the pool, that makes it grow at once.",
-        example=300,
-        ge=100,
-        le=1000,
-    )
-    panic_hold_seconds: int = field(
-        60, "Seconds without shrinking after it.", example=120, ge=0, le=3600
-    )
+    max_pods_per_minute: int = field(100, "Growth per minute in pods.", example=8, ge=1, le=1000)
 
 
 class ScaleDown(Model):
-    """How fast a pool may shrink."""
+    """The maximum pace of shrinking."""
 
-    stabilization_seconds: int = field(
+    stabilization_window_seconds: int = field(
         180, "Seconds the need must stay lower.", example=600, ge=0, le=3600
     )
     max_pods_per_minute: int = field(4, "Pods drained per minute.", example=2, ge=1, le=1000)
 
 
 class Behavior(Model):
-    """How fast a pool may change."""
+    """The maximum pace of changes."""
 
     scale_up: ScaleUp = field(ScaleUp(), "How fast the pool may grow.")
     scale_down: ScaleDown = field(ScaleDown(), "How fast the pool may shrink.")
 
 
 class Targets(Model):
-    """How busy one replica should be."""
+    """The target load of one replica."""
 
     utilization_percent: int = field(
         75, "Busy time of an encoder or prefill pod, in percent.", example=60, ge=10, le=95
@@ -139,7 +128,7 @@ class Scaling(Model):
         Rule(
             name="zero-needs-policy",
             holds="!has(self.minReplicas) || self.minReplicas > 0 || has(self.scaleToZero)",
-            message="is required with minReplicas 0: say what becomes of pictures meanwhile",
+            message="is required with minReplicas 0: say what becomes of images meanwhile",
             at=".scaleToZero",
             reason="FieldValueRequired",
         ),

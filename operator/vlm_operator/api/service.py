@@ -1,4 +1,4 @@
-"""VLMService: one vision-language model, served by pools of pods. The one object a user writes."""
+"""VLMService: one vision-language model, served by pools of pods. Users write this object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlm_operator.api.policy import (
     Admission,
     Autoscaling,
     Budget,
-    Coupling,
+    PoolRatio,
     Rollout,
     Slo,
     Transfer,
@@ -20,15 +20,15 @@ from vlm_operator.api.pool import Pools
 
 
 def _present(side: str) -> str:
-    """CEL: the pool that one side of a coupling names exists."""
+    """Return CEL that is true if the pool on one side of a ratio exists."""
     optional = (f"(c.{side} == '{r}' && has(self.pools.{r}))" for r in ("encoder", "prefill"))
     return f"(c.{side} == 'decode' || {' || '.join(optional)})"
 
 
 class VLMServiceSpec(Model):
-    """What the user wants."""
+    """The desired state of a service."""
 
-    suspend: bool = field(
+    stopped: bool = field(
         False,
         "Drain all pools and keep them at zero; the status is kept.",
         example=True,
@@ -64,7 +64,7 @@ class VLMServiceSpec(Model):
         unset="no bound",
         restarts=Restarts.NONE,
     )
-    coupling: list[Coupling] = field(
+    pool_ratios: list[PoolRatio] = field(
         [], "Bounds on ratios of pools.", restarts=Restarts.NONE, max_length=6
     )
     autoscaling: Autoscaling = field(
@@ -89,7 +89,7 @@ class VLMServiceSpec(Model):
             holds="!has(self.pools.encoder) || !has(self.model.limits) || "
             "!has(self.model.limits.imagesPerRequest) || self.model.limits.imagesPerRequest > 0 || "
             "(has(self.model.limits.videoSeconds) && self.model.limits.videoSeconds > 0)",
-            message="an encoder pool needs pictures or video: remove it, "
+            message="an encoder pool needs images or video: remove it, "
             "or raise model.limits.imagesPerRequest",
             at=".pools.encoder",
         ),
@@ -104,11 +104,11 @@ class VLMServiceSpec(Model):
             reason="FieldValueRequired",
         ),
         Rule(
-            name="coupling-present",
-            holds="!has(self.coupling) || "
-            f"self.coupling.all(c, {_present('numerator')} && {_present('denominator')})",
-            message="couples a pool that the service does not have",
-            at=".coupling",
+            name="pool-ratio-present",
+            holds="!has(self.poolRatios) || "
+            f"self.poolRatios.all(c, {_present('numerator')} && {_present('denominator')})",
+            message="names a pool that the service does not have",
+            at=".poolRatios",
         ),
         not_built(
             "admission",

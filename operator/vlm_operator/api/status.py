@@ -1,4 +1,4 @@
-"""What the operator reports: the status of each kind, written in one server-side apply."""
+"""The status of a VLMService, which the operator writes in one server-side apply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlm_operator.api.enums import Modality, Topology
 Text = Annotated[str, Field(max_length=4096)]
 Word = Annotated[str, Field(max_length=256)]
 
-# These and no others. NameConflict is a reason of Stalled, ScalingConflict of ScalingActive.
+# All condition types. NameConflict is a reason of Stalled, ScalingConflict of ScalingActive.
 ConditionType = Literal[
     "Ready",
     "Accepted",
@@ -32,7 +32,7 @@ CONDITIONS: tuple[ConditionType, ...] = get_args(ConditionType)
 
 
 class Condition(Model):
-    """One aspect of the state; Kubernetes' own metav1.Condition."""
+    """One condition, as `metav1.Condition` of Kubernetes."""
 
     type: Word = field(..., "Which aspect.")
     status: Literal["True", "False", "Unknown"] = field(..., "Whether it holds.")
@@ -43,14 +43,14 @@ class Condition(Model):
 
 
 class Candidate(Model):
-    """What one signal asked for."""
+    """The replicas that one signal asks for."""
 
     signal: Word = field(..., "Name of the signal.")
     replicas: int = field(..., "Replicas it asked for.")
 
 
 class Decision(Model):
-    """One scaling decision and what it rests on."""
+    """One scaling decision with its reasons."""
 
     time: Time = field(..., "When it was made.")
     epoch: int | None = field(None, "Lease transitions at that time.")
@@ -69,7 +69,7 @@ class Decision(Model):
 
 
 class PastDecision(Model):
-    """An earlier decision in short; the full record is a line of the operator's log."""
+    """A summary of an earlier decision; the operator's log has the full record."""
 
     time: Time = field(..., "When it was made.")
     from_: int = Field(..., alias="from", description="Replicas before.")
@@ -105,9 +105,6 @@ class PoolStatus(Model):
     last_decision: Decision | None = field(None, "The last scaling decision.")
     history: list[PastDecision] | None = field(None, "The decisions before it.", max_length=8)
     recommendation: int | None = field(None, "Replicas that it would choose.")
-    warm_cost_per_hour: Quantity | None = field(
-        None, "Of it, per hour, for growth within a start-up (tuning.warmSharePercent)."
-    )
 
 
 class PoolStatuses(Model):
@@ -127,7 +124,7 @@ class WeightsBytes(Model):
 
 
 class ModelStatus(Model):
-    """What the workers measured on the model."""
+    """Facts about the model that the workers report."""
 
     kv_bytes_per_token: int | None = field(None, "Bytes of KV cache per token.")
     image_tokens_per_megapixel: int | None = field(None, "Tokens that a million pixels become.")
@@ -136,7 +133,7 @@ class ModelStatus(Model):
 
 
 class SloStatus(Model):
-    """Promise and reality for one modality."""
+    """Target and observed latency of one modality."""
 
     modality: Modality = field(..., "What the requests carried.")
     ttft_p95_milliseconds: int | None = field(None, "TTFT at the 95th percentile, rounded.")
@@ -150,7 +147,7 @@ class SloStatus(Model):
 
 
 class Cost(Model):
-    """What the service costs."""
+    """The cost of the service."""
 
     per_hour: Quantity | None = field(None, "Cost of all pods per hour.")
     currency: Word | None = field(None, "Its currency.")
@@ -164,7 +161,7 @@ class Accelerators(Model):
 
 
 class Summary(Model):
-    """What `kubectl get` prints; for columns only."""
+    """Columns of `kubectl get`."""
 
     encoder: Word | None = field(None, "ready/desired.")
     prefill: Word | None = field(None, "ready/desired.")
@@ -176,7 +173,7 @@ class Summary(Model):
 
 
 class VLMServiceStatus(Model):
-    """What the operator sees."""
+    """The observed state of a service."""
 
     observed_generation: int | None = field(None, "The generation this speaks of.")
     conditions: list[Condition] | None = field(
@@ -189,7 +186,7 @@ class VLMServiceStatus(Model):
     )
     current_revision: Word | None = field(None, "Revision that serves.")
     update_revision: Word | None = field(None, "Revision being rolled out.")
-    compat: Word | None = field(None, "Pods with the same value may work together.")
+    compatibility_hash: Word | None = field(None, "Pods with the same value may work together.")
     model: ModelStatus | None = field(None, "What the workers measured on the model.")
     pools: PoolStatuses | None = field(None, "The pools, by role.")
     slo: list[SloStatus] | None = field(

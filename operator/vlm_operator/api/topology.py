@@ -1,4 +1,4 @@
-"""Which stages each pool runs: a request whose stage has no pool runs it on the next role.
+"""Maps stages to pools: if a stage has no pool, the pool of the next role runs it.
 
 pools                       encoder   prefill            decode
 encoder, prefill, decode    encoder   prefill            decode
@@ -9,13 +9,13 @@ decode                      -         -                  encoder, prefill, decod
 
 from __future__ import annotations
 
-from vlm_operator.api.enums import LendingMode, Topology
+from vlm_operator.api.enums import Topology
 from vlm_operator.api.pool import Pools
 from vlm_operator.names import Role
 
 
 def topology(pools: Pools) -> Topology:
-    """Spell out which pools there are."""
+    """Return the topology of a service's pools."""
     return {
         (True, True): Topology.ENCODER_PREFILL_DECODE,
         (True, False): Topology.ENCODER_DECODE,
@@ -25,7 +25,7 @@ def topology(pools: Pools) -> Topology:
 
 
 def stages(pools: Pools, role: Role) -> tuple[Role, ...]:
-    """Return what the workers of `role` load, in the order in which a request passes it.
+    """Return the stages that workers of `role` load, in the order in which a request passes them.
 
     Raises:
         KeyError: the service has no pool of that role.
@@ -35,6 +35,6 @@ def stages(pools: Pools, role: Role) -> tuple[Role, ...]:
         return (Role.ENCODER,)
     if role is Role.DECODE and pools.prefill is not None:
         return (Role.DECODE,)
-    encodes = pools.encoder is None or pool.lending.mode is LendingMode.INLINE_ENCODE
+    encodes = pools.encoder is None or pool.encode_inline
     own = (Role.PREFILL,) if role is Role.PREFILL else (Role.PREFILL, Role.DECODE)
     return (Role.ENCODER, *own) if encodes else own

@@ -1,7 +1,7 @@
-"""`spec.autoscaling.tuning`: the constants of the autoscaler, each with its unit in the name.
+"""`spec.autoscaling.tuning`: the constants of the autoscaler, with the unit in each name.
 
-They are `autoscale.tuning.Tuning` in integers; docs/autoscaling.md argues for the defaults. Bounds
-reach down to seconds, so that a trial need not wait for minutes.
+They are `autoscale.tuning.Tuning` as integers. docs/autoscaling.md has the reasons for the
+defaults. Minimum values are small, so that experiments take seconds.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Tuning(Model):
     min_requests: int = _count(50, "Fewer in the window widen it threefold.", most=10_000)
     min_misses: int = _count(20, "Fewer are made up from the slowest tenth.", most=10_000)
     slow_seconds: int = _seconds(60, "Between two calibrations.")
-    smoothing_seconds: int = _seconds(30, "Time constant of admitted work.")
-    drain_seconds: int = _seconds(30, "Within which a backlog should be done.")
+    smoothing_seconds: int = _seconds(20, "Time constant of admitted work.")
+    backlog_seconds: int = _seconds(30, "Within which a backlog should be done.")
     wait_floor_milliseconds: int = _seconds(20, "Least budget for waiting.", most=60_000)
     band_up_percent: int = _percent(_BAND_UP, "Use above which a pool grows.")
     band_down_percent: int = _percent(_BAND_DOWN, "Use below which it may shrink.")
-    guilty_share_percent: int = _percent(20, "Least part in the overrun to grow.", least=0)
+    bottleneck_share_percent: int = _percent(20, "Least part in the overrun to grow.", least=0)
     ttft_margin_percent: int = _percent(90, "TTFT over target for shrinking, at most.")
     itl_margin_percent: int = _percent(80, "The same of the time between tokens.")
-    consolidation_percent: int = _percent(80, "Of the waiting budget that one less may use.")
+    consolidation_percent: int = _percent(80, "Of the KV cap that one less may use.")
     after_growth_seconds: int = _seconds(60, "Without shrinking after growth.", least=0)
     write_off_percent: int = _percent(
         200,
@@ -57,23 +57,14 @@ class Tuning(Model):
     growth_cap_percent: int = _percent(
         100, "Most growth foreseen in one start-up.", least=0, most=1000
     )
-    warm_share_percent: int = _percent(
-        0, "Of usual growth within one start-up, held ready.", least=0, most=200
-    )
     stale_ticks: int = _count(3, "Without an answer make a pod silent.", most=100)
     fresh_share_percent: int = _percent(70, "Of ready pods that must answer.")
     fresh_down_share_percent: int = _percent(90, "The same before a pool shrinks.")
     missing_seconds: int = _seconds(300, "Of silence before fallbackReplicas.")
-    flap_changes: int = _count(3, "Changes of direction that double the window.", most=100)
-    flap_seconds: int = _seconds(900, "Within which these are counted.")
-    max_down_seconds: int = _seconds(1800, "To which the window may double.")
     fit_points: int = _count(10, "Least rows of a fit.", most=1000)
     fit_spread_percent: int = _percent(30, "Least spread of its regressor.")
     fit_seconds: int = _seconds(1800, "Memory of a fit.")
     fit_shift_percent: int = _percent(20, "Change of shape that starts it afresh.", most=1000)
-    forecast_seconds: int = _seconds(
-        2 * _DAY, "Of load known before a forecast counts.", most=30 * _DAY
-    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

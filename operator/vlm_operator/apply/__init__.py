@@ -1,46 +1,46 @@
-"""Writing: server-side apply in the plan's order, pruning, gates, events.
+"""Writes objects: server-side apply in the plan's order, pruning, pod patches, status, Events.
 
-compare.py  is this object what we applied?                     drift, stamped
-learned.py  what does the API server add by itself?             Learned
-contest.py  who else writes what we write? back off             contested
-repair.py   one object: what differs, and the writes that put it right
-accepted.py what a loop remembers of its writes                 Accepted
-objects.py  apply what differs, prune what the plan dropped     apply_plan, prune
-marks.py    small writes: pods' gates, status, pools, memory
-events.py   a transition becomes one Event, counted if it recurs
+compare.py                compares live object and manifest                drift, with_digest
+learned.py                finds defaults and injections by dry run         Learned
+write_conflicts.py        finds other writers of our fields; backoff       newly_contested
+repair.py                 repairs one object
+sync_state.py             state of one reconciler's writes                 SyncState
+objects.py                applies what differs, prunes what is not planned apply_plan, prune
+pod_and_status_writes.py  writes pods' gates, status, replicas, memory
+events.py                 posts one Event per transition; counts repeats   post_events
 """
 
-from vlm_operator.apply.accepted import Accepted
-from vlm_operator.apply.contest import contested
 from vlm_operator.apply.events import post_events
 from vlm_operator.apply.learned import Learned
-from vlm_operator.apply.marks import (
+from vlm_operator.apply.objects import (
+    Applied,
+    apply_plan,
+    apply_replicas,
+    check_new,
+    prune,
+)
+from vlm_operator.apply.pod_and_status_writes import (
     MEMORY_KEY,
-    apply_gates,
+    apply_pod_patches,
     apply_pool_status,
     apply_status,
     save_memory,
 )
-from vlm_operator.apply.objects import (
-    Applied,
-    apply_plan,
-    check_new,
-    claim_pool,
-    prune,
-)
+from vlm_operator.apply.sync_state import SyncState
+from vlm_operator.apply.write_conflicts import newly_contested
 
 __all__ = [
     "MEMORY_KEY",
-    "Accepted",
     "Applied",
     "Learned",
-    "apply_gates",
+    "SyncState",
     "apply_plan",
+    "apply_pod_patches",
     "apply_pool_status",
+    "apply_replicas",
     "apply_status",
     "check_new",
-    "claim_pool",
-    "contested",
+    "newly_contested",
     "post_events",
     "prune",
     "save_memory",

@@ -1,18 +1,17 @@
-"""Is the live object still what we applied? Decided here, so that an idle loop writes nothing.
+"""Decides whether a live object equals the applied manifest, so that an idle loop writes nothing.
 
-A digest of the manifest is an annotation of the object: another digest means that we want
-something else now, fields that we dropped included. With the same digest, `drift` finds what
-somebody changed.
+Each object has the digest of its manifest as an annotation. If the digest differs, the manifest
+changed, which includes removed fields. If the digest is equal, `drift` finds changes by others.
 
 wanted    our manifest
-live      what the API server holds: wanted + its defaults + what others changed
+live      the object in the API server: wanted + its defaults + changes by other writers
 learned   answers to dry runs of such a manifest: wanted + defaults and injections of admission
 
 part                                        rule
-metadata                                    contains wanted: labels and notes of others are theirs
+metadata                                    contains wanted; others may add labels and annotations
 status                                      not compared
-all else                                    equals wanted, but for what is learned and assigned
-selector, matchLabels, nodeSelector         the same, also while nothing is learned
+all other fields                            equal wanted, except learned and assigned fields
+selector, matchLabels, nodeSelector         equal wanted, even if nothing is learned
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vlm_operator.api import quantity
 from vlm_operator.cluster import Manifest
 from vlm_operator.state import ANNOTATION_APPLIED
 
-# What tells the items of a list apart, tried in this order.
+# Merge keys of lists, tried in this order.
 _KEYS = (
     "name",
     "mountPath",
@@ -39,11 +38,11 @@ _KEYS = (
     "uid",
     "topologyKey",
 )
-_SHARED = ("ownerReferences", "conditions")  # others have their items there too
+_SHARED = ("ownerReferences", "conditions")  # other writers add items
 _IDENTITY = frozenset(("apiVersion", "kind", "metadata", "status"))
-_STRICT = frozenset(("selector", "matchLabels", "nodeSelector"))  # nobody defaults these
+_STRICT = frozenset(("selector", "matchLabels", "nodeSelector"))  # have no defaults
 _QUANTITIES = re.compile(r"\.(resources|sizeLimit|divisor)(\.|\[|$)")
-# What the API server, a controller or the autoscaler fills in: any value is right.
+# Fields that the API server, a controller or the autoscaler assigns: any value is accepted.
 _ASSIGNED = {
     "Service": re.compile(
         r"\.spec\.(clusterIPs?|ipFamilies|ipFamilyPolicy|healthCheckNodePort|ports\[\d+\]\.nodePort)"
@@ -56,11 +55,11 @@ _EMPTY: tuple[Any, ...] = ("", None, {}, [])
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """One field that is not as wanted.
+    """One field whose live value differs from the manifest.
 
     Attributes:
         steps: keys of maps and indexes of lists, from the object's root.
-        added: the live object has it and the manifest has not.
+        added: whether the field is in the live object and not in the manifest.
     """
 
     steps: tuple[str | int, ...]
@@ -68,12 +67,12 @@ class Drift:
 
     @property
     def path(self) -> str:
-        """As a user writes it: `spec.selector.x`, `spec.ports[0].port`."""
+        """Path as a user writes it: `spec.selector.x`, `spec.ports[0].port`."""
         text = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in self.steps)
         return text.removeprefix(".")
 
 
-def stamped(manifest: Manifest) -> Manifest:
+def with_digest(manifest: Manifest) -> Manifest:
     """Return the manifest with its own digest as an annotation."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -85,22 +84,22 @@ def stamped(manifest: Manifest) -> Manifest:
 def drift(
     live: Manifest, wanted: Manifest, learned: Sequence[Manifest] | None = ()
 ) -> tuple[Drift, ...]:
-    """Return every field that the live object has not as wanted.
+    """Return every field whose live value differs from the manifest.
 
-    Empty maps, lists and strings count as absent, quantities by their value: the API server drops
-    the former and rewrites the latter.
+    Empty maps, lists and strings count as absent, because the API server drops them. Quantities
+    are compared by value, because the API server rewrites them.
 
     Args:
-        live: the object as it is.
+        live: the object in the API server.
         wanted: the manifest.
-        learned: what the API server made of such manifests; None if nobody knows. Then additions
+        learned: answers to dry runs of such manifests; None if unknown. If None, added fields
             outside of selectors are accepted.
     """
     return tuple(_Walk(str(wanted.get("kind", ""))).object(live, wanted, learned))
 
 
 def patch(wanted: Manifest, found: Sequence[Drift]) -> Manifest:
-    """Return the merge patch that removes what others added: null per key, lists as a whole."""
+    """Return the merge patch that removes added fields: null per key, lists as a whole."""
     meta = wanted["metadata"]
     result: Manifest = {
         "apiVersion": wanted["apiVersion"],
@@ -178,7 +177,7 @@ class _Walk:
             return
         key = _key(wanted)
         if key is None:
-            # rules of a policy, tolerations: atomic lists, in our order
+            # atomic lists without a merge key, such as rules of a policy: compared in order
             if len(live) != len(wanted):
                 yield Drift(at, added=len(live) > len(wanted))
                 return
@@ -188,11 +187,11 @@ class _Walk:
         known = {item.get(key): item for item in live if isinstance(item, dict)}
         extra = set(known) - {item[key] for item in wanted}
         if at[-1] not in _SHARED:
-            told = [_by(key, answer) for answer in learned or ()]
-            injected = {name for answer in told for name in answer}
+            take_news = [_by(key, answer) for answer in learned or ()]
+            injected = {name for answer in take_news for name in answer}
             if any(
                 name not in injected
-                or not any(_equal(known[name], one.get(name), Drift(at).path) for one in told)
+                or not any(_equal(known[name], one.get(name), Drift(at).path) for one in take_news)
                 for name in extra
             ):
                 yield Drift(at, added=True)
@@ -205,7 +204,7 @@ class _Walk:
             yield from self._any(known.get(item[key]), item, below, (*at, index))
 
     def _expected(self, value: Any, learned: Sequence[Any], found: Drift) -> bool:
-        """Whether something that nobody asked for is the API server's, or nothing at all."""
+        """Whether a field outside of the manifest is empty, assigned or learned."""
         path = f".{found.path}"
         return (
             value in _EMPTY
@@ -215,7 +214,7 @@ class _Walk:
 
 
 def _below(learned: Sequence[Any] | None, step: str | int) -> Sequence[Any] | None:
-    """The same place in each answer, one step further down."""
+    """Return the value at `step` of each answer that has it; None if nothing is learned."""
     if learned is None:
         return None
     found = []
@@ -234,7 +233,7 @@ def _by(key: str, items: Any) -> Mapping[Any, Any]:
 
 
 def _equal(live: Any, other: Any, path: str) -> bool:
-    """Whether two values are the same to Kubernetes: empties left out, quantities by value."""
+    """Whether two values are equal to Kubernetes: empty is absent, quantities by value."""
     if isinstance(live, dict) and isinstance(other, dict):
         keys = set(live) | set(other)
         return all(_equal(live.get(key), other.get(key), f"{path}.{key}") for key in keys)

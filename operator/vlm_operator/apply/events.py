@@ -1,4 +1,4 @@
-"""A transition becomes one Event; if it recurs, that Event is counted, not repeated."""
+"""Posts one Event per transition; if it recurs, the count of that Event grows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ async def post_events(
     uid: str,
     now: float,
 ) -> None:
-    """Write events about one VLMService. A refused one is dropped: they are news, not state."""
+    """Write Events about one VLMService. Refused ones are dropped: the status has the state.
+
+    `now` is in seconds since the epoch. If the API server is unavailable, the rest is dropped.
+    """
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     for event in events:
         text = f"{uid}/{event.reason}/{event.message}"

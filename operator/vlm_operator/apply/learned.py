@@ -1,8 +1,8 @@
-"""What the API server makes of a manifest of ours: its defaults, and what admission injects.
+"""Learns what the API server adds to our manifests: defaults, and injections of admission.
 
-A field that we did not write is the server's own or somebody's change. A dry run tells which: the
-answer to a manifest under a name that nobody has is all that the server adds by itself. It is asked
-when an object has more than is known, so that an idle operator asks nothing.
+A field outside of our manifest comes from the API server or from another writer. A dry run of the
+manifest under an unused name returns only what the API server adds. The operator sends one only if
+an object has unknown fields, so an idle operator sends none.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vlm_operator.metrics import UNLEARNED
 
 logger = logging.getLogger(__name__)
 
-_SHAPES = 2048  # kept in memory
-_ANSWERS = 4  # of one shape
-_AGAIN_SECONDS = 600.0  # after a refused dry run
+_SHAPES = 2048  # limit of shapes in memory
+_ANSWERS = 4  # limit of answers per shape
+_AGAIN_SECONDS = 600.0  # pause after a refused dry run
 _MASK = "*"
-# Values that differ from service to service, and that no default depends on.
+# Keys whose values differ between services and influence no default.
 _MASKED = frozenset(
     ("args", "command", "data", "matchLabels", "replicas", "selector", "uid", "value")
 )
@@ -34,7 +34,7 @@ _MASKED_VALUES = frozenset(("labels", "annotations"))
 
 
 class Learned:
-    """Answers by the shape of the manifest. All loops of a process share one."""
+    """Answers to dry runs, by the shape of the manifest. All loops of a process share one."""
 
     def __init__(self) -> None:
         self._answers: dict[str, tuple[Manifest, ...]] = {}
@@ -43,16 +43,19 @@ class Learned:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def known(self, manifest: Manifest) -> Sequence[Manifest]:
-        """Return what was answered to manifests of this shape."""
+        """Return the answers to manifests of this shape; empty if there are none."""
         return self._answers.get(shape(manifest), ())
 
     async def ask(
         self, cluster: Cluster, manifest: Manifest, digest: str, *, now: float
     ) -> Sequence[Manifest] | None:
-        """Return the answers, this very manifest's among them; None if the server gives none.
+        """Return the answers, including that to this manifest; None if the dry run is refused.
+
+        `digest` identifies the manifest. A refused shape is not asked again for `_AGAIN_SECONDS`.
 
         Raises:
-            UnavailableError: the API server cannot be reached.
+            UnavailableError: the API server is unreachable.
+            NamespaceEndsError: the namespace is being deleted.
         """
         key = shape(manifest)
         if len(self._answers) > _SHAPES:
@@ -68,7 +71,7 @@ class Learned:
             except NamespaceEndsError:
                 raise
             except ClusterError as error:
-                # unreachable, or a webhook that does not answer
+                # status 0 is an unreachable API server, 429 a full one: a later turn asks again
                 if error.status == 0 or error.status == 429:
                     raise
                 kind = manifest["kind"]
@@ -87,7 +90,10 @@ _DROPPED = frozenset(("apiVersion", "kind", "metadata", "status"))
 
 
 def shape(manifest: Manifest) -> str:
-    """Return what defaults depend on: the manifest without names and values of one service."""
+    """Return what defaults depend on: JSON of the manifest without the service's names and values.
+
+    Labels count by key, and the namespace counts, because admission may differ by namespace.
+    """
     meta = manifest["metadata"]
     service = meta.get("labels", {}).get(names.LABEL_SERVICE, "")
     body = {part: value for part, value in manifest.items() if part not in ("metadata", "status")}
@@ -110,11 +116,11 @@ def _masked(value: Any, service: str, key: str = "") -> Any:
 
 
 def _trial(manifest: Manifest) -> Manifest:
-    """The manifest under a name that nobody has."""
+    """Return the manifest under a random unused name."""
     found = copy.deepcopy(manifest)
     meta = found["metadata"]
     meta["name"] = f"triptych-dry-run-{secrets.token_hex(6)}"
     meta.pop("uid", None)
     if found["kind"] == names.KIND_POOL:
-        found["spec"].setdefault("replicas", 0)  # required, and the autoscaler's
+        found["spec"].setdefault("replicas", 0)  # required; the autoscaler owns it
     return found

@@ -1,7 +1,7 @@
-"""Apply what differs from the plan, in its order; prune what it no longer names.
+"""Applies objects that differ from the plan, in its order; prunes those that it no longer names.
 
-An object is read before it is first applied. One that another owner holds, or none, is a
-NameConflict: it is left alone and reported. Everything else of the plan is still applied.
+An object is read before it is first applied. If our service is not its controller, it is not
+changed and reported as a NameConflict. The rest of the plan is still applied.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_operator import names
-from vlm_operator.apply.accepted import Accepted
-from vlm_operator.apply.compare import Drift, stamped
-from vlm_operator.apply.contest import Key, current, due, repaired
+from vlm_operator.apply.compare import Drift, with_digest
 from vlm_operator.apply.repair import changes, write
+from vlm_operator.apply.sync_state import SyncState
+from vlm_operator.apply.write_conflicts import Key, current, due, repaired
 from vlm_operator.cluster import CHILD_KINDS, Cluster, Manifest, kind_of
 from vlm_operator.errors import (
     ClusterError,
@@ -32,11 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What came of one plan.
+    """Result of applying one plan.
 
     Attributes:
-        written: what the API server answered to each write, by kind and name.
-        refused: kind and name, and the server's answer.
+        written: answers of the API server to writes, by kind and name.
+        conflicts: objects that our service does not control.
+        refused: pairs of "kind name" and the API server's error.
     """
 
     written: Mapping[Key, Manifest]
@@ -51,24 +52,24 @@ async def apply_plan(
     *,
     namespace: str,
     uid: str,
-    accepted: Accepted,
+    sync_state: SyncState,
 ) -> Applied:
-    """Write every object that is not as wanted.
+    """Write every object that differs from its manifest.
 
     Args:
-        cluster: where to write.
-        objects: the plan's, in its order.
-        observed: the view that the plan was made from.
-        namespace: of the service.
-        uid: of the service; what it does not control is never written.
-        accepted: the loop's memory of the server's own ways.
+        cluster: cluster to write to.
+        objects: manifests of the plan, in its order.
+        observed: the view that the plan is based on.
+        namespace: namespace of the service.
+        uid: uid of the service; objects that it does not control are never written.
+        sync_state: the loop's state of earlier writes; this function updates it.
 
     Raises:
-        UnavailableError, LeaseLostError: nothing more can be written in this turn.
+        UnavailableError, ConflictError, NamespaceEndsError, LeaseLostError: the turn must end.
     """
     written: dict[Key, Manifest] = {}
     conflicts, refused = [], []
-    accepted.contests = current(accepted.contests, now=observed.now)
+    sync_state.write_conflicts = current(sync_state.write_conflicts, now=observed.now)
     for manifest in objects:
         key = (manifest["kind"], manifest["metadata"]["name"])
         label = f"{key[0]} {key[1]}"
@@ -76,9 +77,9 @@ async def apply_plan(
             live = observed.children.get(key) or observed.foreign.get(key)
             if live is None:
                 live = await cluster.get(kind_of(manifest), namespace, key[1])
-            _check_owner(live, key, uid)
+            check_owner(live, key, uid)
             answer = await _apply(
-                cluster, manifest, live, key=key, uid=uid, accepted=accepted, now=observed.now
+                cluster, manifest, live, key=key, uid=uid, sync_state=sync_state, now=observed.now
             )
             if answer is not None:
                 written[key] = answer
@@ -92,18 +93,18 @@ async def apply_plan(
 
 
 async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None:
-    """Ask the API server whether it would take an object; its refusal, or None if it would.
+    """Dry-run an object; returns the API server's refusal of its fields, None if there is none.
 
     Raises:
-        UnavailableError: it could not be asked.
-        NamespaceEndsError: nothing is created there any more.
+        UnavailableError: the API server is unreachable.
+        NamespaceEndsError: the namespace is being deleted.
     """
     try:
         await cluster.apply(manifest, manager=names.MANAGER, dry_run=True)
     except NamespaceEndsError:
         raise
     except UnavailableError as error:
-        # an unknown field is answered with 500, not with 400
+        # the API server answers 500, not 400, to an unknown field
         if "failed to create typed patch object" in error.message:
             return error
         raise
@@ -112,22 +113,22 @@ async def check_new(cluster: Cluster, manifest: Manifest) -> ClusterError | None
     return None
 
 
-async def claim_pool(
+async def apply_replicas(
     cluster: Cluster, claim: Manifest, observed: Observed, *, uid: str
 ) -> Manifest:
-    """Write the autoscaler's number into a VLMPool, which may have to be made; returns it.
+    """Write the autoscaler's replica count into a VLMPool, creating it if missing; returns it.
 
     Raises:
-        NameConflictError: an object of that name is somebody else's.
+        NameConflictError: an object of that name has another controller.
     """
     key = (claim["kind"], claim["metadata"]["name"])
     live = observed.children.get(key) or observed.foreign.get(key)
     if live is None:
         live = await cluster.get(kind_of(claim), claim["metadata"]["namespace"], key[1])
-    _check_owner(live, key, uid)
+    check_owner(live, key, uid)
     answer = await cluster.apply(claim, manager=names.MANAGER_AUTOSCALER)
     WRITES.labels(kind=key[0], verb="apply").inc()
-    _check_owner(answer, key, uid)
+    check_owner(answer, key, uid)
     return answer
 
 
@@ -138,7 +139,10 @@ async def prune(
     *,
     namespace: str,
 ) -> tuple[str, ...]:
-    """Delete children that the plan no longer names, pods' owners first; returns their names."""
+    """Delete children that the plan no longer names; returns each as "kind name".
+
+    The order is the reverse of `CHILD_KINDS`, so owners of pods come first.
+    """
     gone = []
     for kind in reversed(CHILD_KINDS):
         for live in observed.of_kind(kind.kind):
@@ -159,50 +163,50 @@ async def _apply(
     *,
     key: tuple[str, str],
     uid: str,
-    accepted: Accepted,
+    sync_state: SyncState,
     now: float,
 ) -> Manifest | None:
-    """Apply one object where it differs; returns it as written, None where nothing was."""
-    wanted = stamped(manifest)
+    """Apply one object if it differs; returns the API server's answer, None if not written."""
+    wanted = with_digest(manifest)
     digest = wanted["metadata"]["annotations"][ANNOTATION_APPLIED]
     found: tuple[Drift, ...] = ()
     if live is not None:
         if "deletionTimestamp" in live["metadata"]:
-            return None  # on its way out: it is made anew once it is gone
+            return None  # being deleted: a later turn creates it again
         version = digest, live["metadata"].get("resourceVersion")
-        if accepted.compared.get(key) == version:
+        if sync_state.compared.get(key) == version:
             return None
-        known = accepted.kept.get(key)
+        known = sync_state.settled.get(key)
         kept = known[1] if known is not None and known[0] == digest else frozenset()
-        found = await changes(cluster, live, wanted, digest, learned=accepted.learned, now=now)
+        found = await changes(cluster, live, wanted, digest, learned=sync_state.learned, now=now)
         found = tuple(item for item in found if item.path not in kept)
         if not found:
-            accepted.digests[key] = digest
-            accepted.compared[key] = version
+            sync_state.digests[key] = digest
+            sync_state.compared[key] = version
             return None
-        # a precondition: the object that we looked at, not one that took its name since
+        # precondition: the object that we compared, not a newer one with its name
         wanted["metadata"]["uid"] = live["metadata"]["uid"]
         paths = [item.path for item in found]
         logger.info("differs", extra={"kind": key[0], "object": key[1], "fields": paths})
-    if accepted.digests.get(key) == digest:  # it was as wanted, and somebody changed it
-        if due(accepted.contests, key, now=now) > 0:
+    if sync_state.digests.get(key) == digest:  # it was in sync, and another writer changed it
+        if due(sync_state.write_conflicts, key, now=now) > 0:
             return None
         field = found[0].path if found else "its existence"
-        accepted.contests = repaired(accepted.contests, key, field, now=now)
+        sync_state.write_conflicts = repaired(sync_state.write_conflicts, key, field, now=now)
         if found:
-            accepted.tell(key, found)
-    answer, left = await write(cluster, wanted, live, found, accepted.learned)
-    accepted.digests[key] = digest
+            sync_state.note_drift(key, found)
+    answer, left = await write(cluster, wanted, live, found, sync_state.learned)
+    sync_state.digests[key] = digest
     WRITES.labels(kind=key[0], verb="apply").inc()
-    _check_owner(answer, key, uid)
+    check_owner(answer, key, uid)
     if left:
-        accepted.kept[key] = (digest, frozenset(item.path for item in left))
+        sync_state.settled[key] = (digest, frozenset(item.path for item in left))
     else:
-        accepted.kept.pop(key, None)
+        sync_state.settled.pop(key, None)
     return answer
 
 
-def _check_owner(live: Manifest | None, key: tuple[str, str], uid: str) -> None:
+def check_owner(live: Manifest | None, key: tuple[str, str], uid: str) -> None:
     """Raise `NameConflictError` for an object that our service does not control."""
     if live is None or owned_by(live, uid):
         return

@@ -1,4 +1,4 @@
-"""One object: what differs from its manifest, and the writes that put it right."""
+"""Finds what differs between one object and its manifest, and repairs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def changes(
     learned: Learned,
     now: float,
 ) -> tuple[Drift, ...]:
-    """Compare; ask what the API server adds by itself only if an addition is not known yet."""
+    """Return the drift of one object; send a dry run only if an added field is unknown."""
     found = drift(live, wanted, learned.known(wanted))
     if not any(item.added for item in found):
         return found
@@ -35,10 +35,10 @@ async def write(
     found: tuple[Drift, ...],
     learned: Learned,
 ) -> tuple[Manifest, tuple[Drift, ...]]:
-    """Apply, and take out what others added, which an apply leaves.
+    """Apply the manifest, and remove fields that others added, which an apply keeps.
 
     Returns:
-        The object, and what the API server itself made of one write of ours and will again.
+        The object, and the drift that the API server itself causes with each write.
     """
     answers = learned.known(wanted)
     added = tuple(item for item in found if item.added)
@@ -62,16 +62,16 @@ async def write(
     merged = await cluster.merge(patch(wanted, added), manager=names.MANAGER)
     kept = {item.path for item in _left(merged, wanted, answers)}
     answer = await cluster.apply(wanted, manager=names.MANAGER)
-    # what is different only now was written in between: that is for the next turn
+    # drift outside of `kept` comes from a concurrent writer: the next turn repairs it
     return answer, tuple(item for item in _left(answer, wanted, answers) if item.path in kept)
 
 
 def _left(answer: Manifest, wanted: Manifest, answers: Sequence[Manifest]) -> tuple[Drift, ...]:
-    """What of our own write is not as written; additions count only if defaults are known."""
+    """Return the drift in the answer to our write; added fields count only if some are learned."""
     bare = {**wanted, "metadata": {k: v for k, v in wanted["metadata"].items() if k != "uid"}}
     return drift(answer, bare, answers or None)
 
 
 def _fixed(live: Manifest, wanted: Manifest) -> bool:
-    """Whether only a new object can be as wanted: a binding's role cannot be changed."""
+    """Whether the object must be recreated, because the `roleRef` of a binding is immutable."""
     return "roleRef" in wanted and live.get("roleRef") != wanted["roleRef"]

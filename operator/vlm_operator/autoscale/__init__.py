@@ -1,10 +1,11 @@
-"""How many replicas each pool should have, and why: values in, values out, no clock, no I/O.
+"""Decides how many replicas each pool has, and why. Pure: no clock, no I/O.
 
-policy.py view.py    what a decision is made from        inputs.py    read from manifests and pods
-tuning.py            the constants of the method         outcome.py   what it returns
-decide.py            one tick: estimate, then settle     reasons.py   why, as closed lists
-estimating/          what each pool needs                explain.py   why, for people
-settling/            how many replicas it gets           reckoning.py with the numbers
+policy.py view.py    inputs of a decision                inputs.py    built from manifests and pods
+tuning.py            constants of the method             outcome.py   its results
+decide.py            one tick: estimate, then allocate   reasons.py   closed lists of reasons
+estimating/          the need of each pool               explain.py   reasons as text
+allocation/          the replicas of each pool           decision_numbers.py numbers as text
 
-memory.py record.py codec.py            what survives a restart; a tick that can be replayed
+memory.py            state that survives a restart
+record.py codec.py   one tick as JSON, for replay
 """

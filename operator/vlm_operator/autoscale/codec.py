@@ -1,10 +1,10 @@
-"""Frozen values to JSON and back, by their types: what a record and a memory are written with.
+"""Converts frozen values to JSON and back, by their types. Records and memories use it.
 
 dataclass  {"field": …}                               Enum, StrEnum  its value
 Mapping    {"key": …}, keys that are tuples "a|b"     tuple          […]
 nan, ±inf  "nan", "inf", "-inf": JSON has no such numbers
 
-Numbers come back exactly: floats are written with all of their digits.
+Floats are written with all digits, so that a round trip is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SPECIAL = ("nan", "inf", "-inf")
 
 
 def encode(value: Any, *, sparse: bool = False) -> Any:
-    """Turn a value into what `json.dumps` takes; `sparse` leaves out fields at their defaults."""
+    """Convert a value for `json.dumps`; with `sparse`, fields with default values are omitted."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
@@ -41,10 +41,10 @@ def encode(value: Any, *, sparse: bool = False) -> Any:
 
 
 def decode(kind: Any, data: Any) -> Any:
-    """Turn it back into a value of type `kind`.
+    """Convert the output of `encode` back to a value of type `kind`.
 
     Raises:
-        ValueError, KeyError, TypeError: the data is not of that type.
+        ValueError, KeyError, TypeError, AttributeError: the data is not of that type.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

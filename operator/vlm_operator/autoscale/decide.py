@@ -1,6 +1,6 @@
-"""One tick of a service's autoscaler: what is needed, then what is granted. Values in, values out.
+"""One tick of a service's autoscaler: estimates each pool's need, then decides its replicas. Pure.
 
-policy, view ─▶ estimate ─▶ settle ─▶ Outcome: a decision for every pool, and the memory
+policy, view, memory ─▶ estimate ─▶ decide_replicas ─▶ Outcome: decisions and the next memory
 """
 
 from __future__ import annotations
@@ -8,26 +8,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from vlm_operator.autoscale.allocation.decide_replicas import decide_replicas
+from vlm_operator.autoscale.allocation.history import ScalingMemory
 from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.settling.paced import PaceMemory
-from vlm_operator.autoscale.settling.settle import settle
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one tick leaves to the next; `Memory()` knows nothing, and shrinks nothing for long."""
+    """State that one tick passes to the next.
+
+    After `Memory()`, no pool shrinks until its scale-down window has passed.
+    """
 
     estimate: EstimateMemory = dataclasses.field(default_factory=EstimateMemory)
-    pace: PaceMemory = dataclasses.field(default_factory=PaceMemory)
+    pace: ScalingMemory = dataclasses.field(default_factory=ScalingMemory)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one tick decides, what it rests on, and what the next tick needs of it."""
+    """The decisions of one tick, the estimate behind them, and the memory for the next tick."""
 
     decisions: Mapping[Role, Decision]
     estimate: Estimate
@@ -38,10 +41,10 @@ def decide(policy: ServicePolicy, view: View, memory: Memory) -> Outcome:
     """Choose the replicas of all pools of one service.
 
     Args:
-        policy: what the manifest and its node classes say.
-        view: pods, their samples, the numbers that stand.
-        memory: what the last call returned, or `Memory()`, or one read by `memory.load`.
+        policy: settings from the manifest and its node classes.
+        view: pods, their samples, and the current replicas.
+        memory: the memory that the last call returned, `Memory()`, or the result of `memory.load`.
     """
     found, estimated = estimate(policy, view, memory.estimate)
-    decisions, paced = settle(policy, view, found, memory.pace)
+    decisions, paced = decide_replicas(policy, view, found, memory.pace)
     return Outcome(decisions, found, Memory(estimated, paced))

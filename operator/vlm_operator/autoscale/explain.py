@@ -1,4 +1,4 @@
-"""Why each pool has its size, in lines for people: from a record, or from what the status keeps.
+"""Explains each pool's size as text, from a record or from the status of a VLMService.
 
 decode: 6 replicas (a 4, b 2), 12.00 an hour
   why      ScaleUp 4 → 6 at 10:03:05 UTC: kvTokens needs 5.7 units, 4 of 4 units are ready
@@ -15,14 +15,14 @@ import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vlm_operator.autoscale.decision_numbers import reckoned
 from vlm_operator.autoscale.estimating.attribute import REMEDIES
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.reasons import Bound, Reason
-from vlm_operator.autoscale.reckoning import reckoned
 from vlm_operator.autoscale.record import Record
 from vlm_operator.names import POOL_ROLES, Role
 
-# What would change a pool's size, by what holds it.
+# What would change a pool's size, by the bound that limits it.
 BOUND_NEXT: Mapping[Bound, str] = {
     Bound.MIN: "less is not allowed: scaling.minReplicas",
     Bound.MAX: "more is not allowed: scaling.maxReplicas",
@@ -31,22 +31,21 @@ BOUND_NEXT: Mapping[Bound, str] = {
     "the cost of every node type",
     Bound.CAPACITY: "more needs nodes of its types, another variant, or a greater "
     "variants[].maxReplicas",
-    Bound.COUPLING: "spec.coupling ties it to another pool",
+    Bound.POOL_RATIO: "spec.poolRatios ties it to another pool",
     Bound.MAX_PODS_PER_MINUTE: "goes on within a minute: scaling.behavior.*.maxPodsPerMinute",
     Bound.UNKNOWN_TIMES: "goes on by one replica at a time: more work shows how long it takes "
     "(tuning.fitPoints)",
     Bound.UP_WINDOW: "grows when the need has lasted: scaling.behavior.scaleUp"
-    ".stabilizationSeconds",
+    ".stabilizationWindowSeconds",
     Bound.WINDOW: "shrinks when a whole window has needed less: scaling.behavior.scaleDown"
-    ".stabilizationSeconds, at least twice the start-up time",
+    ".stabilizationWindowSeconds, at least twice the start-up time",
     Bound.SLO_MARGIN: "shrinks when no target has been close for a whole window",
     Bound.RECENT_GROWTH: "shrinks when no pool of the service has grown for a while",
     Bound.ROLLOUT: "shrinks when the rollout is done",
     Bound.FRESHNESS: "shrinks when nearly all ready pods answer",
-    Bound.PANIC_HOLD: "shrinks after the panic: scaling.behavior.scaleUp.panicHoldSeconds",
     Bound.IDLE_SECONDS: "goes to zero when nothing has come for scaling.scaleToZero.idleSeconds",
 }
-# The same by what decided, where nothing holds it.
+# What would change a pool's size if no bound limits it, by the reason of the decision.
 REASON_NEXT: Mapping[Reason, str] = {
     Reason.MANUAL: "the manifest: scaling.replicas",
     Reason.PUT_BACK: "the manifest: scaling.replicas; mode External lets others write VLMPool",
@@ -59,13 +58,12 @@ REASON_NEXT: Mapping[Reason, str] = {
     Reason.FALLBACK: "pods that answer to /stats; autoscaling.fallbackReplicas",
     Reason.STEADY: "more load, or a whole window of less",
     Reason.SCALE_UP: "more load, or a whole window of less",
-    Reason.PANIC: "more load, or a whole window of less",
-    Reason.WAKE: "more load, or no pictures for scaling.scaleToZero.idleSeconds",
-    Reason.AT_ZERO: "pictures, enough to be worth a replica",
-    Reason.NOT_GUILTY: "its own queue or use growing: more replicas would not shorten what is long",
-    Reason.UNATTAINABLE: "faster node types, smaller pictures or another target",
+    Reason.WAKE: "more load, or no images for scaling.scaleToZero.idleSeconds",
+    Reason.AT_ZERO: "images, enough to be worth a replica",
+    Reason.NOT_BOTTLENECK: "growth of its own queue or use: more replicas would not shorten TTFT",
+    Reason.UNATTAINABLE: "faster node types, smaller images or another target",
     Reason.SCALE_DOWN: "more load, or a whole window of still less",
-    Reason.IDLE: "pictures, enough to be worth a replica",
+    Reason.IDLE: "images, enough to be worth a replica",
     Reason.CANCEL_PENDING: "more load",
     Reason.STABILIZING: "more load, or a whole window of less",
     Reason.REPLACING: "nodes of the cheaper type, when it is tried again",
@@ -75,13 +73,14 @@ REASON_NEXT: Mapping[Reason, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Story:
-    """One pool's size, as it is told.
+    """The content of one pool's explanation.
 
     Attributes:
-        now: replicas that it should have.
-        decision: what `lastDecision` shows; {} where nothing was ever decided.
-        notes: lines below it.
-        reckoned: lines with the numbers that it follows from.
+        now: replicas that the pool should have.
+        variants: replicas by variant.
+        decision: fields of `lastDecision`; {} if the autoscaler has not decided yet.
+        notes: lines that follow the explanation.
+        reckoned: lines with the numbers of the decision.
     """
 
     role: Role
@@ -93,7 +92,7 @@ class Story:
 
 
 def explain(record: Record) -> str:
-    """Say why each pool has its size at one recorded tick."""
+    """Explain the size of each pool at one recorded tick."""
     moment = _clock(record.view.now)
     head = [f"{record.service} at {moment} UTC"]
     estimate = record.outcome.estimate
@@ -112,11 +111,11 @@ def explain(record: Record) -> str:
 
 
 def explain_status(service: Mapping[str, Any], notes: Mapping[Role, Iterable[str]]) -> str:
-    """Say why each pool has its size, from a VLMService's status.
+    """Explain the size of each pool from a VLMService's status.
 
     Args:
-        service: the manifest.
-        notes: what the autoscaler's memory adds, by pool.
+        service: the manifest with its status.
+        notes: lines from the autoscaler's memory, by pool.
     """
     pools = (service.get("status") or {}).get("pools") or {}
     stories = []
@@ -142,7 +141,10 @@ def explain_status(service: Mapping[str, Any], notes: Mapping[Role, Iterable[str
 
 
 def beyond(item: Attribution) -> str:
-    """Why no number of replicas meets a target, and what would: its stages alone take longer."""
+    """Say why no number of replicas meets a target, and what would.
+
+    The stages that no replica can shorten take longer than the target.
+    """
     stage = item.blocking_stage or "other"
     alone, longest = sum(item.service_seconds.values()), item.service_seconds.get(stage, 0.0)
     return (
@@ -153,17 +155,17 @@ def beyond(item: Attribution) -> str:
 
 
 def remedy(stage: str) -> str:
-    """What shortens a stage."""
+    """Say what shortens a stage."""
     return REMEDIES.get(stage, "less work there")
 
 
 def round_ms(seconds: float) -> int:
-    """Latencies are shown in steps of 10 ms."""
+    """Convert seconds to milliseconds, rounded to 10 ms."""
     return round(seconds * 100) * 10
 
 
 def tell(stories: Iterable[Story]) -> str:
-    """Every pool in a few lines."""
+    """Format each pool in a few lines, with an empty line between pools."""
     return "\n\n".join("\n".join(_lines(story)) for story in stories)
 
 
@@ -171,8 +173,6 @@ def _of_decision(role: Role, decision: Decision) -> Story:
     notes = []
     if decision.recommendation not in (None, decision.to):
         notes.append(f"the need alone asks for {decision.recommendation}")
-    if decision.flapping:
-        notes.append("it went up and down too often: its window is longer for a while")
     if decision.capacity:
         notes.append(decision.capacity)
     shown = {
@@ -221,7 +221,7 @@ def _lines(story: Story) -> list[str]:
 
 
 def what_next(reason: str, limited_by: str | None) -> str:
-    """What would change the size; a newer operator's words are passed on as they are."""
+    """Say what would change the size; a reason of a newer operator gives a fixed sentence."""
     if limited_by in {item.value for item in Bound}:
         return BOUND_NEXT[Bound(limited_by)]
     if reason in {item.value for item in Reason}:

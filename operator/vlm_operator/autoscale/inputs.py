@@ -1,4 +1,4 @@
-"""From a manifest, its node classes and what was seen to what a decision is made from.
+"""Builds the inputs of a decision from a manifest, its node classes and the observed state.
 
 VLMService, NodeClassState ─▶ ServicePolicy        Observed ─▶ View
 """
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from vlm_operator import names
 from vlm_operator.api import Pool, Variant, VLMService, quantity
-from vlm_operator.api.enums import LendingMode, OnDemand
+from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.api.scaling import Behavior, Targets
 from vlm_operator.autoscale.policy import (
     Budget,
@@ -27,10 +27,10 @@ from vlm_operator.state import DeploymentState, Manifest, NodeClassState, Observ
 
 
 def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -> ServicePolicy:
-    """Read everything that a decision takes from the manifest.
+    """Build the policy of a service.
 
     Args:
-        service: with every default and its node classes filled in (`pods.place`, `api.resolve`).
+        service: the service with defaults and node classes filled in (`pods.place`, `api.resolve`).
         classes: the cluster's VLMNodeClasses by name.
     """
     spec = service.spec
@@ -43,18 +43,18 @@ def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -
         itl_seconds=None if itl is None else itl / 1000,
         window_seconds=float(spec.slo.window_seconds),
         budget=_budget(service, pools),
-        coupling=tuple(
+        pool_ratios=tuple(
             Ratio(
                 item.numerator, item.denominator, _share(item.min_percent), _share(item.max_percent)
             )
-            for item in spec.coupling
+            for item in spec.pool_ratios
         ),
         apply=spec.autoscaling.policy,
         missing=spec.autoscaling.missing_metrics,
         fallback={}
         if fallback is None
         else {Role(role): count for role, count in fallback.to_dict().items()},
-        tick_seconds=float(spec.autoscaling.tick_seconds),
+        interval_seconds=float(spec.autoscaling.interval_seconds),
         tuning=constants(spec.autoscaling.tuning),
     )
 
@@ -67,14 +67,14 @@ def service_view(
     current: Iterable[tuple[Role, str]],
     rolling: Collection[Role],
 ) -> View:
-    """Say what is there, in the terms of a decision.
+    """Build the view of a service.
 
     Args:
-        service: whose pools are looked at.
-        observed: this turn's reading.
-        deployments: of all roles.
-        current: role and revision of what each pool should run.
-        rolling: roles of which pods of another revision are there.
+        service: the service with its pools.
+        observed: the state that this turn read.
+        deployments: Deployments of all roles.
+        current: role and revision of each variant's target.
+        rolling: roles that have pods of another revision.
     """
     newest = set(current)
     live = list(deployments)
@@ -89,7 +89,10 @@ def service_view(
 
 
 def pool_owner(pool: Manifest | None) -> str | None:
-    """Return the field manager that owns `spec.replicas` of a VLMPool, None where nobody does."""
+    """Return the field manager that owns `spec.replicas` of a VLMPool; None if there is none.
+
+    A manager other than the autoscaler takes precedence.
+    """
     if pool is None:
         return None
     owners = [
@@ -116,26 +119,23 @@ def _pool(
         variants=tuple(_variant(role, variant, classes) for variant in pool.variants),
         utilization=targets.utilization_percent / 100,
         kv_occupancy=targets.kv_occupancy_percent / 100,
-        up_seconds=float(up.stabilization_seconds),
+        up_seconds=float(up.stabilization_window_seconds),
         up_pods=up.max_pods_per_minute,
-        up_share=up.max_percent_per_minute / 100,
-        panic=up.panic_percent / 100,
-        panic_hold_seconds=float(up.panic_hold_seconds),
-        down_seconds=float(down.stabilization_seconds),
+        down_seconds=float(down.stabilization_window_seconds),
         down_pods=down.max_pods_per_minute,
-        zero=None if zero is None else ZeroPolicy(float(zero.idle_seconds), zero.on_demand),
+        zero=None if zero is None else ZeroPolicy(float(zero.idle_seconds), zero.while_at_zero),
         inline=_inline(service, role, pool),
     )
 
 
 def _inline(service: VLMService, role: Role, pool: Pool) -> bool:
-    """Whether pictures are encoded here while no encoder takes them."""
+    """Whether this pool encodes images while no encoder pod does."""
     encoder = service.spec.pools.encoder
     if role is Role.ENCODER or encoder is None:
         return False
     zero = encoder.scaling.scale_to_zero
-    lends = pool.lending.mode is LendingMode.INLINE_ENCODE
-    return lends and (zero is None or zero.on_demand is OnDemand.INLINE_AT_PREFILL)
+    lends = pool.encode_inline
+    return lends and (zero is None or zero.while_at_zero is WhileAtZero.INLINE_AT_PREFILL)
 
 
 def _variant(role: Role, variant: Variant, classes: Mapping[str, NodeClassState]) -> VariantPolicy:
@@ -146,6 +146,7 @@ def _variant(role: Role, variant: Variant, classes: Mapping[str, NodeClassState]
         accelerators=variant.accelerators(known.accelerator if known else None),
         preference=variant.preference,
         max_replicas=variant.max_replicas,
+        node_class=None if reference is None else reference.name,
     )
     if known is None:
         return plain
@@ -236,7 +237,7 @@ def _pod(pod: PodState) -> PodView:
         variant=pod.variant,
         phase=phase,
         created=pod.created,
-        ready_since=pod.taking_since,
+        ready_since=pod.accepting_since,
         scheduled_since=pod.scheduled_since,
         served=pod.served,
         became_ready=pod.ready_since,

@@ -1,8 +1,8 @@
-"""What outlives the operator, as JSON: the content of ConfigMap `<svc>-autoscaler`.
+"""Writes and reads the memory that survives the operator: ConfigMap `<svc>-autoscaler`, as JSON.
 
-Rounded, and without what each tick changes, so that an idle service is not written: windows of
-wants and of counters are left out. A process that reads it begins a new window, and shrinks
-nothing before its end.
+Numbers are rounded, and the windows of needs and of counters are left out, because each tick
+changes them. So an idle service causes no writes. A process that loads the memory begins new
+windows and shrinks no pool before their end.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from vlm_operator.autoscale.allocation.history import Change, ScalingHistory, ScalingMemory
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.decide import Memory
-from vlm_operator.autoscale.settling.paced import Change, PaceMemory, PoolPace
 
-VERSION = 2
-_DIGITS = 3  # significant, of what is measured; times are whole seconds
+VERSION = 3
+_DIGITS = 3  # significant digits of measured values; points in time are whole seconds
 
 
 def dump(memory: Memory) -> str:
-    """Write what the next process should know."""
+    """Return the lasting part of a memory as JSON."""
     lasting = Memory(
         estimate=memory.estimate.lasting,
-        pace=PaceMemory({role: _lasting(pace) for role, pace in memory.pace.pools.items()}),
+        pace=ScalingMemory({role: _lasting(pace) for role, pace in memory.pace.pools.items()}),
     )
     value = encode(lasting, sparse=True)
     if "estimate" in value:
@@ -33,9 +33,10 @@ def dump(memory: Memory) -> str:
 
 
 def load(text: str | None, *, now: float) -> Memory:
-    """Read what an earlier process wrote; what is garbled or of another version is no memory.
+    """Read the output of `dump`; text that is malformed or of another version gives `Memory()`.
 
-    Every pool's window begins now: nothing shrinks before its end.
+    The window of every pool begins at `now` (seconds since the epoch); no pool shrinks before its
+    end.
     """
     if not text:
         return Memory()
@@ -47,28 +48,25 @@ def load(text: str | None, *, now: float) -> Memory:
     except (ValueError, KeyError, TypeError, AttributeError):
         return Memory()
     pools = {role: dataclasses.replace(pace, since=now) for role, pace in found.pace.pools.items()}
-    return dataclasses.replace(found, pace=PaceMemory(pools))
+    return dataclasses.replace(found, pace=ScalingMemory(pools))
 
 
 def worth_writing(memory: Memory) -> bool:
-    """Whether anything has been learnt or decided."""
+    """Whether the memory holds a decision, a conflict or a lasting estimate."""
     return any(pace.decisions or pace.foreign for pace in memory.pace.pools.values()) or bool(
         encode(memory.estimate.lasting, sparse=True)
     )
 
 
-def _lasting(pace: PoolPace) -> PoolPace:
-    """Decisions, conflicts, back-offs and what stands; times in whole seconds."""
+def _lasting(pace: ScalingHistory) -> ScalingHistory:
+    """Keep decisions, conflicts, back-offs and current variants; round times to whole seconds."""
     foreign = pace.foreign
     if foreign is not None:
         foreign = dataclasses.replace(foreign, since=float(round(foreign.since)))
-    return PoolPace(
+    return ScalingHistory(
         since=0.0,
         mode=pace.mode,
         changes=tuple(Change(float(round(c.at)), c.before, c.to) for c in pace.changes),
-        damping=pace.damping,
-        damped_at=float(round(pace.damped_at)),
-        panic_until=float(round(pace.panic_until)),
         exhausted={
             name: dataclasses.replace(
                 item, since=float(round(item.since)), until=float(round(item.until))

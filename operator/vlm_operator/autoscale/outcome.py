@@ -1,4 +1,4 @@
-"""What estimating and deciding return: values that explain themselves."""
+"""The results of `estimating` and `allocation`: values with their reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlm_operator.names import Role
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What one signal asked for, in replicas of the pool's present mix."""
+    """The replicas that one signal asks for, in the pool's current mix of variants."""
 
     signal: str
     replicas: int
@@ -18,18 +18,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-    """Where one modality's TTFT went, over the window.
+    """The TTFT of one modality over the window, attributed to stages.
 
     Attributes:
-        count: requests that got their first token within it.
-        missed: of these, beyond the target.
-        p95_seconds: by interpolation inside a bucket; a modality without any is not told of.
-        lately_seconds: the same of the last minute alone, None where too few came.
-        target_seconds: None without a target.
-        shares: of each stage in the TTFT of requests that missed (or of the slowest tenth), adding
-            up to 1.
-        service_seconds: what the stages that no replica can shorten take at least, by stage.
-        attainable: False where these alone exceed the target.
+        count: requests that got their first token within the window.
+        missed: number of these requests beyond the target.
+        p95_seconds: 95th percentile of TTFT, interpolated within a histogram bucket.
+        lately_seconds: the same percentile of the last minute; None if it had too few requests.
+        target_seconds: target of the 95th percentile; None without a target.
+        shares: share of each stage in the TTFT of requests that missed the target, or of the
+            slowest tenth. Shares sum to 1.
+        service_seconds: least time of the stages that no replica can shorten, by stage.
+        attainable: False if `service_seconds` alone exceed the target.
     """
 
     modality: str
@@ -43,30 +43,33 @@ class Attribution:
     lately_seconds: float | None = None
 
     def exceeds(self, share: float = 1.0) -> bool:
-        """Whether that share of the target is exceeded now, not only earlier in the window."""
+        """Whether the percentile exceeds this share of the target; the last minute takes priority.
+
+        Without a percentile of the last minute, the one of the window counts.
+        """
         seconds = self.p95_seconds if self.lately_seconds is None else self.lately_seconds
         return self.target_seconds is not None and seconds > share * self.target_seconds
 
     @property
     def overrun_seconds(self) -> float:
-        """By how much the 95th percentile exceeds its target; 0 where that is unknown."""
+        """Seconds by which the 95th percentile exceeds its target; 0 if either is unknown."""
         if self.target_seconds is None or not self.p95_seconds > self.target_seconds:
             return 0.0
         return self.p95_seconds - self.target_seconds
 
     @property
     def dominant_stage(self) -> str | None:
-        """The stage with the largest share, None where none is known."""
+        """The stage with the largest share; None if no share is known."""
         return max(self.shares, key=lambda name: self.shares[name], default=None)
 
     @property
     def blocking_stage(self) -> str | None:
-        """Of the stages that no replica can shorten, the longest."""
+        """The longest of the stages that no replica can shorten; None if there is none."""
         return max(self.service_seconds, key=lambda name: self.service_seconds[name], default=None)
 
     @property
     def lacking_seconds(self) -> float:
-        """By how much these stages alone exceed the target; 0 where they do not."""
+        """Seconds by which `service_seconds` alone exceed the target; 0 if they do not."""
         if self.target_seconds is None:
             return 0.0
         return max(0.0, sum(self.service_seconds.values()) - self.target_seconds)
@@ -74,57 +77,50 @@ class Attribution:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one pool needs, before bounds, budget and pace.
+    """The need of one pool, before bounds, budget and pace.
 
     Attributes:
-        units: capacity needed, in replicas of speed 1.
+        units: needed capacity, in replicas of speed 1.
         least_units: capacity that suffices under the stricter rule for shrinking.
-        candidates: what each signal asked for.
-        guilty: its own stages or its own use justify growth.
-        known: False where its pods do not say enough: the pool is held.
-        idle: nothing came within the window, and the reports are fresh; of a pool that may go to
-            zero, nothing came since the last tick, and the pool is not missed at zero.
-        urgent: the work that waits cannot be done within the target: panic may set in.
-        message: one sentence.
-        credible: service times are known well enough; where they are not, the pool grows and
-            shrinks by one replica at a time.
-        warm_units: of `units`, those held for growth within a start-up.
+        candidates: replicas that each signal asks for.
+        bottleneck: the pool's own stages or its own use justify growth.
+        known: False if its pods report too little; the pool is then held.
+        idle: no work arrived within the window, and the reports are fresh. For a pool that may
+            scale to zero: no work arrived since the last tick, and images do not justify waking it.
+        message: the reason as one sentence.
+        credible: service times are well enough known. If not, the pool grows and shrinks by one
+            replica at a time.
     """
 
     role: Role
     units: float
     least_units: float
     candidates: tuple[Candidate, ...]
-    guilty: bool
+    bottleneck: bool
     known: bool
     idle: bool
-    urgent: bool
     message: str
     credible: bool = True
-    warm_units: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A pool's number, and everything it rests on. Named as in `status.pools.*.lastDecision`.
+    """A pool's replicas with the reasons. Fields are named as in `status.pools.*.lastDecision`.
 
     Attributes:
-        before: replicas before it.
-        to: replicas after it, for the pool's Deployments.
-        claim: what `VLMPool.spec.replicas` should say; None leaves it to its owner.
-        variants: `to` over the node types.
-        reason: one CamelCase word.
-        limited_by: the bound that held it back, None where none did.
-        recommendation: what it would be without Advisory mode, rollouts and holds.
-        shares: of each stage in missed TTFT, 0..1.
-        cost_per_hour: of the pool after it, None where nobody said.
-        conflict: two managers write the same number; it is held.
-        held: metrics are missing or doubtful.
-        flapping: its window is longer for a while, because it went up and down too often.
-        capacity: which node types gave no node, and until when they are not tried; "" where all is
-            well.
-        warm_cost_per_hour: of the capacity that is held for growth within a start-up, None where
-            none is, or nobody said.
+        time: seconds since the epoch.
+        before: replicas before the decision.
+        to: replicas after the decision, for the pool's Deployments.
+        claim: value to write to `VLMPool.spec.replicas`; None leaves the field to its owner.
+        variants: `to` by variant.
+        reason: a `Reason`, one CamelCase word.
+        limited_by: the bound that limited the decision; None if none did.
+        recommendation: replicas without Advisory mode, rollouts and holds.
+        shares: share of each stage in missed TTFT, 0..1.
+        cost_per_hour: cost of the pool after the decision; None if a cost is unknown.
+        conflict: two field managers write the same field; the pool is held.
+        held: the pool is held because metrics are missing or doubtful.
+        capacity: the variants that got no node and the time of their next try; "" if there is none.
     """
 
     time: float
@@ -141,6 +137,4 @@ class Decision:
     cost_per_hour: float | None = None
     conflict: bool = False
     held: bool = False
-    flapping: bool = False
     capacity: str = ""
-    warm_cost_per_hour: float | None = None

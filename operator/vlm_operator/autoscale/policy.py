@@ -1,4 +1,4 @@
-"""What a manifest and its node classes say about the size of a service's pools. Values only."""
+"""The settings of a manifest and its node classes that decide pool sizes. Values only."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
-from vlm_operator.api.enums import AutoscalingPolicy, MissingMetrics, OnDemand
+from vlm_operator.api.enums import AutoscalingPolicy, MissingMetrics, WhileAtZero
 from vlm_operator.api.policy import Autoscaling, Slo
 from vlm_operator.api.scaling import ScaleDown, ScaleUp, Targets
 from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
-# The API's own defaults, in its integers.
+# The API's defaults, in its integer units.
 _UP, _DOWN, _TARGETS, _SLO, _AUTOSCALING = ScaleUp(), ScaleDown(), Targets(), Slo(), Autoscaling()
 
 
@@ -21,11 +21,14 @@ class VariantPolicy:
     """One node type of a pool.
 
     Attributes:
-        cost_per_hour: of one replica (spot price on spot nodes), None where nobody said.
+        cost_per_hour: cost of one replica (spot price on spot nodes); None if unknown.
         accelerators: devices of one replica.
-        speed: work per second relative to the pool's other variants, 1.0 is the reference.
-        preference: tie-break after cost, the greater first.
-        startup_seconds: measured 90th percentile, or what the node class expects; None: neither.
+        speed: work per second relative to the reference variant, which has 1.0.
+        preference: tie-break after cost; the greater value first.
+        max_replicas: maximum for this variant; None if unlimited.
+        startup_seconds: measured 90th percentile, else the node class's expectation; None if both
+            are unknown.
+        node_class: VLMNodeClass of the nodes, which pools may share; None if not given.
     """
 
     name: str
@@ -36,33 +39,33 @@ class VariantPolicy:
     preference: int = 0
     max_replicas: int | None = None
     startup_seconds: float | None = None
+    node_class: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPolicy:
-    """When the encoder pool may go to zero, and what becomes of pictures meanwhile."""
+    """The rule by which the encoder pool scales to zero, and the handling of images at zero."""
 
     idle_seconds: float
-    on_demand: OnDemand
+    while_at_zero: WhileAtZero
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolPolicy:
-    """What the manifest says about one pool's size.
+    """The manifest's settings of one pool's size.
 
     Attributes:
-        replicas: with Manual.
-        minimum, maximum: with Auto and External.
-        utilization: busy share that one encoder or prefill replica should have, 0..1.
-        kv_occupancy: share of a replica's KV tokens that should be in use, 0..1.
-        up_seconds: how long a need must last before the pool grows.
-        up_pods: most pods added in a minute; `up_share` of the pool, if that is more.
-        panic: multiple of the pool that the need must reach to be met at once.
-        panic_hold_seconds: without shrinking after a panic.
-        down_seconds: how long less must have been enough.
-        down_pods: most pods taken in a minute.
-        inline: this pool encodes pictures itself when no encoder does.
-        priority: whose unmet demand goes first within a budget, the greater first; None: decode,
+        replicas: replicas in mode Manual.
+        minimum, maximum: bounds in modes Auto and External.
+        utilization: target busy share of an encoder or prefill replica, 0..1.
+        kv_occupancy: target share of a replica's KV tokens in use, 0..1.
+        up_seconds: time for which a need must last before the pool grows.
+        up_pods: maximum number of pods added per minute.
+        down_seconds: time for which a lower need must last before the pool shrinks.
+        down_pods: maximum number of pods removed per minute.
+        zero: rule for scaling to zero; None if the pool never does.
+        inline: this pool encodes images if no encoder pod does.
+        priority: order in which pools get replicas from a budget, the greater first. None: decode,
             then prefill, then encoder.
     """
 
@@ -74,12 +77,9 @@ class PoolPolicy:
     variants: tuple[VariantPolicy, ...]
     utilization: float = _TARGETS.utilization_percent / 100
     kv_occupancy: float = _TARGETS.kv_occupancy_percent / 100
-    up_seconds: float = float(_UP.stabilization_seconds)
+    up_seconds: float = float(_UP.stabilization_window_seconds)
     up_pods: int = _UP.max_pods_per_minute
-    up_share: float = _UP.max_percent_per_minute / 100
-    panic: float = _UP.panic_percent / 100
-    panic_hold_seconds: float = float(_UP.panic_hold_seconds)
-    down_seconds: float = float(_DOWN.stabilization_seconds)
+    down_seconds: float = float(_DOWN.stabilization_window_seconds)
     down_pods: int = _DOWN.max_pods_per_minute
     zero: ZeroPolicy | None = None
     inline: bool = False
@@ -88,7 +88,7 @@ class PoolPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """Bounds on replicas of one role over replicas of another; None is no bound."""
+    """Bounds of the ratio of one role's replicas to another's; None is unbounded."""
 
     numerator: Role
     denominator: Role
@@ -98,11 +98,13 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What all pools together may take; None is no bound.
+    """The budget of all pools together; None is unlimited.
 
     Attributes:
-        unreadable: why the budget could not be established (an unknown cost, an unknown class), ""
-            where it could. Nothing grows under an unreadable budget.
+        accelerators: maximum number of devices.
+        cost_per_hour: maximum cost per hour.
+        unreadable: why the cost cannot be computed (a variant's cost is unknown); "" if it can. No
+            pool grows under an unreadable budget.
     """
 
     accelerators: int | None = None
@@ -112,14 +114,14 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class ServicePolicy:
-    """Everything that a decision takes from the manifest.
+    """All settings of the manifest that a decision reads.
 
     Attributes:
-        ttft_seconds: target of the 95th percentile by modality ("text", "image"); one without a
-            target is not in it.
-        itl_seconds: target of the 95th percentile of the time between tokens.
-        window_seconds: over which percentiles and shares are taken.
-        fallback: replicas by role to hold when metrics have been missing for long.
+        ttft_seconds: target of the 95th percentile of TTFT by modality ("text", "image"). A
+            modality without a target has no entry.
+        itl_seconds: target of the 95th percentile of ITL; None without a target.
+        window_seconds: window of percentiles and shares.
+        fallback: replicas by role after metrics have been missing for `tuning.missing_seconds`.
     """
 
     pools: Mapping[Role, PoolPolicy]
@@ -127,9 +129,9 @@ class ServicePolicy:
     itl_seconds: float | None = None
     window_seconds: float = float(_SLO.window_seconds)
     budget: Budget = dataclasses.field(default_factory=Budget)
-    coupling: tuple[Ratio, ...] = ()
+    pool_ratios: tuple[Ratio, ...] = ()
     apply: AutoscalingPolicy = _AUTOSCALING.policy
     missing: MissingMetrics = _AUTOSCALING.missing_metrics
     fallback: Mapping[Role, int] = dataclasses.field(default_factory=dict)
-    tick_seconds: float = float(_AUTOSCALING.tick_seconds)
+    interval_seconds: float = float(_AUTOSCALING.interval_seconds)
     tuning: Tuning = dataclasses.field(default_factory=Tuning)

@@ -1,9 +1,10 @@
-"""A tick as one line of JSON that can be replayed: all that went in, and all that came out.
+"""Records a tick as one line of JSON that can be replayed: all inputs and all outputs.
 
-{"version": 2, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
+{"version": 3, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
 
-Nothing is rounded. `replay` computes the outcome again from what went in: the same to the bit.
-A log carries it packed: JSON, deflated, in base64, cut into parts that log collectors take.
+No number is rounded, so `replay` computes exactly the recorded outcome from the inputs. In logs, a
+record is packed: JSON, compressed with zlib, in base64, split to fit the line limit of log
+collectors.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 
-VERSION = 2
+VERSION = 3
 PART_CHARACTERS = 12_000
-"""Of a packed record in one line of a log: with its envelope a line stays below 16 KB."""
+"""Characters of a packed record per log line. With its envelope a line is shorter than 16 KB."""
 
 
 class RecordError(ValueError):
-    """A line that is no record, or one of another version."""
+    """A line is not a record, or a record of another version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Record:
     """One tick of one service.
 
     Attributes:
-        epoch: the lease's, under which it was decided; None where there was none.
-        memory: before the tick.
+        memory: the memory before the tick.
+        epoch: epoch of the lease under which the operator decided; None without a lease.
     """
 
     service: str
@@ -48,11 +49,11 @@ class Record:
     epoch: int | None = None
 
     def dump(self) -> str:
-        """One line of JSON."""
+        """Return the record as one line of JSON."""
         return json.dumps({"version": VERSION, **encode(self)}, allow_nan=False)
 
     def packed(self) -> list[dict[str, Any]]:
-        """The parts that a log writes, one a line."""
+        """Return the packed parts; a log has one part per line."""
         text = self.dump().encode()
         data = base64.b64encode(zlib.compress(text, 9)).decode()
         parts = [data[i : i + PART_CHARACTERS] for i in range(0, len(data), PART_CHARACTERS)]
@@ -64,22 +65,25 @@ class Record:
 
     @property
     def changes_something(self) -> bool:
-        """Whether any pool's number moves by it."""
+        """Whether any pool's replicas change."""
         return any(item.before != item.to for item in self.outcome.decisions.values())
 
 
 def load_record(line: str) -> Record:
-    """Read one line; the log's own envelope around a record is taken off.
+    """Read one line; the log's envelope around a record is removed.
 
     Raises:
-        RecordError: it is no record, or of a version that this program does not know.
+        RecordError: the line is not a record, or its version is unknown.
     """
     try:
         value = json.loads(line)
         value = value.get("record", value)
         version = value.pop("version")
         if version != VERSION:
-            raise RecordError(f"the record has version {version}, this program knows {VERSION}")
+            raise RecordError(
+                f"the record has version {version}, this program reads {VERSION}: "
+                "replay it with the vlm command of the operator that wrote it"
+            )
         found: Record = decode(Record, value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, RecordError):
@@ -89,10 +93,10 @@ def load_record(line: str) -> Record:
 
 
 def read_log(lines: Iterable[str]) -> Iterator[tuple[int, Record | RecordError]]:
-    """Every record of a log with the number of its last line, from 1.
+    """Yield every record of a log with the number of its last line, counted from 1.
 
-    Parts of one record may have other lines between them. A line that is no record gives the
-    `RecordError` that says why.
+    Other lines may separate the parts of one record. A line that is not a record yields a
+    `RecordError` with the cause.
     """
     found: dict[str, dict[int, str]] = {}
     for number, line in enumerate(lines, start=1):
@@ -105,9 +109,9 @@ def read_log(lines: Iterable[str]) -> Iterator[tuple[int, Record | RecordError]]
 
 
 def _joined(line: str, found: dict[str, dict[int, str]]) -> str | None:
-    """The JSON of a record that is whole with this line; None while parts are missing.
+    """Return the JSON of the record that this line completes; None if parts are missing.
 
-    A line without a packed record is returned as it is.
+    A line without a packed record is returned unchanged. `found` collects parts by record id.
     """
     try:
         value = json.loads(line)
@@ -128,12 +132,12 @@ def _joined(line: str, found: dict[str, dict[int, str]]) -> str | None:
 
 
 def replay(record: Record) -> Outcome:
-    """Decide again, from what went in."""
+    """Repeat the decision from the recorded inputs."""
     return decide(record.policy, record.view, record.memory)
 
 
 def differences(record: Record, outcome: Outcome) -> list[str]:
-    """Where another outcome differs from the recorded one, by path; empty where it does not."""
+    """List the differences of an outcome from the recorded one, by path; empty if equal."""
     return list(_unlike(encode(record.outcome), encode(outcome), "outcome"))
 
 

@@ -1,4 +1,4 @@
-"""What a decision is made from: pods, their samples, the numbers that stand. Values only."""
+"""The observed inputs of a decision: pods, their samples, current replicas. Values only."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class PodView:
     """One pod of a pool.
 
     Attributes:
-        phase: pending (on no node), starting, ready (takes work), draining.
+        phase: pending (without a node), starting, ready (accepts work), draining.
         created: seconds since the epoch.
-        ready_since: seconds since the epoch; None until it takes work.
-        scheduled_since: when it got its node, seconds since the epoch; None where unknown.
+        ready_since: seconds since the epoch at which the pod began to accept work; None before.
+        scheduled_since: seconds since the epoch at which it got its node; None if unknown.
         served: its containers were ready at least once.
-        became_ready: when it last became ready, seconds since the epoch; later than `ready_since`
-            if it was not ready in between. None while it is not, or where unknown.
-        unready_since: when it last ceased to be ready, seconds since the epoch; None while it is,
-            or where unknown.
+        became_ready: seconds since the epoch at which it last became ready. Later than
+            `ready_since` if it was not ready in between. None if it is not ready or unknown.
+        unready_since: seconds since the epoch at which it last stopped being ready; None if it is
+            ready or unknown.
     """
 
     uid: str
@@ -41,14 +41,14 @@ class PodView:
 
 @dataclasses.dataclass(frozen=True)
 class PoolView:
-    """One pool as it is.
+    """The observed state of one pool.
 
     Attributes:
-        replicas: `VLMPool.spec.replicas`, None where there is no VLMPool.
-        owner: the field manager that wrote it last, None where unknown.
-        live: replicas that the pool's Deployments ask for, by variant.
-        pods: all that have not ended, draining ones included: they hold their devices.
-        rolling: pods of an older revision are still there.
+        replicas: `VLMPool.spec.replicas`; None if there is no VLMPool.
+        owner: the field manager that owns `spec.replicas`; None if unknown.
+        live: replicas that the pool's Deployments request, by variant.
+        pods: all pods that have not ended. Draining ones are included, because they hold devices.
+        rolling: pods of an older revision exist.
     """
 
     replicas: int | None
@@ -58,17 +58,17 @@ class PoolView:
     rolling: bool = False
 
     def of(self, phase: PodPhase) -> tuple[PodView, ...]:
-        """The pods in one phase."""
+        """Return the pods in one phase."""
         return tuple(pod for pod in self.pods if pod.phase == phase)
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Everything seen at one moment.
+    """All observed inputs at one time.
 
     Attributes:
         now: seconds since the epoch.
-        samples: fresh reports by pod uid, gateways included; what is missing did not answer.
+        samples: fresh samples by pod uid, gateways included. A pod without an entry did not answer.
     """
 
     now: float

@@ -1,20 +1,19 @@
-"""What carries our labels, kept in memory: turns read here instead of asking the API server.
+"""Watch caches of labelled objects and all VLMPools, so that turns read from memory.
 
-                        list, then watch: one of each per kind and watched namespace
-API server ──events──▶ follow.py ─▶ store.py ◀─ answers of our own writes ─┐
-                                       │ list()                            │
-                        a turn ◀───────┴── reads.py ─────── writes ────────┴─▶ Fenced ─▶ API server
+API server ── list, watch ──▶ reflector.py ─▶ store.py ◀── answers to our writes ────┐
+                                                 │ list()                            │
+                        a turn ◀── cached_client.py ────────── writes ───────────────┴─▶ Fenced
 
-store.py   what is known of one kind, never older than what was written here; pure    Store
-kept.py    what is kept of an object; pure
-follow.py  keeps a store up to date, whatever becomes of the watch                    Informer
-reads.py   the `Cluster` that reads from stores                                       Informed
+store.py          objects of one kind, never older than our own writes; pure       Store
+transform.py      reduces objects to the fields that a store keeps; pure           transform
+reflector.py      lists and watches one kind into a store                          Informer
+cached_client.py  implements `Cluster` with reads from stores                      CachedClient
 
-docs/decisions/0015-turns-read-from-memory.md says why it may.
+docs/decisions/0015-turns-read-from-memory.md gives the reasons.
 """
 
-from vlm_operator.informer.follow import Informer
-from vlm_operator.informer.reads import Informed
+from vlm_operator.informer.cached_client import CachedClient
+from vlm_operator.informer.reflector import Informer, label_of
 from vlm_operator.informer.store import Store
 
-__all__ = ["Informed", "Informer", "Store"]
+__all__ = ["CachedClient", "Informer", "Store", "label_of"]

@@ -1,13 +1,13 @@
-"""What is known of one kind in one place, never older than what was written here. Pure.
+"""Objects of one kind in one namespace or in all, never older than our own writes. Pure.
 
-Three sources meet: a list, the events of a watch, and the answers of our own writes. Versions of
-one kind are numbers that grow (Kubernetes says so since 1.35, etcd always did), so the newer one
-wins whatever came first:
+Objects come from lists, from events of a watch, and from answers to our own writes. Resource
+versions of one kind are increasing numbers: Kubernetes guarantees it since 1.35, etcd always did.
+So the newest version is kept, in whatever order they arrive:
 
-event older than what is held          nothing: our own write's answer was here before it
-answer older than the watch            nothing: the watch has told of it, or of its end
-held, not in a list, and not newer     gone
-deleted by us                          hidden until an event says that it is on its way out or gone
+event older than the held object       ignored: the answer to our write arrived before it
+unknown object, older than the watch   ignored: the watch has already reported its deletion
+held, not in a list, and not newer     removed
+deleted by us                          hidden until an event reports that it is terminating or gone
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from vlm_operator import names
 from vlm_operator.cluster import Kind, Manifest
-from vlm_operator.informer.kept import kept
+from vlm_operator.informer.transform import transform
 
 Service = tuple[str, str]  # namespace and name
-_Key = tuple[str, str]  # of an object, likewise
+_Key = tuple[str, str]  # namespace and name of an object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,29 +34,29 @@ class _Held:
 
 
 class Store:
-    """Objects of one kind, by the service whose label they carry. One event loop writes it.
+    """Objects of one kind, indexed by the service in their label. One event loop writes it.
 
-    What is handed out is shared: readers change nothing in it.
+    Returned objects are shared: callers must not change them.
     """
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._held: dict[_Key, _Held] = {}
-        self._of: dict[Service, set[_Key]] = {}  # what carries a service's label
-        self._deleted: set[str] = set()  # uids
-        self._told = 0  # the version up to which lists and events have come
+        self._of: dict[Service, set[_Key]] = {}  # keys by the service in the label
+        self._deleted: set[str] = set()  # uids of objects that we deleted
+        self._told = 0  # version of the newest list, event or bookmark
 
     def __len__(self) -> int:
-        """How many objects are held."""
+        """Return the number of held objects, hidden ones included."""
         return len(self._held)
 
     @property
     def version(self) -> int:
-        """The version up to which lists, events and bookmarks have come."""
+        """Version of the newest list, event or bookmark."""
         return self._told
 
     def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
-        """Return what carries `labels`, in one namespace or everywhere, by name."""
+        """Return objects with `labels`, in one namespace or all, by namespace and name."""
         service = labels.get(names.LABEL_SERVICE)
         if service is not None and namespace is not None:
             keys: Iterable[_Key] = self._of.get((namespace, service), ())
@@ -68,11 +68,11 @@ class Store:
         ]
 
     def page(self, items: Iterable[Manifest]) -> set[Service]:
-        """Take in a part of a list; returns whose loops should hear of it."""
+        """Add one page of a list; returns the services whose objects changed."""
         return {one for item in items for one in self._take(item)}
 
     def only(self, uids: Collection[str], version: int) -> set[Service]:
-        """Forget what a list, as things were at `version`, does not name; returns whose it was."""
+        """Remove objects that a list at `version` lacks; returns the services that had them."""
         gone = [
             key
             for key, held in self._held.items()
@@ -84,12 +84,16 @@ class Store:
         return services
 
     def changed(self, item: Manifest) -> set[Service]:
-        """Take in an event that shows an object; returns whose loops should hear of it."""
+        """Add the object of an event; returns the services whose objects changed."""
         self.advance(int(item["metadata"]["resourceVersion"]))
         return self._take(item)
 
     def gone(self, item: Manifest) -> set[Service]:
-        """Take in an event that says that an object is gone, or lost its label."""
+        """Remove the object of an event: it was deleted or lost its label.
+
+        Returns:
+            The services whose objects changed.
+        """
         meta = item["metadata"]
         version = int(meta["resourceVersion"])
         self.advance(version)
@@ -100,18 +104,18 @@ class Store:
         return self._remove(_key(item))
 
     def advance(self, version: int) -> None:
-        """Note that all events up to a version have come."""
+        """Record that all events up to a version have arrived."""
         self._told = max(self._told, version)
 
     def written(self, answer: Manifest) -> None:
-        """Take in what the API server answered to a write of ours."""
+        """Add the API server's answer to one of our writes, unless it is outdated."""
         unknown = _key(answer) not in self._held
         if unknown and int(answer["metadata"]["resourceVersion"]) <= self._told:
             return
         self._take(answer)
 
     def deleted(self, uid: str) -> None:
-        """Note that we deleted an object."""
+        """Record that we deleted an object, which hides it."""
         self._deleted.add(uid)
 
     def _take(self, item: Manifest) -> set[Service]:
@@ -120,7 +124,7 @@ class Store:
         if held is not None and version <= held.version:
             return set()
         before = set() if held is None else self._remove(key)
-        self._held[key] = _Held(version, kept(self._kind, item))
+        self._held[key] = _Held(version, transform(self._kind, item))
         services = _services(item)
         for service in services:
             self._of.setdefault(service, set()).add(key)

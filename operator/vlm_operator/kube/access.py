@@ -1,10 +1,12 @@
-"""Where the API server is, and who we are."""
+"""Loads the address of the API server and the credentials for it."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import yaml
 from kubernetes.aio import client as kube_client
 from kubernetes.aio import config as kube_config
 
@@ -13,7 +15,11 @@ from vlm_operator.errors import ClusterError
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """Where the API server is and who we are, for clients other than this one, as kopf's."""
+    """Address and credentials of the API server, for other clients such as kopf's.
+
+    Attributes:
+        token: bearer token without the prefix "Bearer ".
+    """
 
     server: str
     ca_path: str | None
@@ -24,18 +30,19 @@ class Connection:
 
 
 async def configuration(kubeconfig: str | None, context: str | None = None) -> Any:
-    """Load credentials: a kubeconfig where named, else the pod's ServiceAccount.
+    """Load credentials from `kubeconfig`, or from the pod's ServiceAccount if it is None.
 
-    `context` names one of the kubeconfig's; without it, the current one is taken.
+    `context` names a context of the kubeconfig; None means the current one.
 
     Raises:
-        ClusterError: neither can be read; the message says which was tried.
+        ClusterError: the credentials cannot be read; the message names their source.
     """
     loaded = kube_client.Configuration()
     try:
         if kubeconfig is not None:
+            name, _ = chosen_context(kubeconfig, context)
             await kube_config.load_kube_config(
-                kubeconfig, context=context, client_configuration=loaded
+                kubeconfig, context=name, client_configuration=loaded
             )
         else:
             kube_config.load_incluster_config(client_configuration=loaded)
@@ -45,8 +52,39 @@ async def configuration(kubeconfig: str | None, context: str | None = None) -> A
     return loaded
 
 
+def chosen_context(kubeconfig: str, context: str | None = None) -> tuple[str | None, str]:
+    """Return the name and the namespace of the context that kubectl would use.
+
+    Args:
+        kubeconfig: paths of one or more files, separated by colons. The first file with a current
+            context decides.
+        context: name of the context; None means the current one.
+
+    Raises:
+        ClusterError: a file cannot be read, or is not a kubeconfig.
+    """
+    configs = [_read(path) for path in kubeconfig.split(":")]
+    current = (config["current-context"] for config in configs if config.get("current-context"))
+    name = context or next(current, None)
+    for config in configs:
+        for entry in config.get("contexts") or []:
+            if entry.get("name") == name:
+                return name, str(entry.get("context", {}).get("namespace") or "default")
+    return name, "default"
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(Path(path).expanduser().read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ClusterError(401, "NoCredentials", f"--kubeconfig={path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ClusterError(401, "NoCredentials", f"--kubeconfig={path}: not a kubeconfig")
+    return config
+
+
 async def connection(loaded: Any) -> Connection:
-    """Tell another client how this one connects, with the token as it is now."""
+    """Return the connection data of this client, with its present token."""
     token = await loaded.get_api_key_with_prefix("BearerToken")
     return Connection(
         server=loaded.host,

@@ -1,4 +1,4 @@
-"""What the API server says, read: objects, events of a watch, refusals as typed errors."""
+"""Parses answers of the API server: objects, events of a watch, refusals as typed errors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client.rest import ApiException
 
-from vlm_operator.cluster import Happening, Kind, Manifest, WatchEvent
+from vlm_operator.cluster import Kind, Manifest, WatchEvent, WatchEventType
 from vlm_operator.errors import ClusterError, ConflictError, NamespaceEndsError, UnavailableError
 
 
 def items(kind: Kind, answer: Manifest) -> list[Manifest]:
-    """Say of each item of a list what it is; it carries neither."""
+    """Return the items of a list with `apiVersion` and `kind`, which the API server omits."""
     return [{"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in answer["items"]]
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield whole lines, of any length.
+    """Yield complete lines of any length.
 
     Raises:
-        json.JSONDecodeError: the last one has no end.
+        json.JSONDecodeError: the last line has no newline.
     """
     rest = b""
     async for piece in content.iter_any():
@@ -35,11 +35,16 @@ async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def event(said: Manifest) -> WatchEvent:
-    """Read one line of a watch; an ERROR is raised."""
+    """Parse one line of a watch.
+
+    Raises:
+        ClusterError: the line is an ERROR event.
+        UnavailableError: the line is not an event of a watch.
+    """
     try:
         item = said["object"]
         if said["type"] != "ERROR":
-            return WatchEvent(Happening(said["type"]), item)
+            return WatchEvent(WatchEventType(said["type"]), item)
         code = int(item["code"])
     except (KeyError, TypeError, ValueError) as error:
         raise UnavailableError(0, "Garbled", f"no event of a watch: {error}") from error
@@ -48,7 +53,7 @@ def event(said: Manifest) -> WatchEvent:
 
 @contextlib.asynccontextmanager
 async def typed_errors() -> AsyncIterator[None]:
-    """Turn whatever the client raises into our tree."""
+    """Convert the client's exceptions to `ClusterError` and its subclasses."""
     try:
         yield
     except ApiException as error:
@@ -61,7 +66,7 @@ async def typed_errors() -> AsyncIterator[None]:
 
 
 def _refusal(error: Any) -> ClusterError:
-    """Read the Status object of a refusal."""
+    """Convert the Status object of a refusal to a typed error."""
     reason, message = str(error.reason), str(error.body or error.reason)
     with contextlib.suppress(json.JSONDecodeError, TypeError, AttributeError):
         status = json.loads(error.body)
@@ -71,7 +76,7 @@ def _refusal(error: Any) -> ClusterError:
 
 
 def _typed(code: int, reason: str, message: str) -> ClusterError:
-    # a uid in an applied manifest is a precondition that this API server calls invalid
+    # an applied manifest's uid is a precondition; API servers answer 422 if it does not match
     if code == 409 or (code == 422 and "metadata.uid: Invalid value" in message):
         return ConflictError(409, reason, message)
     if code == 403 and "is being terminated" in message:

@@ -1,4 +1,4 @@
-"""Every call to one API server, with a timeout."""
+"""Sends requests to one API server, each with a timeout."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from vlm_operator.errors import ClusterError
 from vlm_operator.kube import answers
 
 REQUEST_TIMEOUT_SECONDS = 5.0
-_PAGE = 250  # objects; more would hold the event loop up while they are parsed
+_PAGE = 250  # objects; parsing more at once would block the event loop
 
 
 class KubeCluster:
-    """One API server, with `REQUEST_TIMEOUT_SECONDS` for every call."""
+    """Client of one API server; every call has the timeout `REQUEST_TIMEOUT_SECONDS`."""
 
     def __init__(self, loaded: Any) -> None:
-        # each open watch holds a connection; requests are counted by whoever sends many
+        # no limit: each open watch holds a connection, and `Fenced` limits concurrent requests
         loaded.connection_pool_maxsize = 0
         self._api = kube_client.ApiClient(configuration=loaded)
         self._client = DynamicClient(self._api)
 
     async def close(self) -> None:
-        """Close the connections; the object is of no use afterwards."""
+        """Close the connections; the client cannot be used afterwards."""
         await self._api.close()
 
     async def version(self) -> str:
-        """What the API server calls its release, `v1.34.2`."""
+        """Return the release of the API server, such as `v1.34.2`."""
         return str((await self._request("get", "/version"))["gitVersion"])
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
@@ -85,7 +85,7 @@ class KubeCluster:
         silence: float,
     ) -> AsyncGenerator[WatchEvent, None]:
         """See `Source.watch`."""
-        whole = max(1, round(seconds))  # API servers take integers
+        whole = max(1, round(seconds))  # API servers accept only integers
         async with answers.typed_errors():
             answer = await self._client.request(
                 "get",

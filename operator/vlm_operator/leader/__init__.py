@@ -1,12 +1,12 @@
-"""One writer at a time: our own Lease, because kopf's peering is no leader election.
+"""Leader election with one Lease. kopf's peering does not guarantee a single leader.
 
-lease.py   take it, renew it, know how much of it is left       Lease
-aside.py   the thread on which that runs: a renewal waits for no turn
-fenced.py  refuses writes that could outlive the lease          Fenced
+lease.py            acquires and renews the Lease; its remaining time   Lease
+background_loop.py  renews on a thread, so that no turn delays it       BackgroundLoop
+fenced.py           refuses writes that could outlast the lease         Fenced
 """
 
-from vlm_operator.leader.aside import Aside
+from vlm_operator.leader.background_loop import BackgroundLoop
 from vlm_operator.leader.fenced import AT_ONCE, Fenced
 from vlm_operator.leader.lease import Lease, Timing
 
-__all__ = ["AT_ONCE", "Aside", "Fenced", "Lease", "Timing"]
+__all__ = ["AT_ONCE", "BackgroundLoop", "Fenced", "Lease", "Timing"]

@@ -1,4 +1,4 @@
-"""Writes only while the lease leaves time for them, and not too many requests together."""
+"""Starts writes only if the lease leaves time for them, and limits concurrent requests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from vlm_operator.cluster import Cluster, Kind, Manifest
 from vlm_operator.leader.lease import Lease
 
-AT_ONCE = 16  # requests; an API server answers more no sooner
+AT_ONCE = 16  # concurrent requests; more do not raise an API server's throughput
 
 
 class Fenced:
-    """A `Cluster` that asks for a few things at once, and writes only while the lease leaves time.
+    """A `Cluster` that limits concurrent requests, and writes only if the lease leaves time.
 
-    A request that waits for its turn has not begun: its timeout runs, and the lease is looked at,
-    once it may go. Hundreds of loops that wake together queue up here, not in timeouts.
+    A request's timeout and its check of the lease start after it passes the limit. So if hundreds
+    of loops wake together, their requests wait here without timing out.
 
     Args:
-        cluster: where requests go. The lease has a connection of its own, or it would queue too.
-        lease: ours.
-        at_once: requests under way together.
+        cluster: client for the requests. Renewals of the lease use another one and do not wait.
+        lease: this process's lease.
+        at_once: limit of concurrent requests.
     """
 
     def __init__(self, cluster: Cluster, lease: Lease, *, at_once: int = AT_ONCE) -> None:
@@ -43,7 +43,11 @@ class Fenced:
     async def apply(
         self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
     ) -> Manifest:
-        """See `Cluster.apply`; raises `LeaseLostError` first where a write must not start."""
+        """See `Cluster.apply`.
+
+        Raises:
+            LeaseLostError: the lease leaves too little time; nothing is written.
+        """
         async with self._gate:
             self._lease.check()
             return await self._cluster.apply(

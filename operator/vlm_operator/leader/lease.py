@@ -1,12 +1,13 @@
-"""One Lease object, and this process's view of it.
+"""Acquires, renews and releases one Lease object.
 
-acquire() ─▶ leading, renewed every 2 s ─┬─▶ 10 s without a renewal: nothing is written until one
-                                         │   succeeds; nobody else led meanwhile
-                                         └─▶ somebody else leads, or did: keep() raises
+acquire() ─▶ leading, renewed every 2 s ─┬─▶ 10 s without a renewal: writes stop until one
+                                         │   succeeds; no other process led meanwhile
+                                         └─▶ another process leads, or did: renew_loop() raises
 
-A process may start a write only while its lease, counted on its own monotonic clock from the moment
-*before* the last renewal was sent, has more time left than a request may take. Others take over 15
-s after they last saw the Lease change, again on their own clock: no two clocks are ever compared.
+A process may start a write only if its lease has more time left than a request may take. It counts
+that time on its monotonic clock, from the moment *before* it sent the last renewal. Other processes
+take over 15 s after they last saw the Lease change, on their own clocks. So no two clocks are
+compared.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ from vlm_operator.errors import ClusterError, ConflictError, LeaseLostError, Una
 
 logger = logging.getLogger(__name__)
 
-WRITE_SECONDS = 5.0  # the longest that one write may take: the request timeout of `kube`
+WRITE_SECONDS = 5.0  # longest duration of one write: the request timeout of `kube`
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The lease's three numbers, in seconds: others wait, we give up, we renew."""
+    """Times of the lease, in seconds.
+
+    Attributes:
+        duration: time without a renewal after which another process takes over.
+        renew_deadline: time without a renewal after which the leader reports that it stops writing.
+        retry: time between two renewals, or between two tries to acquire.
+    """
 
     duration: float = 15.0
     renew_deadline: float = 10.0
@@ -39,12 +46,12 @@ class Lease:
     """One Lease object and this process's view of it.
 
     Args:
-        cluster: where it lives; not fenced.
-        namespace: of the Lease.
-        name: of the Lease.
-        identity: the pod's name; whoever holds it is `spec.holderIdentity`.
+        cluster: client for the Lease; not fenced.
+        namespace: namespace of the Lease.
+        name: name of the Lease.
+        identity: the pod's name, for `spec.holderIdentity`.
         clock: monotonic seconds.
-        timing: how long things take.
+        timing: durations; None means the defaults.
     """
 
     def __init__(
@@ -65,20 +72,24 @@ class Lease:
         self._timing = timing or Timing()
         self._renewed_at: float | None = None
         self._seen: tuple[str, float] | None = (
-            None  # resourceVersion of another's Lease, and since when
+            None  # resourceVersion of the Lease of another holder, and when we first saw it
         )
         self.epoch = 0
 
     @property
     def time_left(self) -> float:
-        """Seconds for which nobody else can hold the lease; 0 when it is not ours."""
-        renewed_at = self._renewed_at  # once: another thread may be giving it up
+        """Seconds during which no other process can hold the lease; 0 if it is not ours."""
+        renewed_at = self._renewed_at  # read once: another thread may release the lease
         if renewed_at is None:
             return 0.0
         return max(0.0, renewed_at + self._timing.duration - self._clock())
 
     def check(self) -> None:
-        """Raise `LeaseLostError` unless a write that starts now ends while we lead."""
+        """Check that a write that starts now ends while this process leads.
+
+        Raises:
+            LeaseLostError: the remaining time is not more than `WRITE_SECONDS`.
+        """
         left = self.time_left
         if left <= WRITE_SECONDS:
             raise LeaseLostError(f"{left:.1f} s of the lease are left, a write may take 5")
@@ -96,12 +107,12 @@ class Lease:
                 announced = holder
             await asyncio.sleep(self._timing.retry)
 
-    async def keep(self, told: Callable[[bool], None] = lambda _: None) -> None:
-        """Renew for ever.
+    async def renew_loop(self, notify: Callable[[bool], None] = lambda _: None) -> None:
+        """Renew until cancelled.
 
-        An API server that is away for longer than the deadline ends the writing, and nothing else:
-        while the Lease still says what it said, nobody else led. `told` hears False then, and True
-        once it is renewed.
+        If the API server is unavailable for longer than the deadline, writes stop and the loop
+        goes on: while the Lease is unchanged, no other process leads. Then `notify` gets False,
+        and True once the Lease is renewed.
 
         Raises:
             LeaseLostError: another process leads, or did meanwhile.
@@ -116,10 +127,10 @@ class Lease:
                 held = not held
                 text = "leading again" if held else "not renewed: nothing is written until it is"
                 logger.warning(text, extra={"epoch": self.epoch, "late_seconds": round(late, 1)})
-                told(held)
+                notify(held)
 
     async def release(self) -> None:
-        """Give the lease up, so that the next process need not wait; failing costs that wait."""
+        """Release the lease, so that the next process need not wait; failures are only logged."""
         self._renewed_at = None
         try:
             lease = await self._cluster.get(LEASE, self._namespace, self._name)
@@ -131,7 +142,7 @@ class Lease:
             logger.info("lease not released", extra={"error": str(error)})
 
     async def _try(self) -> str | None:
-        """Take the lease: None when it is ours, else its holder ("" for unknown)."""
+        """Try to take the lease; returns None if it is ours, else its holder ("" if unknown)."""
         before = self._clock()
         try:
             lease = await self._cluster.get(LEASE, self._namespace, self._name)
@@ -143,7 +154,7 @@ class Lease:
                     return holder
                 taken = await self._cluster.replace({**lease, **self._manifest(lease)})
         except ConflictError:
-            return ""  # another process was faster, or our view is old: the next try sees it
+            return ""  # another process wrote first, or our view is stale: the next try reads again
         except UnavailableError as error:
             logger.warning("lease not reached", extra={"error": str(error)})
             return ""
@@ -152,7 +163,11 @@ class Lease:
         return None
 
     async def _renew(self) -> None:
-        """Renew the lease that is ours; what cannot be done now is left to the next time."""
+        """Renew our lease; if the API server cannot be reached, the next call tries again.
+
+        Raises:
+            LeaseLostError: another process holds the Lease, or held it meanwhile.
+        """
         before = self._clock()
         try:
             lease = await self._cluster.get(LEASE, self._namespace, self._name)
@@ -164,14 +179,14 @@ class Lease:
                 raise LeaseLostError(f"{holder} holds the lease")
             await self._cluster.replace({**lease, **self._manifest(lease)})
         except ConflictError:
-            return  # our view is old: the next try sees who wrote
+            return  # our view is stale: the next try reads the present holder
         except ClusterError as error:
             logger.warning("lease not renewed", extra={"error": str(error)})
             return
         self._renewed_at = before
 
     def _expired(self, lease: Manifest) -> bool:
-        """Tell whether another's Lease stood still for its whole duration, by our own clock."""
+        """Whether another holder's Lease was unchanged for its duration, by our own clock."""
         version = lease["metadata"]["resourceVersion"]
         if self._seen is None or self._seen[0] != version:
             self._seen = (version, self._clock())

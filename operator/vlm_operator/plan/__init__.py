@@ -1,12 +1,12 @@
-"""From what was asked and what was seen to what should exist. Pure: planning twice plans the same.
+"""Plans the objects of a service from its spec and the observed state. Pure and idempotent.
 
-children.py     every object of a service, in the order in which they are applied       plan
-deployments.py  one per role, variant and revision; older ones as they are
-policies.py     who may speak to whom, as NetworkPolicies
+children.py     every object of a service, in the order of application                  plan
+deployments.py  Deployments: one per role, variant and revision
+policies.py     NetworkPolicies: the allowed connections
 """
 
-from vlm_operator.plan.children import Plan, plan, pool_claim
+from vlm_operator.plan.children import Plan, plan, replicas_apply
 from vlm_operator.plan.deployments import Options, owner_reference
 from vlm_operator.plan.policies import Network
 
-__all__ = ["Network", "Options", "Plan", "owner_reference", "plan", "pool_claim"]
+__all__ = ["Network", "Options", "Plan", "owner_reference", "plan", "replicas_apply"]

@@ -1,9 +1,9 @@
-"""Every object of a service.
+"""Plans every object of a service.
 
 ServiceAccount, Role, RoleBinding, ConfigMap, NetworkPolicy, Service, PDB, VLMPool, Deployment
 
-The order is the order in which they are applied. What carries the service's labels and is not
-named here is pruned.
+The operator applies them in this order. It deletes objects with the service's labels that the plan
+does not contain.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from vlm_operator.pods import CONFIG_KEY, gateway_config, object_labels, selecto
 from vlm_operator.rollout import Step
 from vlm_operator.state import Observed, Revision
 
-# The operator may grant it because it may do the same itself.
+# The operator has these permissions itself; RBAC allows it to grant no others.
 GATEWAY_RULE = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that should exist, in the order in which it is applied."""
+    """All objects that should exist, in the order of application."""
 
     objects: tuple[Manifest, ...]
 
@@ -69,13 +69,13 @@ def plan(
     """Decide every object of a service.
 
     Args:
-        service: what was asked, with its defaults filled in.
-        observed: what was seen; old revisions are kept as they are, but for their replicas.
-        revisions: what each role and variant should run.
-        replicas: of every Deployment that should exist now, by role, variant and revision.
-        desired: replicas of each pool in the end.
-        step: the rollout's: how many gateways of which compat, and what it remembers.
-        options: the operator's own settings.
+        service: the service with its defaults filled in.
+        observed: the observed state. Deployments of old revisions change only their replicas.
+        revisions: target revision of each role and variant.
+        replicas: replicas of every Deployment that should exist now, by role, variant and revision.
+        desired: replicas of each pool after the rollout.
+        step: step of the rollout: gateway replicas by compat, and annotations of Deployments.
+        options: the operator's settings.
     """
     found: list[Manifest] = [
         _object(service, SERVICE_ACCOUNT, role, automountServiceAccountToken=False)
@@ -97,8 +97,11 @@ def plan(
     return Plan(tuple(found))
 
 
-def pool_claim(service: VLMService, role: Role, replicas: int) -> Manifest:
-    """The autoscaler's part of a VLMPool, in one apply: it exists, whose it is, and the number."""
+def replicas_apply(service: VLMService, role: Role, replicas: int) -> Manifest:
+    """Return the fields of a VLMPool that the autoscaler applies.
+
+    They include the required ones, because the apply creates the VLMPool if it does not exist.
+    """
     reference = {"name": service.name, "uid": service.uid}
     spec = {"serviceRef": reference, "role": role.value, "replicas": replicas}
     return _object(service, VLM_POOL, role, spec=spec)
@@ -119,7 +122,10 @@ def _object(service: VLMService, kind: Kind, role: Role, **fields: object) -> Ma
 
 
 def _role_binding(service: VLMService) -> Manifest:
-    """The gateway finds pods by watching them; its Role is the service's own, and goes with it."""
+    """Bind the gateway's account to the Role that lets it watch pods.
+
+    The service owns both, so that garbage collection deletes them with it.
+    """
     account = {
         "kind": "ServiceAccount",
         "name": names.child(service.name, Role.GATEWAY),
@@ -176,9 +182,9 @@ def _port(name: str, port: int, target: str) -> dict[str, object]:
 def _budgets(
     service: VLMService, observed: Observed, desired: Mapping[Role, int]
 ) -> Iterator[Manifest]:
-    """A fifth of the ready pods may go at once; unready ones always may.
+    """Yield PodDisruptionBudgets: by default a fifth of the ready pods may be evicted at once.
 
-    A budget on one pod would hold up the draining of its node for ever: none below two.
+    Unready pods may always be evicted. A pool with fewer than two pods gets no budget.
     """
     pools = service.spec.pools.present
     counts = {role: (desired[role], pool.disruption) for role, pool in pools.items()}
@@ -200,7 +206,7 @@ def _budgets(
 
 
 def _pool(service: VLMService, role: Role) -> Manifest:
-    """The operator's part of a VLMPool; `spec.replicas` is the autoscaler's alone."""
+    """Return the operator's fields of a VLMPool; only the autoscaler writes `spec.replicas`."""
     pool = service.spec.pools.of(role)
     assert pool is not None
     scaling = pool.scaling

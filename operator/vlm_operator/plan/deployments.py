@@ -1,6 +1,6 @@
-"""Deployments: one per role, variant and revision, and one per compat for the gateway.
+"""Plans Deployments: one per role, variant and revision, and one per compat for the gateway.
 
-Of an older revision only the number of replicas is ours to change; the rest is repeated as it is.
+Of a Deployment of an older revision, only replicas and annotations of the rollout change.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _OWN_LABELS = (f"{names.GROUP}/", "app.kubernetes.io/")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the operator's own settings add to a plan."""
+    """The operator's settings that enter a plan."""
 
     images: Images = dataclasses.field(default_factory=Images)
     network: Network = dataclasses.field(default_factory=Network)
 
 
 def owner_reference(service: VLMService) -> dict[str, object]:
-    """What makes an object a child: it goes with the service."""
+    """Return the ownerReference of a child; garbage collection deletes it with the service."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": names.KIND_SERVICE,
@@ -56,22 +56,22 @@ def deployments(
     replicas: Mapping[tuple[Role, str, str], int],
     step: Step,
 ) -> Iterator[Manifest]:
-    """Every Deployment of the pools, of the newest and of older revisions.
+    """Yield the pools' Deployments, of the newest and of older revisions.
 
-    `replicas` are those of `step` as far as drains allow.
+    `replicas` are those of `step`, raised by pods that still drain.
     """
     current = {(role, name, item.id): item for (role, name), item in revisions.items()}
     live: dict[tuple[Role, str, str], str] = {}
-    for item in observed.deployments():  # by name: of two, the first keeps its pods
+    for item in observed.deployments():  # ordered by name; of duplicates, the first is kept
         live.setdefault((item.role, item.variant, item.revision), item.name)
     for key, count in sorted(replicas.items()):
         role, name, identity = key
         notes = _notes(step, key)
         revision = current.get(key)
-        # one that is there keeps its name, which an earlier version may have given it
+        # an existing Deployment keeps its name; version 0.1 used other names
         known = live.get(key) or names.deployment(service.name, role, name, identity)
         if revision is None or _of_another_operator(observed, known, revision):
-            # whatever its pods were made of, only their number is ours to change
+            # its pod template is unknown to this operator, so only the replicas change
             yield _as_it_was(service, observed, known, count, notes)
             continue
         pool = service.spec.pools.of(role)
@@ -94,9 +94,10 @@ def deployments(
 def gateway_deployments(
     service: VLMService, observed: Observed, revision: Revision, step: Step
 ) -> Iterator[Manifest]:
-    """The gateway's Deployment: one, rolled in place by Kubernetes while its compat stays.
+    """Yield the gateway's Deployments, one per compat.
 
-    A gateway works with one compat set alone, so another compat gets a Deployment beside it.
+    While the compat stays, Kubernetes rolls the Deployment in place. A gateway works with pods of
+    one compat only, so a new compat gets a second Deployment.
     """
     live = {item.compat: item for item in observed.deployments() if item.role is Role.GATEWAY}
     usual = names.child(service.name, Role.GATEWAY)
@@ -129,13 +130,13 @@ def gateway_deployments(
 
 
 def _of_another_operator(observed: Observed, name: str, revision: Revision) -> bool:
-    """Whether these pods were made by an operator that writes another template for them."""
+    """Whether an operator with another version of the pod template created this Deployment."""
     older = revision.resolved.template != Resolved.template
     return older and observed.child(DEPLOYMENT.kind, name) is not None
 
 
 def _notes(step: Step, key: tuple[Role, str, str]) -> dict[str, str]:
-    """What a rollout remembers on a Deployment."""
+    """Return the annotations in which a rollout keeps its state."""
     found = {}
     if key in step.initial:
         found[ANNOTATION_INITIAL] = str(step.initial[key])
@@ -187,7 +188,7 @@ def _deployment(
 def _as_it_was(
     service: VLMService, observed: Observed, name: str, count: int, notes: Mapping[str, str]
 ) -> Manifest:
-    """Repeat a Deployment as it was applied, with another number of replicas."""
+    """Return the applied fields of an existing Deployment with other replicas and notes."""
     live = observed.child(DEPLOYMENT.kind, name)
     assert live is not None, f"{name} is in the step, so it was seen"
     meta, spec = live["metadata"], live["spec"]

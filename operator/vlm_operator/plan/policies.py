@@ -1,4 +1,4 @@
-"""Who may speak to whom, as NetworkPolicies: what is not named here is denied, both ways.
+"""Plans NetworkPolicies. They deny all ingress and egress except the following connections.
 
 client ─8000─▶ gateway ─9000─▶ encoder, prefill, decode        operator ─9001─▶ all
                gateway ─443──▶ API server                       prefill ─9000─▶ encoder
@@ -18,7 +18,7 @@ from vlm_operator.pods import selector
 Rule = dict[str, Any]
 
 NODE_LOCAL_DNS = "169.254.20.10/32"
-# Every address but the cluster's own ranges and the nodes' metadata services.
+# All IPv4 addresses except private ranges and link-local ones (metadata services of nodes).
 _INTERNET: Rule = {
     "ipBlock": {
         "cidr": "0.0.0.0/0",
@@ -29,14 +29,15 @@ _INTERNET: Rule = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What the operator's own settings say of the cluster's network.
+    """The operator's settings of the cluster's network.
 
     Attributes:
-        operator_namespace: whose pods may read /stats and /metrics.
-        monitoring_namespace: another one of that kind; empty for none.
-        api_server_ports: that gateways may reach at any address, before and behind the Service.
-        dns_namespace: of the cluster's DNS pods.
-        dns_ports: that they listen on.
+        operator_namespace: namespace whose pods may read /stats and /metrics.
+        monitoring_namespace: a second such namespace; empty for none.
+        api_server_ports: ports that gateways may reach at any address. They include the ports of
+            the API server's Service and of its endpoints.
+        dns_namespace: namespace of the cluster's DNS pods.
+        dns_ports: ports of the DNS pods.
     """
 
     operator_namespace: str = names.OPERATOR_NAMESPACE
@@ -61,7 +62,7 @@ def network_policies(service: VLMService, network: Network) -> dict[Role, Rule]:
 
 
 def _flows(service: VLMService) -> list[tuple[Role, Role]]:
-    """Who opens gRPC connections to whom: the gateway to all, consumers to their producers."""
+    """Return (client, server) of gRPC connections: gateway to all, consumers to producers."""
     pools = list(service.spec.pools.present)
     flows = [(Role.GATEWAY, role) for role in pools]
     flows += [
@@ -74,7 +75,7 @@ def _flows(service: VLMService) -> list[tuple[Role, Role]]:
         if consumer in pools and producer in pools
     ]
     if Role.PREFILL in pools and (Role.DECODE, Role.ENCODER) in flows:
-        flows.remove((Role.DECODE, Role.ENCODER))  # prefill hands on what it needs
+        flows.remove((Role.DECODE, Role.ENCODER))  # only the prefill pool fetches embeddings
     return flows
 
 
@@ -122,7 +123,7 @@ def _egress(
 
 
 def _transfers(flows: list[tuple[Role, Role]]) -> list[tuple[Role, Role]]:
-    """Those in which KV or embeddings are pulled."""
+    """Return the flows in which the client fetches KV or embeddings."""
     return [(source, target) for source, target in flows if source is not Role.GATEWAY]
 
 

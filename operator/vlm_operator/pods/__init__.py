@@ -1,9 +1,9 @@
-"""One role's pod template, as docs/contract.md and Pod Security `restricted` want it.
+"""Builds pod templates. They follow docs/contract.md and Pod Security `restricted`.
 
-parts.py    what every pod has: labels, security, environment, probes, the model's mount
-worker.py   encoder, prefill, decode
-gateway.py  the gateway
-placing.py  what a variant takes from its VLMNodeClass
+parts.py    parts of every pod: labels, security, environment, probes, model mount
+worker.py   pods of encoder, prefill and decode
+gateway.py  pods of the gateway
+placing.py  values that a variant takes from its VLMNodeClass
 """
 
 from vlm_operator.pods.gateway import CONFIG_KEY, gateway_config, gateway_template

@@ -1,4 +1,4 @@
-"""The pod of the gateway, and the configuration that it re-reads every second."""
+"""Builds the gateway's pod template, and the configuration that it re-reads every second."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ from vlm_operator.state import Revision
 CONFIG_PATH = "/etc/triptych/gateway"
 CONFIG_KEY = "gateway.json"
 KEYS_PATH = "/etc/triptych/keys"
+GPU_LABELS = (
+    "nvidia.com/gpu.present",  # NVIDIA's GPU feature discovery
+    "amd.com/gpu.product-name",  # AMD's node labeller
+    "cloud.google.com/gke-accelerator",
+    "kubernetes.azure.com/accelerator",
+    "karpenter.k8s.aws/instance-gpu-count",
+)
+"""Labels that device plugins and cloud providers set on nodes with GPUs."""
 
 
 def gateway_template(service: VLMService, revision: Revision) -> Part:
@@ -59,12 +67,20 @@ def gateway_template(service: VLMService, revision: Revision) -> Part:
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec = pod_spec(service, revision, account=name, token=True, placement=gateway.placement)
+    spec.setdefault("affinity", _prefers_nodes_without_gpus())
     spec |= {"containers": [with_pull_policy(container, revision)], "volumes": volumes}
     return {"metadata": {"labels": labels(service, revision)}, "spec": spec}
 
 
+def _prefers_nodes_without_gpus() -> Part:
+    """Return a preferred affinity; if only nodes with GPUs are free, a gateway runs on one."""
+    absent = [{"key": label, "operator": "DoesNotExist"} for label in GPU_LABELS]
+    term = {"weight": 100, "preference": {"matchExpressions": absent}}
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
 def arguments(service: VLMService, revision: Revision) -> list[str]:
-    """The gateway's command line (docs/contract.md)."""
+    """Return the gateway's command line (docs/contract.md)."""
     model, settled = service.spec.model, revision.resolved
     found = [
         Role.GATEWAY.value,
@@ -82,13 +98,16 @@ def arguments(service: VLMService, revision: Revision) -> list[str]:
     ]
     if service.spec.gateway.auth.secret_ref is not None:
         found.append(f"--api-keys-dir={KEYS_PATH}")
-    if model.max_model_len_tokens is not None:
-        found.append(f"--max-model-len={model.max_model_len_tokens}")
+    if model.max_model_len is not None:
+        found.append(f"--max-model-len={model.max_model_len}")
     return found
 
 
 def gateway_config(service: VLMService) -> dict[str, Any]:
-    """What the gateway follows without a restart: `gateway.json` of docs/contract.md."""
+    """Return the settings that the gateway applies without a restart.
+
+    They are the content of `gateway.json` (docs/contract.md).
+    """
     spec = service.spec
     limits, slo, admission = spec.model.limits, spec.slo, spec.admission
     encoder = spec.pools.encoder
@@ -111,8 +130,8 @@ def gateway_config(service: VLMService) -> dict[str, Any]:
             "on_corrupt": limits.on_corrupt.value,
             "video_seconds": limits.video_seconds,
         },
-        "max_model_len_tokens": spec.model.max_model_len_tokens,
-        "on_demand": "InlineAtPrefill" if zero is None else zero.on_demand.value,
+        "max_model_len_tokens": spec.model.max_model_len,
+        "on_demand": "InlineAtPrefill" if zero is None else zero.while_at_zero.value,
         "admission": {
             "max_queue_seconds": None if admission is None else admission.max_queue_seconds,
             "on_exceeded": "Queue" if admission is None else admission.on_exceeded.value,

@@ -1,7 +1,7 @@
-"""What every pod has: labels, security context, environment, probes, the model's mount.
+"""Builds the parts of every pod: labels, security context, environment, probes, model mount.
 
-A worker takes its model read-only from a claim (`pvc://`), or downloads it into an emptyDir
-(`hf://`); which of the two decides the first argument of its command line and one volume.
+A pod mounts its model read-only from a PersistentVolumeClaim (`pvc://`), or downloads it into an
+emptyDir (`hf://`). The scheme decides the `--model` argument and one volume.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from vlm_operator.state import Revision
 
 MODEL_PATH = "/models/model"
 CACHE_PATH = "/models/cache"
-GRACE_SECONDS = 30  # beyond the drain timeout, for the process to end
-START_SECONDS = 1800  # until weights are downloaded, loaded and warm
+GRACE_SECONDS = 30  # added to the drain timeout, for the process to exit
+START_SECONDS = 1800  # limit for download and load of the weights and for warm-up
 Part = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """What the operator's own settings add to the pods of new revisions."""
+    """The operator's settings that enter the pods of new revisions.
+
+    Attributes:
+        pull_policy: imagePullPolicy; "" leaves Kubernetes' default.
+        bind: address that the pods listen on.
+    """
 
     pull_policy: str = ""
     bind: str = "::"
@@ -31,7 +36,7 @@ class Images:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMount:
-    """How a container comes to its model."""
+    """The parts of a pod that give a container its model."""
 
     args: tuple[str, ...]
     mount: Part
@@ -40,7 +45,7 @@ class ModelMount:
 
 
 def object_labels(service: str, role: Role | str) -> dict[str, str]:
-    """Labels of everything that belongs to one role of a service."""
+    """Return the labels of all objects of one role of a service."""
     return {
         names.LABEL_APP_NAME: names.APP_NAME,
         names.LABEL_APP_COMPONENT: str(role),
@@ -52,12 +57,12 @@ def object_labels(service: str, role: Role | str) -> dict[str, str]:
 
 
 def selector(service: str, role: Role) -> dict[str, str]:
-    """What finds all pods of a role, through every revision."""
+    """Return the labels that select all pods of a role, of every revision."""
     return {names.LABEL_SERVICE: service, names.LABEL_ROLE: str(role)}
 
 
 def labels(service: VLMService, revision: Revision) -> dict[str, str]:
-    """Labels of one revision's Deployment and pods."""
+    """Return the labels of one revision's Deployment and pods."""
     found = object_labels(service.name, revision.role)
     if revision.variant:
         found[names.LABEL_VARIANT] = revision.variant
@@ -67,7 +72,7 @@ def labels(service: VLMService, revision: Revision) -> dict[str, str]:
 
 
 def environment(service: VLMService, revision: Revision) -> list[Part]:
-    """The downward API, and what the process is part of."""
+    """Return variables from the downward API, and service, role, variant and revision."""
     fields = {
         "POD_NAME": "metadata.name",
         "POD_UID": "metadata.uid",
@@ -89,7 +94,7 @@ def environment(service: VLMService, revision: Revision) -> list[Part]:
 
 
 def model_mount(service: VLMService) -> ModelMount:
-    """Turn `spec.model.uri` into arguments, a mount and a volume."""
+    """Convert `spec.model.uri` to arguments, a mount and a volume."""
     model = service.spec.model
     scheme, _, rest = model.uri.partition("://")
     revision = (f"--model-revision={model.revision}",) if model.revision else ()
@@ -116,9 +121,10 @@ def model_mount(service: VLMService) -> ModelMount:
 
 
 def probes(readiness: Part, *, port: str) -> Part:
-    """Startup waits for the weights, liveness for progress; readiness is the caller's.
+    """Return the probes of a container; `readiness` is the handler of startup and readiness.
 
-    Readiness asks every second: a service is Ready within a second of its last pod.
+    The startup probe allows `START_SECONDS` to load the weights. The readiness probe runs every
+    second, so that a service is Ready within a second of its last pod.
     """
     return {
         "startupProbe": {
@@ -143,7 +149,7 @@ def probes(readiness: Part, *, port: str) -> Part:
 
 
 def container_security() -> Part:
-    """What Pod Security `restricted` asks of a container, and a read-only root beside it."""
+    """Return the settings that Pod Security `restricted` requires, and a read-only root."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -160,7 +166,7 @@ def pod_spec(
     token: bool,
     placement: Placement | None,
 ) -> Part:
-    """Everything of a PodSpec but containers and volumes."""
+    """Return a PodSpec without containers and volumes."""
     spec: Part = {
         "serviceAccountName": account,
         "automountServiceAccountToken": token,
@@ -181,6 +187,6 @@ def pod_spec(
 
 
 def with_pull_policy(container: Part, revision: Revision) -> Part:
-    """Set imagePullPolicy where the operator was told one when the revision was made."""
+    """Set imagePullPolicy if the revision has one."""
     policy = revision.resolved.pull_policy
     return {**container, "imagePullPolicy": policy} if policy else container

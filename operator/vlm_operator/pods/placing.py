@@ -1,9 +1,9 @@
-"""What a variant takes from its VLMNodeClass: where its pods go, and which devices they hold.
+"""Fills in the placement and the devices of variants from their VLMNodeClasses.
 
 nodeClassRef ─▶ VLMNodeClass ─▶ placement {nodeSelector, tolerations}, resources.limits[device]
 
-A service that was placed reads as if its user had written that, so that a change of a class that
-touches pods is a new revision like any other, and one of its cost or speed is none.
+The result equals a service in which the user wrote these fields. So a change of a class that
+affects pods creates a new revision, and a change of its cost or speed does not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vlm_operator.state import NodeClassState
 
 
 def place(service: VLMService, classes: Mapping[str, NodeClassState]) -> VLMService:
-    """Fill in what the node classes of all variants say.
+    """Fill in the placement and the devices of all variants.
 
     Args:
-        service: as the user wrote it.
+        service: the service as the user wrote it.
         classes: the cluster's VLMNodeClasses by name.
 
     Raises:
-        SpecError: a class does not exist, or does not take the role.
+        SpecError: a class does not exist, or does not allow the role.
     """
     pools = {}
     for role, pool in service.spec.pools.present.items():
@@ -42,8 +42,7 @@ def _placed(role: Role, variant: Variant, classes: Mapping[str, NodeClassState])
     path = f"spec.pools.{role}.variants[{variant.name}].nodeClassRef"
     found = classes.get(name)
     if found is None:
-        there = ", ".join(sorted(classes)) or "none"
-        raise SpecError(path, f"VLMNodeClass {name} does not exist (there is {there}): create it")
+        raise SpecError(path, f"VLMNodeClass {name} does not exist: create it")
     if found.roles and role not in found.roles:
         allowed = " and ".join(sorted(found.roles))
         raise SpecError(path, f"VLMNodeClass {name} takes {allowed} only: choose another class")

@@ -1,4 +1,4 @@
-"""The pod of an encoder, prefill or decode worker."""
+"""Builds the pod template of an encoder, prefill or decode worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
         "name": "worker",
         "image": pool.image,
         "command": ["vlm-worker"],
-        "args": [*arguments(service, pool, variant, revision), *pool.engine.args],
+        "args": [*arguments(service, pool, variant, revision), *pool.engine.extra_args],
         "env": [
             *environment(service, revision),
             *model.env,
@@ -79,7 +79,7 @@ def worker_template(service: VLMService, pool: Pool, variant: Variant, revision:
 
 
 def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revision) -> list[str]:
-    """The operator's part of the command line (docs/contract.md)."""
+    """Return the command line without the user's extra arguments (docs/contract.md)."""
     model, settled = service.spec.model, revision.resolved
     loaded = ",".join(stage.value for stage in stages(service.spec.pools, revision.role))
     found = [
@@ -92,19 +92,22 @@ def arguments(service: VLMService, pool: Pool, variant: Variant, revision: Revis
         f"--http-port={names.PORT_HTTP}",
         f"--block-size={settled.block_size}",
         f"--dtype={model.dtype.value.lower()}",
-        f"--kv-dtype={model.kv_dtype.value.lower()}",
+        f"--kv-dtype={model.kv_cache_dtype.value.lower()}",
         *_kv_arguments(pool.kv),
         *_thread_arguments(variant),
         f"--drain-timeout-seconds={settled.drain_seconds}",
         f"--compat={settled.compat}",
     ]
-    if model.max_model_len_tokens is not None:
-        found.append(f"--max-model-len={model.max_model_len_tokens}")
+    if model.max_model_len is not None:
+        found.append(f"--max-model-len={model.max_model_len}")
     return found
 
 
 def _thread_arguments(variant: Variant) -> list[str]:
-    """As many threads as CPUs: more would wait for each other while the container is throttled."""
+    """Set one thread per CPU of the limit.
+
+    With more threads, the kernel throttles the container and threads wait for each other.
+    """
     limit = variant.resources.limits.get("cpu")
     return [] if limit is None else [f"--threads={math.ceil(quantity.parse(limit))}"]
 
@@ -115,8 +118,8 @@ def _kv_arguments(kv: KvCache | None) -> list[str]:
     found = []
     if kv.memory is not None:
         found.append(f"--kv-memory-bytes={int(quantity.parse(kv.memory))}")
-    if kv.memory_fraction_percent is not None:
-        found.append(f"--kv-memory-percent={kv.memory_fraction_percent}")
+    if kv.memory_percent is not None:
+        found.append(f"--kv-memory-percent={kv.memory_percent}")
     if kv.reserve_percent is not None:
         found.append(f"--kv-reserve-percent={kv.reserve_percent}")
     return found

@@ -1,18 +1,22 @@
-"""One turn of a service's loop, and what it takes to let a deleted service go.
+"""Runs the turns of a service, and deletes a service.
 
-loop.py       observe ─▶ decide ─▶ plan ─▶ apply ─▶ report                  Loop.turn
-decisions.py  what this turn wants, as one value; pure                      Intent
-sizing.py     how many replicas: the autoscaler's tick; pure                Sizing
-rolling.py    how the rollout goes on; pure
-writing.py    carrying it out, in an order that may be cut off anywhere
-report.py     status, Events, memory, metrics, log                          Reporter
-deletion.py   gateways drain first, then everything goes                    Loop.drain
-rehearsal.py  the same turns without a cluster, for `vlm rollout` and `vlm render`; pure
-classes.py    all VLMNodeClasses: their nodes, and who runs there           ClassLoop.turn
+service.py    observe ─▶ decide ─▶ plan ─▶ apply ─▶ report                  ServiceReconciler.turn
+decisions.py  plans a turn, as one value; pure                             TurnPlan
+sizing.py     sizes the pools: one tick of the autoscaler; pure             Sizing
+rolling.py    plans the next step of the rollout; pure
+writing.py    executes the plan; a turn may end between any two writes      execute
+retries.py    holds back what the API server refused, with a backoff        Retries
+report.py     writes status, Events, memory, metrics, log                   Reporter
+tracking.py   remembers progress and write conflicts between turns          Tracker
+accepted_spec.py  stores the last accepted manifest; pure                   AcceptedSpec
+deletion.py   drains the gateways, then removes our finalizer               ServiceReconciler.drain
+node_classes.py  reconciles all VLMNodeClasses                              NodeClassReconciler.turn
+unowned.py    reports VLMPools that no service controls                     PoolLoop.turn
 """
 
-from vlm_operator.reconcile.classes import ClassBook, ClassLoop
 from vlm_operator.reconcile.decisions import Options
-from vlm_operator.reconcile.loop import Loop
+from vlm_operator.reconcile.node_classes import NodeClassReconciler, NodeClassUsage
+from vlm_operator.reconcile.service import ServiceReconciler
+from vlm_operator.reconcile.unowned import PoolLoop
 
-__all__ = ["ClassBook", "ClassLoop", "Loop", "Options"]
+__all__ = ["NodeClassReconciler", "NodeClassUsage", "Options", "PoolLoop", "ServiceReconciler"]

@@ -1,9 +1,9 @@
-"""The last manifest that was accepted: it keeps driving a service while a newer one is refused.
+"""Stores the last accepted manifest, which drives a service while a newer one is refused. Pure.
 
-accepted turn ─▶ ConfigMap <service>-state ─▶ a refused turn: scaling, drains and repair go on
+accepted turn ─▶ ConfigMap <service>-state ─▶ a refused turn: scaling, drains and repair continue
 
-The node classes that it was placed by are part of it: deleting a class, or changing one so that it
-no longer takes the role, refuses the manifest and changes no pod. Pure.
+The ConfigMap also holds the node classes that placed the pods. If a class is deleted, or no longer
+allows the role, the operator refuses the manifest and changes no pod.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _STARTUP_SECONDS = NodeClassState("").startup_seconds
 
 @dataclasses.dataclass(frozen=True)
 class AcceptedSpec:
-    """A spec that the operator could act on, and the node classes that it named.
+    """A spec that the operator accepted, and the node classes that it names.
 
     Attributes:
-        spec: of the VLMService, as its user wrote it.
-        classes: by name; what was measured of them is left out.
+        spec: the VLMService's spec as the user wrote it.
+        classes: node classes by name, without their measured start-up times.
     """
 
     spec: Manifest
@@ -36,7 +36,7 @@ class AcceptedSpec:
 
     @classmethod
     def of(cls, body: Manifest, service: VLMService, observed: Observed) -> AcceptedSpec:
-        """What `body`, parsed as `service`, asks for now."""
+        """Return the spec of `body`, parsed as `service`, with the node classes that it names."""
         named = {
             variant.node_class_ref.name
             for pool in service.spec.pools.present.values()
@@ -51,7 +51,7 @@ class AcceptedSpec:
 
     @classmethod
     def stored(cls, observed: Observed, name: str) -> AcceptedSpec | None:
-        """What an earlier turn kept; None if there is nothing that this program can read."""
+        """Return what an earlier turn stored; None if it is missing or cannot be decoded."""
         found = observed.child(CONFIG_MAP.kind, object_name(name))
         try:
             value = json.loads((found or {})["data"][KEY])
@@ -63,20 +63,20 @@ class AcceptedSpec:
             return None
 
     def dump(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         value = {"spec": self.spec, "classes": encode(self.classes)}
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     def instead_of(self, body: Manifest) -> Manifest:
-        """The service with this spec in the place of its own."""
+        """Return `body` with its spec replaced by this one."""
         return {**body, "spec": self.spec}
 
     def seen_in(self, observed: Observed) -> Observed:
-        """The view with the node classes as they were accepted."""
+        """Return the view with the node classes as they were accepted."""
         classes = {**observed.node_classes, **self.classes}
         return dataclasses.replace(observed, node_classes=classes)
 
 
 def object_name(service: str) -> str:
-    """The ConfigMap in which it is kept."""
+    """Return the name of the ConfigMap that holds the accepted spec."""
     return names.child(service, "state")

@@ -1,4 +1,4 @@
-"""What one turn wants, as one value. Pure: the same view gives the same intent."""
+"""Plans one turn, as one value. Pure: the same view gives the same plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from vlm_operator import names
-from vlm_operator.api import OnDemand, ScalingMode, VLMService
+from vlm_operator.api import ScalingMode, VLMService, WhileAtZero
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.autoscale.outcome import Decision
@@ -14,43 +14,43 @@ from vlm_operator.names import Role
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.plan import Plan, plan
 from vlm_operator.pods import place
-from vlm_operator.reconcile.rolling import plot, roll, rolling
+from vlm_operator.reconcile.rolling import choose_rollout_target, plan_rollout, rolling
 from vlm_operator.reconcile.sizing import Sizing, size_pools
 from vlm_operator.rollout import (
-    Course,
-    Gate,
     Key,
+    PodPatch,
+    RolloutTarget,
     Step,
     current_revisions,
     drain_seconds,
     keep_defaults,
     key_of,
-    settle,
+    plan_drain,
 )
 from vlm_operator.state import DeploymentState, Observed, Revision
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The operator's settings, as far as decisions need them."""
+    """The operator's settings that decisions need."""
 
     worker_image: str = "triptych/worker:dev"
     cluster_domain: str = "cluster.local"
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
-    spare_seconds: float = 120.0  # without a node, after which a new pod has no spare capacity
+    spare_seconds: float = 120.0  # a new pod without a node for longer has no capacity
 
 
 @dataclasses.dataclass(frozen=True)
-class Intent:
-    """Everything that one turn wants.
+class TurnPlan:
+    """Everything that one turn decides.
 
     Attributes:
-        service: with every default filled in.
-        sizing: what the decisions rest on, and the memory for the next turn.
-        desired: replicas of each pool in the end.
-        replicas: of every Deployment now, by role, variant and revision.
-        claims: numbers that the autoscaler writes into VLMPools.
-        draining: pods that finish what they have.
+        service: the service with every default filled in.
+        sizing: input and output of the autoscaler, with its memory for the next turn.
+        desired: final number of replicas of each pool.
+        replicas: replicas of every Deployment now, by role, variant and revision.
+        pool_replicas: replica counts that the autoscaler writes into VLMPools.
+        draining: names of pods that accept no new requests and finish the running ones.
     """
 
     service: VLMService
@@ -60,37 +60,37 @@ class Intent:
     desired: Mapping[Role, int]
     step: Step
     replicas: Mapping[Key, int]
-    gates: tuple[Gate, ...]
+    pod_patches: tuple[PodPatch, ...]
     draining: tuple[str, ...]
-    claims: Mapping[Role, int]
+    pool_replicas: Mapping[Role, int]
     plan: Plan
 
     @property
     def asleep(self) -> bool:
-        """A pool is at zero, and gateways hold requests until it wakes."""
-        return not self.service.spec.suspend and any(
+        """Whether a pool has zero replicas and its gateways queue requests until it scales up."""
+        return not self.service.spec.stopped and any(
             self.desired[role] == 0
             and pool.zero is not None
-            and pool.zero.on_demand is OnDemand.QUEUE
+            and pool.zero.while_at_zero is WhileAtZero.QUEUE
             for role, pool in self.sizing.policy.pools.items()
         )
 
 
-def intend(
+def plan_turn(
     written: VLMService,
     observed: Observed,
     memory: Memory,
     *,
     options: Options,
     progressed: float = 0.0,
-) -> Intent:
+) -> TurnPlan:
     """Decide everything about one service from one view of it.
 
-    `memory` is the autoscaler's, as the last turn left it. `progressed` is when the service last
-    got on, in seconds since the epoch.
+    `memory` is the autoscaler's memory after the last turn. `progressed` is when the service last
+    made progress, in seconds since the epoch.
 
     Raises:
-        SpecError: the cluster does not allow what the manifest asks for.
+        SpecError: the manifest cannot be applied to this cluster.
     """
     deployments = observed.deployments()
     placed = place(written, observed.node_classes)
@@ -99,21 +99,27 @@ def intend(
     revisions = current_revisions(
         service, shared, deployments, pull_policy=images.pull_policy, bind=images.bind
     )
-    whither = plot(
-        service, observed, revisions, patience=options.spare_seconds, progressed=progressed
+    rollout_target = choose_rollout_target(
+        service,
+        observed,
+        revisions,
+        unschedulable_timeout=options.spare_seconds,
+        progressed=progressed,
     )
-    sizing = _size(service, observed, whither, memory)
+    sizing = _size(service, observed, rollout_target, memory)
     decisions = sizing.outcome.decisions
-    suspended = service.spec.suspend
-    desired = {role: 0 if suspended else item.to for role, item in decisions.items()}
+    stopped = service.spec.stopped
+    desired = {role: 0 if stopped else item.to for role, item in decisions.items()}
     target = {
-        (role, variant.name): 0 if suspended else decisions[role].variants.get(variant.name, 0)
+        (role, variant.name): 0 if stopped else decisions[role].variants.get(variant.name, 0)
         for role, pool in service.spec.pools.present.items()
         for variant in pool.variants
     }
-    step = roll(service, observed, whither, target, patience=options.spare_seconds)
-    replicas, gates, draining = _settle(service, observed, deployments, step)
-    return Intent(
+    step = plan_rollout(
+        service, observed, rollout_target, target, unschedulable_timeout=options.spare_seconds
+    )
+    replicas, pod_patches, draining = _bounded_by_drains(service, observed, deployments, step)
+    return TurnPlan(
         service=service,
         revisions=revisions,
         decisions=decisions,
@@ -121,9 +127,9 @@ def intend(
         desired=desired,
         step=step,
         replicas=replicas,
-        gates=gates,
+        pod_patches=pod_patches,
         draining=draining,
-        claims=_claims(service, observed, decisions),
+        pool_replicas=_pool_replicas(service, observed, decisions),
         plan=plan(
             service,
             observed,
@@ -136,9 +142,9 @@ def intend(
     )
 
 
-def held_gates(observed: Observed) -> tuple[Gate, ...]:
-    """What pods are told while their manifest is refused: what comes up takes work, none drains."""
-    gates: list[Gate] = []
+def hold_drains(observed: Observed) -> tuple[PodPatch, ...]:
+    """Return patches for a refused manifest: new pods accept work, no pod starts to drain."""
+    pod_patches: list[PodPatch] = []
     for item in observed.deployments():
         pods = [
             pod
@@ -146,7 +152,7 @@ def held_gates(observed: Observed) -> tuple[Gate, ...]:
             if (pod.variant, pod.revision) == (item.variant, item.revision)
         ]
         if item.role is not Role.GATEWAY:
-            settled = settle(
+            drain = plan_drain(
                 item,
                 pods,
                 observed.samples,
@@ -155,35 +161,41 @@ def held_gates(observed: Observed) -> tuple[Gate, ...]:
                 at_once=0,
                 now=observed.now,
             )
-            gates += settled.gates
-    return tuple(gates)
+            pod_patches += drain.pod_patches
+    return tuple(pod_patches)
 
 
-def _size(service: VLMService, observed: Observed, whither: Course, memory: Memory) -> Sizing:
+def _size(
+    service: VLMService, observed: Observed, rollout_target: RolloutTarget, memory: Memory
+) -> Sizing:
     deployments = observed.deployments()
     return size_pools(
         service,
         observed,
         memory,
-        current=[(role, goal.revision) for (role, _), goal in whither.goals.items()],
+        current=[(role, goal.revision) for (role, _), goal in rollout_target.goals.items()],
         rolling=[
             role
             for role in service.spec.pools.present
-            if rolling(whither, [item for item in deployments if item.role is role])
+            if rolling(rollout_target, [item for item in deployments if item.role is role])
         ],
     )
 
 
-def _settle(
+def _bounded_by_drains(
     service: VLMService,
     observed: Observed,
     deployments: tuple[DeploymentState, ...],
     step: Step,
-) -> tuple[dict[Key, int], tuple[Gate, ...], tuple[str, ...]]:
-    """Bound what the step wants by what has drained."""
+) -> tuple[dict[Key, int], tuple[PodPatch, ...], tuple[str, ...]]:
+    """Keep replicas of the step's Deployments until their pods have drained.
+
+    Returns:
+        Replicas by Deployment, patches of pods, and the names of draining pods.
+    """
     live = {key_of(item): item for item in deployments if item.role is not Role.GATEWAY}
     replicas = {key: count for key, count in step.replicas.items() if key not in live}
-    gates: list[Gate] = []
+    pod_patches: list[PodPatch] = []
     draining: list[str] = []
     for key, deployment in live.items():
         role, variant, revision = key
@@ -192,8 +204,8 @@ def _settle(
             pod for pod in observed.of(role) if (pod.variant, pod.revision) == (variant, revision)
         ]
         pool = service.spec.pools.of(role)
-        stays = key in step.replicas and pool is not None and not service.spec.suspend
-        settled = settle(
+        stays = key in step.replicas and pool is not None and not service.spec.stopped
+        drain = plan_drain(
             deployment,
             pods,
             observed.samples,
@@ -202,19 +214,20 @@ def _settle(
             at_once=pool.drain.max_concurrent if stays and pool is not None else len(pods),
             now=observed.now,
         )
-        gates += settled.gates
-        draining += settled.draining
-        if key in step.replicas or settled.replicas > 0:
-            replicas[key] = settled.replicas
-    return replicas, tuple(gates), tuple(draining)
+        pod_patches += drain.pod_patches
+        draining += drain.draining
+        if key in step.replicas or drain.replicas > 0:
+            replicas[key] = drain.replicas
+    return replicas, tuple(pod_patches), tuple(draining)
 
 
-def _claims(
+def _pool_replicas(
     service: VLMService, observed: Observed, decisions: Mapping[Role, Decision]
 ) -> dict[Role, int]:
-    """Numbers to write into VLMPools: missing ones, and those that are not ours or not as decided.
+    """Return replica counts to write into VLMPools.
 
-    In mode External the number is left to whoever wrote it.
+    A count is written if it is missing, differs from the decision or has another field manager.
+    In mode External the other manager keeps the field.
     """
     found = {}
     for role, decision in decisions.items():

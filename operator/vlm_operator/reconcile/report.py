@@ -1,28 +1,36 @@
-"""What one turn tells: the status, Events, pools' statuses, the memory, metrics, the log.
+"""Reports one turn: status, Events, status of the pools, memory, metrics, log.
 
-Each write happens only where its content changed, so that an idle service is not written at all.
+Each object is written only if its content changed. So an idle service causes no writes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode, VLMService
 from vlm_operator.apply import (
     MEMORY_KEY,
+    SyncState,
     apply_pool_status,
     apply_status,
+    newly_contested,
     post_events,
     save_memory,
 )
+from vlm_operator.apply.write_conflicts import WriteConflicts
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.record import Record
 from vlm_operator.cluster import CONFIG_MAP, Cluster, Manifest
-from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
+from vlm_operator.errors import (
+    ClusterError,
+    ConflictError,
+    NameConflictError,
+    UnavailableError,
+)
 from vlm_operator.metrics import (
     BAD_SAMPLES,
     DESIRED_REPLICAS,
@@ -31,33 +39,44 @@ from vlm_operator.metrics import (
     SCALE_DECISIONS,
 )
 from vlm_operator.names import Role
-from vlm_operator.plan import owner_reference, pool_claim
+from vlm_operator.plan import owner_reference, replicas_apply
 from vlm_operator.pods import object_labels
 from vlm_operator.reconcile.accepted_spec import KEY as ACCEPTED_KEY
 from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
-from vlm_operator.reconcile.decisions import Intent
-from vlm_operator.state import Observed
-from vlm_operator.status import Event, Spaced, View, foreign_event, pool_status_of_kind
+from vlm_operator.reconcile.decisions import TurnPlan
+from vlm_operator.state import NodeClassState, Observed
+from vlm_operator.status import (
+    ConditionReason,
+    Event,
+    Failure,
+    StatusInputs,
+    WritePacing,
+    foreign_event,
+    pool_status_of_kind,
+)
 
 logger = logging.getLogger(__name__)
 
-MEMORY_SECONDS = 30.0  # between two writes of what was merely measured
-EVENT_SECONDS = 60.0  # in which the same Event is posted once
-FOREIGN_SECONDS = 600.0  # between two Events about foreign objects
+MEMORY_SECONDS = 30.0  # least time between two writes that change only measured values
+EVENT_SECONDS = 60.0  # the same Event is posted at most once in this time
+FOREIGN_SECONDS = 600.0  # least time between two Events about foreign objects
 
 
 class Reporter:
-    """Tells about one service. It remembers only what spares writes."""
+    """Reports on one service. Its state only avoids repeated writes."""
 
     def __init__(self, cluster: Cluster, *, namespace: str, name: str) -> None:
+        self._conflict: NameConflictError | None = None
+        self._write_conflicts: WriteConflicts = {}
         self._cluster = cluster
         self._namespace = namespace
         self._name = name
         self._memory_at = float("-inf")
-        self._spaced = Spaced()
+        self._pacing = WritePacing()
         self._decided: Hashable = None
         self._measured: Hashable = None
+        self._kept: tuple[int, Mapping[str, NodeClassState], str | None] | None = None
         self._posted: dict[Event, float] = {}
         self._said: dict[Role, tuple[int, str, str | None]] = {}
         self._foreign: frozenset[tuple[str, str]] = frozenset()
@@ -71,12 +90,12 @@ class Reporter:
         *,
         now: float,
     ) -> Manifest:
-        """Write the status where it differs, then say what changed; returns what is there now.
+        """Write the status if it differs, then post Events; returns the status in the API server.
 
-        Measured figures that alone differ wait (`status.Spaced`).
+        If only measured values differ, the write may wait (`status.WritePacing`).
         """
         uid, known = body["metadata"]["uid"], body.get("status", {})
-        status = self._spaced.due(known, status, now=now)
+        status = self._pacing.due(known, status, now=now)
         if status != known:
             await apply_status(
                 self._cluster,
@@ -98,8 +117,26 @@ class Reporter:
         )
         return status
 
-    def foreign(self, observed: Observed) -> tuple[Event, ...]:
-        """Name foreign objects that carry the service's labels, each once and not too often."""
+    def name_conflict(self) -> Failure | None:
+        """Return and clear the failure of a ConfigMap whose name another owner has."""
+        conflict, self._conflict = self._conflict, None
+        return None if conflict is None else Failure(ConditionReason.NAME_CONFLICT, str(conflict))
+
+    def notices(self, sync_state: SyncState, observed: Observed) -> tuple[Event, ...]:
+        """Return Events about changes that other writers made to objects since the last turn."""
+        fights = newly_contested(self._write_conflicts, sync_state.write_conflicts)
+        self._write_conflicts = sync_state.write_conflicts
+        return (
+            *(Event("ChildContested", message) for message in fights),
+            *(Event("ChildRepaired", message) for message in sync_state.take_news()),
+            *self._strangers(observed),
+        )
+
+    def _strangers(self, observed: Observed) -> tuple[Event, ...]:
+        """Return an Event about new foreign objects with the service's labels.
+
+        At least `FOREIGN_SECONDS` pass between two such Events.
+        """
         found = observed.impostors()
         due = observed.now - self._foreign_at >= FOREIGN_SECONDS
         if not due or not found - self._foreign:
@@ -108,30 +145,29 @@ class Reporter:
         self._foreign, self._foreign_at = found, observed.now
         return (foreign_event(self._name, found),)
 
-    async def pools(self, view: View) -> dict[tuple[str, str], Manifest]:
-        """Keep each VLMPool's status, which HPA reads; returns the pools as they are now."""
+    async def pools(self, view: StatusInputs) -> dict[tuple[str, str], Manifest]:
+        """Write each VLMPool's status, which HPA reads; returns the written pools."""
         found = {}
         for role in view.service.spec.pools.present:
             key = (names.KIND_POOL, names.child(self._name, role))
             pool = view.observed.child(*key)
             wanted = pool_status_of_kind(view, role)
             if pool is not None and pool.get("status") != wanted:
-                claim = pool_claim(view.service, role, 0)
+                claim = replicas_apply(view.service, role, 0)
                 await apply_pool_status(self._cluster, claim, status=wanted)
                 found[key] = {**pool, "status": wanted}
         return found
 
-    async def memory(self, intent: Intent, observed: Observed) -> bool:
-        """Write the autoscaler's memory where it changed; tells whether it did.
+    async def memory(self, turn_plan: TurnPlan, observed: Observed) -> bool:
+        """Write the autoscaler's memory if it changed; returns whether it was written.
 
-        What was decided is written at once, what was measured not too often. While nothing happens
-        nothing is learnt: what only ages is not written. Where the manifest says every number
-        there is nothing to remember.
+        New decisions are written at once, new measurements at most every `MEMORY_SECONDS`. If no
+        work was done, nothing is written. If all pools are Manual, there is no memory.
         """
-        modes = {pool.mode for pool in intent.sizing.policy.pools.values()}
+        modes = {pool.mode for pool in turn_plan.sizing.policy.pools.values()}
         if modes == {ScalingMode.MANUAL}:
             return False
-        memory = intent.sizing.outcome.memory
+        memory = turn_plan.sizing.outcome.memory
         decided, measured = _decided(memory), _measured(observed)
         due = decided != self._decided or (
             measured != self._measured and observed.now - self._memory_at >= MEMORY_SECONDS
@@ -143,23 +179,37 @@ class Reporter:
         if data == _stored(observed, self._name):
             return False
         self._memory_at = observed.now
-        await save_memory(
-            self._cluster,
-            namespace=self._namespace,
-            name=names.child(self._name, "autoscaler"),
-            owner=owner_reference(intent.service),
-            labels=object_labels(self._name, "autoscaler"),
-            data=data,
-        )
+        try:
+            await save_memory(
+                self._cluster,
+                namespace=self._namespace,
+                name=names.child(self._name, "autoscaler"),
+                owner=owner_reference(turn_plan.service),
+                labels=object_labels(self._name, "autoscaler"),
+                data=data,
+            )
+        except NameConflictError as error:
+            self._conflict, self._decided = error, None  # so that the next turn retries
+            return False
         return True
 
     async def accepted(
         self, written: VLMService, accepted: AcceptedSpec, observed: Observed
     ) -> bool:
-        """Keep the manifest that was acted on, if it changed; tells whether it was written."""
-        data = {ACCEPTED_KEY: accepted.dump()}
+        """Store the accepted manifest if it changed; returns whether it was written.
+
+        Contents are compared only if the generation, the node classes or the ConfigMap changed,
+        because every change of a spec has a new generation.
+        """
         name = state_name(self._name)
-        if (observed.child(CONFIG_MAP.kind, name) or {}).get("data") == data:
+        live = observed.child(CONFIG_MAP.kind, name) or {}
+        version = live.get("metadata", {}).get("resourceVersion")
+        kept = (written.generation, accepted.classes, version)
+        if version is not None and kept == self._kept:
+            return False
+        data = {ACCEPTED_KEY: accepted.dump()}
+        if live.get("data", {}).get(ACCEPTED_KEY) == data[ACCEPTED_KEY]:
+            self._kept = kept
             return False
         try:
             await save_memory(
@@ -170,23 +220,26 @@ class Reporter:
                 labels=object_labels(self._name, "state"),
                 data=data,
             )
+        except NameConflictError as error:
+            self._conflict = error
+            return False
         except (UnavailableError, ConflictError):
             raise
         except ClusterError as error:
-            # a quota or a namespace that ends: the service itself goes on without it
+            # a quota refuses it, or the namespace is terminating: the service works without it
             logger.warning("accepted manifest not kept", extra={"error": str(error)})
             return False
         return True
 
-    def count(self, view: View, intent: Intent) -> None:
-        """Set the metrics, and log the whole tick where it says something new."""
-        absurd = intent.sizing.outcome.estimate.absurd
+    def count(self, view: StatusInputs, turn_plan: TurnPlan) -> None:
+        """Set the metrics, and log the decisions if one of them changed."""
+        absurd = turn_plan.sizing.outcome.estimate.absurd
         if absurd:
             BAD_SAMPLES.labels(reason="absurd").inc(len(absurd))
         news = False
         for role in view.service.spec.pools.present:
             labels = {"namespace": self._namespace, "service": self._name, "role": role.value}
-            decision = intent.decisions[role]
+            decision = turn_plan.decisions[role]
             DESIRED_REPLICAS.labels(**labels).set(view.desired[role])
             READY_REPLICAS.labels(**labels).set(len(view.serving(role)))
             if decision.recommendation is not None:
@@ -197,16 +250,16 @@ class Reporter:
             if before is not None and before[0] != decision.to:
                 SCALE_DECISIONS.labels(**labels, reason=decision.reason).inc()
         if news:
-            self._log(view, intent)
+            self._log(view, turn_plan)
 
-    def _log(self, view: View, intent: Intent) -> None:
-        """Log what was decided, in words; with a record to replay if anything was computed."""
+    def _log(self, view: StatusInputs, turn_plan: TurnPlan) -> None:
+        """Log the decisions, with a record for replay unless all pools are Manual."""
         decided = {
             role.value: f"{item.before} → {item.to} {item.reason}: {item.message}"
-            for role, item in intent.decisions.items()
+            for role, item in turn_plan.decisions.items()
         }
         service = f"{self._namespace}/{self._name}"
-        sizing = intent.sizing
+        sizing = turn_plan.sizing
         modes = {pool.mode for pool in sizing.policy.pools.values()}
         parts: list[dict[str, Any]] = []
         if modes != {ScalingMode.MANUAL}:
@@ -225,12 +278,12 @@ class Reporter:
 
 
 def stored_memory(observed: Observed, name: str) -> Memory:
-    """Read the memory that an earlier process left."""
+    """Read the memory that an earlier process stored."""
     return load(_stored(observed, name).get(MEMORY_KEY), now=observed.now)
 
 
 def _decided(memory: Memory) -> Hashable:
-    """What differs when something was decided, and only then."""
+    """Return a value that changes only with a new decision."""
     return tuple(
         (role, pace.changes, tuple(pace.exhausted), pace.foreign)
         for role, pace in memory.pace.pools.items()
@@ -238,12 +291,12 @@ def _decided(memory: Memory) -> Hashable:
 
 
 def _measured(observed: Observed) -> Hashable:
-    """What differs when work was done, and only then."""
+    """Return a value that changes only if workers did work or restarted."""
     samples = sorted(observed.samples.values(), key=lambda item: item.pod_uid)
     return tuple(
         (
             item.boot_id,
-            item.admitted_work_seconds,
+            item.started_work_seconds,
             tuple(sorted((kind, busy.calls) for kind, busy in item.busy.items())),
             tuple(sorted((name, ttft.count) for name, ttft in item.ttft.items())),
         )

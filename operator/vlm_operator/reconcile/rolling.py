@@ -1,4 +1,4 @@
-"""From one view of a service to the next step of its rollout. Pure."""
+"""Plans the next step of a rollout from one view of a service. Pure."""
 
 from __future__ import annotations
 
@@ -11,82 +11,86 @@ from vlm_operator.api.enums import NoSpareCapacity
 from vlm_operator.api.pool import PoolRollout
 from vlm_operator.names import Role
 from vlm_operator.rollout import (
-    Bill,
-    Course,
-    Pace,
+    BudgetUse,
+    RolloutTarget,
     Step,
-    course,
+    SurgeLimits,
     next_step,
+    select_target,
     sizes,
     within_budget,
 )
 from vlm_operator.state import DeploymentState, Observed, Revision
 
 
-def plot(
+def choose_rollout_target(
     service: VLMService,
     observed: Observed,
     revisions: Mapping[tuple[Role, str], Revision],
     *,
-    patience: float,
+    unschedulable_timeout: float,
     progressed: float,
-) -> Course:
-    """Choose where the rollout goes.
+) -> RolloutTarget:
+    """Choose the revisions that the rollout goes to.
 
-    `patience` is as in `roll`; `progressed` is when the service last got on, in seconds since the
-    epoch.
+    Arguments are as in `plan_rollout`. `progressed` is when the service last made progress, in
+    seconds since the epoch.
     """
     loads = {
         role: frozenset(stage.value for stage in stages(service.spec.pools, role))
         for role in service.spec.pools.present
     }
-    return course(
+    return select_target(
         revisions,
         loads,
         observed.deployments(),
         observed.pods,
         service.spec.rollout,
-        patience=patience,
+        unschedulable_timeout=unschedulable_timeout,
         progressed=progressed,
         now=observed.now,
     )
 
 
-def roll(
+def plan_rollout(
     service: VLMService,
     observed: Observed,
-    whither: Course,
+    rollout_target: RolloutTarget,
     target: Mapping[tuple[Role, str], int],
     *,
-    patience: float,
+    unschedulable_timeout: float,
 ) -> Step:
     """Decide the next step.
 
     Args:
-        service: with its defaults filled in.
-        observed: what was seen.
-        whither: from `plot`.
-        target: replicas of each pool's variants in the end.
-        patience: seconds that a surge pod may wait for a node.
+        service: the service with its defaults filled in.
+        observed: view of this turn.
+        rollout_target: result of `choose_rollout_target`.
+        target: final number of replicas, by role and variant.
+        unschedulable_timeout: seconds that a surge pod may wait for a node.
     """
     live = observed.deployments()
-    front = 0 if service.spec.suspend else service.spec.gateway.replicas
-    whole = sizes(whither.goals, {**target, (Role.GATEWAY, ""): front}, live)
+    front = 0 if service.spec.stopped else service.spec.gateway.replicas
+    whole = sizes(rollout_target.goals, {**target, (Role.GATEWAY, ""): front}, live)
     gateways = collections.Counter(
         pod.compat for pod in observed.pods if pod.role is Role.GATEWAY and not pod.finished
     )
-    paces = _paces(service, observed, whither, whole, patience)
-    step = next_step(whither, whole, live, gateways, paces, service.spec.rollout.strategy)
-    tight = [role for role, pace in paces.items() if pace.surge == 0 == pace.unavailable]
+    limits_by_role = _surge_limits(service, observed, rollout_target, whole, unschedulable_timeout)
+    step = next_step(
+        rollout_target, whole, live, gateways, limits_by_role, service.spec.rollout.strategy
+    )
+    tight = [
+        role for role, limits in limits_by_role.items() if limits.surge == 0 == limits.unavailable
+    ]
     if step.done or not tight:
         return step
     reason = f"{step.waiting}; spec.budget has no room for one more {tight[0]} pod"
     return dataclasses.replace(step, waiting=reason, over_budget=True)
 
 
-def rolling(whither: Course, own: Sequence[DeploymentState]) -> bool:
-    """Whether pods of another revision than the goal's are still there."""
-    goals = {(*key, goal.revision) for key, goal in whither.goals.items()}
+def rolling(rollout_target: RolloutTarget, own: Sequence[DeploymentState]) -> bool:
+    """Whether pods of other revisions than the goals' still exist."""
+    goals = {(*key, goal.revision) for key, goal in rollout_target.goals.items()}
     return any(
         item.desired + item.replicas > 0
         for item in own
@@ -94,42 +98,44 @@ def rolling(whither: Course, own: Sequence[DeploymentState]) -> bool:
     )
 
 
-def _paces(
+def _surge_limits(
     service: VLMService,
     observed: Observed,
-    whither: Course,
+    rollout_target: RolloutTarget,
     whole: Mapping[tuple[Role, str], int],
-    patience: float,
-) -> dict[Role, Pace]:
-    """What each pool's settings, the budget and full nodes leave of surge."""
+    unschedulable_timeout: float,
+) -> dict[Role, SurgeLimits]:
+    """Return surge and unavailability by role, limited by pool settings, budget and full nodes."""
     found = {}
     for role in {name for name, _ in whole} - {Role.GATEWAY}:
         pool = service.spec.pools.of(role)
         count = sum(number for (name, _), number in whole.items() if name is role)
-        found[role] = Pace.of(PoolRollout() if pool is None else pool.rollout, count)
-    paces = within_budget(found, _bills(service, observed, whole))
+        found[role] = SurgeLimits.of(PoolRollout() if pool is None else pool.rollout, count)
+    limits_by_role = within_budget(found, _budget_uses(service, observed, whole))
     chosen = service.spec.rollout.when_no_spare_capacity
     if chosen is NoSpareCapacity.WAIT:
-        return paces
-    goals = {(*key, goal.revision) for key, goal in whither.goals.items()}
-    stuck = {role for role, pace in paces.items() if pace.surge == 0 == pace.unavailable} | {
+        return limits_by_role
+    goals = {(*key, goal.revision) for key, goal in rollout_target.goals.items()}
+    stuck = {
+        role for role, limits in limits_by_role.items() if limits.surge == 0 == limits.unavailable
+    } | {
         pod.role
         for pod in observed.pods
         if pod.pending
         and (pod.role, pod.variant, pod.revision) in goals
-        and observed.now - pod.created > patience
+        and observed.now - pod.created > unschedulable_timeout
     }
     last_too = chosen is NoSpareCapacity.DRAIN_FIRST
     return {
-        role: dataclasses.replace(pace, drain_first=role in stuck, last_too=last_too)
-        for role, pace in paces.items()
+        role: dataclasses.replace(limits, drain_first=role in stuck, last_too=last_too)
+        for role, limits in limits_by_role.items()
     }
 
 
-def _bills(
+def _budget_uses(
     service: VLMService, observed: Observed, whole: Mapping[tuple[Role, str], int]
-) -> Iterator[Bill]:
-    """The budget's two bounds: devices and cost."""
+) -> Iterator[BudgetUse]:
+    """Yield the use of the budget's two bounds: accelerators and cost per hour."""
     budget = service.spec.budget
     if budget is None:
         return
@@ -151,4 +157,4 @@ def _bills(
         for (role, _), price in prices.items():
             each[role] = max(each.get(role, 0.0), price)
         steady = sum(prices.get(key, 0.0) * count for key, count in whole.items())
-        yield Bill(each, steady, bound)
+        yield BudgetUse(each, steady, bound)

@@ -1,7 +1,7 @@
-"""How many replicas each pool is to have in this turn, with all that the answer rests on. Pure.
+"""Decides the number of replicas of each pool in this turn, with its inputs. Pure.
 
 service, node classes ─▶ policy ┐
-observed ─────────────▶ view    ├─▶ decide ─▶ outcome        together: a record that can be replayed
+observed ─────────────▶ view    ├─▶ decide ─▶ outcome        together: a record for replay
 memory of the last turn ────────┘
 """
 
@@ -22,7 +22,7 @@ from vlm_operator.state import Observed
 
 @dataclasses.dataclass(frozen=True)
 class Sizing:
-    """One tick of the autoscaler: what went in, what came out."""
+    """One tick of the autoscaler: policy, view and memory as input, and its outcome."""
 
     policy: ServicePolicy
     view: View
@@ -41,17 +41,17 @@ def size_pools(
     """Decide the size of every pool.
 
     Args:
-        service: with its defaults and node classes filled in.
-        observed: this turn's reading.
-        memory: what the last turn left.
-        current: role and revision of what the pools are to run.
-        rolling: roles of which pods of another revision are there.
+        service: the service with its defaults and node classes filled in.
+        observed: view of this turn.
+        memory: the autoscaler's memory after the last turn.
+        current: roles with the revisions that the rollout goes to.
+        rolling: roles that still have pods of other revisions.
 
     Raises:
-        SpecError: the budget does not even hold what the pools must have.
+        SpecError: the pools' minimum replicas exceed the budget.
     """
     policy = service_policy(service, observed.node_classes)
-    if not service.spec.suspend:
+    if not service.spec.stopped:
         _check_budget(policy)
     view = service_view(service, observed, observed.deployments(), current=current, rolling=rolling)
     return Sizing(policy, view, memory, decide(policy, view, memory))
@@ -78,7 +78,7 @@ def _check_budget(policy: ServicePolicy) -> None:
 
 
 def _least(policy: ServicePolicy, price: Callable[[VariantPolicy], float]) -> float:
-    """What all pools take at least, each on the node types where that is least."""
+    """Return the least total price of all pools at their minimum, on their cheapest variants."""
     return sum(_least_of(pool, price) for pool in policy.pools.values())
 
 

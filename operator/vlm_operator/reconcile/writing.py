@@ -1,9 +1,9 @@
-"""Carrying an intent out. The order is such that a cut between any two writes does no harm.
+"""Executes the plan of a turn. The order of writes is safe if the turn ends between any two.
 
-gates    a pod is told before its Deployment shrinks, and opened before anything waits for it
-claims   a VLMPool exists, with its number, before the operator adds the rest
-plan     accounts and configuration before the pods that read them
-prune    what nobody names any more, last
+patches   close a pod's gate before its Deployment shrinks; open it before a step waits for the pod
+replicas  create each VLMPool with its replica count before the operator applies its other fields
+plan      apply accounts and configuration before the pods that read them
+prune     delete objects that the plan no longer names, last
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 
 from vlm_operator import names
 from vlm_operator.apply import (
-    Accepted,
     Applied,
-    apply_gates,
+    SyncState,
     apply_plan,
+    apply_pod_patches,
+    apply_replicas,
     check_new,
-    claim_pool,
     prune,
 )
-from vlm_operator.apply.compare import stamped
+from vlm_operator.apply.compare import with_digest
 from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, Cluster, Manifest
 from vlm_operator.errors import (
     ClusterError,
@@ -30,24 +30,24 @@ from vlm_operator.errors import (
     NamespaceEndsError,
     UnavailableError,
 )
-from vlm_operator.plan import pool_claim
+from vlm_operator.plan import replicas_apply
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
-from vlm_operator.reconcile.decisions import Intent
+from vlm_operator.reconcile.decisions import TurnPlan
 from vlm_operator.reconcile.retries import CHILD, TEMPLATE, Retries
 from vlm_operator.state import ANNOTATION_APPLIED, Observed
-from vlm_operator.status import Failure, Told
+from vlm_operator.status import ConditionReason, Failure
 from vlm_operator.status.causes import sentence
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
-    """What became of an intent.
+class ExecutionResult:
+    """The result of one turn's writes.
 
     Attributes:
-        failure: the first thing that went wrong, None where nothing did.
+        failure: the first failure that needs a user, else the first; None if there is none.
         wrote: whether anything was written.
-        answers: children as they were written, by kind and name.
-        pending: a paused service's plan differs from what is there.
+        answers: children as the API server returned them, by kind and name.
+        pending: whether the plan of a paused service differs from its children.
     """
 
     failure: Failure | None
@@ -56,61 +56,51 @@ class Done:
     pending: bool = False
 
 
-async def carry_out(
+async def execute(
     cluster: Cluster,
-    intent: Intent,
+    turn_plan: TurnPlan,
     observed: Observed,
     *,
-    accepted: Accepted,
+    sync_state: SyncState,
     retries: Retries,
-) -> Done:
-    """Write whatever differs; what was refused lately waits for its own next try.
+) -> ExecutionResult:
+    """Write what differs from the plan; recently refused writes wait for their backoff.
 
-    Once the namespace is being deleted, nothing is written any more.
+    If the namespace is being deleted, nothing is written.
 
     Raises:
-        UnavailableError, ConflictError, LeaseLostError: the turn ends here; the next one goes on.
+        UnavailableError, ConflictError, LeaseLostError: the turn ends; the next one continues.
     """
-    if not accepted.ends:
+    if not sync_state.ends:
         try:
-            return await _carry_out(cluster, intent, observed, accepted, retries)
+            return await _carry_out(cluster, turn_plan, observed, sync_state, retries)
         except NamespaceEndsError:
-            accepted.ends = True
+            sync_state.ends = True
     message = "the namespace is being deleted: nothing is created there any more"
-    return Done(Failure(Told.DELETING_NAMESPACE, message, person=False), wrote=False)
+    return ExecutionResult(
+        Failure(ConditionReason.DELETING_NAMESPACE, message, needs_user_action=False), wrote=False
+    )
 
 
 async def _carry_out(
-    cluster: Cluster, intent: Intent, observed: Observed, accepted: Accepted, retries: Retries
-) -> Done:
-    service = intent.service
-    count = await apply_gates(cluster, intent.gates, namespace=service.namespace, now=observed.now)
+    cluster: Cluster,
+    turn_plan: TurnPlan,
+    observed: Observed,
+    sync_state: SyncState,
+    retries: Retries,
+) -> ExecutionResult:
+    service = turn_plan.service
+    count = await apply_pod_patches(
+        cluster, turn_plan.pod_patches, namespace=service.namespace, now=observed.now
+    )
     if service.spec.paused:
-        return Done(None, bool(count), pending=_differs(intent, observed))
-    refused = await _refused_template(cluster, intent, observed, retries)
+        return ExecutionResult(None, bool(count), pending=_differs(turn_plan, observed))
+    refused = await _refused_template(cluster, turn_plan, observed, retries)
     if refused is not None:
-        return Done(refused, bool(count))
-    conflicts: list[NameConflictError] = []
-    unclaimed: list[tuple[str, ClusterError]] = []
-    claimed: dict[tuple[str, str], Manifest] = {}
-    for role, number in intent.claims.items():
-        claim = pool_claim(service, role, number)
-        try:
-            answer = await claim_pool(cluster, claim, observed, uid=service.uid)
-            claimed[names.KIND_POOL, claim["metadata"]["name"]] = answer
-        except NameConflictError as error:
-            conflicts.append(error)
-        except (UnavailableError, ConflictError, NamespaceEndsError):
-            raise
-        except ClusterError as error:
-            unclaimed.append((names.child(service.name, role), error))
-    skipped = {error.name for error in conflicts} | {name for name, _ in unclaimed}
+        return ExecutionResult(refused, bool(count))
+    claimed, unclaimed = await _claim(cluster, turn_plan, observed, retries)
     objects, waiting = _due(
-        [
-            item
-            for item in intent.plan.objects
-            if item["kind"] != names.KIND_POOL or item["metadata"]["name"] not in skipped
-        ],
+        [item for item in turn_plan.plan.objects if _label(item) not in unclaimed],
         retries,
         now=observed.now,
     )
@@ -120,9 +110,9 @@ async def _carry_out(
         observed,
         namespace=service.namespace,
         uid=service.uid,
-        accepted=accepted,
+        sync_state=sync_state,
     )
-    _note(objects, applied, retries, now=observed.now)
+    failures = _note(objects, applied, retries, now=observed.now)
     own = {
         (CONFIG_MAP.kind, names.child(service.name, "autoscaler")),
         (CONFIG_MAP.kind, state_name(service.name)),
@@ -130,44 +120,78 @@ async def _carry_out(
     gone = await prune(
         cluster,
         observed,
-        intent.plan.named | own,
+        turn_plan.plan.named | own,
         namespace=service.namespace,
     )
-    refused_claims = tuple((f"{names.KIND_POOL} {name}", error) for name, error in unclaimed)
-    applied = dataclasses.replace(
-        applied,
-        conflicts=(*conflicts, *applied.conflicts),
-        refused=(*refused_claims, *applied.refused),
-    )
     answers = {**claimed, **applied.written}
-    return Done(_failure(applied) or waiting, bool(count or answers or gone), answers)
+    failure = _worst((*unclaimed.values(), *failures, *waiting))
+    return ExecutionResult(failure, bool(count or answers or gone), answers)
+
+
+async def _claim(
+    cluster: Cluster, turn_plan: TurnPlan, observed: Observed, retries: Retries
+) -> tuple[dict[tuple[str, str], Manifest], dict[str, Failure]]:
+    """Write the autoscaler's replica counts into VLMPools.
+
+    Returns:
+        The written pools by kind and name, and failures of the others by "kind name".
+    """
+    claimed: dict[tuple[str, str], Manifest] = {}
+    failures: dict[str, Failure] = {}
+    service, now = turn_plan.service, observed.now
+    for role, number in turn_plan.pool_replicas.items():
+        claim = replicas_apply(service, role, number)
+        pool = _label(claim)
+        label = f"claim of {pool}"
+        held = retries.held(label, number, now=now)
+        if held is not None:
+            failures[pool] = held
+            continue
+        try:
+            answer = await apply_replicas(cluster, claim, observed, uid=service.uid)
+            claimed[claim["kind"], claim["metadata"]["name"]] = answer
+            retries.succeeded(label)
+        except NameConflictError as error:
+            failures[pool] = _conflict(error)
+            retries.failed(label, number, failures[pool], backoff=CHILD, now=now)
+        except (UnavailableError, ConflictError, NamespaceEndsError):
+            raise
+        except ClusterError as error:
+            failures[pool] = retries.refused(label, number, _refusal(pool, error), now=now)
+    return claimed, failures
 
 
 def _due(
     objects: Sequence[Manifest], retries: Retries, *, now: float
-) -> tuple[tuple[Manifest, ...], Failure | None]:
-    """What is written now, and the failure of the first object that waits for its next try."""
-    due, waiting = [], None
-    for item in objects:
-        held = retries.held(_label(item), item, now=now)
-        if held is None:
-            due.append(item)
-        else:
-            waiting = waiting or held
-    return tuple(due), waiting
+) -> tuple[tuple[Manifest, ...], tuple[Failure, ...]]:
+    """Return the objects to write now, and the failures of those that wait for their backoff."""
+    found = [(item, retries.held(_label(item), item, now=now)) for item in objects]
+    due = tuple(item for item, held in found if held is None)
+    return due, tuple(held for _, held in found if held is not None)
 
 
-def _note(objects: Sequence[Manifest], applied: Applied, retries: Retries, *, now: float) -> None:
-    """Note what became of each object that was tried."""
-    failures = {f"{error.kind} {error.name}": _conflict(error) for error in applied.conflicts}
-    failures |= {label: _refusal(label, error) for label, error in applied.refused}
+def _note(
+    objects: Sequence[Manifest], applied: Applied, retries: Retries, *, now: float
+) -> tuple[Failure, ...]:
+    """Record the result of each attempted object in `retries`; returns the failures."""
+    conflicts = {f"{error.kind} {error.name}": _conflict(error) for error in applied.conflicts}
+    refused = {label: _refusal(label, error) for label, error in applied.refused}
+    failures = []
     for item in objects:
         label = _label(item)
-        failure = failures.get(label)
-        if failure is None:
-            retries.succeeded(label)
+        if label in conflicts:
+            failures.append(conflicts[label])
+            retries.failed(label, item, conflicts[label], backoff=CHILD, now=now)
+        elif label in refused:
+            failures.append(retries.refused(label, item, refused[label], now=now))
         else:
-            retries.failed(label, item, failure, backoff=CHILD, now=now)
+            retries.succeeded(label)
+    return tuple(failures)
+
+
+def _worst(failures: Sequence[Failure]) -> Failure | None:
+    """Return the first failure that needs a user, else the first."""
+    return next((item for item in failures if item.needs_user_action), next(iter(failures), None))
 
 
 def _label(item: Manifest) -> str:
@@ -175,13 +199,13 @@ def _label(item: Manifest) -> str:
 
 
 async def _refused_template(
-    cluster: Cluster, intent: Intent, observed: Observed, retries: Retries
+    cluster: Cluster, turn_plan: TurnPlan, observed: Observed, retries: Retries
 ) -> Failure | None:
-    """Ask the API server about Deployments that do not exist yet, before anything is written.
+    """Dry-run new Deployments before anything is written; returns the first refusal.
 
-    Placement is the user's own and only the API server knows whether it is right.
+    Users write placement fields freely, so only the API server can validate them.
     """
-    for manifest in intent.plan.objects:
+    for manifest in turn_plan.plan.objects:
         name = manifest["metadata"]["name"]
         if manifest["kind"] != DEPLOYMENT.kind or observed.child(DEPLOYMENT.kind, name):
             continue
@@ -199,35 +223,27 @@ async def _refused_template(
             message = sentence(
                 f"{place}: {error.message.replace('; ', ', ')}", "correct that field"
             )
-            failure = Failure(Told.TEMPLATE_REFUSED, message, accepted=False)
+            failure = Failure(ConditionReason.TEMPLATE_REFUSED, message, accepted=False)
             retries.failed(label, manifest, failure, backoff=TEMPLATE, now=observed.now)
             return failure
     return None
 
 
-def _differs(intent: Intent, observed: Observed) -> bool:
-    """Whether a child is missing, or was made from another manifest than today's."""
-    for manifest in intent.plan.objects:
+def _differs(turn_plan: TurnPlan, observed: Observed) -> bool:
+    """Whether a child is missing, or its digest differs from that of the planned manifest."""
+    for manifest in turn_plan.plan.objects:
         live = observed.child(manifest["kind"], manifest["metadata"]["name"])
         noted = {} if live is None else live["metadata"].get("annotations", {})
-        wanted = stamped(manifest)["metadata"]["annotations"][ANNOTATION_APPLIED]
+        wanted = with_digest(manifest)["metadata"]["annotations"][ANNOTATION_APPLIED]
         if noted.get(ANNOTATION_APPLIED) != wanted:
             return True
     return False
 
 
-def _failure(applied: Applied) -> Failure | None:
-    if applied.conflicts:
-        return _conflict(applied.conflicts[0])
-    if applied.refused:
-        return _refusal(*applied.refused[0])
-    return None
-
-
 def _conflict(error: NameConflictError) -> Failure:
-    return Failure(Told.NAME_CONFLICT, str(error))
+    return Failure(ConditionReason.NAME_CONFLICT, str(error))
 
 
 def _refusal(label: str, error: ClusterError) -> Failure:
     said = f"{label}: {error.reason or 'refused'}: {error.message.replace('; ', ', ')}"
-    return Failure(Told.CHILD_REFUSED, sentence(said, "correct what refuses it"))
+    return Failure(ConditionReason.CHILD_REFUSED, sentence(said, "correct what refuses it"))

@@ -1,19 +1,17 @@
-"""From the pods there are to the pods there should be: revisions, steps between them, drains.
+"""Rollouts: revisions, the steps from old to new pods, drains.
 
-revisions.py  what a role's pods are made of, as a digest; kept across operator upgrades
-goal.py       which revision a rollout goes to; back, if the new one failed   course
-pace.py       how many pods above and below a pool's size                     Pace
-steps.py      how many replicas of which revision now                         next_step
-together.py     all roles in steps, where old and new cannot talk to each other
-alone.py        one role, where they can
-counts.py     sums over Deployments, and sharing out a change of a sum         Key
-drain.py      which pods stop taking work, and when they may go               settle
+revisions.py      digest of a role's pod inputs; stable across operator upgrades
+target.py         target revision of a rollout; the previous one if the new one failed
+surge.py          number of pods allowed above and below a pool's size  SurgeLimits
+steps.py          replicas of each revision in this turn                next_step
+  coordinated.py    all roles in steps, if old and new cannot communicate
+  independent.py    one role, if old and new can communicate
+replica_counts.py sums over Deployments; distribution of a change       Key
+drain.py          which pods stop accepting work, and when they may end plan_drain
 """
 
-from vlm_operator.rollout.counts import Key, key_of
-from vlm_operator.rollout.drain import Gate, Settled, settle
-from vlm_operator.rollout.goal import Course, Goal, course, sizes
-from vlm_operator.rollout.pace import Bill, Pace, share, within_budget
+from vlm_operator.rollout.drain import DrainPlan, PodPatch, plan_drain
+from vlm_operator.rollout.replica_counts import Key, key_of
 from vlm_operator.rollout.revisions import (
     current_revisions,
     drain_seconds,
@@ -21,24 +19,26 @@ from vlm_operator.rollout.revisions import (
     service_revision,
 )
 from vlm_operator.rollout.steps import Step, next_step
+from vlm_operator.rollout.surge import BudgetUse, SurgeLimits, share, within_budget
+from vlm_operator.rollout.target import RevisionTarget, RolloutTarget, select_target, sizes
 
 __all__ = [
-    "Bill",
-    "Course",
-    "Gate",
-    "Goal",
+    "BudgetUse",
+    "DrainPlan",
     "Key",
-    "Pace",
-    "Settled",
+    "PodPatch",
+    "RevisionTarget",
+    "RolloutTarget",
     "Step",
-    "course",
+    "SurgeLimits",
     "current_revisions",
     "drain_seconds",
     "keep_defaults",
     "key_of",
     "next_step",
+    "plan_drain",
+    "select_target",
     "service_revision",
-    "settle",
     "share",
     "sizes",
     "within_budget",

@@ -1,12 +1,13 @@
-"""Which pods stop taking work, and when they may go.
+"""Which pods stop accepting work, and when they may end.
 
-fewer replicas wanted ─▶ choose victims ─▶ accepting=False ─▶ /stats says inflight 0, or deadline
-                                                       ─▶ deletion cost, replicas lowered by these
+fewer replicas wanted ─▶ choose victims ─▶ accepting=False ─▶ /stats reports inflight 0, or timeout
+                                            ─▶ set the deletion cost, lower replicas by these pods
 
-The state of a drain is on the pod itself (its readiness gate and when that changed), so that it
-survives the operator. A pod that is not ready has nothing to finish and goes at once: one without
-a node first, so that scaling in cancels what is still pending. Which of a pool's variants shrinks
-is decided before, by cost; of equal pods of one variant the oldest goes.
+The readiness gate of the pod and its last transition time hold the state of a drain, so that it
+survives a restart of the operator. A pod whose containers are not ready has no work and ends
+without a drain. Pods without a node are chosen first, so that a scale-down cancels pending pods.
+The autoscaler chooses the variant that shrinks, by cost. Of equal pods of one variant, the oldest
+is chosen.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from vlm_operator.state import DeploymentState, PodState, Sample
 
-# Gateways see a closed gate through their watch; what they had already sent shows in /stats then.
+# Time for gateways to see the closed gate in their watch. After it, /stats counts every request
+# that a gateway sent to the pod before it saw the gate.
 SETTLE_SECONDS = 2.0
 VICTIM_COST = -1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Gate:
-    """What to write onto one pod; None leaves as it is.
+class PodPatch:
+    """A patch of one pod; None leaves a field unchanged.
 
     Attributes:
-        accepting: its readiness gate.
-        cost: its deletion cost; 0 removes it.
+        accepting: value of the readiness gate.
+        cost: value of the deletion cost annotation; 0 removes the annotation.
+        reason: reason of the readiness gate's condition.
     """
 
     pod: str
@@ -38,15 +41,20 @@ class Gate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
-    """What one Deployment may be scaled to in this turn, and what its pods are told."""
+class DrainPlan:
+    """The replicas of one Deployment in this turn, and the patches of its pods.
+
+    Attributes:
+        replicas: value to write to the Deployment.
+        draining: names of the pods that still drain.
+    """
 
     replicas: int
-    gates: tuple[Gate, ...]
+    pod_patches: tuple[PodPatch, ...]
     draining: tuple[str, ...]
 
 
-def settle(
+def plan_drain(
     deployment: DeploymentState,
     pods: Iterable[PodState],
     samples: Mapping[str, Sample],
@@ -55,16 +63,16 @@ def settle(
     timeout: float,
     at_once: int,
     now: float,
-) -> Settled:
-    """Lower a Deployment no further than its drained pods allow.
+) -> DrainPlan:
+    """Lower a Deployment's replicas by the number of its drained pods.
 
     Args:
-        deployment: as it is.
+        deployment: its observed state.
         pods: its pods.
-        samples: their reports, by uid.
-        want: replicas in the end.
-        timeout: seconds that a pod may take to finish.
-        at_once: how many may drain at the same time.
+        samples: /stats samples by pod uid.
+        want: replicas after all drains.
+        timeout: seconds after which a pod counts as drained even if requests are in flight.
+        at_once: maximum number of pods that drain at the same time.
         now: seconds since the epoch.
     """
     alive = _kept(pods, deployment.desired)
@@ -72,23 +80,24 @@ def settle(
     victims = _victims(alive, samples, max(0, excess), at_once=at_once)
     gone = [pod for pod in victims if _drained(pod, samples.get(pod.uid), timeout, now)]
     leaving = {pod.uid for pod in gone}
-    gates = [_gate(pod, pod in victims, cost=pod.uid in leaving) for pod in alive]
-    # pods that the controller has not made yet are the cheapest to lose
+    pod_patches = [_pod_patch(pod, pod in victims, cost=pod.uid in leaving) for pod in alive]
+    # pods that the controller has not created yet need no drain
     missing = max(0, deployment.desired - len(alive))
     lowered = deployment.desired - min(max(0, excess), len(gone) + missing)
     busy = tuple(pod.name for pod in victims if pod.uid not in leaving)
-    return Settled(
+    return DrainPlan(
         replicas=max(want, lowered),
-        gates=tuple(gate for gate in gates if gate is not None),
+        pod_patches=tuple(patch for patch in pod_patches if patch is not None),
         draining=busy,
     )
 
 
 def _kept(pods: Iterable[PodState], desired: int) -> list[PodState]:
-    """The pods that are there and stay: not those that a lower `desired` has given up already.
+    """Return the live pods without those that a lowered `desired` removes already.
 
-    Until the controllers end these they look like drained pods. Counted again, they would let the
-    Deployment shrink by pods that have not drained; told anything, they would take work again.
+    Until the ReplicaSet controller deletes such a pod, it looks like a drained one. If it counted
+    again, the Deployment would shrink by a pod that has not drained. If it were patched again, it
+    would accept work again.
     """
     alive = [pod for pod in pods if not pod.deleting and not pod.finished]
     marked = [pod for pod in alive if pod.deletion_cost == VICTIM_COST]
@@ -99,7 +108,11 @@ def _kept(pods: Iterable[PodState], desired: int) -> list[PodState]:
 def _victims(
     alive: Sequence[PodState], samples: Mapping[str, Sample], excess: int, *, at_once: int
 ) -> list[PodState]:
-    """Choose who goes: first who has no node, then who never served, then the least work left."""
+    """Choose the pods to end.
+
+    The order is: pods without a node, pods without ready containers, pods that drain already, then
+    least remaining work. At most `at_once` pods with ready containers are returned.
+    """
 
     def order(pod: PodState) -> tuple[bool, bool, bool, float, int, float]:
         sample = samples.get(pod.uid)
@@ -119,9 +132,9 @@ def _victims(
 
 
 def work_left(sample: Sample) -> float:
-    """What a pod has yet to do, comparable within its role.
+    """Return a pod's remaining work, comparable only within one role.
 
-    KV tokens held, promised and awaited, plus the seconds of work in its queue.
+    It is the sum of running, reserved and queued KV tokens plus the queued work in seconds.
     """
     kv = sample.kv
     tokens = 0 if kv is None else kv.running + kv.reserved + kv.queued
@@ -139,10 +152,10 @@ def _drained(pod: PodState, sample: Sample | None, timeout: float, now: float) -
     return waited >= SETTLE_SECONDS and sample is not None and sample.inflight == 0
 
 
-def _gate(pod: PodState, victim: bool, *, cost: bool) -> Gate | None:
-    """What the pod has to be told, None where it knows.
+def _pod_patch(pod: PodState, victim: bool, *, cost: bool) -> PodPatch | None:
+    """Return the patch that the pod needs, None if it needs none.
 
-    A pod whose containers are not ready keeps the gate it has: there is nothing to open or drain.
+    A pod whose containers are not ready keeps its gate: it has no work to accept or to drain.
     """
     accepting = None
     if pod.containers_ready and pod.accepting is not (not victim):
@@ -152,4 +165,4 @@ def _gate(pod: PodState, victim: bool, *, cost: bool) -> Gate | None:
     if accepting is None and changed is None:
         return None
     reason = "Draining" if victim else "ContainersReady"
-    return Gate(pod.name, pod.uid, accepting=accepting, cost=changed, reason=reason)
+    return PodPatch(pod.name, pod.uid, accepting=accepting, cost=changed, reason=reason)

@@ -1,11 +1,12 @@
-"""What a role's pods are made of, as a digest.
+"""Computes the revision of each role and variant: a digest of what its pods are made of.
 
 manifest fields that restart pods ─▶ inputs ┐
 operator's defaults ─▶ resolved ────────────┴▶ revision
 
-`resolved` stands on every Deployment. While its `base` still matches the manifest, it is kept: a
-new operator with another default image changes no digest, and so restarts no pod. Settings that
-enter pods are in it too: changed ones are for new revisions.
+An annotation of every Deployment stores `resolved`. As long as its `base` matches the manifest,
+the operator keeps the stored value. So an operator with another default image changes no digest
+and restarts no pod. `resolved` also holds the operator's settings that enter pods; changed
+settings apply to new revisions only.
 """
 
 from __future__ import annotations
@@ -20,19 +21,27 @@ from vlm_operator.api import Drain, Pool, Variant, VLMService, resolve, stages
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Resolved, Revision
 
+_STORED_NAMES = {
+    "maxModelLen": "maxModelLenTokens",
+    "kvCacheDtype": "kvDtype",
+    "memoryPercent": "memoryFractionPercent",
+    "extraArgs": "args",
+}
+"""Renamed fields, with the names from which the digests of live Deployments were computed."""
+
 
 def keep_defaults(
     written: VLMService, deployments: Iterable[DeploymentState], *, worker_image: str
 ) -> tuple[VLMService, Resolved]:
-    """Fill in a service's defaults: those that its live pods were made with, else today's.
+    """Fill in a service's defaults: those of its live pods, or the operator's current ones.
 
     Args:
         written: the service as the user wrote it.
-        deployments: what is there.
+        deployments: all Deployments of the service.
         worker_image: the operator's default image.
 
     Returns:
-        The service with every default filled in, and what its pods must agree on.
+        The service with every default filled in, and the values that all its pods share.
     """
     service = resolve(written, worker_image=worker_image)
     base = _digest("", _base_inputs(written, service))
@@ -57,10 +66,11 @@ def current_revisions(
     pull_policy: str = "",
     bind: str = "::",
 ) -> dict[tuple[Role, str], Revision]:
-    """What every role and variant should run now, gateway included (its variant is "").
+    """Return the revision that the manifest asks for, by role and variant.
 
-    `service` and `shared` come from `keep_defaults`. `pull_policy` and `bind` are the operator's
-    settings; a revision that is there keeps those that it was made with.
+    The gateway is included with variant "". `service` and `shared` come from `keep_defaults`.
+    `pull_policy` and `bind` are the operator's settings. An existing revision keeps the settings
+    that it was created with.
     """
     live = list(deployments)
     shared = dataclasses.replace(shared, pull_policy=pull_policy, bind=bind)
@@ -79,6 +89,7 @@ def current_revisions(
             "resources": gateway.resources.to_dict(),
             "placement": gateway.placement.to_dict(),
             "auth": gateway.auth.to_dict(),
+            **_restart(service),
         },
     )
     found[Role.GATEWAY, ""] = _revision(
@@ -88,7 +99,7 @@ def current_revisions(
 
 
 def service_revision(revisions: Mapping[tuple[Role, str], Revision]) -> str:
-    """One digest over all roles, for `status.updateRevision`."""
+    """Return one digest over all roles, for `status.updateRevision`."""
     return _digest("", {f"{role}/{name}": item.id for (role, name), item in revisions.items()})
 
 
@@ -113,7 +124,7 @@ def _revision(
 
 
 def _settings_of(deployment: DeploymentState, stored: Resolved) -> Resolved:
-    """Settings that version 0.1 did not store are read off the pods themselves."""
+    """Add the settings that version 0.1 did not store, from the Deployment's pod template."""
     return dataclasses.replace(
         stored,
         pull_policy=deployment.pull_policy if stored.pull_policy is None else stored.pull_policy,
@@ -122,7 +133,7 @@ def _settings_of(deployment: DeploymentState, stored: Resolved) -> Resolved:
 
 
 def _read(deployment: DeploymentState) -> Resolved | None:
-    """Read what a Deployment stores; None where somebody garbled it."""
+    """Read the `resolved` annotation of a Deployment; None if it is malformed."""
     try:
         return Resolved(**json.loads(deployment.resolved))
     except (ValueError, TypeError):
@@ -130,9 +141,9 @@ def _read(deployment: DeploymentState) -> Resolved | None:
 
 
 def _base_inputs(written: VLMService, service: VLMService) -> dict[str, Any]:
-    """What all pods must agree on, so that a change rolls them all."""
+    """Return the fields that all pods share; a change of one replaces all pods."""
     spec = written.spec
-    model = spec.model.to_dict()
+    model = _as_stored(spec.model.to_dict())
     for live in ("limits", "servedName"):
         model.pop(live, None)
     return {
@@ -152,13 +163,24 @@ def _pool_inputs(service: VLMService, role: Role, pool: Pool, variant: Variant) 
     return {
         "stages": [str(stage) for stage in stages(service.spec.pools, role)],
         "parallelism": pool.parallelism.to_dict(),
-        "kv": None if pool.kv is None else pool.kv.to_dict(),
-        "engine": pool.engine.to_dict(),
+        "kv": None if pool.kv is None else _as_stored(pool.kv.to_dict()),
+        "engine": _as_stored(pool.engine.to_dict()),
         "pod": pool.pod.to_dict(),
         "placement": placement,
         "nodeClass": variant.node_class_ref and variant.node_class_ref.name,
         "resources": variant.resources.to_dict(),
+        **_restart(service),
     }
+
+
+def _as_stored(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename fields to their names in version 0.1, so that a renamed field changes no digest."""
+    return {_STORED_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def _restart(service: VLMService) -> dict[str, str]:
+    """Return {} without the annotation, so that older digests, which lack the key, stay equal."""
+    return {"restartedAt": service.restarted_at} if service.restarted_at else {}
 
 
 def _digest(salt: str, value: Mapping[str, Any]) -> str:
@@ -167,7 +189,10 @@ def _digest(salt: str, value: Mapping[str, Any]) -> str:
 
 
 def drain_seconds(deployment: DeploymentState, pool: Pool | None) -> float:
-    """How long a Deployment's pods may take to finish: as the manifest says now, else as then."""
+    """Return the drain timeout of a Deployment's pods in seconds.
+
+    If the manifest still has the pool, its current value applies; if not, the stored one.
+    """
     if pool is not None:
         return float(pool.drain.timeout_seconds)
     stored = _read(deployment)

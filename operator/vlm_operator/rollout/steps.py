@@ -1,12 +1,12 @@
-"""How many replicas of which revision, now: one step at a time, from what is there.
+"""Decides the replicas of each revision: one step of a rollout, from the observed state.
 
-another compat than the goal's is there ─▶ together.py   all roles in steps, gateways included
-else, role by role                      ─▶ alone.py      old and new talk to the same peers
-strategy Recreate                       ─▶ the old go first, then the new come
+strategy Recreate              ─▶ old pods end, then new pods start
+pods of another compat exist   ─▶ coordinated.py   all roles in steps, gateways included
+else, role by role             ─▶ independent.py   old and new communicate with the same peers
 
-Nothing is remembered but on the Deployments themselves: what an old one had at first (`initial`),
-and why a new one is not tried again (`failed`). So a step is the same whoever takes it, and how
-often.
+Only annotations of the Deployments keep state: the replicas of an old one before the rollout
+(`initial`), and the reason why a new one is not tried again (`failed`). So a step is idempotent
+and does not depend on the process that takes it.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from collections.abc import Mapping, Sequence
 
 from vlm_operator.api import RolloutStrategy
 from vlm_operator.names import Role
-from vlm_operator.rollout import counts
-from vlm_operator.rollout.alone import missing, replace_role, waits_for
-from vlm_operator.rollout.counts import Key
-from vlm_operator.rollout.goal import Course, Goal
-from vlm_operator.rollout.pace import Pace
-from vlm_operator.rollout.together import Stride, step_together
+from vlm_operator.rollout import replica_counts
+from vlm_operator.rollout.coordinated import CoordinatedStep, step_coordinated
+from vlm_operator.rollout.independent import missing, replace_role, waits_for
+from vlm_operator.rollout.replica_counts import Key
+from vlm_operator.rollout.surge import SurgeLimits
+from vlm_operator.rollout.target import RevisionTarget, RolloutTarget
 from vlm_operator.state import DeploymentState
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What should be there after this turn.
+    """The desired state after this turn.
 
     Attributes:
-        replicas: by role, variant and revision; what is missing here goes.
-        waiting: why the rollout is not done, "" when it is.
-        gateways: replicas of the gateway's Deployment of each compat; what is missing goes.
-        initial: what to note on Deployments of old revisions.
-        failed: what to note on Deployments that are not tried again.
-        failure: one sentence naming pod and cause, "" while nothing failed.
-        back: the rollout goes, or went, back to the revision before.
-        at: steps done, of `of`; 0 of 0 where roles are replaced on their own.
+        replicas: replicas by role, variant and revision; a Deployment without an entry is deleted.
+        waiting: why the rollout is not done; "" if it is done.
+        gateways: gateway replicas by compat; a gateway Deployment without an entry is deleted.
+        initial: value of the `initial` annotation of old Deployments.
+        failed: value of the `failed` annotation of Deployments that are not tried again.
+        failure: one sentence naming pod and cause; "" if nothing failed.
+        back: the rollout rolls back, or rolled back, to the previous revision.
+        at: number of completed steps; 0 if roles are replaced independently.
+        of: total number of steps; 0 if roles are replaced independently.
         over_budget: spec.budget does not allow the next surge pod.
     """
 
@@ -54,83 +55,90 @@ class Step:
 
     @property
     def done(self) -> bool:
-        """Nothing but the goal's revisions is left."""
+        """Whether only pods of the goal's revisions exist."""
         return not self.waiting
 
 
 def next_step(
-    course: Course,
+    rollout_target: RolloutTarget,
     target: Mapping[tuple[Role, str], int],
     live: Sequence[DeploymentState],
     gateways: Mapping[str, int],
-    paces: Mapping[Role, Pace],
+    limits_by_role: Mapping[Role, SurgeLimits],
     strategy: RolloutStrategy,
 ) -> Step:
-    """Decide the replicas of every revision from what is there, without memory.
+    """Decide the replicas of every revision from the observed state.
 
     Args:
-        course: where the rollout goes.
-        target: replicas of each role and variant of the goals in the end, gateway included.
+        rollout_target: target revisions and failures.
+        target: replicas of each role and variant after the rollout, gateway included.
         live: all Deployments of the service.
-        gateways: gateway pods that are there, leaving ones included, by compat.
-        paces: what the rollout may do to each role.
-        strategy: Recreate empties the old revisions first.
+        gateways: number of existing gateway pods by compat, draining ones included.
+        limits_by_role: surge and unavailability limits of each role.
+        strategy: with Recreate, old pods end before new pods start.
     """
-    goals = course.goals
-    kept = {**{counts.key_of(item): item.failed for item in live if item.failed}, **course.marks}
+    goals = rollout_target.goals
+    kept = {
+        **{replica_counts.key_of(item): item.failed for item in live if item.failed},
+        **rollout_target.marks,
+    }
     wanted = {(*key, goal.revision) for key, goal in goals.items()}
     compat = goals[Role.GATEWAY, ""].compat
     fronts = {item.compat for item in live if item.role is Role.GATEWAY} - {compat}
     fronts |= {name for name, count in gateways.items() if count} - {compat}
     pools = [item for item in live if item.role is not Role.GATEWAY]
-    old = [item for item in pools if counts.key_of(item) not in wanted]
+    old = [item for item in pools if replica_counts.key_of(item) not in wanted]
     moving = [item for item in old if item.desired or item.replicas]
-    stride = None
+    coordinated = None
     fronted: Mapping[str, int]
     if strategy is RolloutStrategy.RECREATE:
         replicas, fronted = _recreate(goals, target, live, moving, fronts)
         waiting = "old pods drain before new ones start" if moving else ""
     elif fronts or any(item.compat != compat for item in moving):
-        stride = step_together(goals, target, live, gateways, paces)
-        replicas, fronted, waiting = dict(stride.replicas), stride.gateways, _awaited(stride, goals)
+        coordinated = step_coordinated(goals, target, live, gateways, limits_by_role)
+        replicas, fronted, waiting = (
+            dict(coordinated.replicas),
+            coordinated.gateways,
+            _awaited(coordinated, goals),
+        )
     else:
-        replicas, waiting = _roles(goals, target, pools, moving, paces)
+        replicas, waiting = _roles(goals, target, pools, moving, limits_by_role)
         fronted = {compat: target.get((Role.GATEWAY, ""), 0)}
     if fronts and not waiting:
         waiting = "gateways of the old revision finish their streams"
-    # the memory of a failed revision is its Deployment, at 0 replicas
-    failed = {counts.key_of(item) for item in pools} & kept.keys() - wanted
-    replicas |= {key: replicas.get(key, 0) for key in failed if course.back}
+    # a failed revision keeps its Deployment at 0 replicas: its annotation says that it failed
+    failed = {replica_counts.key_of(item) for item in pools} & kept.keys() - wanted
+    replicas |= {key: replicas.get(key, 0) for key in failed if rollout_target.back}
     return Step(
         replicas=replicas,
         waiting=waiting,
         gateways=fronted,
         initial=_initial(old, replicas),
         failed={key: said for key, said in kept.items() if key in replicas},
-        failure=next(iter(course.failures.values()), ""),
-        back=course.back,
-        at=stride.at if stride else 0,
-        of=stride.of if stride else 0,
+        failure=next(iter(rollout_target.failures.values()), ""),
+        back=rollout_target.back,
+        at=coordinated.at if coordinated else 0,
+        of=coordinated.of if coordinated else 0,
     )
 
 
 def _roles(
-    goals: Mapping[tuple[Role, str], Goal],
+    goals: Mapping[tuple[Role, str], RevisionTarget],
     target: Mapping[tuple[Role, str], int],
     pools: Sequence[DeploymentState],
     moving: Sequence[DeploymentState],
-    paces: Mapping[Role, Pace],
+    limits_by_role: Mapping[Role, SurgeLimits],
 ) -> tuple[dict[Key, int], str]:
-    """Every role on its own."""
+    """Replace every role independently; return the replicas and what the rollout waits for."""
     roles = {role for role, _ in goals if role is not Role.GATEWAY} | {i.role for i in moving}
     lacking = {role: missing(role, goals, target, pools) for role in roles}
     behind = [role for role, count in lacking.items() if count]
     replicas: dict[Key, int] = {}
     for role in sorted(roles):
         own = [item for item in pools if item.role is role]
-        pace = paces.get(role, Pace(1, 0))
-        replicas |= replace_role(role, goals, target, own, pace, behind=behind)
-    left = sum(counts.existing([item]) for item in moving)
+        limits = limits_by_role.get(role, SurgeLimits(1, 0))
+        replicas |= replace_role(role, goals, target, own, limits, behind=behind)
+    left = sum(replica_counts.existing([item]) for item in moving)
     if not left:
         return replicas, ""
     movers = {item.role for item in moving}
@@ -144,14 +152,21 @@ def _roles(
 
 
 def _recreate(
-    goals: Mapping[tuple[Role, str], Goal],
+    goals: Mapping[tuple[Role, str], RevisionTarget],
     target: Mapping[tuple[Role, str], int],
     live: Sequence[DeploymentState],
     moving: Sequence[DeploymentState],
     fronts: set[str],
 ) -> tuple[dict[Key, int], dict[str, int]]:
-    """Old pods go, then new ones come. Gateways stay meanwhile: they tell clients to retry."""
-    now = {counts.key_of(item): item.desired for item in live}
+    """End old pods, then start new ones.
+
+    Old gateways stay until enough new ones are available, because they answer clients with a retry
+    time.
+
+    Returns:
+        Replicas of the pools' Deployments, and gateway replicas by compat.
+    """
+    now = {replica_counts.key_of(item): item.desired for item in live}
     replicas: dict[Key, int] = {
         (role, variant, goal.revision): target.get((role, variant), 0)
         for (role, variant), goal in goals.items()
@@ -161,33 +176,35 @@ def _recreate(
         replicas = {key: min(count, now.get(key, 0)) for key, count in replicas.items()}
     compat, whole = goals[Role.GATEWAY, ""].compat, target.get((Role.GATEWAY, ""), 0)
     own = [item for item in live if item.role is Role.GATEWAY]
-    served = counts.available([item for item in own if item.compat == compat]) >= whole
+    served = replica_counts.available([item for item in own if item.compat == compat]) >= whole
     old = {item.compat: item.desired for item in own if item.compat in fronts and not served}
     return replicas, old | {compat: whole}
 
 
 def _initial(old: Sequence[DeploymentState], replicas: Mapping[Key, int]) -> dict[Key, int]:
-    """What old Deployments had before the rollout took the first of their pods."""
+    """Return the replicas of old Deployments from before the rollout removed their first pod."""
     found = {}
     for item in old:
-        key = counts.key_of(item)
+        key = replica_counts.key_of(item)
         if key in replicas and (item.initial is not None or replicas[key] < item.desired):
             found[key] = item.desired if item.initial is None else item.initial
     return found
 
 
-def _awaited(stride: Stride, goals: Mapping[tuple[Role, str], Goal]) -> str:
-    """What one step of all roles waits for."""
-    where = f"step {min(stride.at + 1, stride.of)} of {stride.of}: "
-    if stride.retiring is not None:
+def _awaited(coordinated: CoordinatedStep, goals: Mapping[tuple[Role, str], RevisionTarget]) -> str:
+    """Say what a coordinated step waits for."""
+    where = f"step {min(coordinated.at + 1, coordinated.of)} of {coordinated.of}: "
+    if coordinated.retiring is not None:
         return where + "the last gateways of the old revision finish their streams"
-    lacking = [role for role in stride.missing if role is not Role.GATEWAY]
-    said = _not_ready(lacking or list(stride.missing), stride.missing, goals)
+    lacking = [role for role in coordinated.missing if role is not Role.GATEWAY]
+    said = _not_ready(lacking or list(coordinated.missing), coordinated.missing, goals)
     return where + (said or "pods of the old revision drain")
 
 
 def _not_ready(
-    roles: Sequence[Role], lacking: Mapping[Role, int], goals: Mapping[tuple[Role, str], Goal]
+    roles: Sequence[Role],
+    lacking: Mapping[Role, int],
+    goals: Mapping[tuple[Role, str], RevisionTarget],
 ) -> str:
     for role in roles:
         revision = next((goal.revision for key, goal in goals.items() if key[0] is role), "")

@@ -1,27 +1,28 @@
-"""What was seen: pods, their own reports, the objects a service owns. Values only.
+"""The observed state: pods, their statistics, the objects of a service. Values only.
 
-reports.py      a pod's /stats                                   Sample
+pod_stats.py    a pod's /stats                                   Sample
 containers.py   one container of a pod                           ContainerState
-seen.py         pods, node classes, everything of a service      Observed
+cluster_view.py pods, node classes, all objects of a service     Observed
 deployments.py  one role, variant and revision                   DeploymentState
-owners.py       whose an object is                               owned_by, is_pod_of
-revisions.py    what pods are made of, and the notes of it on Deployments
+owners.py       the owner of an object                           owned_by, is_pod_of
+revisions.py    inputs of a revision's pods, and annotations Revision, Resolved
 
-`observe` and `scrape` fill them.
+`observe` and `scrape` build these values.
 """
 
+from vlm_operator.state.cluster_view import NodeClassState, Observed, PodState
 from vlm_operator.state.containers import ContainerState
 from vlm_operator.state.deployments import DeploymentState, Manifest
 from vlm_operator.state.owners import controller, is_pod_of, names_of, owned_by, parted
-from vlm_operator.state.reports import (
-    Busy,
-    Gaps,
+from vlm_operator.state.pod_stats import (
+    ItlHistogram,
     KvTokens,
     ModelFacts,
     Phase,
     Sample,
     StageSeconds,
     Ttft,
+    WorkCounters,
 )
 from vlm_operator.state.revisions import (
     ANNOTATION_APPLIED,
@@ -33,7 +34,6 @@ from vlm_operator.state.revisions import (
     Resolved,
     Revision,
 )
-from vlm_operator.state.seen import NodeClassState, Observed, PodState
 
 __all__ = [
     "ANNOTATION_APPLIED",
@@ -42,10 +42,9 @@ __all__ = [
     "ANNOTATION_INITIAL",
     "ANNOTATION_INPUTS",
     "ANNOTATION_RESOLVED",
-    "Busy",
     "ContainerState",
     "DeploymentState",
-    "Gaps",
+    "ItlHistogram",
     "KvTokens",
     "Manifest",
     "ModelFacts",
@@ -58,6 +57,7 @@ __all__ = [
     "Sample",
     "StageSeconds",
     "Ttft",
+    "WorkCounters",
     "controller",
     "is_pod_of",
     "names_of",

@@ -1,4 +1,4 @@
-"""One container of a pod as the API server shows it. Values only; `observe` reads them."""
+"""One container of a pod as the API server returns it. Values only; `observe` builds them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ContainerState:
-    """What a container does, and how it last ended.
+    """The state of a container, and its last termination.
 
     Attributes:
-        started: its image is there and its process ran at least once.
-        waiting: why it does not run, in kubelet's word; "" while it runs.
-        waiting_message: the same in a sentence.
-        exit_code: of its last end; None where it never ended.
-        exit_reason: of its last end, in kubelet's word: `Error`, `OOMKilled`.
-        exit_message: the end of its output, as kubelet kept it.
-        lived_seconds: between start and end of the last process that ended; None where unknown.
+        started: its image is present and its process ran at least once.
+        waiting: kubelet's reason why it does not run; "" if it runs.
+        waiting_message: kubelet's message for `waiting`.
+        exit_code: exit code of the last termination; None if it never terminated.
+        exit_reason: kubelet's reason of the last termination: `Error`, `OOMKilled`.
+        exit_message: the last part of its output, as kubelet stores it.
+        lived_seconds: run time of the last process that terminated; None if unknown.
     """
 
     ready: bool = False

@@ -1,4 +1,4 @@
-"""A Deployment as decisions see it: one role, variant and revision."""
+"""The fields of a Deployment that decisions need."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ class DeploymentState:
     """One Deployment: one role, variant and revision.
 
     Attributes:
-        available: pods that are ready, and have been for `minReadySeconds`.
-        stages: what its workers load; empty where nobody said.
-        initial: what it had when a rollout first took some of it; None before that.
-        failed: why its revision is not tried again, "" where it is.
+        inputs: annotation with the digest of the manifest fields that restart pods.
+        resolved: annotation with `Resolved` as JSON.
+        desired: `spec.replicas`.
+        replicas: `status.replicas`, pods that exist.
+        available: pods that have been ready for `minReadySeconds`.
+        stages: stages that its workers load; empty if its command line does not name them.
+        initial: replicas before a rollout removed the first pod; None before that.
+        failed: why its revision is not tried again; "" if it has not failed.
         created: seconds since the epoch.
-        pull_policy: of its first container, "" where it has none.
-        bind: the address on its command line, "" where it has none.
+        pull_policy: imagePullPolicy of its first container; "" without one.
+        bind: listen address on its command line; "" without one.
     """
 
     name: str
@@ -59,7 +63,7 @@ class DeploymentState:
     def of(cls, manifest: Manifest) -> DeploymentState | None:
         """Read a manifest of a Deployment that the service controls; None if it has no role.
 
-        The selector cannot be changed, so it says what the Deployment is; labels can be.
+        The selector's labels take precedence, because the selector is immutable and labels are not.
         """
         meta, status = manifest["metadata"], manifest.get("status", {})
         notes = meta.get("annotations", {})
@@ -92,7 +96,7 @@ class DeploymentState:
 
 
 def _flag(manifest: Manifest, flag: str) -> str:
-    """Read a flag off the command line of the pods; "" where it is not given."""
+    """Read a flag from the command line of the pods; "" if it is not given."""
     given = (
         argument.removeprefix(flag)
         for container in _containers(manifest)

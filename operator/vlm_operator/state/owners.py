@@ -1,11 +1,12 @@
-"""Whose object is this? A label is a claim that anybody can make; the controller decides. Pure.
+"""Decides which objects belong to a service, by their controller reference. Pure.
 
 VLMService ◀─ controller, by uid ─ child
 Deployment ◀─ controller, by name ─ ReplicaSet DEPLOYMENT-HASH ◀─ controller ─ Pod
 
-A pod names its ReplicaSet, and Kubernetes names a ReplicaSet after its Deployment and the pod's
-`pod-template-hash`. Garbage collection deletes a pod whose owner does not exist under that name
-and uid, so the name is enough, and no ReplicaSet has to be watched.
+Any user can set a label, so labels prove no ownership. A pod names its ReplicaSet. The name of a
+ReplicaSet is that of its Deployment plus the pod's `pod-template-hash`. Garbage collection deletes
+a pod if no owner has that name and uid. So the name suffices, and the operator watches no
+ReplicaSets.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HASH = "pod-template-hash"
 
 
 def controller(item: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the ownerReference of an object's controller; None where it has none."""
+    """Return the ownerReference of an object's controller; None if it has none."""
     for owner in item["metadata"].get("ownerReferences", []):
         if owner.get("controller"):
             found: Mapping[str, Any] = owner
@@ -40,13 +41,14 @@ def is_pod_of(
 ) -> bool:
     """Whether a pod belongs to a Deployment of a service.
 
-    The pods of a Deployment that was just deleted still belong to it: they finish their requests.
+    Pods of a Deployment that was just deleted still belong to the service, because they finish
+    their requests. The expected names of its Deployments identify them.
 
     Args:
-        pod: the manifest.
-        service: its name.
+        pod: the pod's manifest.
+        service: name of the service.
         ours: names of Deployments that the service controls.
-        foreign: names of Deployments that carry its labels and that it does not control.
+        foreign: names of Deployments that carry its labels but that it does not control.
     """
     owner, meta = controller(pod), pod["metadata"]
     suffix = f"-{meta.get('labels', {}).get(_HASH, '')}"
@@ -64,7 +66,7 @@ def is_pod_of(
 def parted(
     items: Iterable[Manifest], ours: Callable[[Manifest], bool]
 ) -> tuple[dict[Key, Manifest], dict[Key, Manifest]]:
-    """Return objects by kind and name: those that are ours, and the others."""
+    """Split objects into those for which `ours` is true and the others, each by kind and name."""
     found: tuple[dict[Key, Manifest], dict[Key, Manifest]] = ({}, {})
     for item in items:
         found[0 if ours(item) else 1][item["kind"], item["metadata"]["name"]] = item
@@ -72,12 +74,12 @@ def parted(
 
 
 def names_of(kind: str, items: Iterable[Key]) -> frozenset[str]:
-    """Return the names of those objects that are of a kind."""
+    """Return the names of the objects of one kind."""
     return frozenset(name for found, name in items if found == kind)
 
 
 def _names(service: str, labels: Mapping[str, str]) -> Iterator[str]:
-    """Names that the Deployment of a pod with these labels has, or had in earlier versions."""
+    """Yield the names of the Deployment of a pod with these labels, in this and older versions."""
     role = labels.get(names.LABEL_ROLE, "")
     variant = labels.get(names.LABEL_VARIANT, "")
     revision = labels.get(names.LABEL_REVISION, "")

@@ -1,4 +1,4 @@
-"""The whole status of a VLMService, rounded, in one piece: what one status apply writes."""
+"""Builds the whole status of a VLMService, rounded, for one apply."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from vlm_operator.names import Role
 from vlm_operator.pods import selector
 from vlm_operator.rollout import service_revision
 from vlm_operator.state import Manifest, Sample
-from vlm_operator.status.conditions import verdicts
+from vlm_operator.status.conditions import condition_states
 from vlm_operator.status.decisions import money, percents
+from vlm_operator.status.inputs import ConditionState, StatusInputs
 from vlm_operator.status.pools import cost_per_hour, kv_occupancy_percent, pool_status
 from vlm_operator.status.readiness import serving
-from vlm_operator.status.view import Verdict, View
 
 
-def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
-    """Return what `status` should say.
+def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manifest:
+    """Return the content of `status`.
 
     Args:
-        view: this turn.
-        previous: the status as it stands; unchanged conditions keep their times, and what
-            workers measured stays while none of them answers.
+        view: inputs of this turn.
+        previous: the present status. Unchanged conditions keep their times. Facts that workers
+            measured stay while no worker answers.
         now: seconds since the epoch.
     """
     pools = view.service.spec.pools
@@ -35,7 +35,9 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
     known = previous.get("pools", {})
     found: dict[str, Any] = {
         "observedGeneration": view.written.generation,
-        "conditions": conditions(verdicts(view), previous, view.written.generation, now=now),
+        "conditions": conditions(
+            condition_states(view), previous, view.written.generation, now=now
+        ),
         "topology": topology(pools).value,
         "url": view.url,
         "lastProgressTime": _moment(view.stalled_since) if _on_its_way(view) else None,
@@ -43,7 +45,7 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
         if view.step.done
         else previous.get("currentRevision", revision),
         "updateRevision": revision,
-        "compat": compat,
+        "compatibilityHash": compat,
         "model": _model(view, previous),
         "pools": {
             role.value: pool_status(view, role, known.get(role.value, {})) for role in pools.present
@@ -58,39 +60,42 @@ def build_status(view: View, previous: Manifest, *, now: float) -> Manifest:
 
 
 def conditions(
-    found: Iterable[Verdict], previous: Manifest, generation: int, *, now: float
+    found: Iterable[ConditionState], previous: Manifest, generation: int, *, now: float
 ) -> list[dict[str, Any]]:
-    """Give verdicts their times: when a status last changed, not when it was last looked at."""
+    """Return conditions with `lastTransitionTime`, the time at which their status last changed.
+
+    `now` is in seconds since the epoch. Messages are cut at 1024 characters.
+    """
     known = {item["type"]: item for item in previous.get("conditions", [])}
     moment = _moment(now)
-    said = []
-    for verdict in found:
-        status = {True: "True", False: "False", None: "Unknown"}[verdict.status]
-        before = known.get(verdict.type)
+    states = []
+    for state in found:
+        status = {True: "True", False: "False", None: "Unknown"}[state.status]
+        before = known.get(state.type)
         same = before is not None and before["status"] == status
-        said.append(
+        states.append(
             {
-                "type": verdict.type,
+                "type": state.type,
                 "status": status,
-                "reason": verdict.reason,
-                "message": verdict.message[:1024],
+                "reason": state.reason,
+                "message": state.message[:1024],
                 "observedGeneration": generation,
                 "lastTransitionTime": before["lastTransitionTime"] if same and before else moment,
             }
         )
-    return said
+    return states
 
 
-def _on_its_way(view: View) -> bool:
-    """Whether the deadline runs, or has passed."""
-    return not view.service.spec.suspend and not (view.step.done and view.settled and serving(view))
+def _on_its_way(view: StatusInputs) -> bool:
+    """Whether the generation is not reached, so that the progress deadline applies."""
+    return not view.service.spec.stopped and not (view.step.done and view.settled and serving(view))
 
 
 def _moment(at: float) -> str:
     return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def pool_status_of_kind(view: View, role: Role) -> Manifest:
+def pool_status_of_kind(view: StatusInputs, role: Role) -> Manifest:
     """Return the status of the role's VLMPool; HPA reads the selector."""
     pairs = selector(view.service.name, role).items()
     return {
@@ -100,8 +105,8 @@ def pool_status_of_kind(view: View, role: Role) -> Manifest:
     }
 
 
-def _model(view: View, previous: Manifest) -> dict[str, Any]:
-    """What workers found in the checkpoint; the last known while none answers."""
+def _model(view: StatusInputs, previous: Manifest) -> dict[str, Any]:
+    """Return what workers found in the checkpoint; the last known facts while none answers."""
     found: dict[str, Any] = dict(previous.get("model", {}))
     weights = dict(found.get("weightsBytes", {}))
     for sample in sorted(view.observed.samples.values(), key=lambda item: item.pod_uid):
@@ -121,8 +126,8 @@ def _model(view: View, previous: Manifest) -> dict[str, Any]:
     return found
 
 
-def _slo(view: View) -> list[dict[str, Any]]:
-    said = []
+def _slo(view: StatusInputs) -> list[dict[str, Any]]:
+    states = []
     for item in view.slo:
         target = item.target_seconds
         entry = {
@@ -132,12 +137,12 @@ def _slo(view: View) -> list[dict[str, Any]]:
             "stages": percents(item.shares),
             "dominantStage": item.dominant_stage,
         }
-        said.append({key: value for key, value in entry.items() if value not in (None, {})})
-    return said
+        states.append({key: value for key, value in entry.items() if value not in (None, {})})
+    return states
 
 
-def _cost(view: View) -> dict[str, str] | None:
-    """What all pods cost, where node classes say what one does."""
+def _cost(view: StatusInputs) -> dict[str, str] | None:
+    """Return the cost of all pods per hour; None if no node class has a cost."""
     cost, budget = cost_per_hour(view), view.service.spec.budget
     if cost is None:
         return None
@@ -147,8 +152,8 @@ def _cost(view: View) -> dict[str, str] | None:
     return found
 
 
-def _accelerators(view: View) -> dict[str, int]:
-    """Accelerators that pods with a node hold, by their variants' limits."""
+def _accelerators(view: StatusInputs) -> dict[str, int]:
+    """Return the accelerators of scheduled pods, by their variants' limits."""
     total, classes = 0, view.observed.node_classes
     for role, pool in view.service.spec.pools.present.items():
         devices = {}
@@ -161,8 +166,8 @@ def _accelerators(view: View) -> dict[str, int]:
     return {"inUse": total} if limit is None else {"inUse": total, "limit": limit}
 
 
-def _summary(view: View) -> dict[str, str]:
-    """Printer columns."""
+def _summary(view: StatusInputs) -> dict[str, str]:
+    """Return the values of the columns that `kubectl get` prints."""
     found = {
         role.value: f"{len(view.serving(role))}/{view.desired.get(role, 0)}"
         for role in view.service.spec.pools.present

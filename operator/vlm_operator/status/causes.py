@@ -1,10 +1,10 @@
-"""Why pods do not serve: one table of detector, reason, delay, cause and fix. Pure.
+"""Finds why pods do not serve: one table of detector, reason, delay, cause and fix. Pure.
 
-pod, its own report, its place ─▶ POD_CAUSES, the first that applies ─▶ Problem
-Deployment whose pods are refused ─▶ refused_pods ───────────────────▶ Problem
+pod, its /stats, its place ─▶ POD_CAUSES, the first that applies ─▶ Problem
+Deployment whose pods are refused ─▶ refused_pods ────────────────▶ Problem
 
-A message is `subject: cause; fix`. `vlm status`, `vlm doctor`, Events and docs/conditions.md
-all say the same. No message holds a duration or a load, so a state that lasts is written once.
+A message is `subject: cause; fix`. `vlm status`, `vlm doctor`, Events and docs/conditions.md use
+the same text. Messages contain no duration and no load, so a lasting state is written once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from vlm_operator.names import Role
 from vlm_operator.state import ContainerState, Manifest, PodState, Sample
 
-Reference = tuple[str, str]  # kind and name of what a pod refers to
+Reference = tuple[str, str]  # kind and name of an object that a pod refers to
 
 CRASHES = 3  # restarts after which a container does not recover by itself
-LIVED_SECONDS = 600.0  # a process that ran for longer did not crash at its start
+LIVED_SECONDS = 600.0  # a process that ran for longer did not crash at start-up
 _KILLED = 137
 _IMAGE = (
     "ErrImagePull",
@@ -41,6 +41,9 @@ _KINDS = {
     "configmap": "ConfigMap",
 }
 _QUIET_LINE = re.compile(r"\b(INFO|DEBUG|WARNING|WARN|TRACE)\b", re.IGNORECASE)
+_PROBED_SECONDS = 20.0  # no liveness probe ends a process sooner than this
+FIX_MEMORY = "raise resources.limits.memory or lower kv.memory"
+READ_LOG = "read its log with kubectl logs --previous"
 ACCESS_DENIED = "the API server denies the list of pods"
 
 
@@ -49,9 +52,9 @@ class Problem:
     """One thing that keeps a pod from serving.
 
     Attributes:
-        subject: `pod demo-decode-0`.
-        since: when it began, seconds since the epoch.
-        delay: seconds after which a person is needed; None leaves that to the deadline.
+        subject: the object, such as `pod demo-decode-0`.
+        since: start of the problem, in seconds since the epoch.
+        delay: seconds after which a user must act; None leaves that to the progress deadline.
     """
 
     reason: str
@@ -67,17 +70,17 @@ class Problem:
         return sentence(f"{self.subject}: {self.cause}", self.fix)
 
     def needs_user(self, now: float) -> bool:
-        """It has lasted for so long that it does not heal by itself."""
+        """Whether it has lasted for its delay, so that a user must act."""
         return self.delay is not None and now - self.since >= self.delay
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What is known about a pod's part of the manifest.
+    """A pod's part of the manifest.
 
     Attributes:
-        accelerators: devices that the pod asks for.
-        fields: which field refers to a Secret, ConfigMap or claim, by kind and name.
+        accelerators: number of devices that the pod requests.
+        fields: manifest field that refers to a Secret, ConfigMap or claim, by kind and name.
     """
 
     role: Role
@@ -87,7 +90,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a detector looks at."""
+    """Input of a detector."""
 
     pod: PodState
     sample: Sample | None
@@ -99,9 +102,9 @@ class Cause:
     """One row of the table.
 
     Attributes:
-        delay: seconds after which a person is needed; None leaves that to the deadline.
-        find: returns the cause in words and the fix, or None if the row does not apply.
-        meaning: what docs/conditions.md says of it.
+        delay: seconds after which a user must act; None leaves that to the progress deadline.
+        find: returns the texts of cause and fix, or None if the row does not apply.
+        meaning: explanation of the reason in docs/conditions.md.
     """
 
     reason: str
@@ -111,18 +114,18 @@ class Cause:
 
 
 def sentence(cause: str, fix: str) -> str:
-    """Join a cause and its fix; `split` takes them apart."""
+    """Join a cause and its fix; `split` is the inverse."""
     return f"{cause}; {fix}" if fix else cause
 
 
 def split(message: str) -> tuple[str, str]:
-    """Take a message apart into cause and fix; the fix is "" where it has none."""
+    """Split a message into cause and fix; the fix is "" if there is none."""
     cause, mark, fix = message.rpartition("; ")
     return (cause, fix) if mark else (message, "")
 
 
 def pod_problem(pod: PodState, sample: Sample | None, place: Place) -> Problem | None:
-    """Return the first row that applies to a pod that does not serve as it should."""
+    """Return the problem of the first row that applies to a pod; None if no row does."""
     if pod.draining or pod.finished:
         return None
     facts = Facts(pod, sample, place)
@@ -136,7 +139,7 @@ def pod_problem(pod: PodState, sample: Sample | None, place: Place) -> Problem |
 
 
 def refused_pods(deployment: Manifest) -> Problem | None:
-    """Return why the API server refuses the pods of a Deployment, None if it takes them."""
+    """Return why the API server refuses the pods of a Deployment; None if it accepts them."""
     conditions = deployment.get("status", {}).get("conditions", [])
     failure = next((item for item in conditions if item["type"] == "ReplicaFailure"), None)
     if failure is None or failure["status"] != "True":
@@ -153,7 +156,7 @@ def refused_pods(deployment: Manifest) -> Problem | None:
     if "exceeded quota" in message:
         cause = f"pods exceed a ResourceQuota: {_one_line(message.partition('quota: ')[2])}"
         return Problem("QuotaExceeded", subject, cause, FIX_QUOTA, since, REFUSED_SECONDS)
-    # the name of each pod that was tried is another one
+    # each attempt has a new pod name, which would change the message
     cause = "pods are refused: " + _one_line(re.sub(r'^pods "[^"]*" is ', "", message))
     return Problem("PodsRefused", subject, cause, FIX_REFUSED, since, REFUSED_SECONDS)
 
@@ -188,9 +191,10 @@ def _volume_pending(facts: Facts) -> tuple[str, str] | None:
 
 
 def _unmounted(facts: Facts) -> tuple[str, str] | None:
-    """Kubelet mounts volumes before a pod gets its address; Events alone say which one fails.
+    """Detect a pod whose volumes kubelet has not mounted, so that it has no address.
 
-    The operator reads neither Events nor Secrets, so it names what the pod refers to.
+    Only Events name the volume that fails. The operator reads neither Events nor Secrets, so the
+    fix lists the objects that the pod refers to.
     """
     pod, role = facts.pod, facts.place.role
     creating = [item.waiting == "ContainerCreating" for item in pod.containers]
@@ -211,6 +215,8 @@ def _unschedulable(facts: Facts) -> tuple[str, str] | None:
     if not facts.pod.unscheduled:
         return None
     said = facts.pod.blocked.removeprefix("Pending: ") or facts.pod.unscheduled
+    if facts.place.role is Role.GATEWAY:
+        return said, "add nodes, or change gateway.placement, gateway.resources or gateway.replicas"
     return said, "add nodes or a variant, or lower replicas"
 
 
@@ -231,22 +237,39 @@ def _container_refused(facts: Facts) -> tuple[str, str] | None:
 def _crash(facts: Facts) -> tuple[str, str] | None:
     for item in facts.pod.containers:
         looping = item.waiting == "CrashLoopBackOff" or not item.ready
-        short = item.lived_seconds is None or item.lived_seconds < LIVED_SECONDS
-        if item.restarts >= CRASHES and looping and short and item.exit_code is not None:
-            return _ending(item)
+        if item.restarts >= CRASHES and looping and _ended_soon(item):
+            return _ending(item, facts.place.role)
     return None
 
 
-def _ending(item: ContainerState) -> tuple[str, str]:
-    """How a container ended, and what to change for it."""
+def _first_crashes(facts: Facts) -> tuple[str, str] | None:
+    for item in facts.pod.containers:
+        if item.waiting == "CrashLoopBackOff" and _ended_soon(item):
+            return _ending(item, facts.place.role)
+    return None
+
+
+def _ended_soon(item: ContainerState) -> bool:
+    short = item.lived_seconds is None or item.lived_seconds < LIVED_SECONDS
+    return short and item.exit_code is not None
+
+
+def _ending(item: ContainerState, role: Role) -> tuple[str, str]:
+    """Return how a container ended, and the fix."""
     line = error_line(item.exit_message)
     said = f": {line}" if line else ""
     if item.exit_reason == "OOMKilled":
-        return f"crashes, OOMKilled{said}", "raise resources.limits.memory or lower kv.memory"
-    if item.exit_code == _KILLED or item.exit_code == 0:
-        cause = f"ends again and again with exit code {item.exit_code}{said}"
-        return cause, "its liveness probe fails: read its log with kubectl logs --previous"
-    fix = "correct what the error names" if line else "read its log with kubectl logs --previous"
+        return f"crashes, OOMKilled{said}", FIX_MEMORY
+    cause = f"ends again and again with exit code {item.exit_code}{said}"
+    lived = item.lived_seconds
+    if item.exit_code == 0 and lived is not None and lived < _PROBED_SECONDS:
+        field = "" if role is Role.GATEWAY else f"pools.{role}.engine.extraArgs or "
+        return cause, f"correct what makes it end in {field}its image, {READ_LOG}"
+    if item.exit_code in (0, _KILLED):
+        return cause, f"its liveness probe fails: {READ_LOG}"
+    fix = "correct what the error names" if line else READ_LOG
+    if "Cannot allocate memory" in line:
+        fix = FIX_MEMORY
     return f"crashes with exit code {item.exit_code}{said}", fix
 
 
@@ -262,7 +285,7 @@ def _access_denied(facts: Facts) -> tuple[str, str] | None:
         return None
     if not sample.message.startswith(ACCESS_DENIED):
         return None
-    fix = "restore the ClusterRole triptych-gateway and the service's RoleBinding"
+    fix = "let the operator write the Role and RoleBinding of the service's gateway"
     return _one_line(sample.message), fix
 
 
@@ -302,6 +325,7 @@ POD_CAUSES: tuple[Cause, ...] = (
         "The container runtime refuses to make the container.",
     ),
     Cause("CrashLoop", 0.0, _crash, f"A container was restarted {CRASHES} times and is not ready."),
+    Cause("PodsFailing", None, _first_crashes, "A container does not run; the message says why."),
     Cause("ModelFailed", 0.0, _model_failed, "The worker says that its model failed."),
     Cause(
         "AccessDenied", 60.0, _access_denied,
@@ -314,17 +338,17 @@ POD_CAUSES: tuple[Cause, ...] = (
         "its condition stays True.",
     ),
 )  # fmt: skip
-# The two that a Deployment tells of.
+# Reasons that come from a Deployment's condition ReplicaFailure.
 DEPLOYMENT_CAUSES: Mapping[str, str] = {
     "QuotaExceeded": "A ResourceQuota does not allow one more pod.",
     "PodsRefused": "The API server or a webhook refuses the pods.",
 }
-# A pod may have these while it serves: they are told and take no readiness away.
+# A pod may have these while it serves: they are reported and do not change readiness.
 SERVING_CAUSES = ("DeviceMismatch",)
 
 
 def error_line(output: str) -> str:
-    """Return the last line of a process's output that tells of an error; "" if there is none."""
+    """Return the last line of a process's output that reports an error; "" if there is none."""
     for line in reversed(output.strip().splitlines()):
         text = line.strip()
         if not text:

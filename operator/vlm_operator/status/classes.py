@@ -1,7 +1,7 @@
-"""What a VLMNodeClass is told of itself: its nodes, what they have room for, how long starts take.
+"""Computes the status of a VLMNodeClass: its nodes, their capacity, how long pods take to start.
 
 nodes ──────────────┐
-pods of services ───┴▶ class_status        services ─▶ class_uses ─▶ who runs there, who started
+pods of services ───┴▶ class_status        services ─▶ class_uses ─▶ replicas and starts by class
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from decimal import Decimal
 from vlm_operator.api import VLMService, quantity
 from vlm_operator.state import Manifest, Observed
 
-STARTS_KEPT = 20  # of each class, for the 90th percentile
+STARTS_KEPT = 20  # starts per class, for the 90th percentile
 _QUANTILE = 0.9
-_STEP_SECONDS = 5  # a measure that moves less is not written
+_STEP_SECONDS = 5  # rounding, so that small changes cause no write
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One pod's way to taking work; times in seconds since the epoch."""
+    """One pod's start, from its creation until it accepts requests.
+
+    Attributes:
+        uid: uid of the pod.
+        ready: when the pod began to accept requests, in seconds since the epoch.
+        seconds: duration of the start.
+    """
 
     uid: str
     ready: float
@@ -30,11 +36,11 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class ClassUse:
-    """What one service does with one class.
+    """Use of one class by one service.
 
     Attributes:
-        replicas: pods that have a node.
-        starts: of pods that are ready.
+        replicas: number of scheduled pods.
+        starts: starts of pods that accept requests.
     """
 
     replicas: int = 0
@@ -42,7 +48,7 @@ class ClassUse:
 
 
 def class_uses(service: VLMService, observed: Observed) -> dict[str, ClassUse]:
-    """Say which node classes a service's pods run on, by the class's name."""
+    """Return a service's use of node classes, by the class's name."""
     found: dict[str, ClassUse] = {}
     for role, pool in service.spec.pools.present.items():
         for variant in pool.variants:
@@ -51,9 +57,9 @@ def class_uses(service: VLMService, observed: Observed) -> dict[str, ClassUse]:
             pods = [pod for pod in observed.of(role) if pod.variant == variant.name]
             before = found.get(variant.node_class_ref.name, ClassUse())
             starts = (
-                Start(pod.uid, pod.taking_since, pod.taking_since - pod.created)
+                Start(pod.uid, pod.accepting_since, pod.accepting_since - pod.created)
                 for pod in pods
-                if pod.taking_since is not None
+                if pod.accepting_since is not None
             )
             found[variant.node_class_ref.name] = ClassUse(
                 before.replicas + sum(pod.scheduled for pod in pods), (*before.starts, *starts)
@@ -70,17 +76,17 @@ def class_status(
     starts: Iterable[Start],
     now: float,
 ) -> Manifest:
-    """Return what `status` of a VLMNodeClass should say; rounded, so that idle writes nothing.
+    """Return the status of a VLMNodeClass, rounded so that an idle operator writes nothing.
 
-    Each operator writes its own entry of `usage`. What it writes besides follows from the nodes
-    and from all entries, so that two operators write the same.
+    Each operator writes its own entry of `usage`. The other fields follow from the nodes and from
+    all entries, so two operators write the same values.
 
     Args:
-        manifest: the class as it stands; what was measured stays while nothing newer is known.
-        nodes: all of the cluster.
+        manifest: the VLMNodeClass; its measured start time stays until a newer one is known.
+        nodes: all nodes of the cluster.
         operator: namespace and name of this operator's Lease.
-        in_use: replicas of its services that run there.
-        starts: the latest of its services.
+        in_use: number of pods of this operator's services on the class's nodes.
+        starts: latest pod starts of this operator's services.
         now: seconds since the epoch.
     """
     spec, previous = manifest.get("spec", {}), manifest.get("status", {})
@@ -110,14 +116,14 @@ def class_status(
     return found
 
 
-def is_told(status: Manifest, wanted: Manifest, *, operator: str) -> bool:
-    """Whether a class's status says what an operator wants it to; entries of others are theirs."""
+def is_current(status: Manifest, wanted: Manifest, *, operator: str) -> bool:
+    """Whether a class's status has the fields of `wanted`; other operators' entries are ignored."""
     own = [item for item in status.get("usage", []) if item["operator"] == operator]
     return {**{key: status.get(key) for key in wanted}, "usage": own} == {"usage": [], **wanted}
 
 
 def latest(starts: Iterable[Start]) -> tuple[Start, ...]:
-    """Keep the latest starts, each pod once, as it was first seen."""
+    """Return the latest `STARTS_KEPT` starts; of several for one pod, the first counts."""
     known: dict[str, Start] = {}
     for start in starts:
         known.setdefault(start.uid, start)
@@ -130,7 +136,7 @@ def _matches(node: Manifest, selector: Mapping[str, str]) -> bool:
 
 
 def _devices(node: Manifest, resource: str) -> int:
-    """Devices for new pods; a node that is cordoned or not ready has none."""
+    """Return the allocatable devices; 0 if the node is cordoned or not ready."""
     status = node.get("status", {})
     ready = any(
         item["type"] == "Ready" and item["status"] == "True"
@@ -151,7 +157,7 @@ def _p90(seconds: list[float]) -> int | None:
 
 
 def _found(count: int, selector: Mapping[str, str], previous: Manifest, now: float) -> Manifest:
-    """The one condition of a class: whether there is any such node."""
+    """Return the condition NodesFound: whether any node matches the selector."""
     status = "True" if count else "False"
     labels = ", ".join(f"{key}={value}" for key, value in sorted(selector.items())) or "any label"
     before = next(

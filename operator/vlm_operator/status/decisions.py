@@ -1,4 +1,4 @@
-"""A decision as the status shows it: rounded, ages left to the reader."""
+"""Converts a decision to its form in the status: rounded, with times instead of ages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlm_operator.autoscale.outcome import Candidate, Decision
 def decision_status(
     decision: Decision, previous: Mapping[str, Any], *, epoch: int
 ) -> dict[str, Any]:
-    """Write `status.pools.*.lastDecision`.
+    """Return `status.pools.*.lastDecision`.
 
     Args:
-        decision: the pool's last one.
-        previous: the same as it stands, whose epoch stays while it tells of the same decision.
-        epoch: of the lease under which a decision that is new here was made.
+        decision: the pool's last decision.
+        previous: the present `lastDecision`; its epoch stays if the decision is the same.
+        epoch: the lease's epoch, for a new decision.
     """
     past = past_status(decision)
     told = all(previous.get(key) == value for key, value in past.items())
@@ -35,7 +35,7 @@ def decision_status(
 
 
 def past_status(decision: Decision) -> dict[str, Any]:
-    """Write an item of `status.pools.*.history`; the rest is a line of the operator's log."""
+    """Return an item of `status.pools.*.history`; the operator's log has the full record."""
     moment = datetime.datetime.fromtimestamp(round(decision.time), datetime.UTC)
     return {
         "time": moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -46,13 +46,13 @@ def past_status(decision: Decision) -> dict[str, Any]:
 
 
 def percents(shares: Mapping[str, float]) -> dict[str, int]:
-    """Shares in steps of 5 %, the small ones left out."""
+    """Round shares to percent in steps of 5, without those that round to 0."""
     rounded = {name: round(20 * share) * 5 for name, share in sorted(shares.items())}
     return {name: share for name, share in rounded.items() if share}
 
 
 def money(amount: float) -> str:
-    """A cost as a quantity, in hundredths."""
+    """Format a cost as a quantity with two decimals."""
     return f"{amount:.2f}"
 
 

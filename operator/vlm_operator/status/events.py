@@ -1,6 +1,6 @@
-"""Transitions worth an Event. docs/events.md is this table, tested.
+"""Finds transitions that become Events. A test compares docs/events.md with this table.
 
-Events come from comparing two statuses, so a new operator process repeats none.
+Events follow from the comparison of two statuses, so a new operator process repeats none.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.autoscale.reasons import Reason
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest
-from vlm_operator.status.view import Told
+from vlm_operator.status.inputs import ConditionReason
 
 REASONS = {
     "Ready": "Every role serves.",
-    "NotReady": "A role no longer has all its pods; the message names the one thing that blocks.",
+    "NotReady": "A role no longer has all its pods; the message names the cause.",
     "ConfigInvalid": "The manifest cannot be met as written; the message names the field.",
-    "NameConflict": "An object of a child's name belongs to somebody else; it was left alone.",
-    "ChildContested": "Somebody keeps changing an object of ours; it is put back ever more rarely.",
-    "ChildRepaired": "Somebody changed an object of ours; the fields in the message were put back.",
+    "NameConflict": "An object with a child's name has another owner; it was not changed.",
+    "ChildContested": "Another writer keeps changing a child; repairs become less frequent.",
+    "ChildRepaired": "Another writer changed a child; the fields in the message were restored.",
     "ForeignObject": "An object with this service's labels belongs to others; it is ignored.",
-    "Stalled": "Nothing happens until somebody acts; the message says what.",
+    "Stalled": "No progress until a user acts; the message says what to do.",
     "ScaledUp": "A pool was made larger.",
     "ScaledDown": "A pool was made smaller.",
-    "ScaleLimited": "A pool wanted a size that its bounds, the budget or a ratio does not allow.",
-    "FlappingDamped": "A pool went up and down too often: it waits longer before it shrinks.",
+    "ScaleLimited": "A pool needs a size that its bounds, the budget or a ratio does not allow.",
     "SLOUnattainable": "No number of replicas meets the goal; the message names the stage.",
-    "MetricsMissing": "Pods that serve do not answer; nothing is taken for zero.",
-    "ScalePutBack": "Somebody scaled a VLMPool whose mode is Manual; it was put back.",
-    "ScalingConflict": "Somebody keeps writing a VLMPool whose mode is Auto; it is held.",
-    "NoFitNode": "A pod has no node, or a node type gives none; the message says what is missing.",
+    "PodsSilent": "Serving pods do not answer; their load does not count as zero.",
+    "ScalePutBack": "Another writer scaled a VLMPool in mode Manual; the size was restored.",
+    "ScalingConflict": "Another writer keeps scaling a VLMPool in mode Auto; its size is held.",
+    "Unschedulable": "No node fits a pod, or a node type gives none; the message names the lack.",
     "RolloutStarted": "Pods of a new revision are being created beside the old ones.",
     "RolloutComplete": "Every role serves pods of the newest revision.",
-    "RolloutFailed": "A pod of the new revision had its time; the message names it and the cause.",
-    "RolledBack": "The revision before the one that failed is served again.",
-    "Draining": "The service is being deleted and finishes what it has.",
+    "RolloutFailed": "A new pod missed progressDeadlineSeconds; the message names pod and cause.",
+    "RolledBack": "The revision before the failed one serves again.",
+    "Draining": "The service is being deleted and finishes its requests.",
 }
-_NAMED = 5  # objects in one message
+_NAMED = 5  # limit of objects in one message
 _WARNINGS = {
     "NotReady",
     "ConfigInvalid",
@@ -51,15 +50,15 @@ _WARNINGS = {
     "ScalePutBack",
     "ScalingConflict",
     "SLOUnattainable",
-    "MetricsMissing",
-    "NoFitNode",
+    "PodsSilent",
+    "Unschedulable",
     "RolloutFailed",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One line of `kubectl describe`; the reason stands in `REASONS`."""
+    """One Event; its reason is a key of `REASONS`."""
 
     reason: str
     message: str
@@ -73,12 +72,12 @@ class Event:
 def events(
     before: Manifest, after: Manifest, decisions: Iterable[tuple[Role, Decision]] = ()
 ) -> tuple[Event, ...]:
-    """Return what is worth saying about the step from one status to the next.
+    """Return the Events of the step from one status to the next.
 
     Args:
-        before: the status as it stood; empty for a new service.
+        before: the previous status; empty for a new service.
         after: the status of this turn.
-        decisions: made in this turn; only those that somebody else's write caused are said.
+        decisions: decisions of this turn. Those that revert another writer's change become Events.
     """
     return (*_conditions(before, after), *_pools(before, after), *_put_back(decisions))
 
@@ -95,15 +94,15 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
     if turned("Accepted", "False"):
         yield Event("ConfigInvalid", message("Accepted"))
     if turned("Stalled", "True"):
-        conflict = now["Stalled"]["reason"] == Told.NAME_CONFLICT
+        conflict = now["Stalled"]["reason"] == ConditionReason.NAME_CONFLICT
         yield Event("NameConflict" if conflict else "Stalled", message("Stalled"))
     if turned("Ready", "True"):
         yield Event("Ready", message("Ready"))
     if turned("Ready", "False") and was.get("Ready", {}).get("status") == "True":
-        deleting = now["Ready"]["reason"] == Told.DELETING
+        deleting = now["Ready"]["reason"] == ConditionReason.DELETING
         yield Event("Draining" if deleting else "NotReady", message("Ready"))
     if turned("CapacitySufficient", "False"):
-        yield Event("NoFitNode", message("CapacitySufficient"))
+        yield Event("Unschedulable", message("CapacitySufficient"))
     if (
         turned("ScalingActive", "False")
         and now["ScalingActive"]["reason"] == Reason.SCALING_CONFLICT
@@ -112,24 +111,21 @@ def _conditions(before: Manifest, after: Manifest) -> Iterator[Event]:
     if turned("SLOAttainable", "False"):
         yield Event("SLOUnattainable", message("SLOAttainable"))
     if turned("MetricsAvailable", "False"):
-        yield Event("MetricsMissing", message("MetricsAvailable"))
-    damped = [which.get("ScalingActive", {}).get("reason") == Told.DAMPED for which in (was, now)]
-    if damped == [False, True]:
-        yield Event("FlappingDamped", message("ScalingActive"))
-    limited = now.get("ScalingActive", {}).get("reason") == Told.LIMITED
+        yield Event("PodsSilent", message("MetricsAvailable"))
+    limited = now.get("ScalingActive", {}).get("reason") == ConditionReason.LIMITED
     if limited and was.get("ScalingActive", {}).get("message") != message("ScalingActive"):
         yield Event("ScaleLimited", message("ScalingActive"))
     moving = [
         which.get("RolloutProgressing", {}).get("status") == "True"
-        and which["RolloutProgressing"]["reason"] != Told.STARTING
+        and which["RolloutProgressing"]["reason"] != ConditionReason.STARTING
         for which in (was, now)
     ]
     if moving == [False, True]:
         yield Event("RolloutStarted", message("RolloutProgressing"))
     reason = now.get("RolloutProgressing", {}).get("reason", "")
     ended = {
-        Told.ROLLED_BACK: "RolledBack",
-        Told.DEADLINE_EXCEEDED: "RolloutFailed",
+        ConditionReason.ROLLED_BACK: "RolledBack",
+        ConditionReason.DEADLINE_EXCEEDED: "RolloutFailed",
         "Complete": "RolloutComplete",
     }
     if moving == [True, False] and reason in ended:
@@ -154,7 +150,10 @@ def _put_back(decisions: Iterable[tuple[Role, Decision]]) -> Iterator[Event]:
 
 
 def foreign_event(service: str, found: Iterable[tuple[str, str]]) -> Event:
-    """Name objects, by kind and name, that only say that they belong to a service."""
+    """Return the Event about objects with the service's label that it does not control.
+
+    `found` contains pairs of kind and name.
+    """
     known = sorted(f"{kind} {name}" for kind, name in found)
     rest = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
     return Event(

@@ -1,4 +1,4 @@
-"""The pools in the status: how many pods, in which state, under which load, by which decision."""
+"""Builds the status of pools: pods by state, load, decisions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest, PodState, Sample
 from vlm_operator.status.decisions import decision_status, money, past_status
-from vlm_operator.status.view import View
+from vlm_operator.status.inputs import StatusInputs
 
 _HISTORY = 8
 
 
-def pool_status(view: View, role: Role, previous: Manifest) -> dict[str, Any]:
-    """Everything under `status.pools.<role>`; `previous` is the same as it stands."""
+def pool_status(view: StatusInputs, role: Role, previous: Manifest) -> dict[str, Any]:
+    """Return the content of `status.pools.<role>`; `previous` is its present content."""
     pods = view.observed.of(role)
     decisions = view.history(role)
     found: dict[str, Any] = {
@@ -30,8 +30,6 @@ def pool_status(view: View, role: Role, previous: Manifest) -> dict[str, Any]:
     decision = view.decisions.get(role)
     if decision is not None and decision.recommendation not in (None, decision.to):
         found["recommendation"] = decision.recommendation
-    if decision is not None and decision.warm_cost_per_hour is not None:
-        found["warmCostPerHour"] = money(decision.warm_cost_per_hour)
     if decisions:
         told = previous.get("lastDecision", {})
         found["lastDecision"] = decision_status(decisions[-1], told, epoch=view.epoch)
@@ -41,8 +39,8 @@ def pool_status(view: View, role: Role, previous: Manifest) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def cost_per_hour(view: View) -> float | None:
-    """What all pods of the pools cost; None where nobody says what any of them does."""
+def cost_per_hour(view: StatusInputs) -> float | None:
+    """Return the cost of all pods of the pools per hour; None if no variant has a known cost."""
     total, known = 0.0, False
     for role, pool in view.policy.pools.items():
         for variant in pool.variants:
@@ -52,8 +50,8 @@ def cost_per_hour(view: View) -> float | None:
     return total if known else None
 
 
-def load(view: View, role: Role) -> dict[str, int] | None:
-    """What the pods report, rounded so that noise writes nothing; None where none answers."""
+def load(view: StatusInputs, role: Role) -> dict[str, int] | None:
+    """Return the load that pods report, rounded to avoid writes; None if no pod answers."""
     samples = [
         view.observed.samples[pod.uid]
         for pod in view.observed.of(role)
@@ -73,7 +71,10 @@ def load(view: View, role: Role) -> dict[str, int] | None:
 
 
 def kv_occupancy_percent(samples: list[Sample]) -> int | None:
-    """Share of KV tokens in use or reserved, in steps of 5 %; cached tokens are free to take."""
+    """Return the share of KV tokens in use or reserved, in steps of 5 %; cached tokens are free.
+
+    None if no sample has KV capacity.
+    """
     caches = [sample.kv for sample in samples if sample.kv is not None]
     capacity = sum(kv.capacity for kv in caches)
     if capacity == 0:
@@ -82,7 +83,7 @@ def kv_occupancy_percent(samples: list[Sample]) -> int | None:
     return round(20 * used / capacity) * 5
 
 
-def _variants(view: View, role: Role) -> list[dict[str, Any]]:
+def _variants(view: StatusInputs, role: Role) -> list[dict[str, Any]]:
     pool = view.service.spec.pools.of(role)
     assert pool is not None
     found = []
@@ -105,5 +106,5 @@ def _variants(view: View, role: Role) -> list[dict[str, Any]]:
     return found
 
 
-def _pods(view: View, role: Role, variant: str) -> list[PodState]:
+def _pods(view: StatusInputs, role: Role, variant: str) -> list[PodState]:
     return [pod for pod in view.observed.of(role) if pod.variant == variant]

@@ -1,10 +1,10 @@
-"""Whether a service gets on, and since when it does not. Pure; a loop keeps the value.
+"""Decides whether a service makes progress, and since when it does not. Pure.
 
-generation, revision ─ new ─▶ starts anew
-pods scheduled, pulled, loaded, ready; percent loaded; old pods gone ─ more than ever ─▶ progress
+generation, revision ─ new ─▶ reset
+pods scheduled, pulled, loaded, ready; percent loaded; old pods gone ─ new maximum ─▶ progress
 every role serves its floor, no rollout ─▶ settled: the generation is reached
 
-A pod that crashes and starts again reaches no more than before, so it is no progress.
+A pod that crashes and restarts exceeds no earlier maximum, so it is no progress.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import re
 from collections.abc import Mapping
 
 from vlm_operator.state import Manifest
-from vlm_operator.status.view import View
+from vlm_operator.status.inputs import StatusInputs
 
-START_SECONDS = 1800.0  # for a model to load, until a start was measured
+START_SECONDS = 1800.0  # start limit until a start was measured
 LEAST_START_SECONDS = 600.0
-HOLD_SECONDS = 600.0  # that a number which was put back is told of
+HOLD_SECONDS = 600.0  # a restored replica count is reported for this long
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What is remembered from turn to turn.
+    """State that a loop keeps between turns.
 
     Attributes:
-        key: generation and revision that it speaks of.
-        at: when it last got on, seconds since the epoch.
-        settled: this generation has served as asked once.
-        marks: the most that was ever counted, by what.
+        key: generation and revision that the state is about.
+        at: time of the last progress, in seconds since the epoch.
+        settled: whether the service has reached this generation once.
+        marks: maximum of each count in `_marks`.
     """
 
     key: tuple[int, str]
@@ -40,7 +40,7 @@ class Progress:
 
 
 def restored(status: Manifest, *, now: float) -> Progress:
-    """Read what an earlier process left in the status."""
+    """Restore the state from the status that an earlier process wrote; `marks` is empty."""
     known = {item["type"]: item for item in status.get("conditions", [])}
     generation = int(status.get("observedGeneration", 0))
     quiet = all(
@@ -53,14 +53,16 @@ def restored(status: Manifest, *, now: float) -> Progress:
     return Progress((generation, status.get("updateRevision", "")), min(at, now), settled=quiet)
 
 
-def follow(before: Progress, view: View, *, revision: str, serving: bool) -> Progress:
-    """Compare this turn with those before.
+def update_progress(
+    before: Progress, view: StatusInputs, *, revision: str, serving: bool
+) -> Progress:
+    """Compare this turn with earlier ones.
 
     Args:
-        before: of the last turn, or `restored`.
-        view: this turn.
-        revision: of the whole service, that the manifest asks for.
-        serving: every role has its floor.
+        before: state after the last turn, or from `restored`.
+        view: inputs of this turn.
+        revision: revision of the whole service that the manifest asks for.
+        serving: whether every role has its floor in pods of the rollout's revisions.
     """
     now, key = view.observed.now, (view.written.generation, revision)
     done = view.step.done and not view.step.back and view.failure is None and serving
@@ -69,18 +71,19 @@ def follow(before: Progress, view: View, *, revision: str, serving: bool) -> Pro
     found = _marks(view)
     if done:
         return Progress(key, now, settled=True, marks=found)
-    if not before.marks:  # another process's
+    if not before.marks:  # restored from the status of another process
         return dataclasses.replace(before, marks=found)
     gained = any(count > before.marks.get(name, 0) for name, count in found.items())
     most = {name: max(count, before.marks.get(name, count)) for name, count in found.items()}
     return Progress(key, now if gained else before.at, before.settled, {**before.marks, **most})
 
 
-def deadline_seconds(view: View) -> float:
-    """Return the seconds without progress after which a person is needed.
+def deadline_seconds(view: StatusInputs) -> float:
+    """Return the seconds without progress after which a user must act.
 
-    While a model loads its start limit holds where that is longer: twice the start that was
-    measured, or half an hour. A deadline below the default is meant as it is written.
+    While a model loads, its start limit applies if it is longer. The limit is twice the measured
+    start time, but at least `LEAST_START_SECONDS`; without a measured start, `START_SECONDS`. A
+    deadline below `LEAST_START_SECONDS` is never extended.
     """
     deadline = float(view.service.spec.rollout.progress_deadline_seconds)
     loading = [
@@ -107,17 +110,17 @@ def deadline_seconds(view: View) -> float:
 
 
 def percent(message: str) -> int | None:
-    """Return the percent that a loading worker tells of, in steps of 10."""
+    """Return the percentage in a loading worker's message, in steps of 10; None if it has none."""
     found = re.search(r"(\d{1,3})(?:\.\d+)? ?%", message)
     return None if found is None else min(100, int(found[1])) // 10 * 10
 
 
 def steady(message: str) -> str:
-    """A worker's message with its percent in steps of 10 and without other moving figures."""
+    """Return a worker's message with percentages in steps of 10, so that it changes rarely."""
     return re.sub(r"(\d{1,3})(?:\.\d+)? ?%", lambda _: f"{percent(message)} %", message)
 
 
-def _marks(view: View) -> dict[str, int]:
+def _marks(view: StatusInputs) -> dict[str, int]:
     found = {"old": 0}
     roles = {pod.role for pod in view.observed.pods}
     for role in roles:

@@ -1,6 +1,6 @@
-"""Whether one role serves, and the one thing that keeps it from that.
+"""Computes the readiness of roles, with one blocking cause each.
 
-serving < floor       False  the worst problem, or what the next pod does
+serving < floor       False  the worst problem, or the state of the next pod
 serving < desired     True   Degraded, with the same words
 else                  True   AllReady
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from vlm_operator import names
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.pool import Pool
 from vlm_operator.api.status import ConditionType
@@ -25,9 +26,9 @@ from vlm_operator.status.causes import (
     pod_problem,
     refused_pods,
 )
-from vlm_operator.status.places import place_of, references
+from vlm_operator.status.inputs import ConditionState, StatusInputs
+from vlm_operator.status.manifest_fields import field_of, references
 from vlm_operator.status.progress import steady
-from vlm_operator.status.view import Verdict, View
 
 READY_NAMES: Mapping[Role, ConditionType] = {
     Role.ENCODER: "EncoderReady",
@@ -38,58 +39,59 @@ READY_NAMES: Mapping[Role, ConditionType] = {
 _ORDER = {row.reason: number for number, row in enumerate(POD_CAUSES)}
 
 
-def roles(view: View) -> tuple[Role, ...]:
-    """Every role that has pods, in the order in which a request passes them; gateway last."""
+def roles(view: StatusInputs) -> tuple[Role, ...]:
+    """Return every role of the service in the order of a request's stages; the gateway is last."""
     return (*view.service.spec.pools.present, Role.GATEWAY)
 
 
-def role_ready(view: View, role: Role) -> Verdict:
-    """Judge one role's readiness."""
+def role_ready(view: StatusInputs, role: Role) -> ConditionState:
+    """Return the readiness condition of one role."""
     kind, want = READY_NAMES[role], wanted(view, role)
     have = len(view.serving(role))
     count = f"{role} {have}/{want}"
-    if view.service.spec.suspend:
-        return Verdict(kind, False, "Suspended", f"{count}: spec.suspend is set")
+    if view.service.spec.stopped:
+        return ConditionState(kind, False, "Stopped", f"{count}: spec.stopped is set")
     if want == 0:
-        return Verdict(kind, True, "AtZero", f"{count}: a request wakes it")
+        return ConditionState(kind, True, "AtZero", f"{count}: a request wakes it")
     if have >= want:
         odd = next((item for item in problems(view, role) if item.reason in SERVING_CAUSES), None)
         if odd is not None:
-            return Verdict(kind, True, odd.reason, f"{count}: {odd.message}")
+            return ConditionState(kind, True, odd.reason, f"{count}: {odd.message}")
         note = ""
         if role is Role.GATEWAY and view.service.spec.gateway.auth.secret_ref is None:
             note = ": open to everyone who reaches it, gateway.auth is not set"
-        return Verdict(kind, True, "AllReady", count + note)
+        return ConditionState(kind, True, "AllReady", count + note)
     reason, message = _blocking(view, role)
     if have >= floor(view, role):
-        return Verdict(kind, True, "Degraded", f"{count}: {message}")
-    return Verdict(kind, False, reason, f"{count}: {message}")
+        return ConditionState(kind, True, "Degraded", f"{count}: {message}")
+    return ConditionState(kind, False, reason, f"{count}: {message}")
 
 
-def serving(view: View) -> bool:
-    """Every role has its floor."""
+def serving(view: StatusInputs) -> bool:
+    """Whether every role has at least its floor of serving pods."""
     return all(role_ready(view, role).status for role in roles(view))
 
 
-def reached(view: View) -> bool:
-    """Every role has its floor in pods of the revisions that the rollout goes to."""
+def reached(view: StatusInputs) -> bool:
+    """Whether every role has its floor in pods of the revisions that the rollout goes to."""
     return serving(view) and all(
         sum(pod.ready and not pod.draining for pod in view.aimed(role)) >= floor(view, role)
         for role in roles(view)
     )
 
 
-def wanted(view: View, role: Role) -> int:
-    """Pods that there should be in the end."""
+def wanted(view: StatusInputs, role: Role) -> int:
+    """Return the final number of pods of a role."""
     if role is Role.GATEWAY:
         return view.service.spec.gateway.replicas
     return view.desired.get(role, 0)
 
 
-def floor(view: View, role: Role) -> int:
-    """Pods below which a role does not count as served.
+def floor(view: StatusInputs, role: Role) -> int:
+    """Return the number of serving pods below which a role is not ready.
 
-    What an autoscaler adds on top of minReplicas is growth: while it starts the role still serves.
+    Pods above minReplicas in a pool that scales do not count, so the role is ready while they
+    start.
     """
     want = wanted(view, role)
     pool: Pool | None = None if role is Role.GATEWAY else view.service.spec.pools.of(role)
@@ -100,8 +102,8 @@ def floor(view: View, role: Role) -> int:
     return max(1, want - share(pool.rollout.max_unavailable or "0", want, up=False))
 
 
-def examined(view: View) -> View:
-    """Return the view with what is wrong with its pods and Deployments."""
+def examined(view: StatusInputs) -> StatusInputs:
+    """Return the view with the problems of its pods and Deployments."""
     if not any(not pod.ready and not pod.draining for pod in view.observed.pods):
         fields: dict[Reference, str] = {}
     else:
@@ -110,16 +112,16 @@ def examined(view: View) -> View:
     return dataclasses.replace(view, problems=found)
 
 
-def problems(view: View, role: Role) -> tuple[Problem, ...]:
-    """What is wrong with a role, of an `examined` view; those that need a person come first."""
+def problems(view: StatusInputs, role: Role) -> tuple[Problem, ...]:
+    """Return the problems of a role in an `examined` view; those that need a user are first."""
     return view.problems.get(role, ())
 
 
-def _problems(view: View, role: Role, fields: Mapping[Reference, str]) -> list[Problem]:
+def _problems(view: StatusInputs, role: Role, fields: Mapping[Reference, str]) -> list[Problem]:
     found = []
     for pod in view.aimed(role):
         sample = view.observed.samples.get(pod.uid)
-        problem = pod_problem(pod, sample, place_of(view.service, pod, fields))
+        problem = pod_problem(pod, sample, field_of(view.service, pod, fields))
         if problem is not None and (not pod.ready or problem.reason in SERVING_CAUSES):
             found.append(problem)
     found += [
@@ -128,6 +130,7 @@ def _problems(view: View, role: Role, fields: Mapping[Reference, str]) -> list[P
         if (refused := refused_pods(manifest))
         and (state := DeploymentState.of(manifest)) is not None
         and state.role is role
+        and view.aims_at(role, state.variant, state.revision)
     ]
     now = view.observed.now
     return sorted(
@@ -136,8 +139,8 @@ def _problems(view: View, role: Role, fields: Mapping[Reference, str]) -> list[P
     )
 
 
-def _blocking(view: View, role: Role) -> tuple[str, str]:
-    """Return the reason and the one thing that blocks: the worst problem, else the oldest pod."""
+def _blocking(view: StatusInputs, role: Role) -> tuple[str, str]:
+    """Return reason and message of the worst problem, else of the oldest pod that is not ready."""
     for problem in problems(view, role):
         return problem.reason, problem.message
     if view.failure is not None and not view.observed.of(role):
@@ -147,11 +150,23 @@ def _blocking(view: View, role: Role) -> tuple[str, str]:
         return ("PodsMissing" if view.settled else "Creating"), "pods are being created"
     first = min(waiting, key=lambda pod: (not pod.blocked, pod.created, pod.name))
     if first.blocked:
-        return "PodsFailing", f"pod {first.name}: {first.blocked}"
+        return "PodsFailing", f"pod {first.name}: {first.blocked.replace('; ', ', ')}"
     return "PodsStarting", f"pod {first.name} {_doing(view, first)}"
 
 
-def _doing(view: View, pod: PodState) -> str:
+def where_to_look(view: StatusInputs) -> str:
+    """Return the command to run if a service makes no progress and no cause is known."""
+    space = f"kubectl -n {view.service.namespace}"
+    for role in roles(view):
+        late = [pod for pod in view.observed.of(role) if not pod.ready and not pod.draining]
+        if late:
+            name = min(late, key=lambda pod: (not pod.blocked, pod.created, pod.name)).name
+            longer = "raise rollout.progressDeadlineSeconds if it only needs longer"
+            return f"see {space} describe pod {name} and {space} logs {name}, {longer}"
+    return f"see {space} describe deployments -l {names.LABEL_SERVICE}={view.service.name}"
+
+
+def _doing(view: StatusInputs, pod: PodState) -> str:
     sample: Sample | None = view.observed.samples.get(pod.uid)
     if not pod.scheduled:
         return "waits for a node"

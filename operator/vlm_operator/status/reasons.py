@@ -1,4 +1,4 @@
-"""Every reason of every condition, and what it means. docs/conditions.md is this table, tested."""
+"""Every reason of every condition, with its meaning. A test compares docs/conditions.md with it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _ROLE = {
     "Creating": "Pods of a new generation are being created.",
     "PodsMissing": "Pods that were there are missing.",
     "PodsStarting": "A pod starts or loads its model.",
-    "PodsFailing": "A container does not run; the message says why.",
     "NotCreated": "No pod is created because of a refusal.",
-    "Suspended": "spec.suspend is set.",
+    "Stopped": "spec.stopped is set.",
 }
 _NONE = {"NoPods": "There is no pod to judge."}
 
@@ -30,9 +29,10 @@ CAUSES: Mapping[str, str] = _CAUSES
 REASONS_OF: Mapping[ConditionType, Mapping[str, str]] = {
     "Ready": {
         "Serving": "Every role serves at least its floor.",
-        "Stopping": "spec.suspend is set and pods finish.",
-        "Stopped": "spec.suspend is set and no pod is left.",
+        "Stopping": "spec.stopped is set and pods finish.",
+        "Stopped": "spec.stopped is set and no pod is left.",
         "Deleting": "The service is being deleted; gateways finish their requests.",
+        "DrainTimeout": "The service is still there 60 s after its drain timeout.",
         "NamespaceTerminating": "The namespace is being deleted.",
         "NameConflict": "An object of a child's name belongs to somebody else.",
         "ChildRefused": "The API server refuses a child.",
@@ -46,11 +46,10 @@ REASONS_OF: Mapping[ConditionType, Mapping[str, str]] = {
         "Scaling": "The message lists who decides each pool's size.",
         "Manual": "The manifest says every size.",
         "Limited": "A bound, the budget or a ratio holds a pool.",
-        "Damped": "A pool went up and down too often and waits longer.",
         "Off": "autoscaling.policy is Off.",
         "Advisory": "autoscaling.policy is Advisory.",
         "ScalingConflict": "Somebody else writes a VLMPool that the manifest or we decide.",
-        "Suspended": "spec.suspend is set.",
+        "Stopped": "spec.stopped is set.",
         "Paused": "spec.paused is set.",
         **_REFUSALS,
     },
@@ -83,13 +82,13 @@ REASONS_OF: Mapping[ConditionType, Mapping[str, str]] = {
         "DeadlineExceeded": "There was no progress for rollout.progressDeadlineSeconds.",
         "RollingBack": "A revision failed; the one before comes back.",
         "RolledBack": "A revision failed; the one before is served.",
-        "Stopped": "spec.suspend is set.",
+        "Stopped": "spec.stopped is set.",
     },
     "Reconciling": {
         "Progressing": "The generation is not reached yet.",
         "Settled": "The generation is reached.",
         "Stalled": "A person is needed: see Stalled.",
-        "Stopping": "spec.suspend is set and pods finish.",
+        "Stopping": "spec.stopped is set and pods finish.",
         "Paused": "spec.paused is set.",
         "Deleting": "The service is being deleted.",
         "NamespaceTerminating": "The namespace is being deleted.",
@@ -104,5 +103,6 @@ REASONS_OF: Mapping[ConditionType, Mapping[str, str]] = {
         "RolloutFailed": "A revision failed.",
         "DeadlineExceeded": "There was no progress for rollout.progressDeadlineSeconds.",
         "Paused": "spec.paused is set and the plan differs from what is there.",
+        "DrainTimeout": "A deleted service is still there 60 s after its drain timeout.",
     },
 }

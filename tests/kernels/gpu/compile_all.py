@@ -1,6 +1,6 @@
-"""Compile every kernel for a Hopper GPU, on a machine that has none; one JSON line each.
+"""Compile every kernel for a GPU, on a machine that has none; one JSON line each.
 
-    python compile_all.py [NAME...]
+    python compile_all.py CAPABILITY [NAME...]        90 is Hopper, 89 Ada (L40S), 80 Ampere (A100)
 
 The interpreter shows that a kernel computes the right values, not that it can be compiled: types of
 loops, tile sizes, shared memory. Triton's own compiler needs no GPU for that; it is told of one
@@ -34,18 +34,27 @@ from vlm_kernels.gpu import (
     store_kv,
     varlen_attention,
 )
+from vlm_kernels.gpu.attention_shapes import Heads
 from vlm_kernels.kv_rows import layer_views, slot_elements
 from vlm_kernels.quantised_linear import quantise_weights
 from vlm_kernels.resize_patches import Cut, bicubic_taps
 
 BFLOAT16 = torch.bfloat16
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Of one program, by capability."""
 
 
-class Hopper:
-    """What the compiler asks a driver for."""
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """What the compiler asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -58,20 +67,43 @@ def ones(*shape: int, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def views(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A layer of a cache of 8 blocks of 16 slots, 4 heads of 128."""
-    cache = torch.zeros(8, 2, 2, 4, 16 * slot_elements(dtype, 128), dtype=dtype)
-    return layer_views(cache, 1, 128)
+def views(
+    dtype: torch.dtype, head_dim: int = 128, block_size: int = 16
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer of a cache of 8 blocks, 4 heads."""
+    cache = torch.zeros(8, 2, 2, 4, block_size * slot_elements(dtype, head_dim), dtype=dtype)
+    return layer_views(cache, 1, head_dim)
 
 
-def attend(dtype: torch.dtype, num_processors: int) -> None:
-    """Decode and prefill of Qwen2.5-VL-7B's heads."""
+def attend(
+    kv_dtype: torch.dtype, num_processors: int, *,
+    q_dtype: torch.dtype = BFLOAT16, head_dim: int = 128, num_groups: int = 7, block_size: int = 16,
+) -> None:  # fmt: skip
+    """Decode and prefill, of Qwen2.5-VL-7B's heads where not told otherwise."""
     gpu.num_processors = lambda device: num_processors
+    cache = attention_step.CacheShape(8, 4, block_size)
+    shape = Heads(head_dim, q_dtype.itemsize).prefill_shape(limit=gpu.shared_memory_bytes(CPU))
     step = attention_step.plan_tiles(
         np.array([0, 1, 65], np.int32), np.array([1000, 0], np.int32), np.ones((2, 64), np.int32),
-        num_groups=7, cache=attention_step.CacheShape(8, 4, 16), device=torch.device("cpu"),
+        num_groups=num_groups, cache=cache, prefill_rows=shape.rows, device=CPU,
     )  # fmt: skip
-    paged_attention.paged_attention(ones(65, 28, 128), *views(dtype), step, scale=0.1, softcap=30)
+    q = ones(65, 4 * num_groups, head_dim, dtype=q_dtype)
+    kv = views(kv_dtype, head_dim, block_size)
+    paged_attention.paged_attention(q, *kv, step, scale=0.1, softcap=30)
+
+
+def gemma(kv_dtype: torch.dtype, *, q_dtype: torch.dtype = BFLOAT16) -> None:
+    """Gemma 3's heads of 256, two queries each."""
+    attend(kv_dtype, 1000, q_dtype=q_dtype, head_dim=256, num_groups=2)
+
+
+def see(dtype: torch.dtype) -> None:
+    """Qwen's tower."""
+    varlen_attention.varlen_attention(
+        *(ones(70, 2, 80, dtype=dtype) for _ in range(3)),
+        torch.tensor([0, 70], dtype=torch.int32),
+        scale=0.1,
+    )
 
 
 def rotate(dtype: torch.dtype) -> None:
@@ -110,6 +142,12 @@ def merge() -> None:
 
 KERNELS: dict[str, Callable[[], Any]] = {
     "paged_attention": lambda: attend(BFLOAT16, 1),
+    "paged_attention, blocks of 64": lambda: attend(BFLOAT16, 1000, block_size=64),
+    "paged_attention float16": lambda: attend(torch.float16, 1000, q_dtype=torch.float16),
+    "paged_attention float32": lambda: attend(torch.float32, 1000, q_dtype=torch.float32),
+    "paged_attention of Gemma": lambda: gemma(BFLOAT16),
+    "paged_attention of Gemma, float32": lambda: gemma(torch.float32, q_dtype=torch.float32),
+    "paged_attention of Gemma, int8": lambda: gemma(torch.int8),
     "paged_attention int8, split": lambda: attend(torch.int8, 1000),
     "paged_attention float8, split": lambda: attend(torch.float8_e4m3fn, 1000),
     "rope_store_kv": lambda: rotate(BFLOAT16),
@@ -124,9 +162,8 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "quantised_linear int8": lambda: multiply(None),
     "quantised_linear int4 by 32": lambda: multiply(32),
     "quantised_linear int4 by 128": lambda: multiply(128),
-    "varlen_attention": lambda: varlen_attention.varlen_attention(
-        *(ones(70, 2, 80) for _ in range(3)), torch.tensor([0, 70], dtype=torch.int32), scale=0.1
-    ),
+    "varlen_attention": lambda: see(BFLOAT16),
+    "varlen_attention float32": lambda: see(torch.float32),
     "resize_patches": cut,
     "merge_tokens": merge,
 }
@@ -146,15 +183,18 @@ def main() -> None:
                     "kernel": kernel.__name__,
                     "cubin_bytes": len(made.asm["cubin"]),
                     "shared_bytes": made.metadata.shared,
+                    "limit_bytes": SHARED_BYTES[capability],
                 }
             ),
             flush=True,
         )
         return made
 
-    driver.set_active(Hopper())
+    capability = int(sys.argv[1])
+    driver.set_active(Driver(capability))
+    gpu.shared_memory_bytes = lambda device: SHARED_BYTES[capability]
     JITFunction.run = compile_only
-    for name in sys.argv[1:] or KERNELS:
+    for name in sys.argv[2:] or KERNELS:
         current = name
         KERNELS[name]()
 

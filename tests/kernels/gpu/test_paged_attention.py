@@ -10,42 +10,67 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.batches import Batch, make_batch
+from kernels.rounding import assert_attended
 
 from vlm_kernels import gpu, paged_attention, plan_attention
-from vlm_kernels.gpu import attention_tiles
+from vlm_kernels.attention_plan import AttentionPlan
+from vlm_kernels.gpu import attention_step, attention_tiles
+from vlm_kernels.gpu import paged_attention as launcher
+from vlm_kernels.gpu.attention_shapes import SIZES
 from vlm_kernels.tiled_attention import check_blocks, plan_captured
 
 MIXED = [(40, 1), (3, 1), (0, 13), (17, 20), (20, 9)]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+LONG = [(90, 1), (3, 1), (70, 13), (130, 1), (20, 9), (64, 1)]
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def attend(batch: Batch, device: torch.device) -> torch.Tensor:
-    kv_cache = batch.kv_cache.to(device)
-    plan = plan_attention(
+def planned(batch: Batch, kv_cache: torch.Tensor) -> AttentionPlan:
+    return plan_attention(
         batch.query_start, batch.context_lens, batch.block_table, kv_cache,
         head_dim=batch.q.shape[-1], dtype=batch.q.dtype, spans=batch.spans, window=batch.window,
         num_heads=batch.q.shape[1],
     )  # fmt: skip
+
+
+def attend(batch: Batch, device: torch.device) -> torch.Tensor:
+    kv_cache = batch.kv_cache.to(device)
+    plan = planned(batch, kv_cache)
     assert plan.tiles is not None
     return paged_attention(
         batch.q.to(device), kv_cache, 1, plan, scale=0.3, softcap=batch.softcap
     ).cpu()
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert torch.isfinite(got).all(), "an element was not written, or unused memory was read"
-    torch.testing.assert_close(got, want, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+def check(batch: Batch, device: torch.device) -> torch.Tensor:
+    got = attend(batch, device)
+    assert_attended(got, batch.exact(1), batch.weighed(1))
+    return got
+
+
+def splits_of(batch: Batch, device: torch.device) -> list[int]:
+    """Of the launches of one step."""
+    tiles = planned(batch, batch.kv_cache.to(device)).tiles
+    assert tiles is not None
+    return [launch.num_splits for launch in tiles.launches]
 
 
 @pytest.fixture(params=[1, 1000], ids=["whole", "split"])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """As on a GPU of so many processors; short sequences are worth splitting too."""
+    """As on a GPU of so many processors; short sequences have several parts of TILE_N positions."""
     monkeypatch.setattr(gpu, "num_processors", lambda device: request.param)
     monkeypatch.setattr(attention_tiles, "MIN_SPLIT", 8)
+    monkeypatch.setitem(launcher.DEFAULT, "TILE_N", 16)
     return int(request.param)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_batches_of_this_file_are_split_where_they_say_so(
+    splits: int, device: torch.device
+) -> None:
+    for lens in (MIXED, LONG):
+        assert (max(splits_of(make_batch(lens), device)) > 1) == (splits > 1)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_kv_heads", "num_groups", "head_dim", "block_size", "window"),
     [
@@ -62,7 +87,7 @@ def test_a_mixed_step_equals_the_definition(
         MIXED, num_kv_heads=num_kv_heads, num_groups=num_groups, head_dim=head_dim,
         block_size=block_size, dtype=dtype, window=window,
     )  # fmt: skip
-    assert_close(attend(batch, device), batch.definition(1))
+    check(batch, device)
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
@@ -71,8 +96,7 @@ def test_tokens_of_one_span_see_each_other_in_both_directions(
 ) -> None:
     spans = (((2, 8), (9, 12)), (), ((18, 30),), ((1, 5),))
     batch = make_batch([(0, 13), (6, 4), (17, 30), (20, 1)], spans=spans, window=window)
-    got = attend(batch, device)
-    assert_close(got, batch.definition(1))
+    got = check(batch, device)
     causal = attend(dataclasses.replace(batch, spans=((),) * 4), device)
     assert (got - causal).abs().max() > 0.1, "the spans change nothing"
 
@@ -82,26 +106,49 @@ def test_a_soft_cap_bounds_the_scores(splits: int, device: torch.device) -> None
     want = attend(batch, device)
     batch.q *= 4
     batch.softcap = 0.5
-    got = attend(batch, device)
-    assert_close(got, batch.definition(1))
+    got = check(batch, device)
     assert (got - want).abs().max() > 0.1, "the cap changes nothing"
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_quantised_kv_reads_as_its_values(
-    dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, kv_dtype: torch.dtype, splits: int, device: torch.device
 ) -> None:
     batch = make_batch(MIXED, head_dim=24, dtype=dtype, kv_dtype=kv_dtype)
-    assert_close(attend(batch, device), batch.definition(1))
+    check(batch, device)
 
 
-def test_a_sequence_is_the_same_among_others_as_alone(device: torch.device) -> None:
-    batch = make_batch(MIXED)
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_split_as_often_a_sequence_is_the_same_among_others_as_alone(
+    dtype: torch.dtype, num_splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How often is said for a whole launch: by its tiles, and by the longest of its sequences."""
+    monkeypatch.setattr(attention_step, "num_splits", lambda *args, **kwargs: num_splits)
+    monkeypatch.setitem(launcher.DEFAULT, "TILE_N", 16)
+    batch = make_batch(LONG, dtype=dtype)
     together = attend(batch, device)
-    for s in range(len(MIXED)):
+    for s in range(len(LONG)):
         rows = slice(int(batch.query_start[s]), int(batch.query_start[s + 1]))
         assert torch.equal(attend(batch.alone(s), device), together[rows])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_however_often_it_is_split_a_sequence_is_the_same_but_for_roundings(
+    dtype: torch.dtype, splits: int, device: torch.device
+) -> None:
+    """Alone it may be split more often than among others: other weights are rounded then."""
+    batch = make_batch(LONG, dtype=dtype)
+    together, weighed = attend(batch, device), batch.weighed(1)
+    counts = set(splits_of(batch, device))
+    for s in range(len(LONG)):
+        rows = slice(int(batch.query_start[s]), int(batch.query_start[s + 1]))
+        alone = batch.alone(s)
+        counts.update(splits_of(alone, device))
+        # both are rounded: each weight, and the answer
+        assert_attended(attend(alone, device), together[rows].float(), 3 * weighed[rows])
+    assert (len(counts) > 1) == (splits > 1), "sequences are split differently alone"
 
 
 def test_a_poisoned_neighbour_stays_alone(splits: int, device: torch.device) -> None:
@@ -128,7 +175,7 @@ def test_any_batch_equals_the_definition(
         lens, block_size=block_size, num_groups=num_groups, head_dim=8, window=window
     )
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    assert_close(attend(batch, where), batch.definition(1))
+    check(batch, where)
 
 
 def test_what_does_not_fit_raises_before_anything_runs(device: torch.device) -> None:
@@ -193,15 +240,22 @@ class TestTiles:
         st.lists(st.tuples(st.integers(0, 9), st.integers(1, 90)), min_size=1, max_size=9),
         st.integers(1, 20),
         st.sampled_from([None, 1, 7]),
+        st.sampled_from(SIZES),
     )
     def test_tiles_cover_the_queries(
-        self, lens: list[tuple[int, int]], num_groups: int, window: int | None
+        self,
+        lens: list[tuple[int, int]],
+        num_groups: int,
+        window: int | None,
+        prefill_rows: int,
     ) -> None:
         context, queries = np.array(lens, np.int32).T
         query_start = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         first, limit = attention_tiles.intervals(query_start, context, window=window)
         assert (first < limit).all()
-        found = attention_tiles.launches(query_start, first, limit, num_groups=num_groups)
+        found = attention_tiles.launches(
+            query_start, first, limit, num_groups=num_groups, prefill_rows=prefill_rows
+        )
         covered = np.zeros(query_start[-1], np.int32)
         for launch in found:
             for s, token, count in launch.tiles.tolist():
@@ -246,7 +300,7 @@ def test_a_plan_that_is_refilled_answers_as_one_of_that_step_and_padding_is_zero
         table[:count, :width] = torch.from_numpy(batch.block_table).to(device)
         q = torch.cat([batch.q, batch.q[:1].expand(size - count, -1, -1)]).to(device)
         got = paged_attention(q, kv_cache, 1, plan, scale=0.3).cpu()
-        assert_close(got[:count], batch.definition(1))
+        assert_attended(got[:count], batch.exact(1), batch.weighed(1))
         assert (got[count:] == 0).all()
 
 

@@ -58,8 +58,8 @@ pools = st.fixed_dictionaries(
     optional={
         "variants": st.lists(st.sampled_from([GPU, ANY]), min_size=1, max_size=1),
         "drain": st.fixed_dictionaries({"timeoutSeconds": st.integers(1, 900)}),
-        "lending": st.just({"mode": "InlineEncode"}),
-        "kv": st.sampled_from([{"memory": "8Gi"}, {"memoryFractionPercent": 70}]),
+        "encodeInline": st.just(True),
+        "kv": st.sampled_from([{"memory": "8Gi"}, {"memoryPercent": 70}]),
     },
 )
 specs = st.fixed_dictionaries(
@@ -110,7 +110,7 @@ def test_the_defaults_of_a_minimal_service() -> None:
         {
             "servedName": "demo",
             "dtype": "Auto",
-            "kvDtype": "Auto",
+            "kvCacheDtype": "Auto",
             "blockSizeTokens": 64,
             "limits": {
                 "imagesPerRequest": 4,

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlm_cli.definitions.schema import structural
 from vlm_operator.api import quantity
+from vlm_operator.api.kinds import NodeCost
 
 POWERS = {
     "": 1,
@@ -50,3 +52,9 @@ def test_fractions_are_exact() -> None:
 def test_what_is_no_quantity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no quantity"):
         quantity.parse(text)
+
+
+def test_an_example_of_a_quantity_with_a_fraction_is_in_quotes() -> None:
+    """YAML reads it without quotes as a float, which the API server refuses."""
+    found = structural(NodeCost)["properties"]["perHour"]["description"]
+    assert found.endswith('E.g. "1.20".')

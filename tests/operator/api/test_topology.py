@@ -18,10 +18,7 @@ SUBSETS = [
 
 def pools(roles: frozenset[Role], *, lender: Role | None = None) -> Pools:
     return Pools.model_validate(
-        {
-            role.value: {**POOL, "lending": {"mode": "InlineEncode" if role is lender else "None"}}
-            for role in roles
-        }
+        {role.value: {**POOL, "encodeInline": role is lender} for role in roles}
     )
 
 
@@ -34,10 +31,10 @@ def test_every_stage_runs_in_one_pool_and_none_runs_before_its_own(roles: frozen
         assert stages(found, role)[-1] is role
 
 
-def test_a_lender_encodes_beside_the_encoder_pool() -> None:
+def test_a_pool_with_encode_inline_encodes_beside_the_encoder_pool() -> None:
     every = frozenset(POOL_ROLES)
-    lending = pools(every, lender=Role.PREFILL)
-    assert stages(lending, Role.PREFILL) == (Role.ENCODER, Role.PREFILL)
+    encoding = pools(every, lender=Role.PREFILL)
+    assert stages(encoding, Role.PREFILL) == (Role.ENCODER, Role.PREFILL)
     without_prefill = pools(frozenset({Role.ENCODER, Role.DECODE}), lender=Role.DECODE)
     assert stages(without_prefill, Role.DECODE) == POOL_ROLES
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.apply.compare import drift, patch, stamped
+from vlm_operator.apply.compare import drift, patch, with_digest
 
 WANTED = {
     "apiVersion": "apps/v1",
@@ -148,11 +148,11 @@ def test_a_number_that_is_no_quantity_is_compared_as_written():
 
 
 def test_the_digest_tells_manifests_apart_whatever_their_order():
-    one = stamped(WANTED)
+    one = with_digest(WANTED)
     turned = {key: WANTED[key] for key in reversed(WANTED)}
-    assert stamped(turned) == one
+    assert with_digest(turned) == one
     other = {**WANTED, "spec": {**WANTED["spec"], "replicas": 3}}
-    assert stamped(other)["metadata"] != one["metadata"]
+    assert with_digest(other)["metadata"] != one["metadata"]
     assert "annotations" not in WANTED["metadata"]
 
 

@@ -9,10 +9,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_services import OURS, QUICK, made_up_policy, start_of, within_budget
-from reports_support import Reports
-from settling_support import TICK, World
 
+from support.random_services import OURS, QUICK, made_up_policy, start_of, within_budget
+from support.samples import Reports
+from support.sizing import TICK, World
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale.codec import encode

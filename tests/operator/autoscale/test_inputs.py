@@ -5,8 +5,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from operator_support import World, body, external, pool, service
 
+from support.fakes import settle
+from support.world import World, body, external, pool, service
 from vlm_operator.api import parse, resolve
 from vlm_operator.api.tuning import Tuning as WrittenTuning
 from vlm_operator.autoscale.inputs import service_policy, service_view
@@ -15,7 +16,6 @@ from vlm_operator.names import Role
 from vlm_operator.observe import node_class, observe, pod_states, seconds
 from vlm_operator.pods import place
 from vlm_operator.rollout import current_revisions, keep_defaults
-from vlm_operator.testing import settle
 
 AUTO: dict[str, Any] = {"mode": "Auto", "minReplicas": 1, "maxReplicas": 6}
 ZERO: dict[str, Any] = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3}
@@ -56,15 +56,18 @@ def test_every_constant_of_the_method_is_a_field():
 def test_a_pool_says_its_bounds_pace_and_targets():
     scaling = AUTO | {
         "behavior": {
-            "scaleUp": {"stabilizationSeconds": 7, "panicPercent": 300, "panicHoldSeconds": 9},
-            "scaleDown": {"stabilizationSeconds": 11, "maxPodsPerMinute": 2},
+            "scaleUp": {
+                "stabilizationWindowSeconds": 7,
+                "maxPodsPerMinute": 9,
+            },
+            "scaleDown": {"stabilizationWindowSeconds": 11, "maxPodsPerMinute": 2},
         },
         "targets": {"utilizationPercent": 60},
     }
     found = policy(body({"slo": {"ttftP95Milliseconds": 900}}, decode={"scaling": scaling}))
     decode = found.pools[Role.DECODE]
     assert (decode.minimum, decode.maximum, decode.utilization) == (1, 6, 0.6)
-    assert (decode.up_seconds, decode.panic, decode.panic_hold_seconds) == (7, 3.0, 9)
+    assert (decode.up_seconds, decode.up_pods) == (7, 9)
     assert (decode.down_seconds, decode.down_pods) == (11, 2)
     assert found.ttft_seconds == {"text": 0.9, "image": 0.9}
 
@@ -101,15 +104,15 @@ def test_a_cost_that_nobody_said_makes_the_budget_unreadable():
 
 
 @pytest.mark.parametrize(
-    ("on_demand", "inline"), [("InlineAtPrefill", True), ("Queue", False), ("Reject", False)]
+    ("while_at_zero", "inline"), [("InlineAtPrefill", True), ("Queue", False), ("Reject", False)]
 )
-def test_pictures_are_encoded_inline_only_where_the_manifest_says_so(on_demand, inline):
-    zero = ZERO | {"scaleToZero": {"idleSeconds": 5, "onDemand": on_demand}}
+def test_images_are_encoded_inline_only_where_the_manifest_says_so(while_at_zero, inline):
+    zero = ZERO | {"scaleToZero": {"idleSeconds": 5, "whileAtZero": while_at_zero}}
     found = policy(
         body(
             {"slo": {"ttftP95Milliseconds": 900}},
             encoder={"scaling": zero},
-            prefill=pool(lending={"mode": "InlineEncode"}),
+            prefill=pool(encodeInline=True),
             decode=pool(),
         )
     )
@@ -200,4 +203,4 @@ def test_a_pod_that_crashed_is_known_to_have_served_by_the_gate_that_outlives_it
     (back,) = pod_states([manifest(("Ready", "True", 31), gate)])
     assert [pod.served for pod in (loads, down, back)] == [False, True, True]
     assert down.unready_since == created + 30 * 60
-    assert (back.taking_since, back.ready_since) == (created + 2 * 60, created + 31 * 60)
+    assert (back.accepting_since, back.ready_since) == (created + 2 * 60, created + 31 * 60)

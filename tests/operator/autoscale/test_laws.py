@@ -5,16 +5,16 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_up_services import OURS, made_up_policy, start_of, within_budget
-from settling_support import TICK, World, attribution, need, pool, service
 
+from support.random_services import OURS, made_up_policy, start_of, within_budget
+from support.sizing import TICK, World, attribution, need, pool, service
 from vlm_operator.api import ScalingMode
+from vlm_operator.autoscale.allocation.decide_replicas import decide_replicas
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.settling.settle import settle
 from vlm_operator.names import Role
 
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e30)
@@ -45,9 +45,8 @@ class Weather:
                     level,
                     role,
                     known=known,
-                    guilty=rng.random() < 0.9,
+                    bottleneck=rng.random() < 0.9,
                     idle=level == 0 and rng.random() < 0.9,
-                    urgent=rng.random() < 0.05,
                 )
             )
         fresh = rng.random() < 0.93
@@ -86,9 +85,11 @@ def live_through(seed: int, ticks: int, counts: dict[str, int]) -> None:
         memory = world.memory
         decisions = world.tick(needs, seconds=0.0, **said)
         view = world.seen
-        again, _ = settle(policy, view, world.estimate, memory)
+        again, _ = decide_replicas(policy, view, world.estimate, memory)
         assert again == decisions
-        for role, later in settle(policy, world.view(), world.estimate, world.memory)[0].items():
+        for role, later in decide_replicas(policy, world.view(), world.estimate, world.memory)[
+            0
+        ].items():
             first = decisions[role]
             if policy.pools[role].mode is not ScalingMode.AUTO:
                 continue
@@ -108,6 +109,9 @@ def live_through(seed: int, ticks: int, counts: dict[str, int]) -> None:
 
 
 @given(st.integers(0, 2**32))
+@example(583)  # both node types gave no node, and one of them is tried again
+@example(1161)
+@example(44333)  # an external pool grows while a pod at the minimum of another waits in vain
 @settings(max_examples=25)
 def test_bounds_and_budget_hold_at_every_instant_and_nothing_shrinks_in_the_dark(seed):
     live_through(seed, 100, {})
@@ -115,11 +119,11 @@ def test_bounds_and_budget_hold_at_every_instant_and_nothing_shrinks_in_the_dark
 
 def test_the_made_up_services_meet_nearly_every_reason():
     counts: dict[str, int] = {}
-    for seed in (0, 10, 26, 34, 38, 48):
+    for seed in (0, 10, 24, 26, 34, 38, 48):
         live_through(seed, 150, counts)
     assert {
-        "Steady", "ScaleUp", "Panic", "ScaleDown", "Stabilizing", "MissingMetrics", "Fallback",
-        "CancelPending", "NotGuilty", "Wake", "Bounds", "Replacing", "WaitingForDevices",
+        "Steady", "ScaleUp", "ScaleDown", "Stabilizing", "MissingMetrics", "Fallback",
+        "CancelPending", "NotBottleneck", "Wake", "Bounds", "Replacing", "WaitingForDevices",
     } <= set(counts)  # fmt: skip
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reports_support import Reports
-from settling_support import NOW, World, attribution, need, pool, service, variant
 
+from support.samples import Reports
+from support.sizing import NOW, World, attribution, need, pool, service, variant
+from vlm_operator.autoscale.allocation.history import ExternalWrite, ScalingMemory
 from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.estimating.estimate import EstimateMemory
@@ -29,7 +30,6 @@ from vlm_operator.autoscale.record import (
     read_log,
     replay,
 )
-from vlm_operator.autoscale.settling.paced import Foreign, PaceMemory
 from vlm_operator.names import Role
 
 DECODE, PREFILL = Role.DECODE, Role.PREFILL
@@ -238,7 +238,7 @@ def test_a_record_is_explained_with_signals_shares_bound_and_what_would_change_i
 
 def test_a_status_is_explained_pool_by_pool_and_one_without_a_decision_says_so():
     last = {
-        "time": "2027-01-15T08:00:05Z", "from": 2, "to": 2, "reason": "NotGuilty",
+        "time": "2027-01-15T08:00:05Z", "from": 2, "to": 2, "reason": "NotBottleneck",
         "message": "time is lost elsewhere",
     }  # fmt: skip
     status = {
@@ -252,8 +252,8 @@ def test_a_status_is_explained_pool_by_pool_and_one_without_a_decision_says_so()
         "  why      nothing has been decided yet",
         "",
         "decode: 2 replicas",
-        "  why      NotGuilty, stays at 2 at 2027-01-15 08:00:05 UTC: time is lost elsewhere",
-        "  next     its own queue or use growing: more replicas would not shorten what is long",
+        "  why      NotBottleneck, stays at 2 at 2027-01-15 08:00:05 UTC: time is lost elsewhere",
+        "  next     growth of its own queue or use: more replicas would not shorten TTFT",
         "  note     the need alone asks for 3",
         "  note     2 → 3 4 min ago",
     ]
@@ -261,14 +261,16 @@ def test_a_status_is_explained_pool_by_pool_and_one_without_a_decision_says_so()
 
 
 def test_what_a_memory_is_made_of_is_what_it_says():
-    memory = Memory(EstimateMemory(), PaceMemory())
+    memory = Memory(EstimateMemory(), ScalingMemory())
     assert decode(Memory, encode(memory)) == memory
     assert decode(ServicePolicy, encode(service(pool()))) == service(pool())
-    assert decode(Foreign, encode(Foreign("hpa", 3, 1.5))) == Foreign("hpa", 3, 1.5)
+    assert decode(ExternalWrite, encode(ExternalWrite("hpa", 3, 1.5))) == ExternalWrite(
+        "hpa", 3, 1.5
+    )
 
 
 def test_the_page_on_sizes_names_every_reason_and_bound_and_no_other():
     page = (Path(__file__).parents[3] / "docs" / "autoscaling.md").read_text()
-    table = page.partition("## Every reason and bound")[2].partition("\n## ")[0]
+    table = page.partition("## Reasons and bounds")[2].partition("\n## ")[0]
     named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) - {"reason", "limitedBy"}
     assert named == {item.value for item in (*Reason, *Bound)}

@@ -9,12 +9,12 @@ import pathlib
 from typing import Any
 
 import yaml
-from operator_support import body, pool
 
-from vlm_operator import names
-from vlm_operator.cli.doctor.checks import examine
-from vlm_operator.cli.doctor.facts import Facts, Finding, Installation, Level
-from vlm_operator.cli.doctor.kinds import (
+from support.world import body, pool
+from vlm_cli.definitions.manifests import KINDS, crd
+from vlm_cli.doctor.checks import examine
+from vlm_cli.doctor.facts import Facts, Finding, Installation, Level
+from vlm_cli.doctor.kinds import (
     AUTOSCALER,
     CLAIM,
     CRD,
@@ -30,8 +30,8 @@ from vlm_operator.cli.doctor.kinds import (
     VLM_POOL,
     VLM_SERVICE,
 )
-from vlm_operator.cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
-from vlm_operator.crd.manifests import KINDS, crd
+from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
+from vlm_operator import names
 
 ROOT = pathlib.Path(__file__).parents[3]
 INSTALLED = [item for item in yaml.safe_load_all((ROOT / "install.yaml").read_text()) if item]

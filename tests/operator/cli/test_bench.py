@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.cli.bench.command import NUM_SEEDS, Load, bench, new_seed
-from vlm_operator.cli.bench.load import Arrival, Outcome, Result, poisson, run_load
-from vlm_operator.cli.bench.pictures import picture
-from vlm_operator.cli.bench.report import percentile, summarise
-from vlm_operator.cli.client import Answer, ApiError
-from vlm_operator.cli.errors import CliError
-from vlm_operator.cli.output import Format
-from vlm_operator.cli.target import Options
+from vlm_cli.bench.command import NUM_SEEDS, Load, bench, new_seed
+from vlm_cli.bench.load import Arrival, Outcome, Result, poisson, run_load
+from vlm_cli.bench.made_images import make_image
+from vlm_cli.bench.report import percentile, summarise
+from vlm_cli.client import Answer, ApiError
+from vlm_cli.errors import CliError
+from vlm_cli.output import Format
+from vlm_cli.target import Options
 
 
 def load(**changes: Any) -> Load:
@@ -60,11 +60,11 @@ async def test_what_repeats_a_run_is_said(openai: Any, capsys: pytest.CaptureFix
     assert "--seed=7 repeats them" in " ".join(capsys.readouterr().err.split())
 
 
-def test_two_runs_without_a_seed_send_other_pictures() -> None:
+def test_two_runs_without_a_seed_send_other_images() -> None:
     seeds = {new_seed() for _ in range(8)}
     assert len(seeds) > 1
     assert all(0 <= seed < NUM_SEEDS for seed in seeds)
-    # `picture` marks it with 48 bits of the run's seed and the request's number
+    # `make_image` marks it with 48 bits of the run's seed and the request's number
     assert (NUM_SEEDS - 1) * 1_000_003 + 1_000_003 < 1 << 48
 
 
@@ -159,13 +159,13 @@ async def test_people_get_tables(openai: Any, capsys: pytest.CaptureFixture[str]
     assert "requests in 0.3 s" in captured.err
 
 
-async def test_own_pictures_take_turns(
+async def test_own_images_take_turns(
     openai: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     paths = []
     for i in range(2):
         path = tmp_path / f"{i}.png"
-        path.write_bytes(picture(i, width=30, height=20))
+        path.write_bytes(make_image(i, width=30, height=20))
         paths.append(path)
     await report(openai, capsys, images=paths, image_share=1.0, question="And now?")
     urls = {body["messages"][0]["content"][0]["image_url"]["url"] for body in openai.bodies}
@@ -174,7 +174,7 @@ async def test_own_pictures_take_turns(
 
 
 @pytest.mark.parametrize("distinct", [0, 3])
-async def test_made_pictures_are_as_many_as_asked_for(
+async def test_made_images_are_as_many_as_asked_for(
     openai: Any, capsys: pytest.CaptureFixture[str], distinct: int
 ) -> None:
     await report(openai, capsys, image_share=1.0, distinct=distinct)
@@ -272,13 +272,13 @@ def test_a_percentile_is_a_value_that_that_many_do_not_exceed(
     assert sum(v < found for v in values) < percent / 100 * len(values) + 1e-9
 
 
-def test_a_made_picture_is_a_valid_png_and_unlike_others() -> None:
+def test_a_made_image_is_a_valid_png_and_unlike_others() -> None:
     rng = random.Random(1)
     seen = set()
     for seed in range(200):
         width, height = rng.randint(8, 60), rng.randint(8, 60)
-        data = picture(seed, width=width, height=height)
-        assert data == picture(seed, width=width, height=height)
+        data = make_image(seed, width=width, height=height)
+        assert data == make_image(seed, width=width, height=height)
         assert struct.unpack(">II", data[16:24]) == (width, height)
         at = data.index(b"IDAT")
         (length,) = struct.unpack(">I", data[at - 4 : at])

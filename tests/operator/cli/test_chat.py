@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from vlm_operator.cli.output import Format
+from vlm_cli.output import Format
 
 from .asking import PNG, ask, failure, question, straight, through
 
@@ -45,9 +45,7 @@ async def test_bars_follow_each_other_and_fill_the_width(
     assert ends[-1] == 40
 
 
-async def test_pictures_travel_as_data_urls_before_the_question(
-    openai: Any, tmp_path: Path
-) -> None:
+async def test_images_travel_as_data_urls_before_the_question(openai: Any, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     image.write_bytes(PNG)
     await ask(straight(openai.url), question(image, image, detail="low"))
@@ -119,7 +117,7 @@ async def test_a_service_is_reached_through_the_api_server(
     assert openai.bodies[0]["model"] == "shapes"
 
 
-async def test_a_big_picture_passes_the_port_forward(
+async def test_a_big_image_passes_the_port_forward(
     openai: Any, api: Any, kubeconfig: str, add_service: Any, add_gateway: Any, tmp_path: Path
 ) -> None:
     api.target_port = urlsplit(openai.url).port

@@ -25,9 +25,13 @@ async def test_without_a_cluster_the_way_to_one_is_named(tmp_path: Path) -> None
     error = await failure(through(str(tmp_path / "none")))
     assert "no kubeconfig" in error.problem
     assert "vlm demo" in error.remedy
+
+
+@pytest.mark.parametrize("text", ["# a page", "{}", "[]", "current-context: x", ": :"])
+async def test_a_file_that_is_not_a_kubeconfig_is_named(text: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    broken.write_text("current-context: x")
-    assert "cannot be used" in (await failure(through(str(broken)))).problem
+    broken.write_text(text)
+    assert "broken cannot be used" in (await failure(through(str(broken)))).problem
 
 
 async def test_a_cluster_that_is_gone_is_named(api: Any, kubeconfig: str, tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ async def test_a_slow_answer_is_given_up(openai: Any) -> None:
     assert error.problem == "no answer within 0.2 s"
 
 
-async def test_pictures_that_are_none_are_named(openai: Any, tmp_path: Path) -> None:
+async def test_images_that_are_none_are_named(openai: Any, tmp_path: Path) -> None:
     error = await failure(straight(openai.url), question(tmp_path / "none.png"))
     assert "none.png cannot be read: No such file" in error.problem
     text = tmp_path / "a.txt"

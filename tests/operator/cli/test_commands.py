@@ -4,12 +4,13 @@ import asyncio
 import json
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 # what the console scripts `vlm` and `kubectl-vlm` run
-START = "from vlm_operator.cli import main; main()"
+START = "from vlm_cli import main; main()"
 
 
 async def vlm(*args: str, interrupt_when: Any = None) -> tuple[int | None, str, str]:
@@ -66,6 +67,20 @@ async def test_another_context_brings_its_own_namespace(kubeconfig: str, add_ser
     code, out, err = await vlm("status", "--context", "nowhere", "--kubeconfig", kubeconfig)
     assert (code, out) == (1, "")
     assert "nowhere" in err
+
+
+async def test_the_first_of_several_kubeconfigs_chooses_the_context(
+    kubeconfig: str, add_service: Any, tmp_path: Path
+) -> None:
+    add_service("here")
+    second = tmp_path / "second"
+    context = {"name": "gone", "context": {"cluster": "gone", "user": "u", "namespace": "gone"}}
+    cluster = {"name": "gone", "cluster": {"server": "http://127.0.0.1:1"}}
+    config = {"contexts": [context], "clusters": [cluster], "current-context": "gone"}
+    second.write_text(json.dumps(config))
+    code, out, err = await vlm("status", "--kubeconfig", f"{kubeconfig}:{second}")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == ["NAME", "here"]
 
 
 async def test_bench_reports_on_ctrl_c(openai: Any) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
-from vlm_operator import names
-from vlm_operator.cli.doctor.checks import CHECKS, examine
-from vlm_operator.cli.doctor.facts import Level, Right
-from vlm_operator.cli.doctor.kinds import (
+from vlm_cli.definitions.manifests import KINDS, crd
+from vlm_cli.doctor.checks import CHECKS, examine
+from vlm_cli.doctor.facts import Level, Right
+from vlm_cli.doctor.kinds import (
     DEPLOYMENT,
     GLOBAL,
     LEASE,
     LOCAL,
 )
-from vlm_operator.cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, of_lease
-from vlm_operator.crd.manifests import KINDS, crd
+from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, of_lease
+from vlm_cli.doctor.services import gateways
+from vlm_operator import names
 
 from .doctor_facts import (
     GPU,
@@ -257,3 +258,14 @@ def test_the_rights_that_are_asked_for_are_those_that_the_chart_grants():
         *OF_CLUSTER,
     }
     assert granted("Role", "triptych-operator-lease") == set(of_lease("triptych-operator"))
+
+
+@pytest.mark.parametrize("replicas", [None, 1, 2])
+def test_one_gateway_is_told_with_the_patch_for_two(replicas: int | None) -> None:
+    only = service()
+    if replicas is not None:
+        only["spec"]["gateway"] = {"replicas": replicas}
+    (found,) = gateways(with_objects(vlmservices=[only]))
+    assert found.level is Level.OK
+    assert ("requests fail" in found.message) == (replicas != 2)
+    assert found.remedy.endswith("""-p '{"spec":{"gateway":{"replicas":2}}}'""") == (replicas != 2)

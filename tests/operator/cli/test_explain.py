@@ -1,4 +1,4 @@
-"""`vlm explain`: from a service's status and memory, or from a recorded tick."""
+"""`vlm why`: from a service's status and memory, or from a recorded tick."""
 
 import dataclasses
 import json
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from settling_support import World, need, pool, service
 
+from support.sizing import World, need, pool, service
+from vlm_cli.errors import CliError
+from vlm_cli.why import explain_records, explain_services, memory_notes
+from vlm_operator.autoscale.allocation.history import Exhausted
 from vlm_operator.autoscale.decide import Memory, decide
 from vlm_operator.autoscale.memory import dump
 from vlm_operator.autoscale.record import Record
-from vlm_operator.autoscale.settling.paced import Exhausted
-from vlm_operator.cli.errors import CliError
-from vlm_operator.cli.explain import explain_records, explain_services, memory_notes
 from vlm_operator.names import Role
 
 DECISION = {
@@ -41,9 +41,7 @@ def remembered() -> Memory:
     world.tick([need(1.8)])
     pace = world.memory.pools[Role.DECODE]
     until = world.now + 600
-    pace = dataclasses.replace(
-        pace, damping=2.0, exhausted={"a": Exhausted(world.now, until, times=3)}
-    )
+    pace = dataclasses.replace(pace, exhausted={"a": Exhausted(world.now, until, times=3)})
     return Memory(pace=dataclasses.replace(world.memory, pools={Role.DECODE: pace}))
 
 
@@ -70,7 +68,6 @@ async def test_a_service_is_explained_from_its_status_and_its_memory(
         "  next     more needs a greater budget (spec.budget), or less need elsewhere",
         "  note     the need alone asks for 4",
         "  note     variant a gave no ready pod in time (3 times in a row), tried again in 10 min",
-        "  note     it went up and down too often: its window is 2 times as long",
         "  note     1 → 2 0 min ago",
     ]
 

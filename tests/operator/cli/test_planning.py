@@ -1,4 +1,4 @@
-"""`vlm rollout` and `vlm render`: the operator's own decisions, printed without a cluster."""
+"""`vlm rollout-plan` and `vlm render`: the operator's own decisions, printed without a cluster."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from operator_support import body, pool
 
-from vlm_operator.cli.errors import CliError
-from vlm_operator.cli.offline import show_children, show_rehearsal
-from vlm_operator.cli.output import Format
+from support.world import body, pool
+from vlm_cli.errors import CliError
+from vlm_cli.offline import show_children, show_rehearsal
+from vlm_cli.output import Format
 
 EXAMPLES = sorted(
     {

@@ -1,4 +1,4 @@
-"""`vlm simulate`: files in, a table, data, a picture and records out."""
+"""`vlm simulate`: files in, a table, data, a chart and records out."""
 
 import json
 from xml.etree import ElementTree
@@ -7,8 +7,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from vlm_cli.app import app
 from vlm_operator.autoscale.record import differences, load_record, replay
-from vlm_operator.cli.app import app
 
 CLASS = {
     "apiVersion": "triptych.dev/v1alpha1",
@@ -34,7 +34,7 @@ SERVICE = {
     "kind": "VLMService",
     "metadata": {"name": "mine"},
     "spec": {
-        "model": {"uri": "pvc://model", "maxModelLenTokens": 4096},
+        "model": {"uri": "pvc://model", "maxModelLen": 4096},
         "slo": {"ttftP95Milliseconds": 2500},
         "pools": {"encoder": pool(), "prefill": pool(), "decode": pool(2)},
     },
@@ -76,7 +76,7 @@ def test_decisions_are_recorded_so_that_they_replay(policy, tmp_path):
     assert all(differences(item, replay(item)) == [] for item in records)
 
 
-def test_a_baseline_runs_beside_it_and_a_picture_is_drawn(tmp_path):
+def test_a_baseline_runs_beside_it_and_a_chart_is_drawn(tmp_path):
     plot = tmp_path / "front.svg"
     code, out, _ = vlm(
         "--trace", "steady", "--seconds", 120, "--against", "pod-p95", "--plot", plot
@@ -123,8 +123,8 @@ def test_a_policy_that_cannot_run_is_refused(tmp_path, documents, words):
 
 
 def test_a_plant_s_wrong_field_is_named(tmp_path):
-    path = tmp_path / "plant.yaml"
+    path = tmp_path / "hardware.yaml"
     path.write_text("kv_tokens: many\n")
-    code, _, err = vlm("--plant", path)
+    code, _, err = vlm("--hardware", path)
     assert code == 1
     assert "kv_tokens must be a number" in err

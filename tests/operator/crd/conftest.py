@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from vlm_operator.local.controlplane import ControlPlane
+from vlm_local.controlplane import ControlPlane
 
 ROOT = pathlib.Path(__file__).parents[3]
 

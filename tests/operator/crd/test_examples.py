@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from vlm_operator.local.controlplane import ControlPlane
+from vlm_local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 

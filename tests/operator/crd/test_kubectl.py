@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
+from vlm_local.controlplane import ControlPlane
 from vlm_operator import api, names
-from vlm_operator.local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 

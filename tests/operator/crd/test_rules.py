@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from crd.reference import all_rules
+from vlm_local.client import ApiError
+from vlm_local.controlplane import ControlPlane
 from vlm_operator import api as api_types
-from vlm_operator.crd.reference import all_rules
-from vlm_operator.local.client import ApiError
-from vlm_operator.local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 

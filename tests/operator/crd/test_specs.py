@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from operator_specs import broken, drawn
-from operator_support import body
 
+from support.specs import broken, drawn
+from support.world import body
+from vlm_local.client import ApiError
+from vlm_local.controlplane import ControlPlane
 from vlm_operator.api import parse
 from vlm_operator.errors import SpecError
-from vlm_operator.local.client import ApiError
-from vlm_operator.local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 

@@ -90,7 +90,7 @@ async def test_kopf_is_given_our_credentials_behind_the_fence(server: Server):
 
     memo = kopf.Memo()
     memo.app = App(
-        make_loop=lambda *_: None,
+        make_reconciler=lambda *_: None,
         connect=connect,
         clock=lambda: 0.0,
         sight=Sight(lambda: 0.0),

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from support.fakes import Clock
 from vlm_operator.handlers import App
 from vlm_operator.sight import Sight
-from vlm_operator.testing import Clock
 
 
 def listed(uid: str, generation: int = 1, **meta: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_what_is_gone_is_forgotten():
 def test_health_says_what_is_stuck_or_dead():
     found, clock = sight()
     app = App(
-        make_loop=lambda *_: None,
+        make_reconciler=lambda *_: None,
         connect=lambda: None,
         clock=lambda: clock.now,
         sight=found,

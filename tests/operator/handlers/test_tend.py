@@ -9,7 +9,7 @@ import pytest
 
 from vlm_operator.errors import ConflictError, LeaseLostError, UnavailableError
 from vlm_operator.framework import Backoffs, configure
-from vlm_operator.handlers import App, changed, register, tend
+from vlm_operator.handlers import App, changed, register, run_worker
 from vlm_operator.sight import Sight
 
 REASONS = kopf.DaemonStoppingReason
@@ -65,7 +65,7 @@ class Memo(kopf.Memo):
 
     def __init__(self, loop: FakeLoop) -> None:
         self.app = App(
-            make_loop=lambda *_: loop,
+            make_reconciler=lambda *_: loop,
             connect=lambda: None,
             clock=lambda: 0.0,
             sight=Sight(lambda: 0.0),
@@ -73,14 +73,14 @@ class Memo(kopf.Memo):
 
 
 async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 async def start(loop: FakeLoop):
     memo, stopped = Memo(loop), Stopped()
-    task = asyncio.create_task(tend(memo=memo, namespace="ns", name="demo", stopped=stopped))
+    task = asyncio.create_task(run_worker(memo=memo, namespace="ns", name="demo", stopped=stopped))
     await until(lambda: loop.turns)
     return memo, stopped, task
 
@@ -169,7 +169,7 @@ async def test_a_deleted_service_is_drained_before_the_daemon_returns():
     loop = FakeLoop(60.0, drains=[0.01, 0.01, None])
     _, stopped, task = await start(loop)
     stopped.set(REASONS.RESOURCE_DELETED)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert loop.drained == 3
 
 
@@ -177,7 +177,7 @@ async def test_an_ending_operator_drains_nothing():
     loop = FakeLoop(60.0)
     _, stopped, task = await start(loop)
     stopped.set(REASONS.OPERATOR_EXITING)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert loop.drained == 0
 
 
@@ -187,7 +187,7 @@ async def test_an_operator_that_ends_in_a_drain_leaves_it_to_the_next():
     stopped.set(REASONS.RESOURCE_DELETED)
     await until(lambda: loop.drained >= 2)
     stopped.set(REASONS.OPERATOR_EXITING)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
 
 
 META = {"uid": "u", "generation": 1}
@@ -197,7 +197,7 @@ DELETED = {**META, "deletionTimestamp": "2026-01-01T00:00:00Z"}
 async def test_a_service_first_seen_while_it_is_deleted_is_drained_before_the_handler_returns():
     loop = FakeLoop(60.0, drains=[0.01, 0.01, None])
     event = changed(memo=Memo(loop), meta=DELETED, namespace="ns", name="demo")
-    await asyncio.wait_for(event, 5)
+    await asyncio.wait_for(event, 60)
     assert loop.drained == 3
     assert loop.turns == []
 
@@ -215,12 +215,12 @@ async def test_an_operator_that_ends_cuts_such_a_drain_off():
 async def test_a_service_with_a_daemon_is_drained_by_that_alone():
     loop = FakeLoop(60.0)
     memo = Memo(loop)
-    bell = memo.app.bell("ns", "demo")  # the daemon's
+    wakeup = memo.app.wakeup("ns", "demo")  # the daemon's
     await changed(memo=memo, meta=META, namespace="ns", name="demo")
-    bell.clear()
+    wakeup.clear()
     await changed(memo=memo, meta=DELETED, namespace="ns", name="demo")
     assert loop.drained == 0
-    assert bell.is_set()
+    assert wakeup.is_set()
 
 
 WAKING = {
@@ -235,11 +235,11 @@ WAKING = {
 @pytest.mark.parametrize("change", WAKING.values(), ids=WAKING)
 async def test_a_change_that_a_turn_reads_wakes_the_loop(change: dict):
     memo = Memo(FakeLoop(60.0))
-    bell = memo.app.bell("ns", "demo")
+    wakeup = memo.app.wakeup("ns", "demo")
     await changed(memo=memo, meta=META, namespace="ns", name="demo")
-    bell.clear()
+    wakeup.clear()
     await changed(memo=memo, meta={**META, **change}, namespace="ns", name="demo")
-    assert bell.is_set()
+    assert wakeup.is_set()
 
 
 QUIET = {
@@ -252,11 +252,11 @@ QUIET = {
 @pytest.mark.parametrize("change", QUIET.values(), ids=QUIET)
 async def test_the_event_of_a_status_write_starts_no_turn(change: dict):
     memo = Memo(FakeLoop(60.0))
-    bell = memo.app.bell("ns", "demo")
+    wakeup = memo.app.wakeup("ns", "demo")
     await changed(memo=memo, meta=META, namespace="ns", name="demo")
-    bell.clear()
+    wakeup.clear()
     await changed(memo=memo, meta={**META, **change}, namespace="ns", name="demo")
-    assert not bell.is_set()
+    assert not wakeup.is_set()
 
 
 async def test_kopf_is_set_up_as_the_design_asks():

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from operator_support import body, pool
 
+from support.fakes import FakeCluster, FakeScraper, WatchableCluster, settle
+from support.world import body, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
     CHILD_KINDS,
@@ -19,13 +20,19 @@ from vlm_operator.cluster import (
     POD,
     SERVICE,
     VLM_NODE_CLASS,
+    VLM_POOL,
     VLM_SERVICE,
     Cluster,
 )
 from vlm_operator.errors import ClusterError, UnavailableError
-from vlm_operator.informer import Informed, Informer, follow
-from vlm_operator.reconcile import ClassBook, ClassLoop, Loop, Options
-from vlm_operator.testing import FakeCluster, FakeScraper, WatchableCluster, settle
+from vlm_operator.informer import CachedClient, Informer, label_of, reflector
+from vlm_operator.reconcile import (
+    NodeClassReconciler,
+    NodeClassUsage,
+    Options,
+    PoolLoop,
+    ServiceReconciler,
+)
 
 FOLLOWED = (*CHILD_KINDS, POD, VLM_NODE_CLASS, NODE)
 LABELS = {names.LABEL_SERVICE: "demo"}
@@ -33,10 +40,10 @@ LABELS = {names.LABEL_SERVICE: "demo"}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "LONGEST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(follow, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(reflector, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(reflector, "LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(reflector, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(reflector, "LIST_WAIT_SECONDS", 0.2)
 
 
 class Followed:
@@ -50,13 +57,13 @@ class Followed:
                 self.cluster,
                 kind,
                 None,
-                labelled=names.LABEL_SERVICE if kind.namespaced else "",
-                told=self.woken.append,
+                labelled=label_of(kind),
+                notify=self.woken.append,
                 relist=relist,
             )
             for kind in FOLLOWED
         }
-        self.reads = Informed(self.cluster, self.informers)
+        self.reads = CachedClient(self.cluster, self.informers)
 
 
 @contextlib.asynccontextmanager
@@ -73,7 +80,7 @@ async def followed(*, relist: float = 3600.0) -> AsyncIterator[Followed]:
 
 
 async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -94,7 +101,7 @@ async def data(cluster: Cluster) -> dict[str, str]:
 
 async def test_a_list_comes_from_memory_and_a_change_wakes_its_service():
     async with followed() as found:
-        found.cluster.plant(config_map("one", "1"))
+        found.cluster.hardware(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}
         assert found.woken == [("ns", "demo")]
         lists = dict(found.cluster.lists)
@@ -116,7 +123,7 @@ async def test_a_write_is_seen_by_the_next_list_and_its_echo_wakes_nobody():
         uid = (await found.reads.list(CONFIG_MAP, "ns", LABELS))[0]["metadata"]["uid"]
         await found.reads.delete(CONFIG_MAP, "ns", "one", uid=uid)
         assert await data(found.reads) == {}
-        found.cluster.plant(config_map("other"))
+        found.cluster.hardware(config_map("other"))
         await until(lambda: ("ns", "demo") in found.woken)
         # the end of `one` and the beginning of `other`, and none of five echoes
         assert len(found.woken) == 2
@@ -130,22 +137,37 @@ async def test_node_classes_read_nodes_from_memory():
             "metadata": {"name": "gpu"},
             "spec": {"nodeSelector": {"type": "gpu"}},
         }
-        found.cluster.plant(manifest)
+        found.cluster.hardware(manifest)
         node = {"apiVersion": "v1", "kind": "Node"}
-        found.cluster.plant({**node, "metadata": {"name": "one", "labels": {"type": "gpu"}}})
-        classes = ClassLoop(
-            found.reads, ClassBook(), clock=found.cluster.clock, changed=lambda: None
+        found.cluster.hardware({**node, "metadata": {"name": "one", "labels": {"type": "gpu"}}})
+        classes = NodeClassReconciler(
+            found.reads, NodeClassUsage(), clock=found.cluster.clock, changed=lambda: None
         )
         for _ in range(3):
             await classes.turn()
-        found.cluster.plant({**node, "metadata": {"name": "two", "labels": {"type": "gpu"}}})
-        async with asyncio.timeout(5):
+        found.cluster.hardware({**node, "metadata": {"name": "two", "labels": {"type": "gpu"}}})
+        async with asyncio.timeout(60):
             while len(await found.reads.list(NODE)) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         await classes.turn()
         (item,) = await found.reads.list(VLM_NODE_CLASS)
         assert item["status"]["nodes"] == 2
         assert found.cluster.lists["Node"] == 1
+
+
+async def test_pools_made_by_hand_are_read_from_memory_and_asked_for_once():
+    async with followed() as found:
+        head = {"apiVersion": VLM_POOL.api_version, "kind": VLM_POOL.kind}
+        meta = {"name": "mine", "namespace": "ns"}
+        found.cluster.hardware({**head, "metadata": meta, "spec": {"replicas": 3}})
+        pools = PoolLoop(found.reads, namespaces=(), clock=found.cluster.clock)
+        for _ in range(3):
+            await pools.turn()
+        (item,) = found.cluster.all(VLM_POOL)
+        assert item["status"]["conditions"][0]["reason"] == "NoService"
+        assert found.cluster.lists["VLMPool"] == 1
+        assert len([write for write in found.cluster.writes if write[0] == "apply"]) == 1
+        assert not found.woken
 
 
 async def test_a_dry_run_leaves_no_trace():
@@ -157,19 +179,19 @@ async def test_a_dry_run_leaves_no_trace():
 async def test_what_is_not_followed_is_asked_of_the_api_server():
     async with followed() as found:
         assert await found.reads.list(VLM_SERVICE) == []
-        found.cluster.plant(body())
+        found.cluster.hardware(body())
         assert len(await found.reads.list(VLM_SERVICE)) == 1
 
 
 @pytest.mark.parametrize("status", [410, 500])
 async def test_a_watch_that_breaks_is_made_up_for(status: int):
     async with followed() as found:
-        found.cluster.plant(config_map("one", "1"))
+        found.cluster.hardware(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}
         found.cluster.down = ClusterError(status, "Gone", "too old")
         await until(lambda: found.cluster.watching == 0)
         found.cluster.edit(CONFIG_MAP, "ns", "one", lambda item: item.update(data={"a": "2"}))
-        with pytest.raises(UnavailableError, match="configmaps are not seen: Gone"):
+        with pytest.raises(UnavailableError, match="configmaps are not listed: Gone"):
             await data(found.reads)
         found.cluster.down = None
         assert await data(found.reads) == {"one": "2"}
@@ -178,9 +200,9 @@ async def test_a_watch_that_breaks_is_made_up_for(status: int):
 async def test_what_is_known_may_be_read_for_a_while_after_the_watch_broke(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(follow, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(reflector, "GRACE_SECONDS", 60.0)
     async with followed() as found:
-        found.cluster.plant(config_map("one", "1"))
+        found.cluster.hardware(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}
         found.cluster.down = ClusterError(500, "InternalError", "later")
         await until(lambda: found.cluster.watching == 0)
@@ -189,15 +211,15 @@ async def test_what_is_known_may_be_read_for_a_while_after_the_watch_broke(
 
 async def test_a_watch_that_ended_is_resumed_and_nothing_is_listed_again():
     async with followed() as found:
-        found.cluster.plant(config_map("one", "1"))
+        found.cluster.hardware(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}
         await until(lambda: found.cluster.watching == len(FOLLOWED))
         lists = dict(found.cluster.lists)
         found.cluster.end_watches()
-        found.cluster.plant(config_map("two", "2"))
+        found.cluster.hardware(config_map("two", "2"))
         found.cluster.remove(CONFIG_MAP, "ns", "one")
         await until(lambda: found.cluster.watching == len(FOLLOWED))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await data(found.reads) != {"two": "2"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert found.cluster.lists == lists
@@ -205,14 +227,14 @@ async def test_a_watch_that_ended_is_resumed_and_nothing_is_listed_again():
 
 async def test_an_event_that_got_lost_is_made_up_for_by_the_next_list():
     async with followed(relist=0.0) as found:
-        found.cluster.plant(config_map("one", "1"))
+        found.cluster.hardware(config_map("one", "1"))
         assert await data(found.reads) == {"one": "1"}
         await until(lambda: found.cluster.watching == len(FOLLOWED))
-        found.cluster.plant(config_map("two", "2"))
+        found.cluster.hardware(config_map("two", "2"))
         found.cluster.lose()
         found.cluster.end_watches()
         await until(lambda: found.cluster.lists["ConfigMap"] > 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await data(found.reads) != {"one": "1", "two": "2"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
@@ -223,10 +245,10 @@ async def _live(cluster: FakeCluster, reads: Cluster, *, seed: int | None) -> li
     With a seed, turns come before memory has heard of everything.
     """
     draw = random.Random(seed)
-    loop = Loop(
+    loop = ServiceReconciler(
         "ns", "demo", cluster=reads, scraper=FakeScraper(), options=Options(), clock=cluster.clock
     )
-    cluster.plant(body(encoder=pool(1), decode=pool(2)))
+    cluster.hardware(body(encoder=pool(1), decode=pool(2)))
 
     async def turns(count: int) -> None:
         for _ in range(count):
@@ -241,7 +263,7 @@ async def _live(cluster: FakeCluster, reads: Cluster, *, seed: int | None) -> li
     await turns(4)
     cluster.edit(
         VLM_SERVICE, "ns", "demo",
-        lambda item: item.update(spec=_spec(decode={**pool(1), "engine": {"args": ["--x=1"]}})),
+        lambda item: item.update(spec=_spec(decode={**pool(1), "engine": {"extraArgs":["--x=1"]}})),
     )  # fmt: skip
     await turns(12)
     service = f"{names.child('demo', names.Role.GATEWAY)}"

@@ -11,7 +11,7 @@ from hypothesis import given
 from vlm_operator import names
 from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Kind
 from vlm_operator.informer import Store
-from vlm_operator.informer.kept import kept
+from vlm_operator.informer.transform import transform
 from vlm_operator.observe import pod_states
 from vlm_operator.status.classes import class_status
 
@@ -230,18 +230,18 @@ POD_MANIFEST: Manifest = {
 
 
 def test_of_a_pod_all_is_kept_that_is_read():
-    small = kept(POD, POD_MANIFEST)
+    small = transform(POD, POD_MANIFEST)
     assert pod_states([small]) == pod_states([POD_MANIFEST])
     running = copy.deepcopy(POD_MANIFEST)
     running["status"]["conditions"] = []
-    assert pod_states([kept(POD, running)]) == pod_states([running])
+    assert pod_states([transform(POD, running)]) == pod_states([running])
     assert pod_states([running])[0].blocked != pod_states([POD_MANIFEST])[0].blocked
     assert "managedFields" not in small["metadata"]
 
 
 def test_who_wrote_a_pools_number_is_kept():
     pool = {"apiVersion": "triptych.dev/v1alpha1", "kind": "VLMPool", **POD_MANIFEST}
-    assert kept(VLM_POOL, pool)["metadata"]["managedFields"] == [{"manager": "kubelet"}]
+    assert transform(VLM_POOL, pool)["metadata"]["managedFields"] == [{"manager": "kubelet"}]
 
 
 def test_of_a_node_its_readiness_labels_and_devices_are_kept_and_its_images_are_not():
@@ -266,7 +266,7 @@ def test_of_a_node_its_readiness_labels_and_devices_are_kept_and_its_images_are_
     def status(item: dict[str, Any]) -> dict[str, Any]:
         return class_status(manifest, [item], operator="one", in_use=0, starts=(), now=0.0)
 
-    small = kept(NODE, node)
+    small = transform(NODE, node)
     assert status(small) == status(node)
     assert status(small)["allocatable"] == 4
     assert "images" not in small["status"]

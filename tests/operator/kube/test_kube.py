@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client as kube_client
 
+from support.fakes import FakeCluster, WatchableCluster
+from vlm_local.controlplane import ControlPlane
 from vlm_operator import kube
-from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Cluster, Happening, Manifest
+from vlm_operator.cluster import CONFIG_MAP, NODE, POD, VLM_POOL, Cluster, Manifest, WatchEventType
 from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.testing import FakeCluster, WatchableCluster
 
 pytestmark = pytest.mark.cluster
 
@@ -116,11 +116,11 @@ async def follow(cluster: kube.KubeCluster | WatchableCluster, name: str) -> lis
     async with contextlib.aclosing(watch):
         async for event in watch:
             meta = event.item["metadata"]
-            if event.happening is Happening.BOOKMARK:
+            if event.type is WatchEventType.BOOKMARK:
                 continue
             versions.append(int(meta["resourceVersion"]))
-            told.append((event.happening, meta["name"].removeprefix(name)))
-            if event.happening is Happening.DELETED and meta["name"].endswith("-2"):
+            told.append((event.type, meta["name"].removeprefix(name)))
+            if event.type is WatchEventType.DELETED and meta["name"].endswith("-2"):
                 break
     assert versions == sorted(versions)
     return told
@@ -131,9 +131,9 @@ async def test_the_fake_tells_what_the_real_one_tells(real: kube.KubeCluster):
     told = await follow(real, name)
     assert told[0] == ["-0", "-1", "-2"]
     happened = [one for one, _ in told[1:]]
-    assert happened[:2] == [Happening.MODIFIED, Happening.DELETED]
+    assert happened[:2] == [WatchEventType.MODIFIED, WatchEventType.DELETED]
     # one that comes to carry the label is new to the watch
-    assert happened[2:] == [Happening.ADDED, Happening.DELETED]
+    assert happened[2:] == [WatchEventType.ADDED, WatchEventType.DELETED]
     assert await follow(WatchableCluster(), name) == told
 
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from support.fakes import FakeCluster
 from vlm_operator.cluster import CONFIG_MAP, LEASE
 from vlm_operator.errors import LeaseLostError
 from vlm_operator.leader import Fenced, Lease, Timing
-from vlm_operator.testing import FakeCluster
 
 TIMING = Timing(duration=15.0, renew_deadline=10.0, retry=0.0005)
 HANDOVERS = 20
@@ -72,12 +72,12 @@ async def _hand_over(leader: Process, other: Process, draw: random.Random) -> No
     stands_still = draw.uniform(15.1, 60.0)
     for process in (leader, other):
         process.now += stands_still
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
     assert await other.write()
     # it wakes in the middle of whatever it was about to write
     assert not await leader.write()
     with pytest.raises(LeaseLostError):
-        await asyncio.wait_for(leader.lease.keep(), 5)
+        await asyncio.wait_for(leader.lease.renew_loop(), 5)
     assert not await leader.write()
 
 

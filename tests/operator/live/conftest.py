@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from operator_faults import ProxyThread, Supervised, apply, behind, finished
-from operator_live import Live, install
 
-from vlm_operator.local.controlplane import ControlPlane
+from support.live import Live, install
+from support.live_faults import ProxyThread, Supervised, apply, behind, finished
+from vlm_local.controlplane import ControlPlane
 
 NAMESPACES = ("live", "live-gone")
 

@@ -16,9 +16,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from operator_live import plain_children
-from operator_operations import OPERATIONS, Operation
 
+from support.fakes import Died, DyingCluster, FakeScraper
+from support.live import plain_children
+from support.operations import OPERATIONS, Operation
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 from vlm_operator import kube, names
 from vlm_operator.cluster import (
     VLM_NODE_CLASS,
@@ -28,10 +31,7 @@ from vlm_operator.cluster import (
     Manifest,
 )
 from vlm_operator.errors import UnavailableError
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
-from vlm_operator.reconcile import Loop, Options
-from vlm_operator.testing import Died, DyingCluster, FakeScraper
+from vlm_operator.reconcile import Options, ServiceReconciler
 
 pytestmark = pytest.mark.cluster
 LATE_SECONDS = 3600.0  # past every deadline of a rollout
@@ -137,8 +137,8 @@ class Story:
                 return
         raise AssertionError(f"{self.name} never came to rest")
 
-    def _loop(self, cluster: Cluster, *, late: float = 0.0) -> Loop:
-        return Loop(
+    def _loop(self, cluster: Cluster, *, late: float = 0.0) -> ServiceReconciler:
+        return ServiceReconciler(
             self.namespace,
             self.name,
             cluster=cluster,

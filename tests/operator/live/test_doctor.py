@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from operator_live import install
-from operator_support import body, pool
 
-from vlm_operator.cli.doctor.command import examine_cluster
-from vlm_operator.cli.output import Format
-from vlm_operator.local.controlplane import ControlPlane
+from support.live import install
+from support.world import body, pool
+from vlm_cli.doctor.command import examine_cluster
+from vlm_cli.output import Format
+from vlm_local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 

@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from operator_live import Live, pass_time
-from operator_support import body, pool
+
+from support.live import Live, pass_time
+from support.world import body, pool
 
 pytestmark = pytest.mark.cluster
 
-PROMISED = 10.0  # seconds; tests wait three times as long
+PROMISED = 10.0  # seconds, of a quiet machine
 TICK_SECONDS = 5.0
 SIDECAR = {"name": "theirs", "image": "theirs:1"}
 POD = "/spec/template/spec"

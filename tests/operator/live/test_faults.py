@@ -11,7 +11,19 @@ import uuid
 from typing import Any
 
 import pytest
-from operator_faults import (
+
+from support.fakes.faults import (
+    AnswerLost,
+    Chaos,
+    Fault,
+    HalfLine,
+    InStream,
+    Refused,
+    Rule,
+    Silence,
+)
+from support.live import Live
+from support.live_faults import (
     LEASE_SECONDS,
     SILENCE_SECONDS,
     ProxyThread,
@@ -21,18 +33,6 @@ from operator_faults import (
     ends,
     finished,
     same_as_reference,
-)
-from operator_live import Live
-
-from vlm_operator.testing.faults import (
-    AnswerLost,
-    Chaos,
-    Fault,
-    HalfLine,
-    InStream,
-    Refused,
-    Rule,
-    Silence,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("healed")]

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from operator_live import Live
-from operator_support import body, external, pool
 
-from vlm_operator.local.pki import Authority
-from vlm_operator.local.settings import LocalSettings
+from support.live import Live
+from support.world import body, external, pool
+from vlm_local.pki import Authority
+from vlm_local.settings import LocalSettings
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,10 @@ import uuid
 from collections.abc import Callable
 
 import pytest
-from operator_faults import (
+
+from support.fakes.faults import Refused, Rule
+from support.live import Live, install, plain_children
+from support.live_faults import (
     LEASE_SECONDS,
     ProxyThread,
     Supervised,
@@ -22,12 +25,9 @@ from operator_faults import (
     is_write,
     writes_seen,
 )
-from operator_live import Live, install, plain_children
-from operator_operations import OPERATIONS, Operation
-
+from support.operations import OPERATIONS, Operation
+from vlm_local.controlplane import ControlPlane
 from vlm_operator.cluster import Manifest
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.testing.faults import Refused, Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("healed")]
 

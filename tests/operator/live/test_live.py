@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from operator_live import Live, anonymous, pass_time
-from operator_support import body, external, pool
+
+from support.live import Live, anonymous, pass_time
+from support.world import body, external, pool
 
 pytestmark = pytest.mark.cluster
 

@@ -4,12 +4,12 @@ import json
 import uuid
 
 import pytest
-from operator_support import body
 
+from support.world import body
+from vlm_cli.errors import CliError
+from vlm_cli.release import release
+from vlm_local.controlplane import ControlPlane
 from vlm_operator import names
-from vlm_operator.cli.errors import CliError
-from vlm_operator.cli.release import release
-from vlm_operator.local.controlplane import ControlPlane
 
 pytestmark = pytest.mark.cluster
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from operator_live import Live
-from operator_support import body, pool
 
-from vlm_operator.cli.offline import show_children
-from vlm_operator.cli.output import Format
-from vlm_operator.cli.revisions import show_rollout
+from support.live import Live
+from support.world import body, pool
+from vlm_cli.offline import show_children
+from vlm_cli.output import Format
+from vlm_cli.revisions import show_rollout
 
 pytestmark = pytest.mark.cluster
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -44,7 +44,9 @@ async def test_a_rollout_is_shown_by_revision_with_what_it_waits_for(
     live.apply(manifest("Float32"))
     live.until(lambda: len(live.items("deployments", "shown")) == 3, seconds=5)
     live.until(
-        lambda: live.condition("shown", "RolloutProgressing").get("status") == "True", seconds=5
+        # what the rollout says in the end: the reasons Starting and Progressing come before
+        lambda: live.condition("shown", "RolloutProgressing").get("reason") == "NoSpareCapacity",
+        seconds=5,
     )
     capsys.readouterr()  # what waiting printed
     await show_rollout(
@@ -57,4 +59,5 @@ async def test_a_rollout_is_shown_by_revision_with_what_it_waits_for(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ROLE", "VARIANT", "REVISION", "COMPAT", "READY", "NOTE"]
     assert [line.split()[0] for line in lines[1:4]] == ["decode", "decode", "gateway"]
-    assert lines[4].startswith("Progressing: step 1 of 1: 1 decode pod of revision ")
+    assert lines[4].startswith("NoSpareCapacity: step 1 of 1: 1 decode pod of revision ")
+    assert "no nodes available" in lines[4]

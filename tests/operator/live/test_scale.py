@@ -1,7 +1,8 @@
 """Many services at once on a real control plane: soon, quiet, small (bench/operator_scale.py)."""
 
 import pytest
-from operator_scale import Load, quantile, yard
+
+from support.scale import Load, quantile, running_services
 
 pytestmark = pytest.mark.cluster
 
@@ -13,7 +14,7 @@ MEMORY_BYTES = 250 * 2**20
 async def test_ten_services_idle_without_a_write_and_changes_are_answered():
     # two full reads of each service fall into the idle time
     load = Load(services=10, pods_each=6, idle_seconds=6.0, resync_seconds=3.0)
-    async with yard(load) as found:
+    async with running_services(load) as found:
         got = await found.measure()
     assert got.idle_writes == []
     assert got.rss_bytes <= MEMORY_BYTES
@@ -26,7 +27,7 @@ async def test_ten_services_idle_without_a_write_and_changes_are_answered():
 @pytest.mark.timeout(3600)
 async def test_a_hundred_services_with_a_thousand_pods():
     load = Load(services=100, pods_each=10, idle_seconds=600.0)
-    async with yard(load) as found:
+    async with running_services(load) as found:
         got = await found.measure()
     assert got.idle_writes == []
     assert got.rss_bytes <= MEMORY_BYTES

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from confined import confined, refused
-from operator_live import Live, install
-from operator_support import body, pool
 
-from vlm_operator.local.controlplane import ControlPlane
+from support.live import Live, install
+from support.world import body, pool
+from vlm_local.controlplane import ControlPlane
 
 UID = 65532
 NO_NAMES = ("env", "-u", "USER", "-u", "LOGNAME", "-u", "LNAME", "-u", "USERNAME", "-u", "POD_ID")

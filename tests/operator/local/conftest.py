@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from vlm_operator.local.client import Client
-from vlm_operator.local.controlplane import ControlPlane
+from vlm_local.client import Client
+from vlm_local.controlplane import ControlPlane
 
 from .pods import Pods
 

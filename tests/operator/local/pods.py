@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlm_operator.local.client import ApiError, Client, Object
-from vlm_operator.local.waiting import until
+from vlm_local.client import ApiError, Client, Object
+from vlm_local.waiting import until
 
 SECONDS = 60.0
 SERVER = """

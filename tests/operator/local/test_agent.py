@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.agent.process import no_identities
-from vlm_operator.local.client import STRATEGIC, ApiError
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
+from vlm_local.agent.process import no_identities
+from vlm_local.client import STRATEGIC, ApiError
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 
 from .pods import POD_IP, Pods, condition, exists, first, pid, pod, server
 

@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from vlm_operator.local.agent.__main__ import Formatter
+from vlm_local.agent.__main__ import Formatter
 
 
 def test_a_line_has_the_fields_that_were_given_with_it():

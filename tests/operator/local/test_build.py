@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local import build
-from vlm_operator.local.errors import BuildError, ToolMissingError
-from vlm_operator.local.settings import LocalSettings
+from vlm_local import build
+from vlm_local.errors import BuildError, ToolMissingError
+from vlm_local.settings import LocalSettings
 
 # A `go` that behaves as far as we ask: a version, packages told on stderr, binaries in -o.
 GO = """#!/bin/sh

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.agent.cgroups import Cgroups
+from vlm_local.agent.cgroups import Cgroups
 
 NOBODY = 2**22 + 1  # above the largest pid that Linux gives
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.local.agent import quantity
-from vlm_operator.local.agent.command import (
+from vlm_local.agent import quantity
+from vlm_local.agent.command import (
     ConfigError,
     Facts,
     arguments,
@@ -82,13 +82,22 @@ def test_env_wins_over_env_from():
     assert found == {"P_A": "env", "P_B": "map"}
 
 
-@pytest.mark.parametrize("objects", [{}, {("Secret", "s"): {"other": "x"}}])
-def test_a_missing_key_is_an_error_unless_it_is_optional(objects: dict[tuple[str, str], dict]):
+@pytest.mark.parametrize(
+    ("objects", "words"),
+    [
+        ({}, 'secret "s" not found'),
+        ({("Secret", "s"): {"other": "x"}}, "couldn't find key k in Secret ns/s"),
+    ],
+    ids=["no Secret", "no key"],
+)
+def test_a_missing_key_is_an_error_in_kubelets_words_unless_it_is_optional(
+    objects: dict[tuple[str, str], dict], words: str
+):
     def container(optional: bool) -> dict:
         reference = {"name": "s", "key": "k", "optional": optional}
         return {"env": [{"name": "A", "valueFrom": {"secretKeyRef": reference}}]}
 
-    with pytest.raises(ConfigError, match=r"Secret ns/s"):
+    with pytest.raises(ConfigError, match=words):
         environment(container(False), POD, FACTS, base={}, objects=objects)
     assert environment(container(True), POD, FACTS, base={}, objects=objects) == {}
 

@@ -3,7 +3,7 @@
 import signal
 from typing import NoReturn
 
-from vlm_operator.local.agent.container import Backoff, CannotStartError, Container, Prepared
+from vlm_local.agent.container import Backoff, CannotStartError, Container, Prepared
 
 
 class Story:

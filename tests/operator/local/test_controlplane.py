@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.client import ApiError
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.errors import PortTakenError
-from vlm_operator.local.waiting import until
+from vlm_local.client import ApiError
+from vlm_local.controlplane import ControlPlane
+from vlm_local.errors import PortTakenError
+from vlm_local.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -53,10 +53,9 @@ async def test_the_audit_log_names_who_did_what(control_plane: ControlPlane):
     async with control_plane.client() as api:
         with pytest.raises(ApiError):
             await api.get("/api/v1/namespaces/default/configmaps/looked-for-by-the-audit-test")
-    lines = [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
     [asked] = [
         line
-        for line in lines
+        for line in control_plane.audited()[0]
         if line.get("objectRef", {}).get("name") == "looked-for-by-the-audit-test"
     ]
     assert asked["user"]["username"] == "kubernetes-admin"
@@ -87,7 +86,7 @@ async def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path):
     program = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from vlm_operator.local.controlplane import ControlPlane\n"
+        "from vlm_local.controlplane import ControlPlane\n"
         "async def main():\n"
         "    async with ControlPlane(folder=Path(sys.argv[1])):\n"
         "        print('up', flush=True)\n"

@@ -4,12 +4,11 @@ import socket
 
 import pytest
 
-from vlm_operator.local.client import Access
-from vlm_operator.local.demo.ask import is_right
-from vlm_operator.local.demo.checks import choose_port
-from vlm_operator.local.demo.line import DemoOptions, model_volume
-from vlm_operator.local.demo.watch import pod_state, service_state
-from vlm_operator.local.errors import LocalError, PortTakenError
+from vlm_local.demo.ask import is_right
+from vlm_local.demo.checks import choose_port
+from vlm_local.demo.line import DemoOptions, model_volume
+from vlm_local.demo.watch import pod_state, service_state
+from vlm_local.errors import PortTakenError
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def test_an_answer_is_right_if_it_is_the_expected_one(answer, expected, right):
     assert is_right(answer, expected) is right
 
 
-def test_a_picture_or_a_question_of_ones_own_has_no_known_answer(tmp_path):
+def test_an_image_or_a_question_of_ones_own_has_no_known_answer(tmp_path):
     assert DemoOptions().expected == "blue triangle"
     assert DemoOptions(question="How many?").expected is None
     own = DemoOptions(image=tmp_path)
@@ -112,10 +111,3 @@ def service(**conditions: dict) -> dict:
 )
 def test_a_service_is_ready_only_as_it_stands_now(seen, state):
     assert service_state(seen) == state
-
-
-@pytest.mark.parametrize("text", ["# a page", "{}", "[]", "current-context: x", ": :"])
-def test_a_file_that_is_no_kubeconfig_is_said_so(tmp_path, text):
-    (tmp_path / "config").write_text(text)
-    with pytest.raises(LocalError, match="config is no kubeconfig"):
-        Access.read(tmp_path / "config")

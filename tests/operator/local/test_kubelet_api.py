@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from vlm_operator.local.client import Access, Client
-from vlm_operator.local.controlplane import ControlPlane
+from vlm_local.client import Client
+from vlm_local.controlplane import ControlPlane
 
 from .pods import Pods, pod, server
 
@@ -61,7 +61,7 @@ async def test_a_websocket_port_forward_carries_bytes_both_ways(cluster: Control
     env = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     await pods.create(pod("p", ECHO, env=env))
     await pods.until_logged("p", "serving")
-    access = Access.read(cluster.kubeconfig)
+    access = cluster.access
     url = f"{access.server}{pods.path}/p/portforward?ports=8080"
     async with (
         aiohttp.ClientSession() as session,
@@ -78,7 +78,7 @@ async def test_a_websocket_port_forward_carries_bytes_both_ways(cluster: Control
 async def test_a_port_nobody_listens_on_is_said_so(cluster: ControlPlane, pods: Pods):
     await pods.create(server("p"))
     await pods.until_logged("p", "serving")
-    access = Access.read(cluster.kubeconfig)
+    access = cluster.access
     url = f"{access.server}{pods.path}/p/portforward?ports=9"
     async with (
         aiohttp.ClientSession() as session,
@@ -106,7 +106,7 @@ async def test_logs_can_be_followed_cut_and_stamped(cluster: ControlPlane, pods:
 async def test_nobody_but_the_api_server_may_ask_a_node(cluster: ControlPlane, api: Client):
     nodes = await api.get("/api/v1/nodes")
     address = nodes["items"][0]["status"]["addresses"][0]["address"]
-    context = Access.read(cluster.kubeconfig).ssl_context()  # the administrator's certificate
+    context = cluster.access.ssl_context()  # the administrator's certificate
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"https://{address}:10250/healthz", ssl=context) as answer,

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.local.agent.logs import ContainerLog, LogOptions
+from vlm_local.agent.logs import ContainerLog, LogOptions
 
 LINES = st.lists(st.text(st.characters(codec="ascii", exclude_characters="\n"), max_size=8))
 

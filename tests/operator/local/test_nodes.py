@@ -1,16 +1,15 @@
 """Nodes offer what their type says; status-only nodes play pods without processes."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.agent.nodes import NodeType, is_ready
-from vlm_operator.local.client import STRATEGIC, Client
-from vlm_operator.local.cluster import NodeAgent
-from vlm_operator.local.controlplane import ControlPlane
-from vlm_operator.local.waiting import until
+from vlm_local.agent.nodes import NodeType, is_ready
+from vlm_local.client import STRATEGIC, Client
+from vlm_local.cluster import NodeAgent
+from vlm_local.controlplane import ControlPlane
+from vlm_local.waiting import until
 
 from .pods import Pods, condition, pod
 
@@ -25,6 +24,9 @@ async def test_a_node_offers_simulated_gpus_and_says_so(api: Client):
     assert node["status"]["allocatable"]["nvidia.com/gpu"] == "4"
     assert node["metadata"]["labels"]["triptych.dev/simulated"] == "true"
     assert node["metadata"]["labels"]["triptych.dev/node-type"] == "gpu-compute"
+    assert node["metadata"]["labels"]["nvidia.com/gpu.present"] == "true"
+    plain = await api.get("/api/v1/nodes/cpu-large")
+    assert "nvidia.com/gpu.present" not in plain["metadata"]["labels"]
     assert "simulated" in condition(node, "Ready")["message"]
 
 
@@ -119,10 +121,10 @@ async def test_a_played_pod_takes_its_time_and_may_fail(cluster: ControlPlane, p
 
 
 async def test_the_agent_uses_no_right_that_a_node_does_not_have(cluster: ControlPlane):
-    lines = await asyncio.to_thread(cluster.audit_log.read_text)
+    entries, _ = await asyncio.to_thread(cluster.audited)
     refused = [
         (entry["verb"], entry["requestURI"])
-        for entry in map(json.loads, lines.splitlines())
+        for entry in entries
         if entry["user"].get("username", "").startswith("system:node:")
         and entry["annotations"].get("authorization.k8s.io/decision") == "forbid"
         # the authorizer learns of a pod moments after the node does

@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import aiohttp
 
-from vlm_operator.local.agent.cgroups import Cgroups
-from vlm_operator.local.agent.command import Facts
-from vlm_operator.local.agent.container import Backoff
-from vlm_operator.local.agent.events import Recorder
-from vlm_operator.local.agent.pod import Pod
-from vlm_operator.local.client import Client, Object
-from vlm_operator.local.waiting import until
+from vlm_local.agent.cgroups import Cgroups
+from vlm_local.agent.command import Facts
+from vlm_local.agent.container import Backoff
+from vlm_local.agent.events import Recorder
+from vlm_local.agent.pod import Pod
+from vlm_local.client import Client, Object
+from vlm_local.waiting import until
 
 POD: Object = {
     "metadata": {"name": "p", "namespace": "n", "uid": "u"},
@@ -96,5 +96,8 @@ async def test_a_volume_that_nobody_foresaw_is_told_while_the_pod_waits(tmp_path
 
     await until(told, seconds=10, awaited="the failed mount to be told")
     assert not living.done()
+    # as with kubelet: the operator knows by the missing address that volumes are not mounted
+    assert pod.facts.pod_ip
+    assert "podIP" not in api.pod["status"]
     pod.gone()
     await living

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from vlm_operator.local.agent.probes import Prober
+from vlm_local.agent.probes import Prober
 
 
 @pytest.mark.parametrize("kind", ["tcpSocket", "httpGet", "grpc"])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.agent.logs import ContainerLog
-from vlm_operator.local.agent.process import Process, ProcessSpec, StartFailedError
+from vlm_local.agent.logs import ContainerLog
+from vlm_local.agent.process import Process, ProcessSpec, StartFailedError
 
 AT_ONCE = 16  # so many starts that the agent comes late to most
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.agent.process import SANDBOX
+from vlm_local.agent.process import SANDBOX
 
 NOBODY = 65534
 SYSTEM_PYTHON = next(

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, cast
 
-from vlm_operator.local.agent.script import ScriptedPod
-from vlm_operator.local.client import ApiError, Client, Object
-from vlm_operator.local.waiting import until
+from vlm_local.agent.script import ScriptedPod
+from vlm_local.client import ApiError, Client, Object
+from vlm_local.waiting import until
 
 POD: Object = {
     "metadata": {"name": "p", "namespace": "n", "uid": "u"},

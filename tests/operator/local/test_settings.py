@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.local.errors import StartError
-from vlm_operator.local.settings import LocalSettings
+from vlm_local.errors import StartError
+from vlm_local.settings import LocalSettings
 
 
 @pytest.fixture

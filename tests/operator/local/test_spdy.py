@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.local.agent import spdy
+from vlm_local.agent import spdy
 
 HEADERS = st.dictionaries(
     st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12),

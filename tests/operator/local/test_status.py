@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.local.agent.status import (
+from vlm_local.agent.status import (
     ContainerView,
     PodView,
     Running,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_operator.local.agent.atomic import write_atomically
-from vlm_operator.local.agent.command import Facts
-from vlm_operator.local.agent.volumes import Volumes
-from vlm_operator.local.client import Client
-from vlm_operator.local.waiting import until
+from vlm_local.agent.atomic import write_atomically
+from vlm_local.agent.command import Facts
+from vlm_local.agent.volumes import Volumes
+from vlm_local.client import Client
+from vlm_local.waiting import until
 
 from .pods import Pods, condition, first, pod
 
@@ -95,10 +95,13 @@ async def test_a_pod_waits_for_a_secret_that_comes_later(pods: Pods):
         return any(one["reason"] == "FailedMount" and "late" in one["message"] for one in found)
 
     await until(told, seconds=15, awaited="an event about the mount")
+    waiting = await pods.api.get(f"{pods.path}/p")
+    assert "podIP" not in waiting["status"], "kubelet mounts volumes before it asks for an address"
     secrets = pods.path.removesuffix("pods") + "secrets"
     await pods.api.create(secrets, {"metadata": {"name": "late"}, "stringData": {"k": "shh"}})
     await pods.until_phase("p", "Succeeded")
     assert await pods.log("p") == "shh\n"
+    assert (await pods.api.get(f"{pods.path}/p"))["status"]["podIP"]
 
 
 @pytest.mark.cluster

@@ -6,22 +6,22 @@ from typing import Any
 
 from hypothesis import given, settings
 from inline_snapshot import snapshot
-from operator_support import body, empty, external, pool, service, specs
 
+from support.world import body, empty, external, pool, service, specs
 from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import CHILD_KINDS, Manifest
 from vlm_operator.names import Role
 from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import Intent, intend
+from vlm_operator.reconcile.decisions import TurnPlan, plan_turn
 from vlm_operator.state import DeploymentState
 
 
-def intent(manifest: Manifest, observed: Any = None) -> Intent:
-    return intend(service(manifest), observed or empty(), Memory(), options=Options())
+def turn_plan(manifest: Manifest, observed: Any = None) -> TurnPlan:
+    return plan_turn(service(manifest), observed or empty(), Memory(), options=Options())
 
 
-def applied(first: Intent) -> Any:
+def applied(first: TurnPlan) -> Any:
     """The cluster right after a plan was carried out."""
     children = {
         (item["kind"], item["metadata"]["name"]): json.loads(json.dumps(item))
@@ -29,30 +29,30 @@ def applied(first: Intent) -> Any:
     }
     for role in first.service.spec.pools.present:
         key = (names.KIND_POOL, names.child(first.service.name, role))
-        children[key]["spec"]["replicas"] = first.claims[role]
+        children[key]["spec"]["replicas"] = first.pool_replicas[role]
     return dataclasses.replace(empty(), children=children)
 
 
 @given(specs())
 @settings(max_examples=60, deadline=None)
 def test_planning_twice_plans_the_same(manifest: Manifest):
-    assert intent(manifest).plan == intent(manifest).plan
+    assert turn_plan(manifest).plan == turn_plan(manifest).plan
 
 
 @given(specs())
 @settings(max_examples=60, deadline=None)
 def test_planning_over_the_applied_plan_plans_the_same(manifest: Manifest):
-    first = intent(manifest)
-    again = intent(manifest, applied(first))
+    first = turn_plan(manifest)
+    again = turn_plan(manifest, applied(first))
     assert again.plan == first.plan
-    assert again.claims == {}
+    assert again.pool_replicas == {}
     assert again.step.done
 
 
 @given(specs())
 @settings(max_examples=60, deadline=None)
 def test_every_child_is_owned_labelled_and_named_once_in_order(manifest: Manifest):
-    found = intent(manifest).plan
+    found = turn_plan(manifest).plan
     seen = [(item["kind"], item["metadata"]["name"]) for item in found.objects]
     assert len(seen) == len(set(seen))
     order = [kind.kind for kind in CHILD_KINDS]
@@ -72,7 +72,7 @@ def test_every_child_is_owned_labelled_and_named_once_in_order(manifest: Manifes
 @given(specs())
 @settings(max_examples=60, deadline=None)
 def test_budgets_guard_two_replicas_or_more_and_never_one(manifest: Manifest):
-    found = intent(manifest)
+    found = turn_plan(manifest)
     guarded = {
         item["metadata"]["labels"][names.LABEL_ROLE]
         for item in found.plan.objects
@@ -84,7 +84,7 @@ def test_budgets_guard_two_replicas_or_more_and_never_one(manifest: Manifest):
 
 
 def test_a_pool_of_external_mode_carries_its_bounds_and_never_the_number():
-    found = intent(body(decode=external(2, 5))).plan
+    found = turn_plan(body(decode=external(2, 5))).plan
     spec = next(item["spec"] for item in found.objects if item["kind"] == "VLMPool")
     assert spec == snapshot(
         {
@@ -98,7 +98,7 @@ def test_a_pool_of_external_mode_carries_its_bounds_and_never_the_number():
 
 
 def test_the_objects_of_three_pools():
-    found = intent(body()).plan
+    found = turn_plan(body()).plan
     listed = [f"{item['kind']} {item['metadata']['name']}" for item in found.objects]
     assert listed == snapshot(
         [
@@ -126,7 +126,7 @@ def test_the_objects_of_three_pools():
 
 
 def test_what_a_revision_settled_is_read_back_from_its_deployment():
-    found = intent(body(decode=pool()))
+    found = turn_plan(body(decode=pool()))
     deployment = next(i for i in found.plan.objects if i["kind"] == "Deployment")
     state = DeploymentState.of(deployment)
     revision = found.revisions[Role.DECODE, "default"]

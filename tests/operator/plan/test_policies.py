@@ -5,8 +5,8 @@ import itertools
 from typing import Any, NamedTuple
 
 import pytest
-from operator_support import body, pool, service
 
+from support.world import body, pool, service
 from vlm_operator import names
 from vlm_operator.plan.policies import Network, network_policies
 from vlm_operator.pods import object_labels

@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from inline_snapshot import snapshot
-from operator_support import body, empty, pool, service, specs
 
+from support.world import body, empty, pool, service, specs
 from vlm_operator import names
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
 from vlm_operator.reconcile import Options
-from vlm_operator.reconcile.decisions import intend
+from vlm_operator.reconcile.decisions import plan_turn
 
 
 def templates(manifest: Manifest) -> dict[str, Any]:
-    found = intend(service(manifest), empty(), Memory(), options=Options())
+    found = plan_turn(service(manifest), empty(), Memory(), options=Options())
     return {
         item["metadata"]["labels"][names.LABEL_ROLE]: item["spec"]["template"]
         for item in found.plan.objects
@@ -160,3 +160,17 @@ def test_blocks_are_short_where_a_worker_asks_for_an_accelerator():
     found = templates(body(decode=pool(variants=[variant])))["decode"]
     assert "--block-size=16" in found["spec"]["containers"][0]["args"]
     assert Role.DECODE.value == found["metadata"]["labels"][names.LABEL_ROLE]
+
+
+def test_a_gateway_prefers_nodes_without_gpus_unless_its_user_wrote_an_affinity():
+    found = templates(body(decode=pool()))
+    assert "affinity" not in found["decode"]["spec"]
+    rules = found["gateway"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = rules.pop("preferredDuringSchedulingIgnoredDuringExecution")
+    assert not rules, "a cluster of nodes with GPUs alone still runs gateways"
+    for label in ("nvidia.com/gpu.present", "cloud.google.com/gke-accelerator"):
+        absent = {"key": label, "operator": "DoesNotExist"}
+        assert absent in term["preference"]["matchExpressions"]
+    own = {"podAntiAffinity": {}}
+    placed = templates(body({"gateway": {"placement": {"affinity": own}}}, decode=pool()))
+    assert placed["gateway"]["spec"]["affinity"] == own

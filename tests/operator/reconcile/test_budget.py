@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from operator_load import FAST, SLO, Loaded, auto, loaded_world, replicas, run, said
-from operator_support import World, body
-
+from support.load import FAST, SLO, Loaded, auto, loaded_world, replicas, run, said
+from support.world import World, body
 from vlm_operator.cluster import VLM_NODE_CLASS
 
 
@@ -51,7 +50,7 @@ def test_the_cheapest_node_type_is_taken_first_and_the_service_costs_what_its_po
         )
     )
     for name, cost in (("dear", "3"), ("cheap", "1.5")):
-        world.cluster.plant(
+        world.cluster.hardware(
             {
                 "apiVersion": VLM_NODE_CLASS.api_version,
                 "kind": VLM_NODE_CLASS.kind,

@@ -3,13 +3,12 @@
 import asyncio
 from typing import Any
 
-from operator_support import World, body, external, pool
-
+from support.fakes import FakeCluster, settle
+from support.world import World, body, external, pool
 from vlm_operator.cluster import DEPLOYMENT, NODE, POD, VLM_NODE_CLASS
-from vlm_operator.reconcile import ClassBook, ClassLoop
-from vlm_operator.reconcile.loop import Loop
+from vlm_operator.reconcile import NodeClassReconciler, NodeClassUsage
+from vlm_operator.reconcile.service import ServiceReconciler
 from vlm_operator.status import ClassUse, Start
-from vlm_operator.testing import FakeCluster, settle
 
 SPEC: dict[str, Any] = {
     "nodeSelector": {"type": "gpu"},
@@ -24,7 +23,7 @@ def node_class(name: str = "gpu", **spec: Any) -> dict[str, Any]:
 
 
 def plant_node(cluster: FakeCluster, name: str, *, ready: bool = True, **labels: str) -> None:
-    cluster.plant(
+    cluster.hardware(
         {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
     )
 
@@ -40,9 +39,9 @@ class Classes:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.book = ClassBook()
+        self.book = NodeClassUsage()
         self.changes = 0
-        world.loop = Loop(
+        world.loop = ServiceReconciler(
             "ns",
             "demo",
             cluster=world.cluster,
@@ -51,7 +50,7 @@ class Classes:
             clock=world.cluster.clock,
             book=self.book,
         )
-        self.loop = ClassLoop(
+        self.loop = NodeClassReconciler(
             world.cluster, self.book, clock=world.cluster.clock, changed=self._changed
         )
 
@@ -70,7 +69,7 @@ def on_class(name: str = "gpu", **more: Any) -> dict[str, Any]:
 
 def test_a_class_counts_its_nodes_the_room_there_and_who_runs_on_them():
     world = World(body(decode=on_class()))
-    world.cluster.plant(node_class())
+    world.cluster.hardware(node_class())
     plant_node(world.cluster, "a", type="gpu")
     plant_node(world.cluster, "b", type="gpu", ready=False)
     plant_node(world.cluster, "c", type="cpu")
@@ -87,7 +86,7 @@ def test_a_class_counts_its_nodes_the_room_there_and_who_runs_on_them():
 
 def test_a_class_that_did_not_change_is_not_written():
     world = World(body(decode=on_class()))
-    world.cluster.plant(node_class())
+    world.cluster.hardware(node_class())
     classes = Classes(world)
     world.converge()
     classes.turn()
@@ -102,11 +101,11 @@ def test_a_class_that_did_not_change_is_not_written():
 def test_two_operators_each_write_their_own_use_and_then_are_still():
     """Scoped ones, of different namespaces: the class is the cluster's, the numbers are theirs."""
     cluster = FakeCluster()
-    cluster.plant(node_class())
+    cluster.hardware(node_class())
     plant_node(cluster, "a", type="gpu")
-    books = {name: ClassBook() for name in ("red/op", "blue/op")}
+    books = {name: NodeClassUsage() for name in ("red/op", "blue/op")}
     loops = [
-        ClassLoop(cluster, book, clock=cluster.clock, changed=lambda: None, operator=name)
+        NodeClassReconciler(cluster, book, clock=cluster.clock, changed=lambda: None, operator=name)
         for name, book in books.items()
     ]
 
@@ -137,7 +136,7 @@ def test_two_operators_each_write_their_own_use_and_then_are_still():
 
 def test_a_class_without_nodes_says_so_and_keeps_what_was_measured():
     world = World()
-    world.cluster.plant(node_class())
+    world.cluster.hardware(node_class())
     world.cluster.edit(
         VLM_NODE_CLASS,
         "",
@@ -153,7 +152,7 @@ def test_services_are_woken_when_a_class_says_something_else():
     world = World()
     classes = Classes(world)
     asyncio.run(classes.loop.turn())
-    world.cluster.plant(node_class())
+    world.cluster.hardware(node_class())
     classes.turn()
     assert classes.changes == 1
     classes.turn()
@@ -162,7 +161,7 @@ def test_services_are_woken_when_a_class_says_something_else():
 
 def test_pods_run_where_the_class_says_and_the_status_knows_their_cost():
     world = World(body(decode=on_class()))
-    world.cluster.plant(node_class(tolerations=[{"key": "gpu", "operator": "Exists"}]))
+    world.cluster.hardware(node_class(tolerations=[{"key": "gpu", "operator": "Exists"}]))
     world.converge()
     spec = next(
         item["spec"]["template"]["spec"]
@@ -182,17 +181,28 @@ def test_a_class_that_is_missing_refuses_the_manifest_until_it_is_there():
     world.turn()
     accepted = world.condition("Accepted")
     assert accepted["status"] == "False"
-    assert "VLMNodeClass h100 does not exist (there is none): create it" in accepted["message"]
+    assert "VLMNodeClass h100 does not exist: create it" in accepted["message"]
     assert world.cluster.all(DEPLOYMENT) == []
-    world.cluster.plant(node_class("h100"))
+    world.cluster.hardware(node_class("h100"))
     world.converge()
     assert world.condition("Accepted")["status"] == "True"
     assert world.condition("Ready")["status"] == "True"
 
 
+def test_a_missing_class_needs_a_person_after_a_minute_though_other_classes_appear():
+    world = World(body(decode=on_class("h100")))
+    for number in range(6):
+        world.turn(seconds=10)
+        assert world.condition("Stalled")["status"] == "False"
+        world.cluster.hardware(node_class(f"other-{number}"))
+    world.turn(seconds=10)
+    assert world.condition("Stalled")["status"] == "True"
+    assert world.condition("Stalled")["reason"] == "NodeClassInvalid"
+
+
 def test_what_serves_goes_on_while_its_class_is_gone_and_a_new_pod_still_takes_work():
     world = World(body(decode=external(1, 4, variants=on_class()["variants"])))
-    world.cluster.plant(node_class())
+    world.cluster.hardware(node_class())
     world.converge()
     world.cluster.remove(VLM_NODE_CLASS, "", "gpu")
     pods = [

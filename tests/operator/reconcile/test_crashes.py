@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 
 import pytest
-from operator_support import World, body, pool
 
+from support.fakes import DyingCluster
+from support.world import World, body, pool, rps
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, POD, VLM_SERVICE
 from vlm_operator.errors import ClusterError, ConflictError, UnavailableError
-from vlm_operator.testing import DyingCluster
 
 
 def spec() -> dict:
@@ -42,6 +42,90 @@ def test_a_deleted_service_waits_for_its_gateways_and_not_for_ever():
     )
     assert "demo-gateway" not in [i["metadata"]["name"] for i in world.cluster.all(DEPLOYMENT)]
     assert len(world.cluster.all(DEPLOYMENT)) == 2  # workers serve until then
+    world.cluster.clock.now += 600 + 40
+    assert asyncio.run(loop.drain()) is None
+
+
+def gateway_pod(world: World) -> str:
+    return next(
+        item["metadata"]["name"]
+        for item in world.cluster.all(POD)
+        if item["metadata"]["labels"][names.LABEL_ROLE] == "gateway"
+    )
+
+
+def node(world: World, ready: str) -> None:
+    """The node of all pods, as its controller sees it."""
+    status = {"conditions": [{"type": "Ready", "status": ready}]}
+    head = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-1"}}
+    world.cluster.hardware({**head, "status": status})
+
+
+@pytest.mark.parametrize(("ready", "waits"), [("Unknown", False), ("False", True), ("True", True)])
+def test_a_deleted_service_waits_for_no_gateway_on_a_node_that_lost_power(ready: str, waits: bool):
+    world = reference()
+    node(world, ready)
+    # nobody ends it: its kubelet does not report
+    world.cluster.edit(
+        POD, "ns", gateway_pod(world), lambda item: item["metadata"].update(finalizers=["x/y"])
+    )
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    assert asyncio.run(world.new_loop().drain()) == (1.0 if waits else None)
+
+
+def deleted(world: World, *finalizers: str) -> None:
+    """Delete the service, which others keep too."""
+    world.cluster.edit(
+        VLM_SERVICE, "ns", "demo",
+        lambda item: item["metadata"].update(finalizers=[names.FINALIZER, *finalizers]),
+    )  # fmt: skip
+    world.cluster.remove(POD, "ns", gateway_pod(world))
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+
+
+def test_a_deletion_that_others_hold_up_names_their_finalizers_and_is_stalled_at_last():
+    world = reference()
+    deleted(world, "backup/wait", "orphan")
+    loop = world.new_loop()
+    assert asyncio.run(loop.drain()) == 1.0
+    said = "finalizers of others keep the object: backup/wait; make their owners take them off"
+    assert said in world.condition("Ready")["message"]
+    assert world.condition("Stalled")["status"] == "False"
+    world.cluster.clock.now += 600 + 59
+    assert asyncio.run(loop.drain()) == 1.0
+    world.cluster.clock.now += 1
+    assert asyncio.run(loop.drain()) is None, "they may wait for ours"
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "DrainTimeout")
+    assert rps(world) == "F/F/T"
+    assert said in stalled["message"]
+
+
+def test_a_deletion_ends_at_once_when_the_last_finalizer_of_others_falls():
+    world = reference()
+    deleted(world, "backup/wait")
+    loop = world.new_loop()
+    assert asyncio.run(loop.drain()) == 1.0
+    world.cluster.edit(
+        VLM_SERVICE, "ns", "demo",
+        lambda item: item["metadata"].update(finalizers=[names.FINALIZER]),
+    )  # fmt: skip
+    assert asyncio.run(loop.drain()) is None
+
+
+@pytest.mark.parametrize("error", [ClusterError, UnavailableError])
+def test_a_gateway_that_may_not_be_deleted_is_named_and_holds_the_service_up_for_a_time(error):
+    world = reference()
+
+    class Refusing(DyingCluster):
+        async def delete(self, kind, namespace, name, *, uid):
+            raise error(403, "Forbidden", "a webhook denied the request")
+
+    world.cluster.remove(VLM_SERVICE, "ns", "demo")
+    loop = world.new_loop(Refusing(world.cluster, at=None))
+    assert asyncio.run(loop.drain()) == 1.0
+    said = world.condition("Ready")["message"]
+    assert said.startswith("Deployment demo-gateway cannot be deleted: a webhook denied")
     world.cluster.clock.now += 600 + 40
     assert asyncio.run(loop.drain()) is None
 

@@ -13,12 +13,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from operator_operations import OPERATIONS, Operation
-from operator_support import World
 
+from support.fakes import Deaths, FakeCluster, settle
+from support.operations import OPERATIONS, Operation
+from support.world import World
 from vlm_operator import names
 from vlm_operator.cluster import CHILD_KINDS, POD, REPLICA_SET, VLM_SERVICE, Cluster, Manifest
-from vlm_operator.testing import Deaths, FakeCluster, settle
 
 CHILDREN = {kind.kind for kind in CHILD_KINDS}
 EXTRA_WRITES = 3  # a status that says what the dead could not, its Event, an Event counted twice

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from operator_support import World, body, pool
 
+from support.fakes import FakeCluster
+from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
     CONFIG_MAP,
@@ -20,7 +21,6 @@ from vlm_operator.cluster import (
     Manifest,
 )
 from vlm_operator.errors import ClusterError
-from vlm_operator.testing import FakeCluster
 
 Change = Callable[[Manifest], Any]
 

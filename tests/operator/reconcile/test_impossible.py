@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from operator_load import SLO, auto, loaded_world, replicas, run
-from operator_support import World, body, pool
 
+from support.load import SLO, auto, loaded_world, replicas, run
+from support.world import World, body, pool
 from vlm_operator.cluster import DEPLOYMENT, VLM_NODE_CLASS, VLM_POOL, Manifest
 
 
@@ -55,13 +55,13 @@ CASES = {
 def world(case: Case) -> World:
     found = World(case.manifest)
     if case.node_class is not None:
-        plant(found, case.node_class)
+        hardware(found, case.node_class)
     return found
 
 
-def plant(found: World, spec: dict[str, Any]) -> None:
+def hardware(found: World, spec: dict[str, Any]) -> None:
     head = {"apiVersion": VLM_NODE_CLASS.api_version, "kind": VLM_NODE_CLASS.kind}
-    found.cluster.plant({**head, "metadata": {"name": "gpu"}, "spec": spec})
+    found.cluster.hardware({**head, "metadata": {"name": "gpu"}, "spec": spec})
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -84,7 +84,7 @@ def test_what_already_runs_goes_on_and_a_refusal_is_written_once(case: Case):
     found.converge()
     before = found.deployments()
     if case.node_class is not None:
-        plant(found, case.node_class)
+        hardware(found, case.node_class)
     found.apply(case.manifest)
     found.turn()
     assert found.condition("Accepted")["status"] == "False"
@@ -103,7 +103,7 @@ def test_a_cost_that_nobody_said_holds_growth_and_says_which():
         {"slo": SLO, "budget": {"maxCostPerHour": "24"}},
         decode=auto(variants=[{"name": "v", "nodeClassRef": {"name": "gpu"}}]),
     )
-    plant(found, {"accelerator": GPU["accelerator"]})
+    hardware(found, {"accelerator": GPU["accelerator"]})
     found.scraper.tokens = 4000
     run(found, turns=20)
     assert replicas(found) == 1

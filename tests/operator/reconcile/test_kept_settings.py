@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from operator_support import World, body, pool
 
+from support.world import World, body, pool
 from vlm_operator.cluster import DEPLOYMENT, POD, Manifest
 from vlm_operator.plan import Options as PlanOptions
 from vlm_operator.pods import Images
@@ -15,7 +15,7 @@ from vlm_operator.state import ANNOTATION_RESOLVED
 
 BEFORE = Options(plan=PlanOptions(images=Images(pull_policy="IfNotPresent", bind="::")))
 AFTER = Options(plan=PlanOptions(images=Images(pull_policy="Always", bind="0.0.0.0")))
-MORE = {"engine": {"args": ["--new"]}}
+MORE = {"engine": {"extraArgs": ["--new"]}}
 
 
 def container(item: Manifest) -> dict[str, Any]:

@@ -5,13 +5,13 @@ import copy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_support import World, body, pool
 
+from support.fakes import settle
+from support.world import World, body, pool
 from vlm_operator import names
-from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, VLM_POOL, VLM_SERVICE, Manifest
+from vlm_operator.cluster import CONFIG_MAP, DEPLOYMENT, EVENT, POD, VLM_POOL, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
 from vlm_operator.state import is_pod_of
-from vlm_operator.testing import settle
 
 
 def one(world: World, role: str) -> Manifest:
@@ -60,7 +60,7 @@ def test_a_foreign_deployment_with_our_label_stops_nothing(labels: dict[str, str
     theirs["metadata"]["labels"] = {names.LABEL_SERVICE: "demo", **labels}
     theirs["spec"]["selector"] = {"matchLabels": {"app": "theirs"}}
     theirs["spec"]["template"]["metadata"]["labels"] = {"app": "theirs"}
-    world.cluster.plant(theirs)
+    world.cluster.hardware(theirs)
     world.turn()
     world.cluster.remove(DEPLOYMENT, "ns", "theirs")
     assert world.snapshot() == before
@@ -72,7 +72,7 @@ def test_a_copy_of_a_deployment_of_ours_has_no_part_in_the_arithmetic():
     decode = one(world, "decode")
     copied = foreign(decode, "copied")
     copied["spec"]["replicas"] = 3
-    world.cluster.plant(copied)
+    world.cluster.hardware(copied)
     settle(world.cluster)
     for _ in range(3):
         world.turn()
@@ -88,10 +88,38 @@ def test_a_copy_of_a_deployment_of_ours_has_no_part_in_the_arithmetic():
     assert "Pod copied-0" in message
 
 
+@pytest.mark.parametrize("part", ["state", "autoscaler"])
+def test_a_users_config_map_of_a_name_that_we_keep_stays_theirs(part: str):
+    auto = {"scaling": {"mode": "Auto", "minReplicas": 1, "maxReplicas": 2}}
+    world = World(body({"slo": {"ttftP95Milliseconds": 500}}, decode=auto))
+    theirs = {
+        "apiVersion": CONFIG_MAP.api_version,
+        "kind": CONFIG_MAP.kind,
+        "metadata": {"name": f"demo-{part}", "namespace": "ns"},
+        "data": {"theirs": "kept"},
+    }
+    world.cluster.hardware(theirs)
+    for _ in range(6):
+        world.turn(seconds=5.0)
+        settle(world.cluster)
+    found = next(
+        item for item in world.cluster.all(CONFIG_MAP) if item["metadata"]["name"] == f"demo-{part}"
+    )
+    assert found["data"] == {"theirs": "kept"}
+    assert "ownerReferences" not in found["metadata"], "it would go with the service"
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "NameConflict")
+    assert f"ConfigMap demo-{part} has no owner" in stalled["message"]
+    world.cluster.remove(CONFIG_MAP, "ns", f"demo-{part}")
+    for _ in range(3):
+        world.turn(seconds=5.0)
+    assert world.condition("Stalled")["status"] == "False"
+
+
 def test_a_bare_pod_is_no_replica_and_is_named():
     world = World(body(decode=pool(1)))
     world.converge(start=False)  # the real pod finds no node
-    world.cluster.plant(bare_pod("impostor"))
+    world.cluster.hardware(bare_pod("impostor"))
     settle(world.cluster, start=lambda pod: pod["metadata"]["name"] == "impostor")
     world.turn()
     assert world.condition("DecodeReady")["status"] != "True"
@@ -99,19 +127,19 @@ def test_a_bare_pod_is_no_replica_and_is_named():
     assert (found["replicas"], found["readyReplicas"]) == (1, 0)
     (message,) = events(world, "ForeignObject")
     assert message.startswith("Pod impostor: labelled triptych.dev/service=demo")
-    gates = [
+    pod_patches = [
         item
         for item in next(
             pod for pod in world.cluster.all(POD) if pod["metadata"]["name"] == "impostor"
         )["status"]["conditions"]
         if item["type"] == names.GATE_ACCEPTING
     ]
-    assert not gates, "it is told nothing"
+    assert not pod_patches, "it is told nothing"
 
 
 def test_a_foreign_object_is_named_once():
     world = World(body(decode=pool(1)))
-    world.cluster.plant(bare_pod("impostor"))
+    world.cluster.hardware(bare_pod("impostor"))
     world.converge()
     for _ in range(3):
         world.turn(seconds=700)
@@ -178,7 +206,7 @@ def test_a_deployment_with_a_name_of_an_earlier_version_keeps_it_and_its_pods():
     older = foreign(live, former)
     older["metadata"]["ownerReferences"] = live["metadata"]["ownerReferences"]
     world.cluster.remove(DEPLOYMENT, "ns", live["metadata"]["name"])
-    world.cluster.plant(older)
+    world.cluster.hardware(older)
     settle(world.cluster)
     settle(world.cluster)
     before = {item["metadata"]["uid"] for item in world.cluster.all(POD)}
@@ -187,7 +215,7 @@ def test_a_deployment_with_a_name_of_an_earlier_version_keeps_it_and_its_pods():
     assert one(world, "decode")["metadata"]["name"] == former
     assert {item["metadata"]["uid"] for item in world.cluster.all(POD)} == before
 
-    world.apply(body(decode=pool(2, engine={"args": ["--new"]})))
+    world.apply(body(decode=pool(2, engine={"extraArgs": ["--new"]})))
     world.converge(turns=40)
     (found,) = (
         item["metadata"]["name"]

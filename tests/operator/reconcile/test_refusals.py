@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_support import World, body, empty, external, pool
 
+from support.fakes import FakeCluster, settle
+from support.world import World, body, empty, external, pool
+from vlm_operator import names
 from vlm_operator.cluster import (
     CONFIG_MAP,
     DEPLOYMENT,
@@ -26,7 +29,6 @@ from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.retries import CHILD, Retries
 from vlm_operator.state import NodeClassState
 from vlm_operator.status import Failure
-from vlm_operator.testing import FakeCluster, settle
 
 GPU = {"nodeSelector": {"type": "gpu"}}
 REFUSED = {"decode": {"scaling": {"mode": "Manual", "replicas": 2}, "variants": [
@@ -40,7 +42,7 @@ def on_class(minimum: int = 1) -> dict[str, Any]:
 
 def plant_class(world: World) -> None:
     head = {"apiVersion": VLM_NODE_CLASS.api_version, "kind": VLM_NODE_CLASS.kind}
-    world.cluster.plant({**head, "metadata": {"name": "gpu"}, "spec": GPU})
+    world.cluster.hardware({**head, "metadata": {"name": "gpu"}, "spec": GPU})
 
 
 def scale(world: World, replicas: int) -> None:
@@ -120,7 +122,7 @@ def test_a_template_that_the_api_server_refuses_does_not_stop_scaling():
     world.apply(body(decode=external(1, 8)))
     world.loop = world.new_loop()
     turns(world)
-    world.apply(body(decode=external(1, 8, engine={"args": ["--refused=1"]})))
+    world.apply(body(decode=external(1, 8, engine={"extraArgs": ["--refused=1"]})))
     turns(world, 2)
     assert world.condition("Accepted")["reason"] == "PodTemplateRefused"
     scale(world, 3)
@@ -137,6 +139,74 @@ def test_an_accepted_manifest_is_kept_once():
     assert world.written() == before
     kept = [item["metadata"]["name"] for item in world.cluster.all(CONFIG_MAP)]
     assert "demo-state" in kept
+
+
+def kept(world: World) -> dict[str, str]:
+    found = world.cluster.all(CONFIG_MAP)
+    (data,) = [item["data"] for item in found if item["metadata"]["name"] == "demo-state"]
+    return data
+
+
+@pytest.mark.parametrize("change", ["edited", "removed", "class", "spec"])
+def test_a_kept_manifest_is_written_anew_once_it_is_another_one(change: str):
+    world = World(body(decode=on_class()))
+    plant_class(world)
+    turns(world)
+    before = kept(world)
+    if change == "edited":
+        data = {"accepted.json": "{}"}
+        world.cluster.edit(CONFIG_MAP, "ns", "demo-state", lambda item: item.update(data=data))
+    elif change == "removed":
+        world.cluster.remove(CONFIG_MAP, "ns", "demo-state")
+    elif change == "class":
+        world.cluster.edit(VLM_NODE_CLASS, "", "gpu", lambda item: item["spec"].update(spot=True))
+    else:
+        world.apply(body(decode=on_class(minimum=2)))
+    turns(world, 3)
+    same = kept(world)["accepted.json"] == before["accepted.json"]
+    assert same is (change in ("edited", "removed"))
+    accepted = json.loads(kept(world)["accepted.json"])
+    assert accepted["classes"]["gpu"]["spot"] is (change == "class")
+    least = accepted["spec"]["pools"]["decode"]["scaling"]["minReplicas"]
+    assert least == (2 if change == "spec" else 1)
+
+
+class RefusingClaims(FakeCluster):
+    """An API server whose webhook takes no number of a VLMPool; it counts the tries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = 0
+        self.refuses = True
+
+    async def apply(
+        self, manifest: Manifest, *, manager: str, subresource: str = "", dry_run: bool = False
+    ) -> Manifest:
+        if self.refuses and manager == names.MANAGER_AUTOSCALER and manifest["kind"] == "VLMPool":
+            self.tries += 1
+            raise ClusterError(403, "Forbidden", "a webhook denied the request")
+        return await super().apply(
+            manifest, manager=manager, subresource=subresource, dry_run=dry_run
+        )
+
+
+def test_a_refused_number_of_a_pool_is_tried_ever_more_rarely_and_slows_nothing():
+    world = World(body(decode=external(1, 8)))
+    world.cluster = RefusingClaims()
+    world.apply(body(decode=external(1, 8)))
+    world.loop = world.new_loop()
+    seconds = [world.turn(seconds=1.0) for _ in range(60)]
+    assert max(seconds) < 60.0, "the loop keeps its own pace"
+    assert 3 <= world.cluster.tries <= 8
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "ChildRefused")
+    assert "VLMPool demo-decode: Forbidden: a webhook denied the request" in stalled["message"]
+    assert decode_replicas(world) == 1, "the rest of the plan is carried out"
+    world.cluster.refuses = False
+    for _ in range(90):
+        world.turn(seconds=1.0)
+    assert world.condition("Stalled")["status"] == "False"
+    assert [item["metadata"]["name"] for item in world.cluster.all(VLM_POOL)] == ["demo-decode"]
 
 
 def test_a_kept_manifest_that_nobody_can_read_is_none():
@@ -178,7 +248,7 @@ def test_a_foreign_object_of_a_childs_name_slows_nothing_and_is_tried_ever_more_
     world = World(body(decode=external(1, 8)))
     world.cluster = Counting()
     world.apply(body(decode=external(1, 8)))
-    world.cluster.plant(
+    world.cluster.hardware(
         {
             "apiVersion": "v1",
             "kind": "Service",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from operator_support import World, body, pool
 
+from support.fakes import settle
+from support.world import World, body, kstatus, pool, rps
 from vlm_operator import names
-from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, Manifest
+from vlm_operator.cluster import DEPLOYMENT, EVENT, POD, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
 from vlm_operator.state import ANNOTATION_RESOLVED, Resolved
-from vlm_operator.testing import settle
+from vlm_operator.status.causes import split
 
 DEADLINE = {"progressDeadlineSeconds": 60}
 ROLLBACK = {**DEADLINE, "onFailure": "Rollback"}
@@ -113,10 +114,47 @@ def test_another_compat_moves_all_roles_in_steps_and_each_set_with_a_gateway_is_
     assert {item.revision for item in world.states()} & world.good == set()
 
 
+def annotate(world: World, value: str) -> None:
+    """Do what `kubectl annotate --overwrite vlm demo triptych.dev/restarted-at=VALUE` does."""
+
+    def change(item: Manifest) -> None:
+        item["metadata"].setdefault("annotations", {})[names.ANNOTATION_RESTARTED_AT] = value
+
+    world.cluster.edit(VLM_SERVICE, "ns", "demo", change)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_annotation_restarted_at_replaces_every_pod_once_and_serves_meanwhile(refused: bool):
+    world = Rollout(body(**pools()))
+    before = {pod["metadata"]["uid"] for pod in world.cluster.all(POD)}
+    if refused:
+        world.apply(body(decode=pool(2, rollout={"maxSurge": -1})))
+        world.next()
+    annotate(world, "2026-11-23T12:00:00Z")
+
+    def check() -> None:
+        assert world.condition("Ready")["status"] == "True"
+
+    world.until(
+        lambda: not before & {pod["metadata"]["uid"] for pod in world.cluster.all(POD)},
+        check=check,
+    )
+    for _ in range(20):
+        world.next()
+    replaced = {pod["metadata"]["uid"] for pod in world.cluster.all(POD)}
+    assert len(replaced) == len(before), "all of them, and none beside"
+    # the operator starts anew, the manifest is refused, and nothing restarts again
+    world.loop = world.new_loop()
+    world.apply(body(decode=pool(2, rollout={"maxSurge": -1})))
+    for _ in range(10):
+        world.next()
+    assert {pod["metadata"]["uid"] for pod in world.cluster.all(POD)} == replaced
+
+
 def test_pods_count_once_they_have_been_ready_for_a_while():
     patient = {"rollout": {"minReadySeconds": 30, "maxUnavailable": 0}}
     world = Rollout(body(decode=pool(1, **patient)))
-    world.apply(body(decode=pool(1, engine={"args": ["--max-requests=8"]}, **patient)))
+    world.apply(body(decode=pool(1, engine={"extraArgs": ["--max-requests=8"]}, **patient)))
     began = world.cluster.clock.now
     world.until(lambda: {item.revision for item in world.states()}.isdisjoint(world.good))
     assert world.cluster.clock.now - began >= 30
@@ -124,7 +162,7 @@ def test_pods_count_once_they_have_been_ready_for_a_while():
 
 def test_a_percentage_of_surge_brings_that_many_pods_at_once():
     world = Rollout(body(decode=pool(4, rollout={"maxSurge": "50%"})))
-    changed = pool(4, rollout={"maxSurge": "50%"}, engine={"args": ["--max-requests=8"]})
+    changed = pool(4, rollout={"maxSurge": "50%"}, engine={"extraArgs": ["--max-requests=8"]})
     world.apply(body(decode=changed))
     world.next()
     assert sorted(item.desired for item in world.states()) == [2, 4]
@@ -134,7 +172,7 @@ def test_a_percentage_of_surge_brings_that_many_pods_at_once():
 def test_a_revision_that_crashes_is_rolled_back_once_and_not_tried_again(change: str):
     world = Rollout(body({"rollout": ROLLBACK}, **pools()))
     world.crash = True
-    bad = {"engine": {"args": ["--max-requests=0"]}} if change == "role" else {}
+    bad = {"engine": {"extraArgs": ["--max-requests=0"]}} if change == "role" else {}
     spec = {"rollout": ROLLBACK, **(BROKEN if change == "compat" else {})}
     world.apply(body(spec, **pools(**bad)))
     world.until(lambda: _rolled_back(world), seconds=20)
@@ -145,6 +183,7 @@ def test_a_revision_that_crashes_is_rolled_back_once_and_not_tried_again(change:
     assert (stalled["status"], stalled["reason"]) == ("True", "RolloutFailed")
     assert "CrashLoopBackOff: Error, exit code 1: no such weights" in stalled["message"]
     assert "pod demo-" in stalled["message"]
+    assert (rps(world), kstatus(world.cluster.all(VLM_SERVICE)[0])) == ("T/F/T", "Failed")
     assert "RolledBack" in world.events()
     pods = {pod["metadata"]["uid"] for pod in world.cluster.all(POD)}
     for _ in range(3):
@@ -167,6 +206,7 @@ def test_a_rollout_that_fails_stays_where_it_is_and_goes_on_when_its_pod_is_read
         lambda: world.condition("RolloutProgressing")["reason"] == "DeadlineExceeded", seconds=20
     )
     assert world.condition("Stalled")["reason"] == "RolloutFailed"
+    assert split(world.condition("Stalled")["message"])[1] == "correct what the error names"
     assert world.condition("Ready")["status"] == "True"
     assert "RolloutFailed" in world.events()
     serving = [pod for pod in workers(world) if revision_of(pod) in world.good]
@@ -204,7 +244,7 @@ def test_without_a_node_for_a_new_pod_an_old_one_is_drained_first(
     rollout = {"rollout": {"whenNoSpareCapacity": chosen} if chosen else {}}
     world = Rollout(body(rollout, decode=pool(size)), spare_seconds=10.0)
     world.homeless = True
-    world.apply(body(rollout, decode=pool(size, engine={"args": ["--max-requests=8"]})))
+    world.apply(body(rollout, decode=pool(size, engine={"extraArgs": ["--max-requests=8"]})))
     least = size
     for _ in range(12):
         world.next()
@@ -226,7 +266,7 @@ def test_a_surge_pod_that_the_budget_has_no_room_for_is_none():
     budget = {"budget": {"maxAccelerators": 3}}
     decode = pool(3, variants=[variant])
     world = Rollout(body(budget, decode=decode))
-    world.apply(body(budget, decode={**decode, "engine": {"args": ["--max-requests=8"]}}))
+    world.apply(body(budget, decode={**decode, "engine": {"extraArgs": ["--max-requests=8"]}}))
     most = 0
 
     def check() -> None:

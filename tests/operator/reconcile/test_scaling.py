@@ -1,15 +1,14 @@
 """State in, state out: what turns make of a number of replicas that changes."""
 
-from operator_load import auto, loaded_world, replicas, run
-from operator_support import World, body, external, pool
-
+from support.fakes import settle
+from support.load import auto, loaded_world, replicas, run
+from support.world import World, body, external, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
     EVENT,
     POD,
     VLM_POOL,
 )
-from vlm_operator.testing import settle
 
 
 def test_a_pool_of_external_mode_follows_kubectl_scale_within_its_bounds():
@@ -68,15 +67,15 @@ def test_scaling_in_closes_the_gate_and_waits_for_requests_to_end():
         assert world.turn(seconds=3) <= 1.0
         settle(world.cluster)
     assert world.deployments()["demo-decode"] == 2  # nobody is cut off
-    gates = {
+    pod_patches = {
         item["metadata"]["name"]: gate["status"]
         for item in world.cluster.all(POD)
         for gate in item["status"]["conditions"]
         if gate["type"] == names.GATE_ACCEPTING
         and item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
     }
-    victim = next(name for name, status in gates.items() if status == "False")
-    assert sorted(gates.values()) == ["False", "True"]
+    victim = next(name for name, status in pod_patches.items() if status == "False")
+    assert sorted(pod_patches.values()) == ["False", "True"]
     world.scraper.busy[victim] = 0
     world.converge()
     left = [item["metadata"]["name"] for item in world.cluster.all(POD)]
@@ -120,7 +119,7 @@ def test_a_scale_up_in_the_middle_of_a_drain_opens_the_gate_again():
 def test_suspend_drains_everything_and_keeps_the_status():
     world = World()
     world.converge()
-    world.apply(body({"suspend": True}))
+    world.apply(body({"stopped": True}))
     world.converge()
     assert set(world.deployments().values()) == {0}
     assert (world.condition("Ready")["status"], world.condition("Ready")["reason"]) == (

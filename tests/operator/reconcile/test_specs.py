@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from operator_specs import NODE_CLASSES, broken, drawn
-from operator_support import World, body
 
+from support.specs import NODE_CLASSES, broken, drawn
+from support.world import World, body
 from vlm_operator.cluster import VLM_NODE_CLASS
 
 # long specs, drawn from some hundred fields
@@ -30,7 +30,7 @@ def world(spec: dict[str, Any]) -> World:
         head = {"apiVersion": VLM_NODE_CLASS.api_version, "kind": VLM_NODE_CLASS.kind}
         accelerator = {"resourceName": "nvidia.com/gpu", "count": 1}
         cost = {"perHour": "1.20"}
-        found.cluster.plant(
+        found.cluster.hardware(
             {**head, "metadata": {"name": name}, "spec": {"accelerator": accelerator, "cost": cost}}
         )
     return found

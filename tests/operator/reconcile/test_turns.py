@@ -4,8 +4,9 @@ import asyncio
 import copy
 
 import pytest
-from operator_support import World, body, pool
 
+from support.fakes import settle
+from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import (
     CHILD_KINDS,
@@ -18,7 +19,6 @@ from vlm_operator.cluster import (
     VLM_SERVICE,
 )
 from vlm_operator.reconcile import Options
-from vlm_operator.testing import settle
 
 
 def test_a_new_service_gets_everything_it_needs():
@@ -146,7 +146,7 @@ def test_an_object_of_somebody_else_is_never_adopted():
         "metadata": {"name": "demo-gateway", "namespace": "ns"},
         "spec": {"ports": [{"port": 1}]},
     }
-    world.cluster.plant(copy.deepcopy(theirs))
+    world.cluster.hardware(copy.deepcopy(theirs))
     world.turn()
     found = next(i for i in world.cluster.all(SERVICE) if i["metadata"]["name"] == "demo-gateway")
     assert found["spec"] == theirs["spec"]
@@ -194,7 +194,7 @@ def test_one_role_rolls_alone_where_the_others_stay_compatible():
     world.converge()
     before = {item.role: item.name for item in world.states()}
     pools = {role: pool() for role in names.POOL_ROLES}
-    pools["decode"]["engine"] = {"args": ["--max-requests=8"]}
+    pools["decode"]["engine"] = {"extraArgs": ["--max-requests=8"]}
     world.apply(body(**pools))
     world.converge()
     after = {item.role: item.name for item in world.states()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from operator_support import World, body, pool
 
+from support.fakes import Died, DyingCluster, settle
+from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import CHILD_KINDS, POD, VLM_SERVICE, Manifest
-from vlm_operator.testing import Died, DyingCluster, settle
 
 OTHER = {"model": {"uri": "pvc://shapes", "dtype": "Float32"}}
 

@@ -5,10 +5,10 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.fakes import sample_of
 from vlm_operator.names import Role
-from vlm_operator.rollout import Gate, settle
+from vlm_operator.rollout import PodPatch, plan_drain
 from vlm_operator.state import DeploymentState, KvTokens, PodState, Sample
-from vlm_operator.testing import sample_of
 
 NOW = 1_800_000_000.0
 
@@ -67,7 +67,7 @@ def pools(draw: st.DrawFn) -> list[PodState]:
     ]
 
 
-def obeying(item: PodState, gate: Gate | None) -> PodState:
+def obeying(item: PodState, gate: PodPatch | None) -> PodState:
     """The pod once it has been told."""
     if gate is None:
         return item
@@ -79,7 +79,7 @@ def obeying(item: PodState, gate: Gate | None) -> PodState:
 def settled(pods: list[PodState], *, want: int, inflight: int = 0, at_once: int = 1, silent=()):
     samples = {p.uid: sample_of(p, inflight=inflight) for p in pods if p.uid not in silent}
     live = deployment(Role.DECODE, "new", desired=len([p for p in pods if not p.deleting]))
-    return settle(
+    return plan_drain(
         live, pods, samples, want=want, timeout=600, at_once=at_once, now=NOW
     ), live  # fmt: skip
 
@@ -120,8 +120,8 @@ def test_a_pod_that_went_counts_once_however_late_the_controllers_end_it(
     }
     gone: set[str] = set()
     for _ in range(4):
-        found = settle(live, pods, samples, want=want, timeout=600, at_once=at_once, now=NOW)
-        told = {gate.uid: gate for gate in found.gates}
+        found = plan_drain(live, pods, samples, want=want, timeout=600, at_once=at_once, now=NOW)
+        told = {gate.uid: gate for gate in found.pod_patches}
         assert not gone & told.keys(), "what went is told nothing more"
         gone |= {uid for uid, gate in told.items() if gate.cost}
         pods = [obeying(item, told.get(item.uid)) for item in pods]
@@ -132,14 +132,14 @@ def test_a_pod_that_went_counts_once_however_late_the_controllers_end_it(
 @given(pools(), st.integers(1, 8), st.integers(1, 3))
 def test_no_more_pods_drain_at_once_than_allowed(pods: list[PodState], want: int, at_once: int):
     found, _ = settled(pods, want=want, inflight=1, at_once=at_once)
-    closing = [gate for gate in found.gates if gate.accepting is False]
+    closing = [gate for gate in found.pod_patches if gate.accepting is False]
     assert len(closing) <= at_once
 
 
 @given(pools())
 def test_without_a_scale_in_every_running_pod_is_open(pods: list[PodState]):
     found, _ = settled(pods, want=len(pods) + 1)
-    told = {gate.uid: gate.accepting for gate in found.gates}
+    told = {gate.uid: gate.accepting for gate in found.pod_patches}
     for item in pods:
         if item.containers_ready and not item.deleting:
             assert told.get(item.uid, item.accepting) is True
@@ -158,14 +158,14 @@ def test_a_pod_that_never_started_goes_first_and_at_once():
     broken = pod(1, containers_ready=False, ready=False, accepting=None)
     found, _ = settled([pod(0), broken], want=1, inflight=1)
     assert found.replicas == 1
-    assert [(gate.pod, gate.accepting, gate.cost) for gate in found.gates] == [
+    assert [(gate.pod, gate.accepting, gate.cost) for gate in found.pod_patches] == [
         ("pod-1", None, -1000)
     ]
 
 
 def victims(pods: list[PodState], samples: dict[str, Sample], *, want: int) -> tuple[str, ...]:
     live = deployment(Role.DECODE, "new", desired=len(pods))
-    return settle(live, pods, samples, want=want, timeout=600, at_once=9, now=NOW).draining
+    return plan_drain(live, pods, samples, want=want, timeout=600, at_once=9, now=NOW).draining
 
 
 def test_the_pod_with_the_least_work_left_is_the_victim_and_of_equals_the_oldest():
@@ -192,5 +192,5 @@ def test_a_pod_that_waits_for_a_node_is_cancelled_before_all_others():
     starting = pod(0, containers_ready=False, ready=False, accepting=None)
     waiting = pod(1, containers_ready=False, ready=False, accepting=None, scheduled=False)
     found, _ = settled([starting, waiting, pod(2)], want=2, inflight=0)
-    assert [(gate.pod, gate.cost) for gate in found.gates if gate.cost] == [("pod-1", -1000)]
+    assert [(gate.pod, gate.cost) for gate in found.pod_patches if gate.cost] == [("pod-1", -1000)]
     assert found.replicas == 2

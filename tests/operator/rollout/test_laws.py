@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from operator_fleet import CHAIN, Fleet
 
+from support.fleet import CHAIN, Fleet
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.rollout import Pace, Step
+from vlm_operator.rollout import Step, SurgeLimits
 
 TURNS = 200
 
 
 @st.composite
-def paces(draw: st.DrawFn) -> Pace:
+def limits_by_role(draw: st.DrawFn) -> SurgeLimits:
     surge = draw(st.integers(0, 3))
-    return Pace(surge, draw(st.integers(0 if surge else 1, 2)))
+    return SurgeLimits(surge, draw(st.integers(0 if surge else 1, 2)))
 
 
 def sizes(draw: st.DrawFn, topology: str) -> dict[Role, int]:
@@ -34,14 +34,14 @@ def fleets(draw: st.DrawFn, *, together: bool | None = None) -> Fleet:
     another = draw(st.booleans()) if together is None else together
     compat = "two" if another else "one"
     fleet.aim(end, compat, sizes(draw, end), gateways=draw(st.integers(1, 3)))
-    fleet.paces = {role: draw(paces()) for role in POOL_ROLES}
+    fleet.limits_by_role = {role: draw(limits_by_role()) for role in POOL_ROLES}
     return fleet
 
 
 def has_room(fleet: Fleet) -> bool:
     """Whether every pool can hold an old pod and a new one at once."""
     return all(
-        not fleet.whole(role) or fleet.whole(role) + fleet.paces[role].surge >= 2
+        not fleet.whole(role) or fleet.whole(role) + fleet.limits_by_role[role].surge >= 2
         for role in POOL_ROLES
     )
 
@@ -86,7 +86,7 @@ def test_a_rollout_ends_and_never_asks_for_more_than_the_target_and_its_surge(
     def check(step: Step) -> None:
         for role in POOL_ROLES:
             whole, asked = fleet.whole(role), fleet.asked(role)
-            bound = max(most[role], whole + fleet.paces[role].surge if whole else 0)
+            bound = max(most[role], whole + fleet.limits_by_role[role].surge if whole else 0)
             assert asked <= bound, role
             most[role] = min(most[role], max(asked, whole))
 
@@ -104,7 +104,7 @@ def test_no_step_takes_a_pod_with_traffic_below_what_must_be_available(
         fleet.write(fleet.step())
         fleet.leave()
         for role in POOL_ROLES:
-            floor = fleet.paces[role].floor(fleet.whole(role))
+            floor = fleet.limits_by_role[role].floor(fleet.whole(role))
             assert fleet.reachable(role) >= min(before[role], floor), role
         fleet.create()
         for key in fleet.names():
@@ -193,7 +193,7 @@ def test_each_topology_becomes_each_other_and_serves_every_stage_all_the_way(
     two = dict.fromkeys(POOL_ROLES, 2)
     fleet = Fleet(start, two)
     fleet.aim(end, compat, two, gateways=1)
-    fleet.paces = {role: Pace(1, 0) for role in POOL_ROLES}
+    fleet.limits_by_role = {role: SurgeLimits(1, 0) for role in POOL_ROLES}
     for _ in range(TURNS):
         step = advance(fleet, None, calm=True)  # type: ignore[arg-type] - calm draws nothing
         assert [name for name in fleet.fronted() if fleet.complete(name)] == fleet.fronted()

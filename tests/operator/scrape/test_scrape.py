@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_support import World
 
+from support.world import World
 from vlm_operator.metrics import REGISTRY
 from vlm_operator.scrape import MAX_BYTES, MAX_COUNT, MAX_SECONDS, HttpScraper, parse_stats
-from vlm_operator.state import Busy
+from vlm_operator.state import WorkCounters
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCHEMA = json.loads((ROOT / "docs" / "stats.schema.json").read_text())
@@ -60,7 +60,7 @@ def test_what_the_schema_refuses_is_refused_and_nothing_else_breaks(key: str, va
     assert found.queued_work_seconds >= 0
 
 
-@given(st.sampled_from(["work_seconds", "admitted_work_seconds_total"]), st.floats())
+@given(st.sampled_from(["work_seconds", "started_work_seconds_total"]), st.floats())
 def test_seconds_are_finite_and_not_negative(key: str, value: float):
     queue = {**EXAMPLE["queue"], key: value}
     if 0 <= value <= MAX_SECONDS:
@@ -68,6 +68,13 @@ def test_seconds_are_finite_and_not_negative(key: str, value: float):
     else:
         with pytest.raises((ValueError, TypeError)):
             parse_stats({**EXAMPLE, "queue": queue})
+
+
+def test_pods_of_version_0_1_report_started_work_under_its_old_name():
+    queue = {**EXAMPLE["queue"]}
+    queue["admitted_work_seconds_total"] = queue.pop("started_work_seconds_total") + 2.5
+    found = parse_stats({**EXAMPLE, "queue": queue})
+    assert found.started_work_seconds == queue["admitted_work_seconds_total"]
 
 
 BUSY = {"seconds": 1.5, "calls": 3, "items": 2, "units": 900, "squares": 2.5e5}
@@ -81,7 +88,7 @@ GATEWAY = {
 
 
 def test_work_gaps_and_held_requests_are_read_where_an_image_reports_them():
-    assert parse_stats(WORKER).busy == {"decode": Busy(1.5, 3, 2, 900, 2.5e5)}
+    assert parse_stats(WORKER).busy == {"decode": WorkCounters(1.5, 3, 2, 900, 2.5e5)}
     gateway = parse_stats(GATEWAY)
     assert gateway.gaps is not None
     assert gateway.gaps.buckets == {0.05: 4, float("inf"): 7}
@@ -141,7 +148,7 @@ def some_pod():
 
 def bad(reason: str) -> float:
     labels = {"reason": reason}
-    return REGISTRY.get_sample_value("vlm_operator_bad_samples_total", labels) or 0.0
+    return REGISTRY.get_sample_value("triptych_operator_bad_samples_total", labels) or 0.0
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,16 @@
 """The baselines do what their originals do."""
 
 import pytest
-from operator_simulate import run
+from autoscaler.compare import grid
 
+from support.simulated import run
+from vlm_cli.simulator.baselines import BASELINES, baseline
+from vlm_cli.simulator.baselines.horizontal import Horizontal, by_pods, by_total
+from vlm_cli.simulator.contenders import OURS
+from vlm_cli.simulator.generate import generate
+from vlm_cli.simulator.scenario import standard
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
-from vlm_operator.simulate.baselines import BASELINES, baseline
-from vlm_operator.simulate.baselines.horizontal import Horizontal, by_pods, by_total
-from vlm_operator.simulate.compare import OURS, grid
-from vlm_operator.simulate.generate import generate
-from vlm_operator.simulate.scenario import standard
 
 POLICY = standard().policy.pools[Role.DECODE]
 

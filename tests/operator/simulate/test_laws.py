@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_simulate import Restless, one_of_each, poisson, quick_start, run, with_budget
 
-from vlm_operator.simulate.generate import SHAPES, generate
-from vlm_operator.simulate.noise import QUIET, Noise
-from vlm_operator.simulate.ours import Ours
-from vlm_operator.simulate.pool import Drains
-from vlm_operator.simulate.scenario import standard
+from support.simulated import Restless, one_of_each, poisson, quick_start, run, with_budget
+from vlm_cli.simulator.generate import SHAPES, generate
+from vlm_cli.simulator.noise import QUIET, Noise
+from vlm_cli.simulator.pool import Drains
+from vlm_cli.simulator.scenario import standard
+from vlm_cli.simulator.triptych_policy import TriptychAutoscaler
 
 SEEDS = st.integers(min_value=0, max_value=10_000)
 
@@ -74,16 +74,25 @@ def test_a_cache_too_small_preempts_and_every_answer_still_ends():
 def test_the_same_seed_gives_the_same_run(noise):
     setup = dataclasses.replace(standard(), noise=noise)
     trace = generate("long-prompts", seed=5, seconds=300.0)
-    runs = [run(setup, trace, Ours(setup.policy), seed=9) for _ in range(2)]
+    runs = [run(setup, trace, TriptychAutoscaler(setup.policy), seed=9) for _ in range(2)]
     first, second = ([(job.first_token_at, job.ended_at) for job in done.jobs] for done in runs)
     assert first == second
     assert runs[0].moments == runs[1].moments
-    other = run(setup, generate("long-prompts", seed=6, seconds=300.0), Ours(setup.policy), seed=9)
+    other = run(
+        setup,
+        generate("long-prompts", seed=6, seconds=300.0),
+        TriptychAutoscaler(setup.policy),
+        seed=9,
+    )
     assert other.moments != runs[0].moments
 
 
 def test_our_own_numbers_never_ask_for_more_than_the_budget():
     setup = with_budget(standard(), 8)
-    done = run(setup, generate("diurnal", seed=2, seconds=900.0, scale=2.0), Ours(setup.policy))
+    done = run(
+        setup,
+        generate("diurnal", seed=2, seconds=900.0, scale=2.0),
+        TriptychAutoscaler(setup.policy),
+    )
     assert max(sum(moment.wanted.values()) for moment in done.moments) == 8
     assert max(moment.accelerators for moment in done.moments) <= 8

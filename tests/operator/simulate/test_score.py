@@ -3,12 +3,11 @@
 import math
 
 import pytest
-from operator_simulate import one_of_each, poisson, run
 
-from vlm_operator.names import Role
-from vlm_operator.simulate.job import Job
-from vlm_operator.simulate.run import Moment
-from vlm_operator.simulate.score import (
+from support.simulated import one_of_each, poisson, run
+from vlm_cli.simulator.job import Job
+from vlm_cli.simulator.run import Moment
+from vlm_cli.simulator.score import (
     direction_changes,
     front,
     missed_minutes,
@@ -16,7 +15,8 @@ from vlm_operator.simulate.score import (
     percentile,
     score,
 )
-from vlm_operator.simulate.trace import Request
+from vlm_cli.simulator.trace import Request
+from vlm_operator.names import Role
 
 
 def job(at: float, ttft: float | None, *, image: bool = False) -> Job:

@@ -3,15 +3,14 @@
 import dataclasses
 import random
 
-from operator_simulate import quick_start, run
-
+from support.simulated import quick_start, run
+from vlm_cli.simulator.hardware import Curve
+from vlm_cli.simulator.noise import QUIET
+from vlm_cli.simulator.run import Run, Setup
+from vlm_cli.simulator.scenario import standard
+from vlm_cli.simulator.trace import Request, Trace
+from vlm_cli.simulator.triptych_policy import TriptychAutoscaler
 from vlm_operator.names import Role
-from vlm_operator.simulate.noise import QUIET
-from vlm_operator.simulate.ours import Ours
-from vlm_operator.simulate.plant import Curve
-from vlm_operator.simulate.run import Run, Setup
-from vlm_operator.simulate.scenario import standard
-from vlm_operator.simulate.trace import Request, Trace
 
 CALM, STORM, SECONDS = 240.0, 420.0, 660.0  # when the other traffic begins and ends
 POOLS = (Role.ENCODER, Role.PREFILL, Role.DECODE)
@@ -41,15 +40,15 @@ def service(**changes) -> Setup:
         )
         for role, pool in policy.pools.items()
     }
-    # visual tokens are few, so that pictures are the encoder's matter alone
-    plant = dataclasses.replace(setup.plant, tokens_per_patch=0.01, **changes)
+    # visual tokens are few, so that images are the encoder's matter alone
+    hardware = dataclasses.replace(setup.hardware, tokens_per_patch=0.01, **changes)
     return dataclasses.replace(
-        setup, plant=plant, policy=dataclasses.replace(policy, pools=pools), noise=QUIET
+        setup, hardware=hardware, policy=dataclasses.replace(policy, pools=pools), noise=QUIET
     )
 
 
 def grown(setup: Setup, trace: Trace) -> tuple[set[Role], Run]:
-    done = run(setup, trace, Ours(setup.policy))
+    done = run(setup, trace, TriptychAutoscaler(setup.policy))
     before = next(item for item in reversed(done.moments) if item.at <= CALM)
     during = [item for item in done.moments if CALM < item.at <= STORM + 60]
     return {
@@ -60,7 +59,7 @@ def grown(setup: Setup, trace: Trace) -> tuple[set[Role], Run]:
 PLAIN = {"rate": 3.0, "text_tokens": 300, "output_tokens": 100, "share": 0.3}
 
 
-def test_a_burst_of_pictures_grows_the_encoder_alone():
+def test_a_burst_of_images_grows_the_encoder_alone():
     found, done = grown(service(), traffic(PLAIN, PLAIN | {"share": 1.0, "patches": 6000}))
     assert found == {Role.ENCODER}
     assert all(job.ended_at is not None and not job.refused for job in done.jobs)
@@ -79,7 +78,7 @@ def test_long_prompts_grow_prefill_alone():
     assert found == {Role.PREFILL}
 
 
-def test_an_encoder_without_pictures_goes_to_zero_and_comes_back_and_no_request_fails():
+def test_an_encoder_without_images_goes_to_zero_and_comes_back_and_no_request_fails():
     setup = standard("text-only-lull")
     encoder = setup.policy.pools[Role.ENCODER]
     zero = dataclasses.replace(encoder.zero, idle_seconds=60.0)
@@ -93,17 +92,17 @@ def test_an_encoder_without_pictures_goes_to_zero_and_comes_back_and_no_request_
     }
     policy = dataclasses.replace(setup.policy, pools=pools, window_seconds=60.0)
     setup = quick_start(dataclasses.replace(setup, policy=policy), 15.0)
-    with_pictures = {"rate": 5.0, "text_tokens": 300, "output_tokens": 60, "share": 0.5}
+    with_images = {"rate": 5.0, "text_tokens": 300, "output_tokens": 60, "share": 0.5}
     calm, lull = 120.0, 600.0
     rng, found, at = random.Random(2), [], 0.0
     while at < 900.0:
-        at += rng.expovariate(with_pictures["rate"])
-        pictured = not calm < at < lull and rng.random() < with_pictures["share"]
-        found.append(Request(at, 300, 60, (2500,) if pictured else ()))
-    done = run(setup, Trace("lull", 900.0, tuple(found)), Ours(policy))
+        at += rng.expovariate(with_images["rate"])
+        has_image = not calm < at < lull and rng.random() < with_images["share"]
+        found.append(Request(at, 300, 60, (2500,) if has_image else ()))
+    done = run(setup, Trace("lull", 900.0, tuple(found)), TriptychAutoscaler(policy))
     during = [item.wanted[Role.ENCODER] for item in done.moments if calm < item.at <= lull]
     after = [item.wanted[Role.ENCODER] for item in done.moments if lull < item.at <= 900.0]
     assert min(during) == 0
     assert max(after) >= 1
-    assert done.inline_pictures > 0, "pictures were answered while no encoder was there"
+    assert done.inline_images > 0, "images were answered while no encoder was there"
     assert all(job.ended_at is not None and not job.refused for job in done.jobs)

@@ -4,9 +4,9 @@ import math
 import statistics
 
 import pytest
-from operator_simulate import one_of_each, poisson, run
 
-from vlm_operator.simulate.plant import Curve
+from support.simulated import one_of_each, poisson, run
+from vlm_cli.simulator.hardware import Curve
 
 # only prefill takes time, and it takes time in proportion to the prompt
 LINEAR = {"prefill": Curve(0.0, 0.001), "gateway_seconds": 0.0, "chunk_tokens": 10**9}
@@ -39,7 +39,7 @@ def test_decode_holds_as_many_sequences_as_littles_law_says():
     assert statistics.fmean(held[10:-10]) == pytest.approx(arrived * waiting_too, rel=0.05)
 
 
-def test_a_batch_of_pictures_takes_what_its_curve_says():
+def test_a_batch_of_images_takes_what_its_curve_says():
     setup = one_of_each(encode=Curve(0.5, 1e-4, 1e-8), media_seconds=0.0)
     done = run(setup, poisson(0.05, 2000.0, output_tokens=1, patches=(1000,)))
     fastest = min(job.marks["encode"] for job in done.jobs)

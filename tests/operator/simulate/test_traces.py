@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from vlm_operator.simulate.generate import ALL_SHAPES, generate
-from vlm_operator.simulate.trace import Request, TraceError, read_trace, write_trace
+from vlm_cli.simulator.generate import ALL_SHAPES, generate
+from vlm_cli.simulator.trace import Request, TraceError, read_trace, write_trace
 
 
 @pytest.mark.parametrize("shape", sorted(ALL_SHAPES))
@@ -30,7 +30,7 @@ def test_a_recorded_trace_reads_as_it_was_written():
     assert read_trace("steady", write_trace(trace)).requests == trace.requests
 
 
-def test_a_recorded_trace_may_leave_out_pictures_and_cache_and_come_unordered():
+def test_a_recorded_trace_may_leave_out_images_and_cache_and_come_unordered():
     lines = [
         '{"at": 70, "text_tokens": 3, "output_tokens": 4}',
         "",

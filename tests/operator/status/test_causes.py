@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.fakes import sample_of
 from vlm_operator.names import Role
 from vlm_operator.state import ContainerState, PodState
 from vlm_operator.status.causes import Place, error_line, pod_problem, sentence, split
-from vlm_operator.status.places import references
-from vlm_operator.testing import sample_of
+from vlm_operator.status.manifest_fields import references
 
 POD = PodState(
     name="demo-decode-0", uid="u", role=Role.DECODE, variant="default", revision="r", node="n1",
@@ -118,7 +118,7 @@ def test_a_gateway_that_may_not_list_pods_is_denied_access():
     problem = pod_problem(pod, sample, Place(Role.GATEWAY))
     assert problem is not None
     assert problem.reason == "AccessDenied"
-    assert "triptych-gateway" in problem.fix
+    assert "Role and RoleBinding" in problem.fix
 
 
 @pytest.mark.parametrize(

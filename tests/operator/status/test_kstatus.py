@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from operator_support import World, body, external, pool
 
+from support.fakes import DyingCluster, FakeScraper, settle
+from support.world import World, body, external, kstatus, pool, rps
 from vlm_operator import names
 from vlm_operator.cluster import DEPLOYMENT, POD, VLM_SERVICE, Manifest
 from vlm_operator.errors import ClusterError
-from vlm_operator.testing import DyingCluster, settle
+from vlm_operator.state import PodState, Sample
+from vlm_operator.status.causes import split
 
 DEADLINE = 600
-
-
-def kstatus(service: Manifest) -> str:
-    """The rules of sigs.k8s.io/cli-utils/pkg/kstatus for a resource of a kind that it knows not."""
-    status = service.get("status", {})
-    if status.get("observedGeneration") != service["metadata"]["generation"]:
-        return "InProgress"
-    known = {item["type"]: item["status"] for item in status.get("conditions", [])}
-    if known.get("Reconciling") == "True":
-        return "InProgress"
-    if known.get("Stalled") == "True":
-        return "Failed"
-    return "Current" if known.get("Ready") == "True" else "InProgress"
-
-
-def rps(world: World) -> str:
-    """Ready, Reconciling, Stalled: `T/F/F`."""
-    kinds = ("Ready", "Reconciling", "Stalled")
-    return "/".join(world.condition(kind)["status"][0] for kind in kinds)
 
 
 def service(world: World) -> Manifest:
@@ -68,11 +52,13 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
     return _container({"state": state})
 
 
-def crashing(reason: str = "Error", code: int = 1, message: str = "") -> dict[str, Any]:
-    ended = {"reason": reason, "exitCode": code, "message": message}
+def crashing(
+    reason: str = "Error", code: int = 1, message: str = "", *, restarts: int = 3, **times: str
+) -> dict[str, Any]:
+    ended = {"reason": reason, "exitCode": code, "message": message, **times}
     return _container(
         {
-            "restartCount": 3,
+            "restartCount": restarts,
             "state": {"waiting": {"reason": "CrashLoopBackOff"}},
             "lastState": {"terminated": ended},
         }
@@ -99,6 +85,8 @@ NO_CPU = "0/3 nodes are available: 3 Insufficient cpu."
 NO_CLAIM = '0/3 nodes are available: persistentvolumeclaim "shapes" not found.'
 UNBOUND = "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."
 
+SOON = {"startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:02Z"}
+
 # case → status of the decode pod of a new service, R/P/S at once and once the delay is over,
 # the reason of DecodeReady, and words of its message
 BROKEN: dict[str, tuple[dict[str, Any], str, float, str, str, tuple[str, ...]]] = {
@@ -118,6 +106,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str, float, str, str, tuple[str, ...]]] 
     "too little memory": (crashing("OOMKilled", 137), "F/F/T", 0, "F/F/T", "CrashLoop",
         ("OOMKilled", "limits.memory")),
     "liveness": (crashing("Error", 137), "F/F/T", 0, "F/F/T", "CrashLoop", ("liveness",)),
+    "more KV than memory": (
+        crashing(message="vlm-worker: [Errno 12] Cannot allocate memory"), "F/F/T", 0, "F/F/T",
+        "CrashLoop", ("Cannot allocate memory", "limits.memory or lower kv.memory"),
+    ),
+    "an argument that makes it end": (
+        crashing("Completed", 0, "usage: vlm-worker", **SOON), "F/F/T", 0, "F/F/T", "CrashLoop",
+        ("exit code 0: usage: vlm-worker", "pools.decode.engine.extraArgs or its image", "logs"),
+    ),
 }  # fmt: skip
 
 
@@ -141,6 +137,7 @@ def test_a_first_rollout_that_is_broken_ends_as_failed_with_cause_and_fix(case: 
     for kind in ("DecodeReady", "Stalled"):
         for word in words:
             assert word in world.condition(kind)["message"], kind
+    assert split(world.condition("Stalled")["message"])[1]
     # healed, it goes on
     settle(world.cluster)
     world.converge()
@@ -276,8 +273,8 @@ LATER: dict[str, tuple[Manifest, Callable[[World], None], str, str, str]] = {
     ),
     "stopped": (
         body(decode=pool()),
-        lambda world: (world.apply(body({"suspend": True}, decode=pool())), world.converge()),
-        "T/F/F", "T/F/F", "Suspended",
+        lambda world: (world.apply(body({"stopped": True}, decode=pool())), world.converge()),
+        "T/F/F", "T/F/F", "Stopped",
     ),
     "paused": (
         body({"paused": True}, decode=pool()), lambda _: None, "F/F/T", "F/F/T", "Creating",
@@ -296,12 +293,63 @@ def test_a_service_that_was_reached_says_what_it_is_now_and_after_the_deadline(c
     assert world.condition("DecodeReady")["reason"] == reason
     world.turn(seconds=DEADLINE + 1)
     assert rps(world) == later
+    if later.endswith("T"):
+        assert split(world.condition("Stalled")["message"])[1]
+
+
+def test_a_pod_that_starts_for_ever_ends_as_failed_with_where_to_look():
+    world = World(body(decode=pool()))
+    world.turn()
+    settle(world.cluster, start=False)
+    (decode,) = pods(world, "decode")
+    set_pod(world, decode, waiting("ContainerCreating"))
+    world.turn()
+    world.turn(seconds=DEADLINE + 1)
+    stalled = world.condition("Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "PodsStarting")
+    name = decode["metadata"]["name"]
+    for words in (
+        f"kubectl -n ns describe pod {name}",
+        f"kubectl -n ns logs {name}",
+        "raise rollout.progressDeadlineSeconds",
+    ):
+        assert words in split(stalled["message"])[1]
+
+
+def test_a_crash_whose_pauses_outlast_the_deadline_ends_as_failed_with_cause_and_fix():
+    world = World(body({"rollout": {"progressDeadlineSeconds": 60}}, decode=pool()))
+    world.turn()
+    settle(world.cluster, start=False)
+    (decode,) = pods(world, "decode")
+    set_pod(world, decode, crashing(message="no folder; give one", restarts=1))
+    world.turn()
+    assert rps(world) == "F/T/F"
+    world.turn(seconds=61)
+    assert rps(world) == "F/F/T"
+    assert world.condition("DecodeReady")["reason"] == "PodsFailing"
+    cause, fix = split(world.condition("Stalled")["message"])
+    assert cause.endswith("crashes with exit code 1: no folder, give one")
+    assert fix == "correct what the error names"
+
+
+def test_a_gateway_without_a_node_is_offered_what_a_gateway_has():
+    world = World(body(decode=pool()))
+    world.turn()
+    settle(
+        world.cluster, start=lambda item: item["metadata"]["labels"][names.LABEL_ROLE] == "decode"
+    )
+    (gateway,) = pods(world, "gateway")
+    set_pod(world, gateway, unscheduled(NO_CPU), node=None)
+    world.turn()
+    fix = split(world.condition("GatewayReady")["message"])[1]
+    assert "gateway.placement" in fix
+    assert "variant" not in fix
 
 
 def test_a_surge_pod_without_a_node_is_named_and_the_service_serves_on():
     world = World(body(decode=pool()))
     world.converge()
-    world.apply(body(decode=pool(engine={"args": ["--max-requests=8"]})))
+    world.apply(body(decode=pool(engine={"extraArgs": ["--max-requests=8"]})))
     world.turn()
     settle(world.cluster, start=lambda item: "nodeName" in item["spec"])
     fresh = next(item for item in pods(world, "decode") if "nodeName" not in item["spec"])
@@ -319,7 +367,7 @@ def test_a_surge_pod_without_a_node_is_named_and_the_service_serves_on():
 def test_a_name_that_is_taken_is_failed_with_the_fix():
     world = World(body(decode=pool()))
     head = {"apiVersion": "v1", "kind": "ConfigMap"}
-    world.cluster.plant({**head, "metadata": {"name": "demo-gateway", "namespace": "ns"}})
+    world.cluster.hardware({**head, "metadata": {"name": "demo-gateway", "namespace": "ns"}})
     world.turn()
     assert kstatus(service(world)) == "Failed"
     assert world.condition("Stalled")["reason"] == "NameConflict"
@@ -348,6 +396,10 @@ def test_a_quota_that_allows_no_pod_is_named():
     assert (stalled["status"], stalled["reason"]) == ("True", "QuotaExceeded")
     assert "ResourceQuota gpus allows requests.nvidia.com/gpu=4" in stalled["message"]
     assert rps(world) == "F/F/T"
+    # a refusal of what the next manifest replaces says nothing of the next manifest
+    world.apply(body(decode=pool(engine={"extraArgs": ["--max-requests=8"]})))
+    world.turn()
+    assert rps(world) == "F/T/F"
 
 
 def test_a_number_of_a_manual_pool_that_is_put_back_is_told_of():
@@ -361,3 +413,55 @@ def test_a_number_of_a_manual_pool_that_is_put_back_is_told_of():
     assert "use mode External" in found["message"]
     world.turn(seconds=DEADLINE)
     assert world.condition("ScalingActive")["status"] == "True"
+
+
+class Saying(FakeScraper):
+    """Pods of one role say that they fail."""
+
+    def __init__(self, role: str, **said: Any) -> None:
+        super().__init__()
+        self.role, self.said = role, said
+
+    async def scrape(self, pods: Iterable[PodState]) -> dict[str, Sample]:
+        asked = list(pods)
+        found = await super().scrape(asked)
+        changed = {pod.uid for pod in asked if pod.role == self.role}
+        return {
+            uid: dataclasses.replace(sample, **self.said) if uid in changed else sample
+            for uid, sample in found.items()
+        }
+
+
+DENIED = "the API server denies the list of pods: 403 Forbidden"
+SAID: dict[str, tuple[Saying, float, str, tuple[str, ...]]] = {
+    "a model": (
+        Saying("decode", phase="failed", accepting=False, message="weights end early"), 0,
+        "ModelFailed", ("the model failed: weights end early", "correct spec.model"),
+    ),
+    "a gateway without rights": (
+        Saying("gateway", accepting=False, message=DENIED), 60,
+        "AccessDenied", ("403 Forbidden", "Role and RoleBinding"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID.values(), ids=SAID)
+def test_what_a_worker_says_of_its_failure_ends_as_failed_with_cause_and_fix(case: Any):
+    saying, delay, reason, words = case
+    world = World(body(decode=pool()))
+    world.scraper = saying
+    world.loop = world.new_loop()
+    world.turn()
+    settle(world.cluster)
+    for pod in pods(world, saying.role):
+        status = copy.deepcopy(pod["status"])
+        for item in status["conditions"]:
+            if item["type"] == "Ready":
+                item |= {"status": "False", "lastTransitionTime": world.cluster.clock.stamp()}
+        set_pod(world, pod, status)
+    world.turn()
+    world.turn(seconds=delay + 1)
+    assert (rps(world), kstatus(service(world))) == ("F/F/T", "Failed")
+    assert world.condition("Stalled")["reason"] == reason
+    for word in words:
+        assert word in world.condition("Stalled")["message"]

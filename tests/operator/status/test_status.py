@@ -6,14 +6,14 @@ import pathlib
 import re
 
 import pytest
-from operator_support import World, body, pool
 
+from support.fakes import sample_of
+from support.world import World, body, pool
 from vlm_operator.api.status import CONDITIONS, VLMServiceStatus
 from vlm_operator.names import Role
 from vlm_operator.observe import pod_states, unschedulable
 from vlm_operator.state import StageSeconds, Ttft
 from vlm_operator.status import REASONS, events
-from vlm_operator.testing import sample_of
 
 ROOT = pathlib.Path(__file__).parents[3]
 

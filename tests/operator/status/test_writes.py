@@ -7,13 +7,13 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operator_support import World, body, pool
 
+from support.fakes import settle
+from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import POD, VLM_SERVICE
 from vlm_operator.names import Role
-from vlm_operator.status.changes import MEASURED_SECONDS, Spaced, meaning
-from vlm_operator.testing import settle
+from vlm_operator.status.write_pacing import MEASURED_SECONDS, WritePacing, meaning
 
 
 def status_writes(world: World) -> int:
@@ -40,7 +40,7 @@ def busy_world(seed: int) -> World:
                 inflight=rng.randrange(100),
                 queued_requests=rng.randrange(50),
                 queued_work_seconds=rng.random() * 30,
-                admitted_work_seconds=world.cluster.clock.now % 1e6,
+                started_work_seconds=world.cluster.clock.now % 1e6,
             )
         return found
 
@@ -82,7 +82,7 @@ def test_a_changed_meaning_is_written_in_the_same_turn():
     st.lists(st.tuples(st.floats(0.5, 20.0), st.sampled_from("ab"), st.integers(0, 3)), max_size=60)
 )
 def test_writes_are_bounded_by_changes_of_meaning_and_by_time(steps):
-    spaced, there, now, writes, changes = Spaced(), {}, 0.0, 0, 0
+    spaced, there, now, writes, changes = WritePacing(), {}, 0.0, 0, 0
     for seconds, reason, load in steps:
         now += seconds
         after = {

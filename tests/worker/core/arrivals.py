@@ -1,4 +1,4 @@
-"""Requests of text as they arrive, and the rules that they meet."""
+"""Requests of text as they arrive, and the settings that they meet."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import dataclasses
 from hypothesis import strategies as st
 from worker.core.simulation import Work
 
+from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
 from vlm_worker.core.sequence import Lane
-from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.types import Request, RequestKey, SamplingParams
 
 AGEING = 12.0
-FCFS = AdmissionRules(ageing_seconds=AGEING)
-DUAL = AdmissionRules(AdmissionPolicy.DUAL_QUEUE, max_text=4, max_vision=2, ageing_seconds=AGEING)
+FCFS = AdmissionSettings(ageing_seconds=AGEING)
+DUAL = AdmissionSettings(
+    AdmissionPolicy.DUAL_QUEUE, max_text=4, max_vision=2, ageing_seconds=AGEING
+)
 
 
 @dataclasses.dataclass(frozen=True)

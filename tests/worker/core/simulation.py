@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 from hypothesis import strategies as st
 
-from vlm_worker.core.batch import BatchBuilder
-from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.plan import Plan, Schedule
+from vlm_worker.core.admission_policy import AdmissionSettings
+from vlm_worker.core.batch_builder import BatchBuilder
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
-from vlm_worker.core.table import SequenceTable
-from vlm_worker.core.waves import AdmissionRules
+from vlm_worker.core.step_values import SchedulerOutput, StepPlan
 from vlm_worker.testing import (
     IMAGE_TOKEN,
     ChecksumRunner,
@@ -97,11 +97,11 @@ class Simulation:
         budget: int,
         whole_images: bool = False,
         long_prefill_tokens: int | None = None,
-        max_unread_blocks: int | None = None,
-        rules: AdmissionRules | None = None,
+        max_pending_blocks: int | None = None,
+        settings: AdmissionSettings | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size=BLOCK_SIZE)
-        self.table = SequenceTable(
+        self.batch = PersistentBatch(
             max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
@@ -109,17 +109,17 @@ class Simulation:
         )
         self.scheduler = Scheduler(
             self.pool,
-            self.table,
+            self.batch,
             max_num_batched_tokens=budget,
             watermark_blocks=1,
             whole_images=whole_images,
             long_prefill_tokens=long_prefill_tokens,
-            max_unread_blocks=max_unread_blocks,
-            rules=rules,
+            max_pending_blocks=max_pending_blocks,
+            settings=settings,
         )
         self.now = 0.0
         self.builder = BatchBuilder(
-            self.table, max_num_batched_tokens=budget, whole_images=whole_images
+            self.batch, max_num_batched_tokens=budget, whole_images=whole_images
         )
         self.runner = ChecksumRunner(num_blocks, block_size=BLOCK_SIZE)
         self.budget = budget
@@ -131,7 +131,7 @@ class Simulation:
         self.max_chunk = 0
 
     def add(
-        self, work: Work, *, hold: bool = False, lane: Lane = Lane.TEXT, reserved: bool = False
+        self, work: Work, *, for_peer: bool = False, lane: Lane = Lane.TEXT, reserved: bool = False
     ) -> Sequence:
         """Let a request wait; `reserved` sets blocks aside for it, if there are any to be had."""
         request = work.request
@@ -144,12 +144,12 @@ class Simulation:
             position_delta=delta,
             arrived_at=self.now,
             lane=lane,
-            hold=hold,
+            for_peer=for_peer,
             embeddings=[embed(image) for image in work.images],
         )
         num_blocks = self.pool.blocks_for(sequence.num_tokens)
-        if reserved and self.pool.promise(num_blocks, keep=self.scheduler.kept_blocks):
-            sequence.promised = num_blocks
+        if reserved and self.pool.reserve(num_blocks, keep=self.scheduler.withheld_blocks):
+            sequence.reserved_blocks = num_blocks
         self.answers[request.key.request_id] = list(request.token_ids[request.num_prompt_tokens :])
         self.scheduler.add(sequence)
         return sequence
@@ -177,10 +177,10 @@ class Simulation:
         self.check_books()
         return True
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         return self.scheduler.schedule(now=self.now)
 
-    def check_plan(self, schedule: Schedule) -> Plan | None:
+    def check_plan(self, schedule: SchedulerOutput) -> StepPlan | None:
         plan = schedule.plan
         if plan is not None:
             assert plan.num_tokens <= self.budget
@@ -190,30 +190,37 @@ class Simulation:
 
     def check_books(self) -> None:
         self.pool.check()
-        holding = self.table.running + self.held
+        holding = self.batch.running + self.held
         owned = {block for sequence in holding for block in sequence.blocks}
         assert len(owned) == self.pool.num_used
-        for sequence in self.table.running:
+        for sequence in self.batch.running:
             row = sequence.row
             assert row is not None
             assert sequence.status is Status.RUNNING
             num_blocks = len(sequence.blocks)
-            assert self.table.num_blocks[row] == num_blocks
-            assert self.table.block_table[row, :num_blocks].tolist() == sequence.blocks
-            assert self.table.num_computed[row] <= num_blocks * BLOCK_SIZE
-            assert not self.table.block_table[row, num_blocks:].any()
+            assert self.batch.num_blocks[row] == num_blocks
+            assert self.batch.block_table[row, :num_blocks].tolist() == sequence.blocks
+            assert self.batch.num_computed[row] <= num_blocks * BLOCK_SIZE
+            assert not self.batch.block_table[row, num_blocks:].any()
         self.check_columns()
 
     def check_columns(self) -> None:
         """What steps have added to, is what the rows say."""
-        kept = self.table.decoding
-        rows = self.table.decoding_of(self.table.decode_rows.copy())
+        kept = self.batch.decode_columns
+        rows = self.batch.decode_columns_of(self.batch.decode_rows.copy())
         assert kept is not rows
         assert kept.members == rows.members
         assert kept.num_kv_tokens == rows.num_kv_tokens
-        for name in ("token_ids", "num_computed", "context_lens", "indices", "positions", "room"):
+        for name in (
+            "token_ids",
+            "num_computed",
+            "context_lens",
+            "indices",
+            "positions",
+            "capacity",
+        ):
             assert np.array_equal(getattr(kept, name), getattr(rows, name)), name
-        has_room = kept.num_computed < kept.room
+        has_room = kept.num_computed < kept.capacity
         assert np.array_equal(kept.slots[has_room], rows.slots[has_room])
         width = rows.block_table.shape[1]
         assert np.array_equal(kept.block_table[:, :width], rows.block_table)
@@ -228,17 +235,17 @@ class Simulation:
                 break
         assert not self.scheduler.waiting, "somebody was never served"
         assert self.pool.num_used == 0, "a block did not come back"
-        assert len(self.table) == 0
+        assert len(self.batch) == 0
 
 
-def told(schedule: Schedule) -> object:
+def told(schedule: SchedulerOutput) -> object:
     """What a schedule says, as a value that compares."""
     plan = schedule.plan
     return (
         plan and (plan.rows.tolist(), plan.counts.tolist(), plan.samples.tolist()),
         [s.request.key for s in schedule.admitted],
         [s.request.key for s in schedule.preempted],
-        [(s.request.key, start) for s, start in schedule.stalled],
+        [(s.request.key, start) for s, start in schedule.blocked_on_embedding],
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.adaptive import BAND, CHANGE, WINDOW, AdaptiveLimit, LimitReason
+from vlm_worker.core.step_time import BAND, CHANGE, WINDOW, AdaptiveLimit, LimitReason
 
 TARGET = 0.2
 bounds = st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda b: (b[0], b[0] + b[1]))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from worker.engine.by_hand import ByHand
 from worker.engine.talk import IMAGE, about_image, text
 
-from vlm_worker.core.busy import Busy, BusyMeter, Kind, StepWork
+from vlm_worker.core.measurements import BusyTime, BusyTimeCounter, StepWork, WorkKind
 
 
 def step(num_decodes: int, *chunks: tuple[int, int], kv_tokens: int = 0) -> StepWork:
@@ -26,7 +26,7 @@ steps = st.tuples(st.integers(0, 64), chunks, st.floats(1e-4, 1.0)).filter(lambd
 def test_no_second_is_lost_or_counted_twice_and_sums_only_grow(
     done: list[tuple[int, list[tuple[int, int]], float]],
 ) -> None:
-    meter = BusyMeter()
+    meter = BusyTimeCounter()
     before = meter.sums
     for num_decodes, prompts, seconds in done:
         meter.stepped(step(num_decodes, *prompts, kv_tokens=9 * num_decodes), seconds)
@@ -40,33 +40,33 @@ def test_no_second_is_lost_or_counted_twice_and_sums_only_grow(
 
 
 def test_each_kind_counts_what_its_cost_depends_on() -> None:
-    meter = BusyMeter()
+    meter = BusyTimeCounter()
     meter.encoded([100, 200], 0.5)
     meter.stepped(step(0, (10, 0), (20, 64)), 0.2)
     meter.stepped(step(3, kv_tokens=700), 0.1)
     assert meter.sums == {
-        Kind.ENCODE: Busy(0.5, 1, 2, 300, 100**2 + 200**2),
-        Kind.PREFILL: Busy(0.2, 2, 2, 30, 10 * 5 + 20 * 74),
-        Kind.DECODE: Busy(0.1, 1, 3, 700, 700**2),
+        WorkKind.ENCODE: BusyTime(0.5, 1, 2, 300, 100**2 + 200**2),
+        WorkKind.PREFILL: BusyTime(0.2, 2, 2, 30, 10 * 5 + 20 * 74),
+        WorkKind.DECODE: BusyTime(0.1, 1, 3, 700, 700**2),
     }
 
 
 def test_a_step_of_both_kinds_is_split_as_its_halves_are_predicted() -> None:
-    meter = BusyMeter()
+    meter = BusyTimeCounter()
     for _ in range(5):
         meter.stepped(step(0, (100, 0)), 0.3)
         meter.stepped(step(8, kv_tokens=80), 0.1)
     before = meter.sums
     meter.stepped(step(8, (100, 0), kv_tokens=80), 0.2)
     more = {kind: meter.sums[kind].seconds - before[kind].seconds for kind in before}
-    assert more == {Kind.PREFILL: pytest.approx(0.15), Kind.DECODE: pytest.approx(0.05)}
+    assert more == {WorkKind.PREFILL: pytest.approx(0.15), WorkKind.DECODE: pytest.approx(0.05)}
 
 
 def test_before_both_kinds_were_seen_alone_tokens_decide() -> None:
-    meter = BusyMeter()
+    meter = BusyTimeCounter()
     meter.stepped(step(10, (30, 0), kv_tokens=80), 0.4)
     seconds = {kind: sums.seconds for kind, sums in meter.sums.items()}
-    assert seconds == {Kind.PREFILL: pytest.approx(0.3), Kind.DECODE: pytest.approx(0.1)}
+    assert seconds == {WorkKind.PREFILL: pytest.approx(0.3), WorkKind.DECODE: pytest.approx(0.1)}
 
 
 def test_an_engine_tells_what_it_encoded_beside_what_it_prefilled_and_decoded() -> None:
@@ -79,7 +79,7 @@ def test_an_engine_tells_what_it_encoded_beside_what_it_prefilled_and_decoded() 
     engine.state.cancel(about_image().key)
     busy = engine.state.snapshot().busy
     patches = IMAGE.grid_thw[0] * IMAGE.grid_thw[1] * IMAGE.grid_thw[2]
-    assert busy[Kind.ENCODE].units == patches
-    assert (busy[Kind.ENCODE].calls, busy[Kind.ENCODE].items) == (1, 1)
-    assert (busy[Kind.PREFILL].items, busy[Kind.PREFILL].units) == (2, 18)
-    assert busy[Kind.DECODE].items == 3 + 2
+    assert busy[WorkKind.ENCODE].units == patches
+    assert (busy[WorkKind.ENCODE].calls, busy[WorkKind.ENCODE].items) == (1, 1)
+    assert (busy[WorkKind.PREFILL].items, busy[WorkKind.PREFILL].units) == (2, 18)
+    assert busy[WorkKind.DECODE].items == 3 + 2

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.chunks import Chunk, PromptShares, next_chunk
+from vlm_worker.core.chunks import Chunk, TokenBudget, next_chunk
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams
 
@@ -81,32 +81,32 @@ def test_what_is_left_of_an_image_after_a_prefix_hit_runs_whole() -> None:
 def test_shares_fit_into_the_budget_and_leave_nothing_that_somebody_could_use(
     todo: list[tuple[Prompt, int]], budget: int, cap: int | None, whole_images: bool
 ) -> None:
-    shares = PromptShares(budget, cap=cap, whole_images=whole_images)
+    token_budget = TokenBudget(budget, cap=cap, whole_images=whole_images)
     starts = {}
     for number, ((length, items, embeddings), at) in enumerate(todo):
         request = Request(RequestKey(str(number), 0), (), length, SamplingParams(1), items)
         tokens, positions = np.zeros(length, np.int32), np.zeros((1, length), np.int64)
         sequence = Sequence(request, number, tokens, positions, 0, embeddings=list(embeddings))
         start = min(at, length - 1)
-        count = shares.offer(sequence, start)
+        count = token_budget.next_chunk(sequence, start)
         if count:
             starts[sequence] = start
-            shares.take(sequence, start, count)
-    early = dict(shares.chunks)
-    shares.give_rest()
-    assert shares.left + sum(count for _, count in shares.chunks) == budget
-    assert shares.left >= 0
-    for sequence, count in shares.chunks:
+            token_budget.take(sequence, start, count)
+    early = dict(token_budget.chunks)
+    token_budget.distribute_rest()
+    assert token_budget.remaining + sum(count for _, count in token_budget.chunks) == budget
+    assert token_budget.remaining >= 0
+    for sequence, count in token_budget.chunks:
         assert early[sequence] <= count <= sequence.num_tokens - starts[sequence]
         chunk = next_chunk(
             starts[sequence] + count,
             sequence.num_tokens - starts[sequence] - count,
-            budget=shares.left,
+            budget=token_budget.remaining,
             items=sequence.items,
             embeddings=sequence.embeddings,
             whole_images=whole_images,
         )
         assert whole_images or not chunk.size
-    for sequence, _ in shares.stalled:
-        assert sequence.stalled
+    for sequence, _ in token_budget.blocked_on_embedding:
+        assert sequence.is_blocked
         assert sequence not in early

@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlm_worker.core.encoder_cache import EncoderCache
-from vlm_worker.core.encoder_entries import Entry, Tier
+from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
 
 HOT, COLD = 100, 60
 TTL = 50.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_worker.core.encoder_cache import EncoderCache
-from vlm_worker.core.encoder_entries import Entry, Tier
+from vlm_worker.core.encoder_cache import EncoderCache, Entry, Tier
 
 TTL = 50.0
 

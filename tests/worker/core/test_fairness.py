@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from worker.core.arrivals import AGEING, DUAL, FCFS, Arrival, arrivals, patterns, text
 from worker.core.simulation import Simulation, alone
 
-from vlm_worker.core.entrance import MAX_OVERTAKEN
-from vlm_worker.core.plan import Schedule
+from vlm_worker.core.admission import MAX_BYPASSED
+from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
 from vlm_worker.core.sequence import Lane, Sequence, Status
-from vlm_worker.core.waves import AdmissionReason, AdmissionRules
+from vlm_worker.core.step_values import SchedulerOutput
 
 MAX_WAITING = 12
 
@@ -29,7 +29,7 @@ class Crowd(Simulation):
         self.numbers = itertools.count()
         self.admitted: list[Sequence] = []
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         for arrival in next(self.pattern):
             if len(self.scheduler.waiting) < MAX_WAITING:
                 self.add(arrival.work(f"crowd {next(self.numbers)}"), lane=arrival.lane)
@@ -65,13 +65,13 @@ def test_nobody_starves_in_thousands_of_crowds(drawn: tuple[Any, ...]) -> None:
 def everybody_is_served(
     pattern: list[list[Arrival]],
     arrival: Arrival,
-    rules: AdmissionRules,
+    settings: AdmissionSettings,
     num_blocks: int,
     max_num_seqs: int,
     budget: int,
 ) -> None:
     crowd = Crowd(
-        pattern, rules=rules, num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget
+        pattern, settings=settings, num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget
     )
     for _ in range(10):
         crowd.step()
@@ -81,23 +81,23 @@ def everybody_is_served(
         before = len(crowd.admitted)
         crowd.step()
         waits = victim not in crowd.admitted
-        if waits and crowd.now - victim.arrived_at > AGEING and rules is FCFS:
+        if waits and crowd.now - victim.arrived_at > AGEING and settings is FCFS:
             num_younger += sum(s.arrival > victim.arrival for s in crowd.admitted[before:])
         if victim.status is Status.FINISHED:
             break
     assert victim.status is Status.FINISHED, "it was never served"
-    assert num_younger <= MAX_OVERTAKEN
+    assert num_younger <= MAX_BYPASSED
     assert crowd.answers["victim"] == alone(arrival.work("victim"))
 
 
 def test_the_low_priority_of_a_preempted_sequence_does_not_hold_it_down_for_ever() -> None:
     pattern = [[Arrival(14, 40, 2, Lane.TEXT)], [], []]
-    crowd = Crowd(pattern, rules=FCFS, num_blocks=17, max_num_seqs=3, budget=64)
+    crowd = Crowd(pattern, settings=FCFS, num_blocks=17, max_num_seqs=3, budget=64)
     victim = crowd.add(text("victim", 14, max_tokens=40, priority=-1))
     while victim.status is not Status.FINISHED:
         crowd.step()
         assert crowd.now < 500
-    assert victim.raised_priority == 2
+    assert victim.aged_priority == 2
     assert crowd.scheduler.num_preemptions > 0
     assert crowd.scheduler.waiting.num_admitted[AdmissionReason.AGED] > 0
 
@@ -105,7 +105,7 @@ def test_the_low_priority_of_a_preempted_sequence_does_not_hold_it_down_for_ever
 def test_whoever_lacks_blocks_is_passed_by_so_often_and_no_more() -> None:
     patient = dataclasses.replace(FCFS, ageing_seconds=1e9)
     pattern = [[Arrival(9, 20, 0, Lane.TEXT)]]
-    crowd = Crowd(pattern, rules=patient, num_blocks=18, max_num_seqs=3, budget=64)
+    crowd = Crowd(pattern, settings=patient, num_blocks=18, max_num_seqs=3, budget=64)
     for _ in range(20):
         crowd.step()
     big = crowd.add(text("big", 60, max_tokens=2, priority=1))
@@ -113,4 +113,4 @@ def test_whoever_lacks_blocks_is_passed_by_so_often_and_no_more() -> None:
     while big.status is Status.WAITING:
         crowd.step()
     assert crowd.admitted[-1] is big
-    assert len(crowd.admitted) - before == MAX_OVERTAKEN + 1
+    assert len(crowd.admitted) - before == MAX_BYPASSED + 1

@@ -196,7 +196,7 @@ def test_placeholders_expand_in_place(family: Family) -> None:
 
 
 def test_a_placeholder_too_many_is_refused(family: Family) -> None:
-    with pytest.raises(InvalidRequestError, match="2 image placeholders for 1 pictures"):
+    with pytest.raises(InvalidRequestError, match="2 image placeholders for 1 images"):
         family.expand([5, 5], [4])
 
 

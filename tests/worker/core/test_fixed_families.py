@@ -12,7 +12,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.llava.configuration_llava import LlavaConfig
 
 from vlm_worker.core.families import Family, ModelConfigError, parse_family
-from vlm_worker.core.geometry import FixedProcessor
+from vlm_worker.core.image_geometry import FixedProcessor
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import ImageItem
 
@@ -93,7 +93,7 @@ def test_fields_that_files_leave_out_are_those_of_transformers() -> None:
     )
     assert bare.image_token_id == gemma.image_token_index
     assert bare.marker_token_id == gemma.boi_token_index
-    assert gemma.eoi_token_index in bare.picture_text
+    assert gemma.eoi_token_index in bare.image_text
     assert bare.hidden_size == gemma.text_config.hidden_size
     assert bare.vocab_size == gemma.text_config.vocab_size
     assert bare.max_position_embeddings == gemma.text_config.max_position_embeddings

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.histogram import Histogram
+from vlm_worker.core.measurements import Histogram
 
 SIZES = st.lists(st.floats(0, 100), max_size=40)
 EDGES = st.lists(st.floats(0.001, 90), min_size=1, max_size=12)

@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 from worker.core.arrivals import DUAL, FCFS, text
 from worker.core.simulation import Simulation, Work, alone, expected, told, works
 
-from vlm_worker.core.entrance import MAX_IDLE_SECONDS
-from vlm_worker.core.plan import Schedule
+from vlm_worker.core.admission import MAX_IDLE_SECONDS
+from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
 from vlm_worker.core.sequence import Lane, Status
-from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
+from vlm_worker.core.step_values import SchedulerOutput
 from vlm_worker.testing import embed
 
 
 class Twice(Simulation):
     """Plans every step a second time, on a copy, and holds each wave to its bounds."""
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         twin = copy.deepcopy(self.scheduler).schedule(now=self.now)
         schedule = super().schedule()
         assert told(twin) == told(schedule)
         for lane in Lane:
-            rules = self.scheduler.waiting.rules
+            settings = self.scheduler.waiting.settings
             entered = sum(sequence.lane is lane for sequence in schedule.admitted)
-            assert rules.policy is AdmissionPolicy.FCFS or entered <= rules.bound(lane)
+            assert settings.policy is AdmissionPolicy.FCFS or entered <= settings.bound(lane)
         return schedule
 
 
@@ -46,7 +46,7 @@ class Twice(Simulation):
 def test_planning_twice_plans_the_same_and_together_is_alone(
     todo: list[Work],
     kinds: list[tuple[int, Lane]],
-    rules: AdmissionRules,
+    settings: AdmissionSettings,
     long_prefill_tokens: int | None,
     num_blocks: int,
     max_num_seqs: int,
@@ -56,7 +56,7 @@ def test_planning_twice_plans_the_same_and_together_is_alone(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         budget=budget,
-        rules=rules,
+        settings=settings,
         long_prefill_tokens=long_prefill_tokens,
     )
     todo = [
@@ -91,7 +91,7 @@ class Anew(Simulation):
 
     step_seconds = MAX_IDLE_SECONDS / 50
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         twin = copy.deepcopy(self.scheduler).schedule(now=self.now + MAX_IDLE_SECONDS)
         schedule = super().schedule()
         assert told(twin) == told(schedule)
@@ -101,19 +101,19 @@ class Anew(Simulation):
 @settings(max_examples=40)
 @given(departures)
 def test_whoever_is_not_tried_again_would_not_have_entered(drawn: tuple[Any, ...]) -> None:
-    todo, fates, rules, *bounds = drawn
-    ageless = dataclasses.replace(rules, ageing_seconds=1e9)
+    todo, fates, settings, *bounds = drawn
+    ageless = dataclasses.replace(settings, ageing_seconds=1e9)
     every_block_comes_back(todo, fates, ageless, *bounds, kind=Anew)
 
 
 def test_blocks_that_come_back_let_one_enter_at_once() -> None:
     run = Anew(num_blocks=17, max_num_seqs=4, budget=64)
-    assert run.pool.promise(10)
+    assert run.pool.reserve(10)
     waiting = run.add(text("waiting", 40))
     for _ in range(3):
         run.step()
     assert waiting.status is Status.WAITING
-    run.pool.unpromise(10)
+    run.pool.unreserve(10)
     run.step()
     assert waiting.status is Status.RUNNING
 
@@ -129,12 +129,14 @@ def test_every_block_comes_back_in_thousands_of_runs(drawn: tuple[Any, ...]) -> 
 def every_block_comes_back(
     todo: list[Work],
     fates: list[tuple[int, int | None]],
-    rules: AdmissionRules,
+    settings: AdmissionSettings,
     num_blocks: int,
     max_num_seqs: int,
     kind: type[Simulation] = Simulation,
 ) -> None:
-    simulation = kind(num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=24, rules=rules)
+    simulation = kind(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=24, settings=settings
+    )
     live = {}
     for work, (comes, goes) in zip(todo, fates, strict=False):
         sequence = simulation.add(work)
@@ -151,9 +153,9 @@ def every_block_comes_back(
                 simulation.scheduler.remove(sequence)
             elif number == comes:
                 sequence.embeddings = [embed(image) for image in work.images]
-                sequence.wake()
+                sequence.unblock()
         simulation.step()
-    assert simulation.pool.num_used == simulation.pool.num_promised == 0
+    assert simulation.pool.num_used == simulation.pool.num_reserved == 0
     assert not simulation.scheduler.waiting
     assert simulation.scheduler.waiting.num_tokens == 0
     for work, _, _, goes in live.values():

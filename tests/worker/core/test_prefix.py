@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.prefix import PrefixCounts, extend_chain, num_visual_tokens
+from vlm_worker.core.kv_cache import PrefixCounts, extend_hash_chain, num_visual_tokens
 from vlm_worker.types import ImageItem
 
 SIZE = 4
@@ -22,7 +22,7 @@ def chain(
     adapter: bytes = b"",
 ) -> list[bytes]:
     hashes: list[bytes] = []
-    extend_chain(
+    extend_hash_chain(
         hashes,
         np.array(token_ids, np.int32),
         items,
@@ -58,7 +58,7 @@ def test_a_chain_made_in_two_parts_is_the_same(token_ids: list[int], cut: int) -
     hashes: list[bytes] = []
     array = np.array(token_ids, np.int32)
     for end in (min(cut, len(token_ids)), len(token_ids)):
-        extend_chain(hashes, array, (), cache_salt=b"", block_size=SIZE, num_tokens=end)
+        extend_hash_chain(hashes, array, (), cache_salt=b"", block_size=SIZE, num_tokens=end)
     assert hashes == chain(token_ids)
 
 

@@ -122,7 +122,7 @@ def test_who_goes_on_from_running_answers_says_what_it_says_alone(
         run.add(work)
     for _ in range(num_steps):
         run.step()
-    running = {sequence.request.key.request_id for sequence in run.table.running}
+    running = {sequence.request.key.request_id for sequence in run.batch.running}
     more = [
         going_on(work, run.answers[name], name=f"after {name}")
         for work in todo

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.rates import SAMPLE_SECONDS, Rates
+from vlm_worker.core.measurements import SAMPLE_SECONDS, Rates
 
 
 @given(

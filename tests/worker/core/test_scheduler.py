@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.core.simulation import Simulation, Work, alone, expected, works
 
-from vlm_worker.core.plan import Plan
 from vlm_worker.core.sequence import Status
+from vlm_worker.core.step_values import StepPlan
 from vlm_worker.testing import (
     IMAGE_TOKEN,
     embed,
@@ -120,13 +120,13 @@ def test_a_missing_embedding_stalls_one_sequence_and_nobody_else() -> None:
     simulation.add(other)
     for _ in range(20):
         simulation.step()
-    assert sequence.stalled
+    assert sequence.is_blocked
     assert sequence.row is not None
-    assert simulation.table.num_computed[sequence.row] == 2  # the text before the image ran
+    assert simulation.batch.num_computed[sequence.row] == 2  # the text before the image ran
     assert simulation.pool.match(sequence.hashes) == []  # K3: nothing is known before it is written
     assert simulation.answers["1"] == alone(other)
     sequence.embeddings[0] = embed(image)
-    sequence.wake()
+    sequence.unblock()
     while simulation.step():
         pass
     assert simulation.answers["stalled"] == alone(Work(request, (image,), 0))
@@ -147,7 +147,7 @@ def test_who_waits_for_an_embedding_takes_no_blocks_and_blocks_nobody() -> None:
     waiting = simulation.add(about_picture("stalled", num_text_before=0))
     waiting.embeddings[0] = None
     simulation.step()
-    assert waiting.stalled
+    assert waiting.is_blocked
     other = text(1, 5)
     simulation.add(other)
     while simulation.step():
@@ -160,7 +160,7 @@ def test_kv_that_a_peer_may_be_reading_is_not_preempted() -> None:
     simulation = Simulation(num_blocks=17, max_num_seqs=2, budget=64)
     old = simulation.add(text(0, 8, max_tokens=50))
     simulation.step()
-    held = simulation.add(about_picture("held", num_text_before=34), hold=True)
+    held = simulation.add(about_picture("held", num_text_before=34), for_peer=True)
     held.embeddings[0] = None  # it runs, and waits in the middle of its prompt
     simulation.step()
     blocks = list(held.blocks)
@@ -180,7 +180,7 @@ def test_kv_that_a_peer_may_be_reading_is_not_preempted() -> None:
 def test_the_halves_of_a_plan_are_the_plan() -> None:
     rows = np.array([4, 0, 2, 1, 3])
     counts = np.array([1, 1, 1, 5, 6])
-    plan = Plan(rows, counts, np.array([True, True, True, False, True]), rows[:3])
+    plan = StepPlan(rows, counts, np.array([True, True, True, False, True]), rows[:3])
     first, second = plan.halves()
     assert first.rows.tolist() + second.rows.tolist() == rows.tolist()
     assert first.counts.tolist() + second.counts.tolist() == counts.tolist()
@@ -192,11 +192,11 @@ def test_the_halves_of_a_plan_are_the_plan() -> None:
 def test_a_held_sequence_keeps_its_blocks_and_goes_on_where_it_stopped() -> None:
     simulation = Simulation(num_blocks=65, max_num_seqs=1, budget=64)
     work = text(0, 10, max_tokens=9)
-    sequence = simulation.add(work, hold=True)
+    sequence = simulation.add(work, for_peer=True)
     while simulation.step():
         if sequence.status is Status.HELD:
             break
-    assert len(simulation.table) == 0
+    assert len(simulation.batch) == 0
     assert simulation.pool.num_used == 3
     simulation.held.remove(sequence)
     simulation.scheduler.resume(sequence)

@@ -23,7 +23,7 @@ def test_only_the_moves_of_the_table_are_made(a: Status, b: Status) -> None:
         moving.move(b)
         assert moving.status is b
     else:
-        with pytest.raises(AssertionError, match="no way from"):
+        with pytest.raises(AssertionError, match="no transition from"):
             moving.move(b)
         assert moving.status is a
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.engine.events import EventStream, NeedItems
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.engine.state import State
@@ -24,7 +24,7 @@ from vlm_worker.types import PreparedImage, Request, RequestKey, TokenEvent
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A call of the encoder: the pictures' keys, and their tokens."""
+    """A call of the encoder: the images' keys, and their tokens."""
 
     images: tuple[bytes, ...]
     num_tokens: int
@@ -32,7 +32,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-    """A step: how many sequences decoded, and the pictures whose rows it read."""
+    """A step: how many sequences decoded, and the images whose rows it read."""
 
     num_decodes: int
     images: frozenset[bytes]
@@ -60,7 +60,7 @@ class NotingRunner(ChecksumRunner):
         return super().encode(images)
 
     def know(self, image: PreparedImage) -> None:
-        """Recognise the rows of a picture that others encoded."""
+        """Recognise the rows of an image that others encoded."""
         self._key_of[int(embed(image)[0])] = image.image_key
 
 
@@ -91,21 +91,21 @@ class ByHand:
         self._images: dict[str, tuple[PreparedImage, ...]] = {}
 
     def encode(self, name: str, images: Sequence[PreparedImage], *, priority: int = 0) -> None:
-        """Hand pictures to the encoder."""
+        """Hand images to the encoder."""
         stream: EventStream[Any] = EventStream(RequestKey(name, 0))
-        self.state.pictures.encode(stream.key, tuple(images), stream, priority=priority)
+        self.state.encode_requests.encode(stream.key, tuple(images), stream, priority=priority)
 
     def submit(
-        self, request: Request, images: Sequence[PreparedImage] = (), *, hold: bool = False
+        self, request: Request, images: Sequence[PreparedImage] = (), *, for_peer: bool = False
     ) -> None:
         """Hand a prompt to prefill."""
         self._images[request.key.request_id] = tuple(images)
-        self.state.sequences.submit(request, EventStream(request.key), hold=hold)
+        self.state.sequences.submit(request, EventStream(request.key), for_peer=for_peer)
 
     def turn(self) -> bool:
         """One turn of the engine, and the reading of what it said."""
         busy = self.state.turn()
-        for stream, event in self.state.outbox.take():
+        for stream, event in self.state.events.take():
             if event is None:
                 continue
             name = stream.key.request_id
@@ -136,4 +136,6 @@ class ByHand:
     @property
     def num_prompt_pins(self) -> int:
         """Embeddings that prompts hold."""
-        return self.state.pictures.cache.index.num_pins - self.state.pictures.num_pinned
+        return (
+            self.state.encode_requests.cache.index.num_pins - self.state.encode_requests.num_pinned
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from worker.engine.talk import events, first_token, text, tokens
 
-from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError
@@ -54,7 +54,7 @@ async def begin(
 ) -> EventStream[PrefillEvent]:
     """Answer a request; its first step ends when `runner.gate` is set."""
     runner.gate.clear()
-    answer = engine.submit_prefill(request, hold=False)
+    answer = engine.submit_prefill(request, for_peer=False)
     await until(lambda: runner.num_steps == 1)
     return answer
 

@@ -49,7 +49,7 @@ class FullDevice(ChecksumRunner):
 async def test_an_embedding_that_finds_no_room_may_be_put_again(start: Any) -> None:
     engine: Engine = start(FullDevice())
     request, rows = about_image(), memoryview(embed(IMAGE).tobytes())
-    stream = engine.submit_prefill(request, hold=False)
+    stream = engine.submit_prefill(request, for_peer=False)
     assert await anext(stream) == NeedItems((0,))
     with pytest.raises(EngineError, match="the device is full"):
         await engine.put_embedding(request.key, 0, rows)
@@ -71,7 +71,7 @@ async def test_blocks_that_cannot_be_copied_are_asked_for_and_sent_again(start: 
     here: Engine = start(prefill)
     there: Engine = start(decode)
     request = text(length=8)
-    (first, *_) = tokens(await events(here.submit_prefill(request, hold=True)))
+    (first, *_) = tokens(await events(here.submit_prefill(request, for_peer=True)))
     await there.reserve(request.key, 9)
     assert (await there.receive(request)).first_block == 0
     with pytest.raises(EngineError, match="the device is full"):

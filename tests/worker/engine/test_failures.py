@@ -35,9 +35,9 @@ async def submit_together(
 ) -> list[list[PrefillEvent]]:
     """All of them in one step: they come in while another step is in flight."""
     runner.gate.clear()
-    blocker = engine.submit_prefill(text("blocker", max_tokens=1), hold=False)
+    blocker = engine.submit_prefill(text("blocker", max_tokens=1), for_peer=False)
     await until(lambda: runner.num_steps == 1)
-    streams = [engine.submit_prefill(request, hold=False) for request in requests]
+    streams = [engine.submit_prefill(request, for_peer=False) for request in requests]
     runner.gate.set()
     told = await asyncio.gather(*(events(stream) for stream in streams))
     await events(blocker)
@@ -58,7 +58,7 @@ async def test_a_crashing_step_fails_one_half_and_spares_the_other(start: Any, u
         assert tokens(said) == answer_alone(request)
     assert engine.stats().step_failures == 1
     assert engine.healthy
-    after = await events(engine.submit_prefill(text("after"), hold=False))
+    after = await events(engine.submit_prefill(text("after"), for_peer=False))
     assert tokens(after) == answer_alone(text("after"))
 
 
@@ -79,9 +79,9 @@ async def test_poisoned_kv_is_never_served_again(start: Any) -> None:
     runner.faults.poison_token = BAD
     engine: Engine = start(runner)
     bad = text("bad", token=BAD, length=12)
-    await events(engine.submit_prefill(bad, hold=False))
+    await events(engine.submit_prefill(bad, for_peer=False))
     runner.faults.poison_token = None
-    again = await events(engine.submit_prefill(text("again", token=BAD, length=12), hold=False))
+    again = await events(engine.submit_prefill(text("again", token=BAD, length=12), for_peer=False))
     assert tokens(again) == answer_alone(bad)
     assert engine.stats().prefix_cache_hits == 0
 
@@ -92,10 +92,10 @@ async def test_three_dead_steps_in_a_row_make_the_engine_unhealthy(start: Any) -
     for number in range(3):
         assert engine.healthy
         runner.faults.crash_steps = 1
-        told = await events(engine.submit_prefill(text(str(number)), hold=False))
+        told = await events(engine.submit_prefill(text(str(number)), for_peer=False))
         assert isinstance(told[-1], FailedEvent)
-    assert not engine.healthy
-    await events(engine.submit_prefill(text("well"), hold=False))
+    assert engine.unhealthy_reason == "3 steps in a row failed"
+    await events(engine.submit_prefill(text("well"), for_peer=False))
     assert engine.healthy  # a step that computes something ends the row
 
 
@@ -103,9 +103,10 @@ async def test_a_stuck_step_makes_the_engine_unhealthy(start: Any, until: Any) -
     runner = ChecksumRunner()
     runner.gate.clear()
     engine: Engine = start(runner, stuck_step_seconds=0.05)
-    stream = engine.submit_prefill(text("stuck"), hold=False)
+    stream = engine.submit_prefill(text("stuck"), for_peer=False)
     assert engine.healthy
     await until(lambda: not engine.healthy)
+    assert "it is stuck" in (engine.unhealthy_reason or "")
     runner.gate.set()
     await events(stream)
     assert engine.healthy
@@ -120,7 +121,7 @@ class WrongRunner(ChecksumRunner):
 
 
 async def test_a_runner_that_returns_nonsense_is_not_believed(start: Any) -> None:
-    told = await events(start(WrongRunner()).submit_prefill(text("r"), hold=False))
+    told = await events(start(WrongRunner()).submit_prefill(text("r"), for_peer=False))
     assert isinstance(told[-1], FailedEvent)
     assert "sampled rows" in str(told[-1].error)
 
@@ -135,9 +136,9 @@ class BrokenRunner(ChecksumRunner):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_thread_fails_everybody_and_reports_its_cause(start: Any) -> None:
     engine: Engine = start(BrokenRunner(), dies=True)
-    pictured = engine.submit_prefill(about_image("pictured"), hold=False)
+    pictured = engine.submit_prefill(about_image("pictured"), for_peer=False)
     assert await anext(pictured) == NeedItems((0,))
-    endless = engine.submit_prefill(text("endless", max_tokens=50), hold=False)
+    endless = engine.submit_prefill(text("endless", max_tokens=50), for_peer=False)
     rows = memoryview(embed(IMAGE).tobytes())
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         await engine.put_embedding(RequestKey("pictured", 0), 0, rows)
@@ -145,13 +146,13 @@ async def test_a_dead_thread_fails_everybody_and_reports_its_cause(start: Any) -
     assert isinstance(told[-1], FailedEvent | FinishedEvent)
     with pytest.raises(ZeroDivisionError):
         await engine.stop()
-    assert not engine.healthy
+    assert "it died: ZeroDivisionError" in (engine.unhealthy_reason or "")
 
 
 @pytest.mark.parametrize("strict", [True, False])
 async def test_a_leak_is_found_when_the_engine_rests(start: Any, until: Any, strict: bool) -> None:
     engine: Engine = start(dies=True, strict=strict)
-    await events(engine.submit_prefill(text("r"), hold=False))
+    await events(engine.submit_prefill(text("r"), for_peer=False))
     state = engine._thread._state
     state.sequences.pool.take(2)  # nobody will give these back
     await engine.release(RequestKey("wake up", 0))

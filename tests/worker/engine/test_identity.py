@@ -1,7 +1,7 @@
 """However a request travels through engines, it says what the model alone says.
 
 Whole, adopted, or handed over block by block; together with others, in small pools that preempt;
-with pictures that are encoded here or fetched from there; continued elsewhere where it must be.
+with images that are encoded here or fetched from there; continued elsewhere where it must be.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODES = ("whole", "adopted", "adopted early", "handed over")
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A request, its pictures, and the way it goes."""
+    """A request, its images, and the way it goes."""
 
     request: Request
     images: tuple[PreparedImage, ...]
@@ -106,11 +106,11 @@ class Line:
 
     async def _attempt(self, work: Work, request: Request, answer: list[int]) -> FinishReason:
         if work.mode == "whole":
-            stream = self.prefill.submit_prefill(request, hold=False)
+            stream = self.prefill.submit_prefill(request, for_peer=False)
             return await self._listen(stream, work, request, answer)
         if work.mode == "handed over":
             return await self._hand_over(work, request, answer)
-        stream = self.prefill.submit_prefill(request, hold=True)
+        stream = self.prefill.submit_prefill(request, for_peer=True)
         early = self.prefill.adopt_local(request) if work.mode == "adopted early" else None
         reason = await self._listen(stream, work, request, answer)
         if early is None and reason is not None:
@@ -120,10 +120,16 @@ class Line:
 
     async def _hand_over(self, work: Work, request: Request, answer: list[int]) -> FinishReason:
         await self._reserve(request)
-        stream = self.prefill.submit_prefill(request, hold=True)
+        stream = self.prefill.submit_prefill(request, for_peer=True)
         first = (await self.decode.receive(request)).first_block
         fetched = [first]
-        reason = await self._listen(stream, work, request, answer, fetched=fetched)
+        try:
+            reason = await self._listen(stream, work, request, answer, fetched=fetched)
+        except OverloadedError:  # peers have not read what prefill holds: try again, as a gateway
+            await self.decode.release(request.key)
+            while self.prefill.stats().num_held:  # noqa: ASYNC110  state of the engine thread
+                await asyncio.sleep(0.001)
+            return FinishReason.DRAINED
         if reason is not None:
             await self.decode.release(request.key)
             return reason
@@ -276,7 +282,7 @@ def test_a_small_pool_preempts_and_nobody_hears_it(mode: str) -> None:
     assert where.stats().preemptions > 0
 
 
-def test_a_second_question_about_a_picture_finds_its_prefix_and_its_embedding() -> None:
+def test_a_second_question_about_a_image_finds_its_prefix_and_its_embedding() -> None:
     async def twice() -> Line:
         first, second = question(1, "whole"), question(1, "whole")
         renamed = dataclasses.replace(second.request, key=RequestKey("again", 0))

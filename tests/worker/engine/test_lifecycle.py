@@ -41,7 +41,7 @@ async def test_idle_time_is_the_runners_until_somebody_comes(start: Any, until: 
     runner.num_idle_steps = most = 1 << 60
     engine: Engine = start(runner)
     await until(lambda: runner.num_idle_steps < most)
-    told = await events(engine.submit_prefill(text(), hold=False))
+    told = await events(engine.submit_prefill(text(), for_peer=False))
     assert isinstance(told[-1], FinishedEvent)
     assert runner.num_idle_steps > 0, "it was interrupted"
 
@@ -50,7 +50,7 @@ async def test_idle_time_is_the_runners_until_somebody_comes(start: Any, until: 
 
 
 async def test_events_come_in_their_order(start: Any) -> None:
-    told = await events(start(max_num_batched_tokens=6).submit_prefill(text(), hold=True))
+    told = await events(start(max_num_batched_tokens=6).submit_prefill(text(), for_peer=True))
     kinds = [type(event) for event in told]
     assert kinds == [ScheduledEvent, BlocksReady, BlocksReady, TokenEvent]
     assert [e.num_blocks for e in told if isinstance(e, BlocksReady)] == [1, 3]
@@ -74,7 +74,7 @@ async def test_an_answer_ends_where_it_should(
         sampling = {"stop_token_ids": (free[2],)}
     eos = (free[3],) if settings else ()
     request = text(**sampling)
-    told = await events(start(eos_token_ids=eos).submit_prefill(request, hold=False))
+    told = await events(start(eos_token_ids=eos).submit_prefill(request, for_peer=False))
     alone = answer_alone(request, max_model_len=64, eos_token_ids=eos)
     assert tokens(told) == alone
     assert told[-1] == FinishedEvent(reason, len(alone))
@@ -82,7 +82,7 @@ async def test_an_answer_ends_where_it_should(
 
 async def test_an_answer_that_ends_with_its_first_token_holds_nothing(start: Any) -> None:
     engine: Engine = start()
-    told = await events(engine.submit_prefill(text(max_tokens=1), hold=True))
+    told = await events(engine.submit_prefill(text(max_tokens=1), for_peer=True))
     assert told[-1] == FinishedEvent(FinishReason.LENGTH, 1)
     assert engine.stats().inflight == 0
     assert isinstance(error(await events(engine.adopt_local(text()))), GoneError)
@@ -94,7 +94,10 @@ async def test_an_answer_continued_elsewhere_is_the_same_answer(start: Any) -> N
     for delivered in range(1, 6):
         request = text(f"after {delivered}", temperature=1.0, seed=5)
         request = dataclasses.replace(request, token_ids=(*request.token_ids, *whole[:delivered]))
-        assert tokens(await events(engine.submit_prefill(request, hold=False))) == whole[delivered:]
+        assert (
+            tokens(await events(engine.submit_prefill(request, for_peer=False)))
+            == whole[delivered:]
+        )
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ async def test_an_answer_continued_elsewhere_is_the_same_answer(start: Any) -> N
 
 async def test_what_never_fits_is_answered_with_the_numbers(start: Any) -> None:
     engine: Engine = start()
-    refused = error(await events(engine.submit_prefill(text(length=64), hold=False)))
+    refused = error(await events(engine.submit_prefill(text(length=64), for_peer=False)))
     assert isinstance(refused, ContextTooLongError)
     assert "64 tokens" in str(refused)
     with pytest.raises(ContextTooLongError):
@@ -113,10 +116,10 @@ async def test_a_full_queue_answers_overloaded(start: Any, until: Any) -> None:
     runner = ChecksumRunner()
     runner.gate.clear()
     engine: Engine = start(runner, max_num_seqs=1, max_waiting=1)
-    running = engine.submit_prefill(text("running"), hold=False)
+    running = engine.submit_prefill(text("running"), for_peer=False)
     await until(lambda: runner.num_steps == 1)
-    waiting = engine.submit_prefill(text("waiting"), hold=False)
-    refused = engine.submit_prefill(text("refused"), hold=False)
+    waiting = engine.submit_prefill(text("waiting"), for_peer=False)
+    refused = engine.submit_prefill(text("refused"), for_peer=False)
     runner.gate.set()
     said = error(await events(refused))
     assert isinstance(said, OverloadedError)
@@ -127,8 +130,8 @@ async def test_a_full_queue_answers_overloaded(start: Any, until: Any) -> None:
 
 async def test_a_key_is_used_once(start: Any) -> None:
     engine: Engine = start()
-    await events(engine.submit_prefill(text(), hold=False))
-    told = await events(engine.submit_prefill(text(), hold=False))
+    await events(engine.submit_prefill(text(), for_peer=False))
+    told = await events(engine.submit_prefill(text(), for_peer=False))
     assert isinstance(error(told), DuplicateError)
     with pytest.raises(DuplicateError):
         await engine.reserve(text().key, 10)
@@ -150,15 +153,17 @@ async def test_positions_that_fail_fail_their_request_alone(start: Any) -> None:
         ChecksumRunner(), settings=EngineSettings(max_model_len=64), positions=positions
     )
     engine.start(asyncio.get_running_loop())
-    bad = await events(engine.submit_prefill(text("bad", length=3), hold=False))
+    bad = await events(engine.submit_prefill(text("bad", length=3), for_peer=False))
     assert isinstance(error(bad), EngineError)
-    assert tokens(await events(engine.submit_prefill(text(), hold=False)))
+    assert tokens(await events(engine.submit_prefill(text(), for_peer=False)))
     await engine.stop()
 
 
 async def test_an_encoder_has_no_sequences(start: Any) -> None:
     engine: Engine = start(ChecksumRunner(has_kv=False))
-    assert isinstance(error(await events(engine.submit_prefill(text(), hold=False))), EngineError)
+    assert isinstance(
+        error(await events(engine.submit_prefill(text(), for_peer=False))), EngineError
+    )
     assert engine.stats().kv is None
 
 
@@ -169,12 +174,12 @@ async def test_cancel_says_what_it_found(start: Any, until: Any) -> None:
     runner = ChecksumRunner()
     engine: Engine = start(runner)
     assert await engine.cancel(RequestKey("unknown", 0)) is CancelOutcome.NOT_FOUND
-    await events(engine.submit_prefill(text("done"), hold=False))
+    await events(engine.submit_prefill(text("done"), for_peer=False))
     assert await engine.cancel(RequestKey("done", 0)) is CancelOutcome.ALREADY_COMPLETE
-    await events(engine.submit_prefill(text("held"), hold=True))
+    await events(engine.submit_prefill(text("held"), for_peer=True))
     before = CancelOutcome.CANCELLED_BEFORE_ADVERTISED
     assert await engine.cancel(RequestKey("held", 0)) is before
-    await events(engine.submit_prefill(text("read"), hold=True))
+    await events(engine.submit_prefill(text("read"), for_peer=True))
     await asyncio.to_thread(engine.export_blocks, RequestKey("read", 0), 0, 1)
     in_flight = CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
     assert await engine.cancel(RequestKey("read", 0)) is in_flight
@@ -185,9 +190,9 @@ async def test_cancel_ends_whatever_state_a_request_is_in(start: Any, until: Any
     runner.gate.clear()
     engine: Engine = start(runner, max_num_seqs=1)
     streams = {
-        "running": engine.submit_prefill(text("running", max_tokens=50), hold=False),
-        "waiting": engine.submit_prefill(text("waiting"), hold=False),
-        "asking": engine.submit_prefill(about_image("asking"), hold=False),
+        "running": engine.submit_prefill(text("running", max_tokens=50), for_peer=False),
+        "waiting": engine.submit_prefill(text("waiting"), for_peer=False),
+        "asking": engine.submit_prefill(about_image("asking"), for_peer=False),
     }
     await until(lambda: runner.num_steps == 1)
     cancelled = asyncio.gather(*(engine.cancel(RequestKey(name, 0)) for name in streams))
@@ -201,11 +206,11 @@ async def test_cancel_ends_whatever_state_a_request_is_in(start: Any, until: Any
 
 async def test_release_frees_what_is_held_and_spares_what_runs(start: Any) -> None:
     engine: Engine = start()
-    stream = engine.submit_prefill(text(max_tokens=20), hold=False)
+    stream = engine.submit_prefill(text(max_tokens=20), for_peer=False)
     await first_token(stream)
     await engine.release(text().key)
     assert isinstance((await events(stream))[-1], FinishedEvent)
-    await events(engine.submit_prefill(text("held"), hold=True))
+    await events(engine.submit_prefill(text("held"), for_peer=True))
     assert engine.stats().num_held == 1
     await engine.release(RequestKey("held", 0))
     await engine.release(RequestKey("held", 0))
@@ -217,10 +222,10 @@ async def test_drain_hands_decodes_over_and_refuses_the_rest(start: Any, until: 
     runner = ChecksumRunner()
     runner.faults.step_seconds = 0.005  # fifty tokens outlast the first one's delivery
     engine: Engine = start(runner)
-    decoding = engine.submit_prefill(text("decoding", max_tokens=50), hold=False)
+    decoding = engine.submit_prefill(text("decoding", max_tokens=50), for_peer=False)
     first = await first_token(decoding)
     runner.gate.clear()
-    prefilling = engine.submit_prefill(text("prefilling"), hold=True)
+    prefilling = engine.submit_prefill(text("prefilling"), for_peer=True)
     draining = asyncio.ensure_future(engine.drain())
     await asyncio.sleep(0)  # the command is sent
     runner.gate.set()
@@ -230,7 +235,7 @@ async def test_drain_hands_decodes_over_and_refuses_the_rest(start: Any, until: 
     assert told[-1] == FinishedEvent(FinishReason.DRAINED, len(said))
     assert said == answer_alone(text(max_tokens=len(said)))
     assert isinstance(error(await events(prefilling)), DrainingError)
-    late = await events(engine.submit_prefill(text("late"), hold=False))
+    late = await events(engine.submit_prefill(text("late"), for_peer=False))
     assert isinstance(error(late), DrainingError)
 
 
@@ -238,19 +243,19 @@ async def test_stop_gives_everybody_a_last_word(start: Any, until: Any) -> None:
     runner = ChecksumRunner()
     runner.gate.clear()
     engine: Engine = start(runner, dies=True)
-    running = engine.submit_prefill(text("running"), hold=False)
+    running = engine.submit_prefill(text("running"), for_peer=False)
     encoding = engine.encode(RequestKey("encoding", 0), [IMAGE])
     await until(lambda: runner.num_steps + len(runner.batch_sizes) > 0)
     stopping = asyncio.ensure_future(engine.stop())
     await asyncio.sleep(0)  # the command is sent
-    late = engine.submit_prefill(text("late"), hold=False)
+    late = engine.submit_prefill(text("late"), for_peer=False)
     runner.gate.set()
     await stopping
     assert isinstance(error(await events(running)), DrainingError)
     assert isinstance(error(await events(late)), DrainingError | EngineError)
     assert len([event async for event in encoding]) == 1
     assert isinstance(
-        error(await events(engine.submit_prefill(text("later"), hold=False))), EngineError
+        error(await events(engine.submit_prefill(text("later"), for_peer=False))), EngineError
     )
     with pytest.raises(EngineError):
         await engine.cancel(RequestKey("running", 0))

@@ -1,8 +1,8 @@
-"""Encoder and prompts take turns: nobody waits for a batch to fill, for all pictures, or too long.
+"""Encoder and prompts take turns: nobody waits for a batch to fill, for all images, or too long.
 
 turn      encoder call                    step
-  1       picture 1                       decodes, and the prompt up to picture 2
-  2       picture 2                       decodes, and the prompt up to picture 3
+  1       image 1                       decodes, and the prompt up to image 2
+  2       image 2                       decodes, and the prompt up to image 3
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from vlm_worker.types import (
     SamplingParams,
 )
 
-NUM_TOKENS = 5  # of a picture
+NUM_TOKENS = 5  # of an image
 
 
-def picture(number: int) -> PreparedImage:
+def prepared_image(number: int) -> PreparedImage:
     return make_image(number, num_tokens=NUM_TOKENS)
 
 
 def prompt(
     name: str, images: list[PreparedImage], *, max_tokens: int = 4, first: int = 1
 ) -> Request:
-    """Text, and the pictures, each with text after it."""
+    """Text, and the images, each with text after it."""
     token_ids: list[int] = [first, 2]
     items = []
     for image in images:
@@ -47,7 +47,7 @@ def prompt(
 
 
 def step_reading(engine: ByHand, image: PreparedImage) -> int:
-    """The number of the first step that reads a picture's rows."""
+    """The number of the first step that reads an image's rows."""
     steps = [call for call in engine.calls if isinstance(call, Stepped)]
     return next(n for n, step in enumerate(steps) if image.image_key in step.images)
 
@@ -57,15 +57,15 @@ def run_out(engine: ByHand) -> None:
         engine.answer()
 
 
-# ---- one request with several pictures ----------------------------------------------------------
+# ---- one request with several images ----------------------------------------------------------
 
 
-def test_prefill_of_a_picture_starts_before_the_next_one_is_encoded() -> None:
+def test_prefill_of_a_image_starts_before_the_next_one_is_encoded() -> None:
     engine = ByHand(max_encode_tokens=NUM_TOKENS)
-    images = [picture(number) for number in range(3)]
+    images = [prepared_image(number) for number in range(3)]
     engine.encode("a", images)
     request = prompt("a", images)
-    engine.submit(request, hold=True)
+    engine.submit(request, for_peer=True)
     blocks_told: list[int] = []
     for image in images:
         assert engine.turn()
@@ -82,9 +82,9 @@ def test_prefill_of_a_picture_starts_before_the_next_one_is_encoded() -> None:
     engine.state.cancel(RequestKey("a", 0))
 
 
-def test_a_prompt_fetched_from_elsewhere_starts_with_its_first_picture() -> None:
+def test_a_prompt_fetched_from_elsewhere_starts_with_its_first_image() -> None:
     engine = ByHand()
-    images = [picture(number) for number in range(3)]
+    images = [prepared_image(number) for number in range(3)]
     request = prompt("a", images)
     engine.submit(request, images)
     engine.turn()
@@ -101,29 +101,29 @@ def test_a_prompt_fetched_from_elsewhere_starts_with_its_first_picture() -> None
 # ---- several requests ----------------------------------------------------------------------------
 
 
-def test_a_lone_picture_is_encoded_in_the_turn_in_which_it_comes() -> None:
+def test_a_lone_image_is_encoded_in_the_turn_in_which_it_comes() -> None:
     engine = ByHand()
-    engine.encode("a", [picture(0)])
+    engine.encode("a", [prepared_image(0)])
     engine.turn()
     assert [type(event) for event in engine.told["a"]] == [ItemReady]
     engine.state.cancel(RequestKey("a", 0))
 
 
-def test_pictures_of_all_who_wait_go_in_one_call() -> None:
+def test_images_of_all_who_wait_go_in_one_call() -> None:
     engine = ByHand()
     for name in "abc":
-        engine.encode(name, [picture(ord(name)), picture(0)])
+        engine.encode(name, [prepared_image(ord(name)), prepared_image(0)])
     engine.turn()
     (call,) = engine.calls
     assert isinstance(call, Encoded)
-    assert len(call.images) == 4, "picture 0 is there once"
+    assert len(call.images) == 4, "image 0 is there once"
     stats = engine.state.snapshot().encoder_cache
     assert (stats.misses, stats.joins) == (4, 2)
     for name in "abc":
         engine.state.cancel(RequestKey(name, 0))
 
 
-def test_a_large_call_takes_one_picture_of_each_request() -> None:
+def test_a_large_call_takes_one_image_of_each_request() -> None:
     engine = ByHand(max_model_len=4096, num_blocks=2000)
     sizes = {"a": [300, 300, 10], "b": [100, 100, 100], "c": [300]}
     for name, tokens in sizes.items():
@@ -141,14 +141,14 @@ def test_a_large_call_takes_one_picture_of_each_request() -> None:
         engine.state.cancel(RequestKey(name, 0))
 
 
-def test_the_pictures_of_important_requests_go_first_and_nobody_waits_for_ever() -> None:
+def test_the_images_of_important_requests_go_first_and_nobody_waits_for_ever() -> None:
     engine = ByHand(max_encode_tokens=NUM_TOKENS)
     for number, priority in enumerate((-1, 0, 1)):
-        engine.encode(str(number), [picture(number)], priority=priority)
+        engine.encode(str(number), [prepared_image(number)], priority=priority)
     engine.turn()
     assert [name for name in "012" if engine.told[name]] == ["2"]
     engine.now += engine.state.sequences.settings.admission.ageing_seconds
-    engine.encode("late", [picture(9)], priority=5)
+    engine.encode("late", [prepared_image(9)], priority=5)
     engine.turn()
     assert [name for name in ("0", "1", "late") if engine.told[name]] == ["0"]
     while engine.turn():
@@ -158,7 +158,7 @@ def test_the_pictures_of_important_requests_go_first_and_nobody_waits_for_ever()
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(5, 20))
-def test_a_long_queue_of_pictures_never_keeps_a_decoding_sequence_from_its_next_token(
+def test_a_long_queue_of_images_never_keeps_a_decoding_sequence_from_its_next_token(
     sizes: list[int], budget: int
 ) -> None:
     engine = ByHand(max_encode_tokens=1000, max_encode_tokens_decoding=budget)
@@ -166,9 +166,9 @@ def test_a_long_queue_of_pictures_never_keeps_a_decoding_sequence_from_its_next_
     engine.turn()
     numbers = itertools.count()
     for name, size in enumerate(sizes):
-        engine.encode(str(name), [picture(next(numbers)) for _ in range(size)])
+        engine.encode(str(name), [prepared_image(next(numbers)) for _ in range(size)])
     before = len(engine.calls)
-    while len(engine.state.pictures.queue):
+    while len(engine.state.encode_requests.queue):
         num_told = len(engine.tokens("talker"))
         engine.turn()
         assert len(engine.tokens("talker")) == num_told + 1, "an encoder call took its turn"
@@ -185,7 +185,7 @@ def test_a_long_queue_of_pictures_never_keeps_a_decoding_sequence_from_its_next_
 
 def test_where_nobody_decodes_the_encoder_takes_all_that_its_budget_allows() -> None:
     engine = ByHand(max_encode_tokens=30, max_encode_tokens_decoding=5)
-    engine.encode("a", [picture(number) for number in range(6)])
+    engine.encode("a", [prepared_image(number) for number in range(6)])
     engine.turn()
     (call,) = engine.calls
     assert isinstance(call, Encoded)
@@ -203,19 +203,19 @@ def test_where_nobody_decodes_the_encoder_takes_all_that_its_budget_allows() -> 
     st.sets(st.integers(0, 6)),
     st.integers(5, 30),
 )
-def test_each_picture_has_its_own_verdict_and_no_failure_is_cached(
+def test_each_image_has_its_own_verdict_and_no_failure_is_cached(
     calls: list[list[int]], bad: set[int], crashing: set[int], lost: set[int], budget: int
 ) -> None:
     engine = ByHand(max_encode_tokens=budget)
     faults = engine.runner.faults
-    faults.bad_images = {picture(number).image_key for number in bad}
-    faults.crash_images = {picture(number).image_key for number in crashing}
-    faults.lost_images = {picture(number).image_key for number in lost}
+    faults.bad_images = {prepared_image(number).image_key for number in bad}
+    faults.crash_images = {prepared_image(number).image_key for number in crashing}
+    faults.lost_images = {prepared_image(number).image_key for number in lost}
     for name, numbers in enumerate(calls):
-        engine.encode(str(name), [picture(number) for number in numbers])
+        engine.encode(str(name), [prepared_image(number) for number in numbers])
     while engine.turn():
         pass
-    index = engine.state.pictures.cache.index
+    index = engine.state.encode_requests.cache.index
     failing = bad | crashing | lost
     for name, numbers in enumerate(calls):
         verdicts = {event.item: type(event) for event in engine.told[str(name)]}
@@ -225,16 +225,16 @@ def test_each_picture_has_its_own_verdict_and_no_failure_is_cached(
             for item, number in enumerate(numbers)
         }
         for number in numbers:
-            known = index.find(picture(number).image_key, num_tokens=NUM_TOKENS, now=0.0)
+            known = index.find(prepared_image(number).image_key, num_tokens=NUM_TOKENS, now=0.0)
             assert (known is None) == (number in failing), "E7"
         engine.state.cancel(RequestKey(str(name), 0))
     assert index.num_pins == 0
-    engine.state.pictures.cache.check()
+    engine.state.encode_requests.cache.check()
 
 
 def test_an_embedding_of_another_length_is_replaced_and_never_served() -> None:
     engine = ByHand()
-    image = picture(1)
+    image = prepared_image(1)
     engine.encode("a", [image])
     engine.turn()
     shorter = PreparedImage(image.image_key, (1, 2, 8), 4, image.patches)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from worker.engine.talk import events, text, tokens
 
-from vlm_worker.core.inputs import SampleParams, StepOutput
+from vlm_worker.core.step_values import SampleParams, StepOutput
 from vlm_worker.engine.engine import Engine
-from vlm_worker.model.sampler import sample
+from vlm_worker.model.runner import sample
 from vlm_worker.testing import VOCABULARY, ChecksumRunner
 from vlm_worker.types import Request, RequestKey, TokenEvent, TokenLogprobs
 
@@ -68,14 +68,14 @@ async def test_an_answer_interrupted_anywhere_goes_on_the_same_elsewhere(
     sampling = {"temperature": 1.0, "seed": 5, "num_logprobs": 2, **SAMPLINGS[case]}
     request = text("r", max_tokens=NUM_TOKENS, **sampling)
     here: Engine = start(LogitsRunner())
-    whole = await events(here.submit_prefill(request, hold=False))
+    whole = await events(here.submit_prefill(request, for_peer=False))
     answer = tokens(whole)
     assert len(answer) == NUM_TOKENS
     elsewhere: Engine = start(LogitsRunner())
     # all at once: who is in a batch with whom changes nothing, either
     rests = await asyncio.gather(
         *(
-            events(elsewhere.submit_prefill(continued(request, answer[:k]), hold=False))
+            events(elsewhere.submit_prefill(continued(request, answer[:k]), for_peer=False))
             for k in range(1, NUM_TOKENS)
         )
     )
@@ -93,7 +93,7 @@ async def test_penalties_and_biases_change_what_is_drawn(start: Any) -> None:
     answers = {}
     for case, sampling in SAMPLINGS.items():
         request = text(case, max_tokens=NUM_TOKENS, **{"temperature": 1.0, "seed": 5, **sampling})
-        answers[case] = tokens(await events(engine.submit_prefill(request, hold=False)))
+        answers[case] = tokens(await events(engine.submit_prefill(request, for_peer=False)))
     assert len(set(map(tuple, answers.values()))) == len(answers)
     assert 4 not in answers["biases"]
     assert len(set(answers["penalties"])) > len(set(answers["plain"]))
@@ -104,7 +104,7 @@ async def test_only_who_asks_is_told_log_probabilities(start: Any) -> None:
     wanted = {"a": None, "b": 0, "c": 5}
     told = await asyncio.gather(
         *(
-            events(engine.submit_prefill(text(name, num_logprobs=number), hold=False))
+            events(engine.submit_prefill(text(name, num_logprobs=number), for_peer=False))
             for name, number in wanted.items()
         )
     )

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
-from vlm_worker.core.inputs import StepInputs
+from vlm_worker.core.step_values import StepInputs
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady
-from vlm_worker.engine.guard import is_out_of_memory
+from vlm_worker.engine.isolation import is_out_of_memory
 from vlm_worker.errors import EngineError
 from vlm_worker.testing import ChecksumRunner, make_image
 from vlm_worker.types import FailedEvent, Modality, RequestKey, ScheduledEvent
 
 
 class Starved(ChecksumRunner):
-    """Has no memory for so many coming steps, and for no picture while `blind`."""
+    """Has no memory for so many coming steps, and for no image while `blind`."""
 
     num_starved = 0
     blind = False
@@ -52,13 +52,13 @@ class Blocked(ChecksumRunner):
 
 async def test_what_is_known_is_told_before_the_model_computes(start: Any) -> None:
     runner = Blocked()
-    runner.gate.clear()  # so that the second picture and the prompt share a turn
+    runner.gate.clear()  # so that the second image and the prompt share a turn
     engine: Engine = start(runner)
     first, second = (
         engine.encode(RequestKey(str(number), 0), (make_image(number, num_tokens=5),))
         for number in (1, 2)
     )
-    answer = engine.submit_prefill(text(), hold=False)
+    answer = engine.submit_prefill(text(), for_peer=False)
     runner.gate.set()
     try:
         assert isinstance(await anext(first), ItemReady)
@@ -81,12 +81,12 @@ async def test_the_kv_of_an_answer_is_counted_when_it_ends(start: Any) -> None:
     runner = ChecksumRunner()
     engine: Engine = start(runner)
     request = text(length=10)
-    assert len(tokens(await events(engine.submit_prefill(request, hold=False)))) == 6
+    assert len(tokens(await events(engine.submit_prefill(request, for_peer=False)))) == 6
     assert runner.kv_layout is not None
     assert ended(engine, Modality.TEXT) == (1, math.ceil(16 / 4) * runner.kv_layout.block_bytes)
     assert ended(engine, Modality.IMAGE) == (0, 0.0)
     _ = [event async for event in engine.encode(about_image("seen").key, [IMAGE])]
-    told = await events(engine.submit_prefill(about_image("seen"), hold=False))
+    told = await events(engine.submit_prefill(about_image("seen"), for_peer=False))
     assert len(tokens(told)) == 4, told
     assert ended(engine, Modality.IMAGE) == (1, math.ceil(12 / 4) * runner.kv_layout.block_bytes)
     await engine.cancel(about_image("seen").key)
@@ -96,7 +96,7 @@ async def test_an_answer_that_is_cut_short_is_counted_nowhere(start: Any) -> Non
     runner = ChecksumRunner()
     runner.faults.step_seconds = 0.05  # an answer that nobody cuts takes seconds
     engine: Engine = start(runner)
-    stream = engine.submit_prefill(text("long", max_tokens=50), hold=False)
+    stream = engine.submit_prefill(text("long", max_tokens=50), for_peer=False)
     await anext(stream)
     await engine.cancel(text("long").key)
     assert isinstance((await events(stream))[-1], FailedEvent)
@@ -118,14 +118,14 @@ async def test_memory_that_runs_out_is_counted_and_costs_its_request_alone(
     engine: Engine = start(runner)
     runner.num_starved = 1
     assert isinstance(
-        error(await events(engine.submit_prefill(text("a"), hold=False))), EngineError
+        error(await events(engine.submit_prefill(text("a"), for_peer=False))), EngineError
     )
     runner.blind = True
     (failed,) = [event async for event in engine.encode(text("b").key, [IMAGE])]
     assert isinstance(failed.error, EngineError)  # type: ignore[union-attr]
     await until(lambda: engine.stats().out_of_memory == 2)
     runner.blind = False
-    assert len(tokens(await events(engine.submit_prefill(text("c"), hold=False)))) == 6
+    assert len(tokens(await events(engine.submit_prefill(text("c"), for_peer=False)))) == 6
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_counts_as_memory_that_ran_out(failure: BaseException | None, is_me
 async def test_the_states_of_kv_add_up_to_the_capacity_at_every_moment(start: Any) -> None:
     runner = ChecksumRunner()
     engine: Engine = start(runner)
-    streams = [engine.submit_prefill(text(str(i), length=10), hold=False) for i in range(6)]
+    streams = [engine.submit_prefill(text(str(i), length=10), for_peer=False) for i in range(6)]
     for stream in streams:
         async for _ in stream:
             kv = engine.stats().kv
@@ -159,7 +159,7 @@ async def test_a_busy_engine_that_answers_commands_counts_anew_only_now_and_then
 ) -> None:
     runner, now = ChecksumRunner(num_blocks=1100), [0.0]
     engine: Engine = start(runner, clock=lambda: now[0], max_model_len=4096)
-    engine.submit_prefill(text(max_tokens=4000), hold=False)  # outlasts all that follows
+    engine.submit_prefill(text(max_tokens=4000), for_peer=False)  # outlasts all that follows
     await until(lambda: engine.stats().inflight == 1)
     runner.gate.clear()  # it is in the midst of a step from now on
     releases = [asyncio.ensure_future(engine.release(RequestKey("unknown", n))) for n in range(9)]

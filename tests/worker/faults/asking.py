@@ -18,7 +18,7 @@ from PIL import Image
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is asked. `colour` paints a picture of its own; None is no picture."""
+    """What is asked. `colour` paints an image of its own; None is no image."""
 
     text: str
     num_tokens: int = 24
@@ -29,12 +29,12 @@ class Question:
 
     @property
     def body(self) -> dict[str, Any]:
-        parts: list[dict[str, Any]] = [{"type": "text", "text": self.text}]
+        components: list[dict[str, Any]] = [{"type": "text", "text": self.text}]
         if self.colour is not None:
-            parts.insert(0, {"type": "image_url", "image_url": {"url": data_url(self.colour)}})
+            components.insert(0, {"type": "image_url", "image_url": {"url": data_url(self.colour)}})
         return {
             "model": "shapes",
-            "messages": [{"role": "user", "content": parts}],
+            "messages": [{"role": "user", "content": components}],
             "max_tokens": self.num_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
@@ -164,7 +164,7 @@ def _take_error(outcome: Outcome, body: dict[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def data_url(colour: int) -> str:
-    """A small picture; each number is another one."""
+    """A small image; each number is another one."""
     out = io.BytesIO()
     rgb = (colour & 255, colour >> 8 & 255, colour >> 16 & 255)
     Image.new("RGB", (56, 56), rgb).save(out, "PNG")

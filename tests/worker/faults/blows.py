@@ -45,7 +45,7 @@ class Case:
 
 
 def question(number: int) -> Question:
-    """Each has a picture and a prompt of its own, of several chunks; every second one samples."""
+    """Each has an image and a prompt of its own, of several chunks; every second one samples."""
     return Question(
         f"Question {number}: what is this, and why? " * 12,
         num_tokens=NUM_TOKENS,

@@ -132,7 +132,7 @@ _EXPECTED = ("request lost", "drain deadline")
 def _bad(line: dict[str, Any]) -> bool:
     if line.get("logger") == "grpc._cython.cygrpc":  # a reply that found its caller gone
         return False
-    if "Traceback" in str(line) or line.get("message") == "something did not come back":
+    if "Traceback" in str(line) or line.get("message") == "resources not freed":
         return True
     return line.get("level") == "error" and line.get("message") not in _EXPECTED
 

@@ -19,8 +19,8 @@ from contextlib import aclosing
 from typing import Any
 
 from vlm_worker.gateway.endpoint import Endpoint
-from vlm_worker.server.parts import Parts
-from vlm_worker.wire.calls import Finished, Tokens
+from vlm_worker.server.components import WorkerComponents
+from vlm_worker.wire.messages import Finished, Tokens
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -123,10 +123,10 @@ def mark_gateway(marks: Marks) -> None:
     Endpoint.__call__ = call  # type: ignore[method-assign]
 
 
-def mark_worker(marks: Marks, parts: Parts) -> None:
+def mark_worker(marks: Marks, components: WorkerComponents) -> None:
     """Every stage of a worker, by the seams that its roles have."""
-    host, engine = parts.host, parts.engine
-    delay, confirm_blocks, start = host.delay, engine.confirm_blocks, engine.start_decode
+    context, engine = components.context, components.engine
+    delay, confirm_blocks, start = context.delay, engine.confirm_blocks, engine.start_decode
 
     async def at_delay(stage: str) -> None:
         await marks.at(_DELAYS.get(stage, stage))
@@ -147,20 +147,20 @@ def mark_worker(marks: Marks, parts: Parts) -> None:
 
     submit = engine.submit_prefill
 
-    def at_submit(request: Any, *, hold: bool) -> Any:
+    def at_submit(request: Any, *, for_peer: bool) -> Any:
         marks.computed[request.key] += 1
-        return submit(request, hold=hold)
+        return submit(request, for_peer=for_peer)
 
     engine.submit_prefill = at_submit  # type: ignore[method-assign]
-    host.delay = at_delay  # type: ignore[method-assign]
+    context.delay = at_delay  # type: ignore[method-assign]
     engine.confirm_blocks = at_import  # type: ignore[method-assign]
     engine.start_decode = at_start  # type: ignore[method-assign]
-    if parts.encoder is not None:
-        _mark_encoder(marks, parts.encoder)
-    if parts.prefill is not None:
-        parts.prefill.prefill = _named(parts.prefill.prefill)
-    if parts.decode is not None:
-        _mark_decode(marks, parts.decode)
+    if components.encoder is not None:
+        _mark_encoder(marks, components.encoder)
+    if components.prefill is not None:
+        components.prefill.prefill = _named(components.prefill.prefill)
+    if components.decode is not None:
+        _mark_decode(marks, components.decode)
 
 
 def _mark_encoder(marks: Marks, role: Any) -> None:
@@ -183,9 +183,9 @@ def _mark_encoder(marks: Marks, role: Any) -> None:
 def _mark_decode(marks: Marks, role: Any) -> None:
     reserve, decode = role.reserve, role.decode
 
-    async def at_reserve(call: Any) -> Any:
+    async def at_reserve(call: Any, *, peer: str = "") -> Any:
         _request.set(call.key.request_id)
-        return await reserve(call)
+        return await reserve(call, peer=peer)
 
     async def at_tokens(call: Any, clock: Any) -> AsyncIterator[Any]:
         _request.set(call.request.key.request_id)

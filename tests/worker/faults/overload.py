@@ -12,6 +12,7 @@ import dataclasses
 import random
 import time
 from collections import Counter
+from typing import NamedTuple
 
 from worker.faults.asking import Outcome, Question
 from worker.faults.figures import quantile
@@ -31,12 +32,21 @@ NORMAL_FACTOR = 1.5
 GIVE_UP_SECONDS = 60.0
 
 
+class Word(NamedTuple):
+    """The last word on a request, as the gateway logs it."""
+
+    outcome: str
+    seconds: float
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What came of it.
 
-    `own_account` and `own_reject_seconds` are the gateway's, from its log: from the arrival of a
-    request to its last word. The crowd's own seconds count what it waits for itself, too.
+    `own_account`, `own_reasons` and `own_reject_seconds` are the gateway's, from its log: outcomes,
+    why requests were refused, and how long that took from their arrival. The crowd's own seconds
+    count what it waits for itself, too.
     """
 
     sent: int
@@ -45,6 +55,7 @@ class Figures:
     cancelled: int
     other: list[Outcome]
     own_account: dict[str, int]
+    own_reasons: frozenset[str]
     num_without_retry_after: int
     reject_seconds: list[float]
     own_reject_seconds: list[float]
@@ -95,7 +106,7 @@ async def overload(seconds: float, *, factor: float = 10.0, seed: int = 0) -> Fi
         await asyncio.gather(sampling, return_exceptions=True)
         await service.until_idle(seconds=15)
         own = [
-            (line["outcome"], line["seconds"])
+            Word(line["outcome"], line["seconds"], line["reason"])
             for line in service.gateway.log[log_from:]
             if line.get("message") == "request" and line["client_request_id"].startswith("crowd")
         ]
@@ -157,7 +168,7 @@ async def back_to_normal(service: Cluster, normal: float) -> float:
 
 def figures(
     got: list[Outcome | None],
-    own: list[tuple[str, float]],
+    own: list[Word],
     queues: list[tuple[int, int]],
     recovered: float,
 ) -> Figures:
@@ -171,10 +182,11 @@ def figures(
         rejected=len(rejected),
         cancelled=len(got) - len(present),
         other=[one for one in present if one not in rejected and one not in accepted],
-        own_account=dict(Counter(outcome for outcome, _ in own)),
+        own_account=dict(Counter(word.outcome for word in own)),
+        own_reasons=frozenset(word.reason for word in own if word.outcome == "rejected"),
         num_without_retry_after=sum(one.retry_after is None for one in rejected),
         reject_seconds=[one.seconds for one in rejected],
-        own_reject_seconds=[seconds for outcome, seconds in own if outcome == "rejected"],
+        own_reject_seconds=[word.seconds for word in own if word.outcome == "rejected"],
         accepted_seconds=[one.seconds for one in accepted],
         longest_queue=max(longest for longest, _ in queues),
         longest_wait_for_room=max(waiting for _, waiting in queues),

@@ -24,13 +24,12 @@ from typing import Any
 
 from worker.faults.marks import Marks, mark_gateway, mark_worker
 
-from vlm_worker.gateway.pods import KnownPod
-from vlm_worker.gateway.serve import Gateway, serve_gateway
-from vlm_worker.serve.logs import log_as_json
-from vlm_worker.serve.signals import StopSignals
+from vlm_worker.gateway.discovery import KnownPod
+from vlm_worker.gateway.gateway_server import Gateway, serve_gateway
+from vlm_worker.serve.process import StopSignals, log_as_json
 from vlm_worker.serve.worker import worker
-from vlm_worker.server.stats import stats_document
-from vlm_worker.server.worker import WorkerServer
+from vlm_worker.server.metrics import stats_document
+from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import GatewaySettings, WorkerSettings, parse
 
 
@@ -55,9 +54,9 @@ async def run_worker(settings: WorkerSettings) -> int:
     with StopSignals() as signals:
         stopping = asyncio.create_task(signals.stop.wait())
         async with worker(settings, stopping=stopping) as server:
-            parts = server._parts
-            assert parts is not None
-            mark_worker(marks, parts)
+            components = server._components
+            assert components is not None
+            mark_worker(marks, components)
             listening = asyncio.create_task(orders(lambda o: take_worker(marks, server, o)))
             boot = server.state.boot_id.hex()
             say({"ready": server.grpc_port, "data": server.data_port, "boot": boot})
@@ -72,8 +71,8 @@ async def run_worker(settings: WorkerSettings) -> int:
 
 def take_worker(marks: Marks, server: WorkerServer, order: dict[str, Any]) -> Any:
     """Do what a worker is told."""
-    parts = server._parts
-    assert parts is not None
+    components = server._components
+    assert components is not None
     if "report" in order:
         collect(order)
         stats = stats_document(server.state, server._snapshot())
@@ -83,16 +82,16 @@ def take_worker(marks: Marks, server: WorkerServer, order: dict[str, Any]) -> An
             "kv": stats["kv"],
             "waiting": stats["queue"]["requests"],
             "leases": stats["leases"],
-            "calls": parts.host.num_inflight,
-            "pinned": parts.engine.stats().num_pinned_embeddings,
-            "held_at_peers": parts.host.peers.num_held,
+            "calls": components.context.num_inflight,
+            "pinned": components.engine.stats().num_pinned_embeddings,
+            "held_at_peers": components.context.peers.num_held,
             "computed": sum(marks.computed.values()),
             "computed_twice": [str(k) for k, n in marks.computed.items() if n > 1],
             "phase": stats["phase"],
             "num_requests": stats["counters"]["requests"],
         }
     if "step" in order:
-        runner = parts.engine._thread._state.handover._runner
+        runner = components.engine._thread._state.handoff._runner
         runner.faults.step_seconds = order["step"]
     return take_marks(marks, order)
 
@@ -125,7 +124,7 @@ def take_gateway(marks: Marks, gateway: Gateway, order: dict[str, Any]) -> Any:
         return {
             **process_report(),
             "inflight": service.num_inflight,
-            "waiting": service.recovery.room.num_waiting,
+            "waiting": service.retry_policy.request_limit.num_waiting,
             "calls": sum(peer.num_inflight for peer in peers) + len(service.background._tasks),
             "boots": {c.name: c.boot_id.hex() for c in service.registry.candidates()},
         }

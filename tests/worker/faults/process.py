@@ -15,7 +15,7 @@ from typing import Any
 
 from worker.faults.proxy import Proxy
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 60.0

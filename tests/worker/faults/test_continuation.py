@@ -83,7 +83,7 @@ async def hold_streams(service: Cluster, victim: Pod, rng: random.Random) -> lis
 
 
 def some_question(rng: random.Random, number: int) -> Question:
-    """Half of them sample; half have a picture."""
+    """Half of them sample; half have an image."""
     return Question(
         f"Tell me about {rng.randrange(1 << 40)}. " * rng.randrange(2, 9),
         num_tokens=NUM_TOKENS,

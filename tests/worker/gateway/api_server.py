@@ -110,7 +110,7 @@ class ApiServer:
         await asyncio.gather(*(end.wait() for end in ending))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from worker.gateway.corpus import Bad, chat, content, message
-from worker.gateway.pictures import ask, png
+from worker.gateway.image_files import ask, png
 
 PARTS = [{"type": "text", "text": "x"}] * 2000
 
@@ -100,14 +100,14 @@ MESSAGE_ROWS = [
         "messages[0].content[0].y",
     ),
     Bad(
-        "a picture in a system message",
+        "an image in a system message",
         chat(messages=[ask(png(), role="system")]),
         400,
         "invalid_value",
         "messages[0].content[0]",
     ),
     Bad(
-        "five pictures",
+        "five images",
         chat(messages=[ask(*[png()] * 5)]),
         400,
         "too_many_images",

@@ -13,9 +13,9 @@ from typing import Any
 
 from worker.gateway.corpus import FIT_ROWS, Bad, chat
 from worker.gateway.corpus_fields import FIELD_ROWS
+from worker.gateway.corpus_images import PICTURE_ROWS
 from worker.gateway.corpus_messages import MESSAGE_ROWS
-from worker.gateway.corpus_pictures import PICTURE_ROWS
-from worker.gateway.pictures import ask, data_url, encoded, png
+from worker.gateway.image_files import ask, data_url, encoded, png
 
 MAX_SOURCE_BYTES = 4096
 

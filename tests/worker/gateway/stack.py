@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from vlm_worker.client import WorkerClient
-from vlm_worker.gateway.registry import Connect
-from vlm_worker.gateway.serve import Gateway, running
+from vlm_worker.gateway.gateway_server import Gateway, running
+from vlm_worker.gateway.pod_registry import Connect
 from vlm_worker.serve.worker import worker
-from vlm_worker.server.parts import Parts
-from vlm_worker.server.worker import WorkerServer
+from vlm_worker.server.components import WorkerComponents
+from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import GatewaySettings, ModelSource, WorkerSettings
 from vlm_worker.testing import ChecksumRunner
 from vlm_worker.types import Role, Stage
@@ -40,10 +40,10 @@ class Worker:
         return self.server.settings.role
 
     @property
-    def parts(self) -> Parts:
-        parts = self.server._parts
-        assert parts is not None
-        return parts
+    def components(self) -> WorkerComponents:
+        components = self.server._components
+        assert components is not None
+        return components
 
     @property
     def boot_id(self) -> bytes:
@@ -51,14 +51,14 @@ class Worker:
 
     @property
     def runner(self) -> ChecksumRunner:
-        runner = self.parts.engine._thread._state.handover._runner
+        runner = self.components.engine._thread._state.handoff._runner
         assert isinstance(runner, ChecksumRunner)
         return runner
 
     @property
     def num_held(self) -> int:
         """Everything that the worker still owes to somebody."""
-        return self.parts.host.num_inflight + self.parts.engine.stats().inflight
+        return self.components.context.num_inflight + self.components.engine.stats().inflight
 
     async def kill(self) -> None:
         """As a process that dies: every connection is cut, nobody is told."""
@@ -72,6 +72,7 @@ async def started(
     stages: Sequence[Stage] | None = None,
     *,
     drain_timeout: float = 5.0,
+    runner: str = "checksum",
     **delays: float,
 ) -> AsyncIterator[Worker]:
     """A worker that is ready."""
@@ -87,7 +88,7 @@ async def started(
         block_size=BLOCK_SIZE,
         drain_timeout_seconds=drain_timeout,
         delays=delays,
-        runner="checksum",
+        runner=runner,
     )
     never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with worker(settings, stopping=never) as server:
@@ -143,7 +144,7 @@ class Stack:
     def url(self) -> str:
         return self.gateway.url
 
-    async def until_idle(self, timeout: float = 15.0) -> None:
+    async def until_idle(self, timeout: float = 60.0) -> None:
         """Every worker that lives has given everything back."""
         async with asyncio.timeout(timeout):
             while any(w.num_held for w in self.workers if w.alive):  # noqa: ASYNC110
@@ -155,6 +156,7 @@ async def stack(
     *plans: tuple[Role, Sequence[Stage]],
     worker_delays: dict[str, float] | None = None,
     one_process: bool = False,
+    runner: str = "checksum",
     **changes: object,
 ) -> AsyncIterator[Stack]:
     """A gateway before workers of these roles and stages; all torn down in the end.
@@ -164,7 +166,9 @@ async def stack(
     async with contextlib.AsyncExitStack() as exits:
         workers = await asyncio.gather(
             *(
-                exits.enter_async_context(started(role, stages, **(worker_delays or {})))
+                exits.enter_async_context(
+                    started(role, stages, runner=runner, **(worker_delays or {}))
+                )
                 for role, stages in plans
             )
         )

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker.gateway.corpus import FIT_ROWS, JSON_ROWS, Bad, chat
 from worker.gateway.corpus_fields import FIELD_ROWS
+from worker.gateway.corpus_images import PICTURE_ROWS
 from worker.gateway.corpus_messages import MESSAGE_ROWS
-from worker.gateway.corpus_pictures import PICTURE_ROWS
 from worker.gateway.stack import gateway_settings, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

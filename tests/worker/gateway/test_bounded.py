@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
-from worker.gateway.pictures import ask, png
+from worker.gateway.image_files import ask, png
 from worker.gateway.stack import COLOCATED, gateway_settings, serving, stack
 
-from vlm_worker.gateway.memory import COPIES, Kind
-from vlm_worker.gateway.serve import Gateway
+from vlm_worker.gateway.gateway_server import MAX_HEADERS, MAX_PIPELINED, Gateway
+from vlm_worker.gateway.memory import CONNECTION_BYTES, COPIES, Kind
 
 MIB = 2**20
 CHAT = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-WAIT = 30
+WAIT = 60
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -84,8 +86,8 @@ async def test_slow_uploads_hold_what_they_announced_and_no_more_than_the_budget
         await until(lambda: used(gateway) == 0, "all comes back")
         async with httpx.AsyncClient(base_url=gateway.admin_url) as admin:
             metrics = (await admin.get("/metrics")).text
-    assert 'vlm_gateway_refused_total{bound="memory"} 4.0' in metrics
-    assert "vlm_gateway_memory_limit_bytes 1.34217728e+08" in metrics
+    assert 'triptych_gateway_refused_total{bound="memory"} 4.0' in metrics
+    assert "triptych_gateway_memory_limit_bytes 1.34217728e+08" in metrics
 
 
 async def test_a_refusal_says_when_to_come_back() -> None:
@@ -159,7 +161,7 @@ async def test_a_running_request_holds_its_images_and_not_its_body() -> None:
 async def test_a_body_without_end_does_not_outlive_its_answer(
     line: str, status: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlm_worker.gateway.http.LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("vlm_worker.gateway.gateway_server.LINGER_SECONDS", 0.2)
     settings = gateway_settings([], api_keys_dir=tmp_path)
     async with serving(settings) as gateway, connections(gateway, 1) as (client,):
         await client.say(
@@ -212,3 +214,66 @@ async def test_the_flag_for_images_holds_without_a_gateway_json() -> None:
         async with serving(settings) as gateway, httpx.AsyncClient(timeout=60) as client:
             answer = await client.post(f"{gateway.url}/v1/chat/completions", json=body)
             assert answer.status_code == status, answer.text
+
+
+async def test_values_that_find_no_memory_are_refused_before_they_are_decoded() -> None:
+    settings = gateway_settings([], memory_bytes=MIB)
+    body = b'{"value":[' + b",".join([b"[]"] * 4096) + b"]}"
+    head = f"{CHAT}content-length: {len(body)}\r\n\r\n"
+    async with serving(settings) as gateway, connections(gateway, 1) as (client,):
+        await client.say(head.encode() + body)
+        assert await client.status() == b"429"
+        await until(lambda: used(gateway) == 0, "it comes back")
+
+
+async def test_a_connection_has_no_more_headers_than_a_client_needs() -> None:
+    async with serving(gateway_settings([])) as gateway, connections(gateway, 2) as clients:
+        for client, count, status in (
+            (clients[0], MAX_HEADERS, b"200"),
+            (clients[1], 4000, b"400"),
+        ):
+            await client.say("GET /healthz HTTP/1.1\r\n" + "a:\r\n" * count + "\r\n")
+            assert await client.status() == status
+        assert not (await clients[1].rest()).startswith(b"HTTP/1.1")
+
+
+async def test_a_connection_has_no_more_requests_waiting_than_it_should() -> None:
+    one = "GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with serving(gateway_settings([])) as gateway, connections(gateway, 2) as clients:
+        await clients[0].say(one * (MAX_PIPELINED + 1))
+        for _ in range(MAX_PIPELINED + 1):
+            assert await clients[0].status() == b"200"
+            await clients[0].reader.readuntil(b"ok\n")
+        await clients[1].say(one * 1000)
+        said = await clients[1].rest()
+    assert said.count(b"HTTP/1.1 400") == 1
+    assert said.count(b"HTTP/1.1 200") <= MAX_PIPELINED + 1
+
+
+async def test_a_connection_and_its_request_take_no_more_than_is_declared_for_them() -> None:
+    """A long head, a request that runs, and as long a head behind it."""
+    count = 10
+    body = json.dumps({"model": "shapes", "messages": [ask("what is this")], "max_tokens": 300,
+                       "stream": True, "ignore_eos": True}).encode()  # fmt: skip
+    filler = "".join(f"x-{n}: {'y' * 500}\r\n" for n in range(100))
+    head = f"{CHAT}{filler}content-length: {len(body)}\r\n\r\n".encode()
+
+    async with stack(*COLOCATED) as served, contextlib.AsyncExitStack() as open_ones:
+
+        async def begin() -> None:
+            (client,) = await open_ones.enter_async_context(connections(served.gateway, 1))
+            await client.say(head + body)
+            assert await client.status() == b"200"
+            await client.say(head)
+
+        await begin()  # with all that a first request makes
+        tracemalloc.start()
+        try:
+            for _ in range(count):
+                await begin()
+            gc.collect()
+            grown, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    # its workers and clients are in this process too
+    assert count * len(head) < grown < count * CONNECTION_BYTES

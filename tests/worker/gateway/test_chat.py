@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
-from worker.gateway.pictures import ask, png
+from worker.gateway.image_files import ask, png
 from worker.gateway.stack import ONE_PROCESS, TOPOLOGIES, Stack, stack_of
 
 
@@ -23,7 +23,7 @@ def client(served: Stack, **options: object) -> openai.AsyncOpenAI:
     )
 
 
-async def test_a_picture_is_answered_whole_and_streamed_alike(served: Stack) -> None:
+async def test_a_image_is_answered_whole_and_streamed_alike(served: Stack) -> None:
     messages = [ask(png(), "What is this?")]
     async with client(served) as api:
         whole = await api.chat.completions.create(

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from worker.gateway.pictures import ask, png
+from worker.gateway.image_files import ask, png
 from worker.gateway.stack import EPD, ONE_PROCESS, TOPOLOGIES, Stack, stack, stack_of
 
-from vlm_worker.gateway.choices import job_of_choice
-from vlm_worker.gateway.orchestrate.job import Job
-from vlm_worker.gateway.prompt import Prompt
+from vlm_worker.gateway.endpoint import request_of_choice
+from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
+from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.testing import token_logprobs
 from vlm_worker.types import Role, SamplingParams
 
@@ -73,14 +73,14 @@ async def test_n_choices_come_whole_and_in_a_stream_and_count_once(served: Stack
         assert [c.finish_reason for c in chunks] == [*[None] * (len(chunks) - 1), "length"]
 
 
-async def test_the_pictures_of_all_choices_are_encoded_once_and_the_prompt_is_cached(
+async def test_the_images_of_all_choices_are_encoded_once_and_the_prompt_is_cached(
     served: Stack,
 ) -> None:
     async with client(served) as api:
         await api.chat.completions.create(**body(n=4))
     encoders = [w for w in served.workers if sum(w.runner.batch_sizes)]
     assert [sum(w.runner.batch_sizes) for w in encoders] == [1]
-    engines = [w.parts.engine.stats() for w in served.workers]
+    engines = [w.components.engine.stats() for w in served.workers]
     assert sum(stats.prefix_cache_hits for stats in engines) > 0
 
 
@@ -109,13 +109,13 @@ async def test_a_client_that_leaves_cancels_all_choices(served: Stack) -> None:
                 seen.update(index for index in "0123" if f'"index":{index}' in line)
                 if len(seen) == 4:
                     break
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await served.gateway.service.idle.wait()
     # the fixture waits until every worker has given everything back
 
 
 async def test_log_probabilities_are_the_model_s_token_by_token(served: Stack) -> None:
-    texts = served.gateway.service.language.token_texts
+    texts = served.gateway.service.prompt_builder.token_texts
     async with client(served) as api:
         whole = await api.chat.completions.create(**body(logprobs=True, top_logprobs=2))
         found = await streamed(api, logprobs=True, top_logprobs=2)
@@ -200,12 +200,14 @@ async def test_every_topology_draws_and_tells_the_same() -> None:
 
 
 def test_the_choices_of_a_request_have_ids_and_seeds_of_their_own() -> None:
-    job = Job("r", (), lambda _: Prompt((1,)), SamplingParams(5, seed=9), b"", False, 0.0, 4)
-    jobs = [job_of_choice(job, index) for index in range(8)]
-    assert jobs[0] is job
+    prepared = PreparedRequest(
+        "r", (), lambda _: Prompt((1,)), SamplingParams(5, seed=9), b"", False, 0.0, 4
+    )
+    jobs = [request_of_choice(prepared, index) for index in range(8)]
+    assert jobs[0] is prepared
     assert len({one.request_id for one in jobs}) == 8
     assert len({one.sampling.seed for one in jobs}) == 8
-    assert jobs == [job_of_choice(job, index) for index in range(8)]
+    assert jobs == [request_of_choice(prepared, index) for index in range(8)]
 
 
 async def test_a_continued_answer_repeats_no_token_and_no_log_probability(

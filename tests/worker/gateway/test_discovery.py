@@ -13,8 +13,7 @@ from aiohttp import web
 from worker.gateway.api_server import COMPAT, REPLICA_SET, ApiServer, pod
 
 from vlm_worker.gateway import discovery
-from vlm_worker.gateway.discovery import KEEP_SECONDS, DiscoveryError, PodWatch
-from vlm_worker.gateway.pods import KnownPod, known_pod
+from vlm_worker.gateway.discovery import KEEP_SECONDS, DiscoveryError, KnownPod, PodWatch, known_pod
 
 
 class Seen:
@@ -31,7 +30,7 @@ class Seen:
         self._changed.set()
 
     async def until(self, condition: Callable[[dict[str, KnownPod]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition(self.pods):
                 self._changed.clear()
                 await self._changed.wait()
@@ -234,7 +233,7 @@ async def test_a_watch_that_ends_at_once_is_taken_up_less_and_less_often() -> No
             server, namespace="ns", service="demo", compat=COMPAT, on_pods=Seen(), sleep=sleep
         )
         task = asyncio.create_task(watch.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await enough.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

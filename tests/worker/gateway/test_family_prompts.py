@@ -1,4 +1,4 @@
-"""Prompts of every family are those of transformers' processor; pictures count as its pixels."""
+"""Prompts of every family are those of transformers' processor; images count as its pixels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker import tokenizers_by_code as by_code
 from worker.checkpoints import make_processor
-from worker.gateway.test_prompt import our_part, their_part
+from worker.gateway.test_prompts import our_part, their_part
 
 from vlm_worker.core.families import ModelConfigError
-from vlm_worker.gateway.api.messages import Message
-from vlm_worker.gateway.prompt import Language
-from vlm_worker.gateway.prompt_pieces import PieceEncoder
+from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.prompts import PieceEncoder, PromptBuilder
 
 SIZES = [(1, 1), (56, 56), (112, 84), (61, 700), (471, 471), (1024, 768), (3, 400)]
 
@@ -26,13 +25,13 @@ class Model:
     """Its files as transformers reads them, and as the gateway does."""
 
     processor: Any
-    language: Language
+    language: PromptBuilder
 
 
 @pytest.fixture(scope="module", params=["gemma3", "llava"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     directory = tmp_path_factory.mktemp("prompts") / request.param
-    return Model(make_processor(directory, request.param), Language(directory))
+    return Model(make_processor(directory, request.param), PromptBuilder(directory))
 
 
 TEXTS = st.text(st.sampled_from("ab the\n\n\n .é😀"), max_size=12)
@@ -69,7 +68,7 @@ def our_parts(*texts: str) -> tuple[Any, ...]:
     return tuple(map(our_part, texts))
 
 
-def test_text_that_reads_like_a_picture_is_text(model: Model) -> None:
+def test_text_that_reads_like_a_image_is_text(model: Model) -> None:
     text = "<image><start_of_image><image_soft_token><s>"
     prompt = model.language.chat([Message("user", text)], [])
     images = {by_code.IMAGE, by_code.IMAGE_START, by_code.IMAGE_END}
@@ -79,14 +78,14 @@ def test_text_that_reads_like_a_picture_is_text(model: Model) -> None:
 
 @given(height=st.integers(1, 4000), width=st.integers(1, 4000))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_pictures_count_as_the_processor_counts_them(model: Model, height: int, width: int) -> None:
+def test_images_count_as_the_processor_counts_them(model: Model, height: int, width: int) -> None:
     counted = model.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
     if max(height, width) <= 200 * min(height, width):
         geometry = model.language.family.geometry(height, width)
         assert [geometry.num_tokens] == counted["num_image_tokens"]
 
 
-def test_pictures_count_as_in_the_prompts_that_the_processor_makes(model: Model) -> None:
+def test_images_count_as_in_the_prompts_that_the_processor_makes(model: Model) -> None:
     family = model.language.family
     for size in SIZES:
         made = model.processor.apply_chat_template(
@@ -96,7 +95,7 @@ def test_pictures_count_as_in_the_prompts_that_the_processor_makes(model: Model)
         assert family.geometry(size[1], size[0]).num_tokens == placeholders
 
 
-def test_detail_changes_nothing_where_all_pictures_have_one_size(model: Model) -> None:
+def test_detail_changes_nothing_where_all_images_have_one_size(model: Model) -> None:
     family = model.language.family
     low = family.geometry(700, 900, max_pixels=family.max_pixels_of("low"))
     assert low == family.geometry(700, 900)
@@ -108,7 +107,7 @@ def test_a_space_that_only_a_beginning_gets_is_not_put_behind_control_tokens(
     processor = make_processor(tmp_path / "llava", "llava")
     theirs = by_code.llama_of_late()
     theirs.save_pretrained(tmp_path / "llava")
-    language = Language(tmp_path / "llava")
+    language = PromptBuilder(tmp_path / "llava")
     prompt = language.chat([Message("user", "the <color>")], [])
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "text", "text": "the <color>"}]}],
@@ -121,8 +120,8 @@ def test_a_space_that_only_a_beginning_gets_is_not_put_behind_control_tokens(
     assert encoder.encode(pieces)[0] != encoder.encode(pieces)[-1]
 
 
-def test_a_tokenizer_without_the_tokens_of_pictures_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_tokens_of_images_is_refused(tmp_path: Path) -> None:
     make_processor(tmp_path / "gemma3", "gemma3")
     by_code.llama().save_pretrained(tmp_path / "gemma3")
     with pytest.raises(ModelConfigError, match="has no control token 441"):
-        Language(tmp_path / "gemma3")
+        PromptBuilder(tmp_path / "gemma3")

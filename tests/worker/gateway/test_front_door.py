@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from worker.gateway.pictures import ask
+from worker.gateway.image_files import ask
 from worker.gateway.stack import P_D, gateway_settings, serving, stack
 
-from vlm_worker.gateway import http
+from vlm_worker.gateway import gateway_server
 
 TEXT = {"model": "shapes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
@@ -34,14 +34,14 @@ async def raw(url: str, line: str, body: str = "", **headers: str) -> bytes:
     fields = {"host": "x", "connection": "close", **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     writer.write(f"{line}\r\n{head}\r\n{body}".encode())
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         answer = await reader.read()
     writer.close()
     return answer
 
 
 async def until(ask_again: Callable[[], Awaitable[httpx.Response]], *, status: int) -> None:
-    async with asyncio.timeout(6):
+    async with asyncio.timeout(60):
         while (await ask_again()).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -170,16 +170,55 @@ async def test_odd_requests_are_answered(
         assert (await get(f"{gateway.url}/healthz")).status_code == 200
 
 
+OFFER = {
+    "connection": "upgrade, http2-settings",
+    "upgrade": "h2c",
+    "http2-settings": "AAMAAABkAARAAAAAAAIAAAAA",
+}
+"""As Java's client and `curl --http2` make to whoever has no TLS."""
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("apart", [False, True], ids=["at once", "byte by byte"])
+async def test_an_offer_to_upgrade_is_declined_and_its_request_served(
+    chunked: bool, apart: bool
+) -> None:
+    framing = {"transfer-encoding": "chunked"} if chunked else {"content-length": f"{len(BODY)}"}
+    body = f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n" if chunked else BODY
+    fields = {"host": "x", "content-type": "application/json", **OFFER, **framing}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    with_body = f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n{body}"
+    without = f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{offer_lines()}\r\n"
+    last = "GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    said = (without + with_body + without + last).encode()
+    async with stack(*P_D) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for piece in [bytes([byte]) for byte in said] if apart else [said]:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            answer = await reader.read()
+        writer.close()
+    assert answer.count(b"HTTP/1.1 200") == 4, answer
+    assert answer.count(b'"finish_reason":') == 1
+    assert answer.endswith(b"ok\n")
+
+
+def offer_lines() -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in OFFER.items())
+
+
 async def test_headers_that_do_not_come_end_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(gateway_server, "HEADER_SECONDS", 0.2)
     async with serving(gateway_settings([])) as gateway:
         assert await raw(gateway.url, "GET /healthz HTTP/1.1\r\nx: ", "") != b""
         host, port = gateway.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /healthz HTTP/1.1\r\nx: ")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
 

@@ -19,8 +19,8 @@ import pytest
 from worker.gateway.mutations import requests
 from worker.gateway.stack import gateway_settings
 
-from vlm_worker.gateway.app import FrontDoor, public_app
-from vlm_worker.gateway.prompt import Language
+from vlm_worker.gateway.http_app import AuthMiddleware, public_app
+from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.service import Service
 
 SAMPLE = 50_000
@@ -35,7 +35,9 @@ LEAKS = re.compile(
 DECLARED = {400, 404, 413, 415, 503}
 
 
-async def answer(app: FrontDoor, path: str, body: bytes, headers: list[Any]) -> tuple[int, bytes]:
+async def answer(
+    app: AuthMiddleware, path: str, body: bytes, headers: list[Any]
+) -> tuple[int, bytes]:
     """What the application says, without a server in between."""
     scope = {
         "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "scheme": "http",
@@ -75,7 +77,7 @@ async def test_whatever_is_asked_the_answer_is_well_formed_and_discreet(
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     settings = gateway_settings([])
-    service = Service(settings, Language(Path(settings.model.uri)))
+    service = Service(settings, PromptBuilder(Path(settings.model.uri)))
     app = public_app(service)
     seen: collections.Counter[str] = collections.Counter()
     before = 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import httpx
 import jsonschema
 import openai
 import pytest
-from worker.gateway.pictures import ask, png
+from worker.gateway.image_files import ask, png
 from worker.gateway.stack import (
     EPD,
     Stack,
@@ -21,7 +23,7 @@ from worker.gateway.stack import (
     started,
 )
 
-from vlm_worker.gateway.serve import running
+from vlm_worker.gateway.gateway_server import NOTICE_SECONDS, running
 from vlm_worker.types import STAGES, Role
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "stats.schema.json").read_text())
@@ -38,7 +40,7 @@ async def get(url: str, **headers: str) -> httpx.Response:
 
 
 async def until(ask_again: Callable[[], Awaitable[httpx.Response]], *, status: int) -> None:
-    async with asyncio.timeout(6):
+    async with asyncio.timeout(60):
         while (await ask_again()).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -58,7 +60,7 @@ async def test_the_models_are_listed_as_the_client_reads_them() -> None:
 
 
 async def until_ready(url: str, *, ready: bool) -> str:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while True:
             answer = await get(f"{url}/readyz")
             if (answer.status_code == 200) is ready:
@@ -72,20 +74,23 @@ async def test_it_is_ready_when_every_stage_has_a_pod_and_stays_so_without_encod
         (encoder,) = served.of(Role.ENCODER)
         await encoder.kill()
         registry = served.gateway.service.registry
-        assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
-        await until_ready(served.url, ready=True)
+        assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
+        assert await until_ready(served.url, ready=True) == "ok, but no ready pod for: encoder\n"
         async with api(served.url) as client:
             assert await client.chat.completions.create(**TEXT)
             with pytest.raises(openai.InternalServerError, match="encoder"):
                 await client.chat.completions.create(**{**TEXT, "messages": [ask(png())]})
         (decode,) = served.of(Role.DECODE)
         await decode.kill()
-        assert "decode" in await until_ready(served.url, ready=False)
+        told = await until_ready(served.url, ready=False)
+        assert told == "no ready pod for: encoder, decode\n"
 
 
-async def test_it_is_not_ready_before_there_is_an_encoder() -> None:
-    async with stack(*EPD[1:]) as served:
-        assert "encoder" in await until_ready(served.url, ready=False)
+@pytest.mark.parametrize("stage", [Role.ENCODER, Role.PREFILL, Role.DECODE])
+async def test_before_it_is_ready_it_names_the_stage_without_a_pod(stage: Role) -> None:
+    async with stack(*(plan for plan in EPD if plan[0] is not stage)) as served:
+        told = await until_ready(served.url, ready=False)
+        assert told == f"no ready pod for: {stage.value}\n"
 
 
 async def test_a_worker_of_another_model_is_not_used_and_the_log_says_why(
@@ -126,11 +131,12 @@ async def test_stats_keep_to_their_schema_and_add_up(tmp_path: Path) -> None:
     )
     assert stats["counters"]["visual_tokens"] == 12
     assert len(stats["config_hash"]) == 64
-    assert 'vlm_requests_total{outcome="ok"} 4.0' in metrics
-    assert 'vlm_ttft_total{modality="image",slo="missed"} 1.0' in metrics
+    assert 'triptych_requests_total{outcome="ok"} 4.0' in metrics
+    assert 'triptych_slo_requests_total{modality="image",slo="missed"} 1.0' in metrics
     for stage in STAGES:
         assert (
-            f'vlm_ttft_stage_seconds_total{{modality="text",slo="met",stage="{stage}"}}' in metrics
+            f'triptych_ttft_stage_seconds_total{{modality="text",slo="met",stage="{stage}"}}'
+            in metrics
         )
 
 
@@ -141,18 +147,18 @@ async def test_settings_are_applied_while_it_runs_and_bad_ones_change_nothing(
     config.write_text('{"limits": {"images_per_request": 1}}')
     async with serving(gateway_settings([], config=config)) as gateway:
 
-        async def two_pictures() -> httpx.Response:
+        async def two_images() -> httpx.Response:
             async with httpx.AsyncClient(base_url=gateway.url) as client:
                 body = {**TEXT, "messages": [ask(png(), png())]}
                 return await client.post("/v1/chat/completions", json=body)
 
-        assert (await two_pictures()).json()["error"]["code"] == "too_many_images"
+        assert (await two_images()).json()["error"]["code"] == "too_many_images"
         first = gateway.service.stats()["config_hash"]
         config.write_text("{")
-        gateway.service.live.reload()
+        gateway.service.config_watcher.reload()
         assert gateway.service.stats()["config_hash"] == first
         config.write_text('{"limits": {"images_per_request": 2}}')
-        await until(two_pictures, status=503)
+        await until(two_images, status=503)
         assert gateway.service.stats()["config_hash"] != first
 
 
@@ -218,38 +224,67 @@ async def stream_slowly(served: Stack, seen: asyncio.Event) -> list[str]:
     return [line for line in lines if line]
 
 
-async def test_a_stream_is_finished_before_the_gateway_ends() -> None:
+@dataclasses.dataclass
+class Streaming:
+    """A gateway that serves until `stop`, and a stream of which a line has come."""
+
+    served: Stack
+    stop: asyncio.Event
+    serving: asyncio.Task[None]
+    stream: asyncio.Task[list[str]]
+
+    async def stopped(self) -> list[str]:
+        """Tell the gateway to end; returns the stream's lines once both have ended."""
+        self.stop.set()
+        lines = await self.stream
+        await self.serving
+        return lines
+
+
+@contextlib.asynccontextmanager
+async def streaming(
+    *, notice_seconds: float = NOTICE_SECONDS, **settings: float
+) -> AsyncIterator[Streaming]:
     async with started(Role.PREFILL) as prefill, started(Role.DECODE) as decode:
         stop, seen = asyncio.Event(), asyncio.Event()
-        async with running(gateway_settings([prefill, decode])) as gateway:
+        async with running(gateway_settings([prefill, decode], **settings)) as gateway:
             registry = gateway.service.registry
-            await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
-            serving_task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.1))
+            await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
+            serving = asyncio.create_task(gateway.serve(stop, notice_seconds=notice_seconds))
             served = Stack([prefill, decode], gateway)
             stream = asyncio.create_task(stream_slowly(served, seen))
             await seen.wait()
-            stop.set()
-            lines = await stream
-            await serving_task
-        assert lines[-1] == "data: [DONE]"
+            yield Streaming(served, stop, serving, stream)
         await served.until_idle()
+
+
+async def test_a_stream_is_finished_before_the_gateway_ends() -> None:
+    async with streaming(notice_seconds=0.1) as running_stream:
+        lines = await running_stream.stopped()
+        assert lines[-1] == "data: [DONE]"
 
 
 async def test_a_stream_that_outlasts_the_drain_ends_in_an_error_event() -> None:
-    async with started(Role.PREFILL) as prefill, started(Role.DECODE) as decode:
-        stop, seen = asyncio.Event(), asyncio.Event()
-        settings = gateway_settings([prefill, decode], drain_timeout_seconds=0.2)
-        async with running(settings) as gateway:
-            registry = gateway.service.registry
-            await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
-            serving_task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.1))
-            served = Stack([prefill, decode], gateway)
-            stream = asyncio.create_task(stream_slowly(served, seen))
-            await seen.wait()
-            stop.set()
-            lines = await stream
-            await serving_task
+    async with streaming(notice_seconds=0.1, drain_timeout_seconds=0.2) as running_stream:
+        lines = await running_stream.stopped()
         error = json.loads(lines[-1].removeprefix("data: "))["error"]
         assert error["code"] == "service_unavailable"
         assert "data: [DONE]" not in lines
-        await served.until_idle()
+
+
+async def test_a_gateway_whose_worker_failed_for_good_says_so_and_ends_at_once() -> None:
+    """As `vlm-worker serve`, where the engine is in the gateway's own process."""
+    async with streaming(drain_timeout_seconds=600.0) as running_stream:
+        gateway = running_stream.served.gateway
+        gateway.service.fail("the engine cannot go on: the device is lost")
+        for path in ("/healthz", "/readyz"):
+            answer = await get(f"{gateway.url}{path}")
+            assert (answer.status_code, "device is lost" in answer.text) == (503, True)
+        async with api(gateway.url) as client:
+            with pytest.raises(openai.InternalServerError, match="shutting down"):
+                await client.chat.completions.create(**TEXT)
+        error = json.loads((await running_stream.stream)[-1].removeprefix("data: "))["error"]
+        assert (error["code"], "has failed" in error["message"]) == ("service_unavailable", True)
+        running_stream.stop.set()
+        async with asyncio.timeout(30):  # of 600 s to drain, and 2 s of notice
+            await running_stream.serving

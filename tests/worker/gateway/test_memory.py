@@ -6,17 +6,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlm_worker.gateway.api.data_urls import MAX_REST_BYTES
+from vlm_worker.gateway.api.schema import MAX_VALUES
 from vlm_worker.gateway.body import (
     BODY_SECONDS,
     BODY_SILENCE_SECONDS,
     MAX_BODY_BYTES,
     least_bytes,
 )
-from vlm_worker.gateway.memory import COPIES, Bound, FullError, Kind, MemoryBudget
+from vlm_worker.gateway.memory import (
+    CHARACTER_BYTES,
+    CONNECTION_BYTES,
+    COPIES,
+    VALUE_BYTES,
+    Bound,
+    FullError,
+    Kind,
+    MemoryBudget,
+    declare,
+)
+from vlm_worker.settings.values import LEAST_MEMORY_BYTES
 
 events = st.lists(
     st.tuples(
-        st.integers(0, 5), st.sampled_from(["admit", "prepared", "release"]), st.integers(0, 700)
+        st.integers(0, 5),
+        st.sampled_from(["admit", "decode", "prepared", "release"]),
+        st.integers(0, 700),
     ),
     max_size=60,
 )
@@ -36,6 +51,11 @@ def test_no_more_is_held_than_the_budget_nor_by_a_tenant_than_its_share(
                 one.admit(count)
             except FullError:
                 assert one.num_bytes == before
+        elif event == "decode":
+            try:
+                one.decode(count // CHARACTER_BYTES, 0)
+            except FullError:
+                assert one.num_bytes == before
         elif event == "prepared":
             one.prepared(count)
             assert one.num_bytes <= before
@@ -43,7 +63,9 @@ def test_no_more_is_held_than_the_budget_nor_by_a_tenant_than_its_share(
             one.release()
         assert budget.used_in_all == sum(h.num_bytes for h in held) <= 1000
         for tenant in range(2):
-            assert not shared or sum(h.num_bytes for h in held[tenant::2]) <= 500
+            mine = [h.num_bytes for h in held[tenant::2] if h.num_bytes]
+            if shared and len(mine) > 1 and one in held[tenant::2] and one.num_bytes > before:
+                assert sum(mine) <= 500
     for one in held:
         one.release()
         one.release()
@@ -81,3 +103,42 @@ def test_a_body_must_come_as_fast_as_its_whole_length_in_the_time_for_it(
     if seconds >= BODY_SECONDS:
         assert least >= announced
     assert least_bytes(announced, seconds + 1) >= least
+
+
+def test_the_largest_body_is_decoded_within_the_least_budget_of_several_tenants() -> None:
+    held = MemoryBudget(LEAST_MEMORY_BYTES).hold("a", shared=True)
+    held.admit(MAX_BODY_BYTES)
+    held.decode(MAX_REST_BYTES, MAX_VALUES)
+    assert held.num_bytes <= LEAST_MEMORY_BYTES
+
+
+def test_values_are_held_before_they_are_decoded_and_refused_beyond_the_budget() -> None:
+    budget = MemoryBudget(1000)
+    one, other = (budget.hold("a", shared=False) for _ in range(2))
+    one.admit(100)
+    one.decode(20, 1)
+    assert one.num_bytes == COPIES * 100 + CHARACTER_BYTES * 20 + VALUE_BYTES
+    other.admit(10)
+    with pytest.raises(FullError) as refused:
+        other.decode(10, 1)
+    assert refused.value.bound is Bound.MEMORY
+    assert other.num_bytes == COPIES * 10
+
+
+def test_a_gateway_declares_its_requests_connections_and_all_that_it_has_beside_them() -> None:
+    declared = declare(
+        512 << 20, 1000, resident_bytes=80 << 20, kept_bytes=192 << 20, limit_bytes=None
+    )
+    assert declared.requests == 512 << 20
+    assert declared.connections == 1000 * CONNECTION_BYTES
+    assert declared.process == 80 << 20
+    assert declared.total == sum(declared.by_part().values())
+
+
+@given(limit=st.integers(0, 2 << 30))
+def test_requests_get_what_the_container_leaves_but_never_too_little_for_one(limit: int) -> None:
+    declared = declare(
+        512 << 20, 1000, resident_bytes=80 << 20, kept_bytes=192 << 20, limit_bytes=limit
+    )
+    assert LEAST_MEMORY_BYTES <= declared.requests <= 512 << 20
+    assert declared.total <= limit or declared.requests == LEAST_MEMORY_BYTES

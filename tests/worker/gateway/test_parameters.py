@@ -23,7 +23,8 @@ from openai.types.chat import (
 )
 
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.parameters import (
+from vlm_worker.gateway.api.requests import SamplingOptions, parse_chat, parse_completion
+from vlm_worker.gateway.api.schema import (
     CHAT,
     COMPLETION,
     EXTRA,
@@ -31,9 +32,7 @@ from vlm_worker.gateway.api.parameters import (
     Parameter,
     Support,
 )
-from vlm_worker.gateway.api.requests import parse_chat, parse_completion
-from vlm_worker.gateway.api.sampling import SamplingOptions
-from vlm_worker.gateway.orchestrate.encoding import PICTURE_CODES
+from vlm_worker.gateway.orchestrate.attempt import IMAGE_CODES
 from vlm_worker.gateway.turns import at_once
 
 DOCS = Path(__file__).parents[3] / "docs" / "openai.md"
@@ -206,7 +205,7 @@ def test_sampling_is_taken_as_it_is_meant() -> None:
 
 def test_the_page_names_every_code_of_an_error() -> None:
     sources = "".join(source.read_text() for source in GATEWAY.rglob("*.py"))
-    codes = {*re.findall(r'code="(\w+)"', sources), *PICTURE_CODES}
+    codes = {*re.findall(r'code="(\w+)"', sources), *IMAGE_CODES}
     assert len(codes) > 20
     section = DOCS.read_text().split("## Errors\n", 1)[1]
     assert not [code for code in sorted(codes) if f"`{code}`" not in section]

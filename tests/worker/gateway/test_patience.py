@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_worker.gateway.orchestrate.job import Job
-from vlm_worker.gateway.orchestrate.recovery import Recovery
-from vlm_worker.gateway.orchestrate.routing import NoRouteError, Routing
-from vlm_worker.gateway.orchestrate.trace import Trace
-from vlm_worker.gateway.prompt import Prompt
-from vlm_worker.gateway.registry import Registry
+from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
+from vlm_worker.gateway.orchestrate.retry_policy import RetryPolicy
+from vlm_worker.gateway.orchestrate.route_selection import NoRouteError, Routing
+from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.pod_registry import Registry
+from vlm_worker.gateway.prompts import Prompt
 from vlm_worker.route import Candidate, Choice, NoRoute, Route
 from vlm_worker.settings import GatewaySettings, ServeSettings, parse
 from vlm_worker.settings.timers import PRODUCTION
@@ -45,12 +45,16 @@ class Request:
         timers = PRODUCTION.scaled(0.001)
         self._registry = Registry(served_name="m", timers=timers, clock=lambda: self.now)
         self._registry._lost_at[Stage.DECODE] = 0.0
-        job = Job("r", (), lambda _: Prompt((1,)), SamplingParams(5), b"", False, 0.0, 4)
+        prepared = PreparedRequest(
+            "r", (), lambda _: Prompt((1,)), SamplingParams(5), b"", False, 0.0, 4
+        )
         self._routing = Routing(
-            job,
+            prepared,
             trace=Trace(received=comes, clock=lambda: self.now),
             registry=self._registry,
-            recovery=Recovery(patience_seconds=patience, max_waiting=8, clock=lambda: self.now),
+            retry_policy=RetryPolicy(
+                patience_seconds=patience, max_waiting=8, clock=lambda: self.now
+            ),
             heartbeat=self._heartbeat,
         )
 

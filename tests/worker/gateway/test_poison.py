@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
-from worker.gateway.pictures import ask, png
+from worker.gateway.image_files import ask, png
 from worker.gateway.stack import TOPOLOGIES, Stack, stack
 
 WORD = "zebra"
@@ -27,7 +27,7 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
 
 
 async def test_poison_stays_with_its_request_and_in_no_cache(served: Stack) -> None:
-    tokenizer = served.gateway.service.language.tokenizer
+    tokenizer = served.gateway.service.prompt_builder.tokenizer
     (poison, *_) = sorted(_ids(tokenizer, f" a {WORD}?") - _ids(tokenizer, " a red thing?"))
     options = {"base_url": f"{served.url}/v1", "api_key": "none", "max_retries": 0}
     async with openai.AsyncOpenAI(**options) as api:

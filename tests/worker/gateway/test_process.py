@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from worker.gateway.stack import COLOCATED, MODEL, NOBODY, stack
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 
 COMMAND = (
     "gateway",
@@ -35,7 +36,7 @@ async def start(*args: str) -> asyncio.subprocess.Process:
 
 async def until_logged(process: asyncio.subprocess.Process, message: str) -> dict[str, str]:
     assert process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async for line in process.stderr:
             entry: dict[str, str] = json.loads(line)
             if entry["message"] == message:
@@ -44,7 +45,7 @@ async def until_logged(process: asyncio.subprocess.Process, message: str) -> dic
 
 
 async def test_it_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, vlm_worker.gateway.serve; print(*sys.modules)"
+    code = "import sys, vlm_worker.gateway.gateway_server; print(*sys.modules)"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[3] / "worker",
@@ -74,6 +75,29 @@ async def test_a_request_is_served_and_sigterm_ends_it_with_0() -> None:
             process.send_signal(signal.SIGTERM)
             _, rest = await process.communicate()
         assert process.returncode == 0, rest.decode()
+
+
+async def test_it_declares_all_the_memory_that_it_may_take() -> None:
+    process = await start(
+        f"--worker={NOBODY}", "--max-connections=100", "--drain-timeout-seconds=0"
+    )
+    try:
+        logged = await until_logged(process, "declared memory")
+        url = (await until_logged(process, "gateway serves"))["admin_url"]
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            text = (await client.get("/metrics")).text
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    parts = {
+        s.labels["part"]: s.value for s in samples if s.name == "triptych_memory_declared_bytes"
+    }
+    (total,) = (s.value for s in samples if s.name == "triptych_memory_declared_total_bytes")
+    (resident,) = (s.value for s in samples if s.name == "triptych_memory_resident_bytes")
+    assert total == sum(parts.values()) == logged["bytes"]
+    assert parts["requests"] > parts["kept"] > parts["connections"] > 0
+    assert parts["process"] <= resident < total
 
 
 async def test_a_port_that_is_taken_is_said_in_one_line() -> None:

@@ -24,7 +24,7 @@ from vlm_worker.types import Role, Stage
 
 E, P, D = Stage.ENCODER, Stage.PREFILL, Stage.DECODE
 TEXT = Demand(num_tokens=100, image_digest=b"", prefix_digest=b"prefix")
-IMAGE = dataclasses.replace(TEXT, image_digest=b"picture")
+IMAGE = dataclasses.replace(TEXT, image_digest=b"image")
 
 
 def pod(
@@ -161,7 +161,7 @@ def test_another_decode_agrees_with_the_prefill_that_is_settled() -> None:
     assert another_decode(pods, TEXT, route, frozenset({b"a", b"b"})) is None
 
 
-def test_a_picture_comes_home_until_its_home_is_busy() -> None:
+def test_a_image_comes_home_until_its_home_is_busy() -> None:
     pods = [prefill(), decode(), *(encoder(f"e{i}") for i in range(3))]
     home = names(choose(pods, IMAGE))[0]
     busy = [
@@ -202,15 +202,15 @@ PODS = st.lists(
 
 @given(PODS, st.booleans(), st.booleans())
 def test_a_route_is_able_ready_and_agreeing(
-    pods: list[Candidate], pictures: bool, needs_decode: bool
+    pods: list[Candidate], images: bool, needs_decode: bool
 ) -> None:
-    demand = dataclasses.replace(IMAGE if pictures else TEXT, needs_decode=needs_decode)
+    demand = dataclasses.replace(IMAGE if images else TEXT, needs_decode=needs_decode)
     route = choose(pods, demand)
     if isinstance(route, NoRoute):
         return
     assert all(c.ready for c in route.pods)
     assert P in route.prefill.pod.stages
-    assert (route.encoder is not None) == pictures
+    assert (route.encoder is not None) == images
     assert (route.decode is not None) == needs_decode
     if route.decode is not None:
         assert D in route.decode.pod.stages

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from worker.gateway.pictures import ask
+from worker.gateway.image_files import ask
 from worker.gateway.stack import P_D, serving, stack
 from worker.gateway.test_front_door import api
 
-from vlm_worker.gateway.auth import Keys, Salts, cache_salt, load_keys
+from vlm_worker.gateway.auth import ApiKeys, Salts, cache_salt, load_keys
 
 NAMES = st.text(min_size=1, max_size=40)
 SECRETS = st.binary(min_size=1, max_size=64)
 
 
-def keys_of(directory: Path, **keys: str) -> Keys:
+def keys_of(directory: Path, **keys: str) -> ApiKeys:
     directory.mkdir()
     for tenant, key in keys.items():
         (directory / tenant).write_text(f"{key}\n")

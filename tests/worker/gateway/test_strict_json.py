@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from vlm_worker.gateway.api import data_urls
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.strict_json import MAX_DEPTH, MAX_VALUES, read_json
+from vlm_worker.gateway.api.schema import MAX_DEPTH, MAX_VALUES, read_json
+from vlm_worker.gateway.memory import MemoryBudget
 from vlm_worker.gateway.turns import Steps, at_once
 
 
@@ -115,7 +117,7 @@ def steps_of(work: Steps[object]) -> tuple[int, BaseException | None]:
         return count, error
 
 
-@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":{}},', b"0,", b'"",', b"[[", b'"data:",'])
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":{}},', b"0,", b'"",', b"[["])
 def test_a_large_body_of_any_values_is_refused_before_it_is_read_to_its_end(unit: bytes) -> None:
     body = bytearray(b'{"a":[' + unit * (LARGE // len(unit)) + b"0]}")
     count, error = steps_of(read_json(body))
@@ -123,6 +125,18 @@ def test_a_large_body_of_any_values_is_refused_before_it_is_read_to_its_end(unit
     assert (error.status, error.code) == (400, "request_too_large")
     assert str(data_urls.MAX_REST_BYTES) in error.message
     assert count < 4 * 2**20 // 512
+
+
+def test_a_body_of_too_many_data_strings_is_refused_before_they_are_all_looked_at() -> None:
+    body = bytearray(b'{"a":[' + b'"data:",' * (LARGE // 8) + b"0]}")
+    count, error = steps_of(read_json(body))
+    assert isinstance(error, ApiError)
+    assert (error.status, error.code) == (400, "invalid_json")
+    assert str(data_urls.MAX_DATA_STRINGS) in error.message
+    assert count <= data_urls.MAX_DATA_STRINGS // 256
+    assert (
+        at_once(read_json(b'{"a":"' + b'\\"data:' * 1000 + b'"}')).value["a"].count("data:") == 1000
+    )
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":{}},', b"0,", b'"",'])
@@ -180,3 +194,37 @@ def test_with_the_images_put_back_it_reads_as_by_the_standard_library(
 
     assert put_back(found.value) == json.loads(text)
     assert len(long_urls) == len(found.images)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+MANY = MAX_VALUES // 4
+SHAPES = {
+    "empty lists": b"[" + b",".join([b"[]"] * MANY) + b"]",
+    "objects with a key": b"[" + b",".join(b'{"k%d":{}}' % n for n in range(MANY)) + b"]",
+    "objects in objects": b"[" + b",".join([b'{"a":' * 9 + b"{}" + b"}" * 9] * (MANY // 5)) + b"]",
+    "one object": b"{" + b",".join(b'"key %d":%d.5' % (n, n) for n in range(2 * MANY)) + b"}",
+    "short strings": b"[" + b",".join(b'"s%d"' % n for n in range(2 * MANY)) + b"]",
+    "a long text": b'"' + b"x" * (3 << 20) + b'"',
+    "a long text with one wide character": b'"' + b"x" * (3 << 20) + "\U0001f642".encode() + b'"',
+    "wide characters by their numbers": b'"' + b"\\ud83d\\ude42" * (100 << 10) + b'"',
+}
+
+
+@pytest.mark.parametrize("value", SHAPES.values(), ids=SHAPES.keys())
+def test_what_json_is_decoded_to_takes_no_more_than_was_held_for_it(value: bytes) -> None:
+    body = b'{"value":' + value + b"}"
+    held = MemoryBudget(1 << 40).hold("", shared=False)
+    held.admit(len(body))
+    at_once(read_json(body, held.decode))  # patterns are compiled, and the like
+    held.release()
+    held.admit(len(body))
+    tracemalloc.start()
+    try:
+        found = at_once(read_json(body, held.decode))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.value
+    # the body itself was there before
+    assert peak + len(body) <= held.num_bytes

@@ -1,100 +1,52 @@
-"""Tasks that never end are started again when they do; health says when that is no help."""
+"""Health says when a task of the gateway fails again and again; a lost worker is followed anew."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import httpx
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from worker.gateway.stack import D, E, P, gateway_settings, serving, started
 
 from vlm_worker.client import WorkerClient
-from vlm_worker.gateway.supervision import (
-    MAX_DELAY_SECONDS,
-    MAX_FAILURES,
-    STEADY_SECONDS,
-    Failures,
-    Supervisor,
-)
+from vlm_worker.supervision import MAX_FAILURES, STEADY_SECONDS, AtEnd, Supervisor
 from vlm_worker.types import Role
-from vlm_worker.wire.calls import Load
+from vlm_worker.wire.messages import Load
 
 
-@given(st.lists(st.floats(0, 200), min_size=1, max_size=30))
-def test_delays_grow_in_a_row_and_a_steady_run_ends_the_row(runs: list[float]) -> None:
-    failures, in_a_row = Failures(), 0
-    for seconds in runs:
-        before = failures
-        failures = failures.after(seconds)
-        in_a_row = 1 if seconds >= STEADY_SECONDS else in_a_row + 1
-        assert failures.too_many == (in_a_row >= MAX_FAILURES)
-        assert 0 < failures.delay_seconds <= MAX_DELAY_SECONDS
-        if in_a_row > 1:
-            assert failures.delay_seconds >= before.delay_seconds
-
-
-@dataclasses.dataclass
-class Failing:
-    """A task that fails, or ends, some times; then it runs."""
-
-    times: int
-    ends: bool = False
-    num_runs: int = 0
-    running: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-    async def __call__(self) -> None:
-        self.num_runs += 1
-        if self.num_runs <= self.times:
-            if self.ends:
-                return
-            raise KeyError("a defect")
-        self.running.set()
-        await asyncio.get_running_loop().create_future()
+async def fails() -> None:
+    raise KeyError("a defect")
 
 
 class Time:
-    """Passes by sleeping alone."""
+    """Passes by sleeping alone; stands still once a task has failed too often."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.num_slept = 0
+        self.hopeless = asyncio.Event()
 
     def __call__(self) -> float:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-async def test_a_task_that_ends_is_logged_and_started_again(
-    ends: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    time, task = Time(), Failing(3, ends)
-    supervisor = Supervisor(time, time.sleep)
-    supervisor.start("watch", task)
-    async with asyncio.timeout(30):
-        await task.running.wait()
-    assert [record.task for record in caplog.records] == ["watch"] * 3  # type: ignore[attr-defined]
-    assert all(record.levelno == logging.ERROR for record in caplog.records)
-    assert supervisor.unhealthy_because is None
-    await supervisor.close()
+        self.num_slept += 1
+        if self.num_slept == MAX_FAILURES:
+            self.hopeless.set()
+            await asyncio.get_running_loop().create_future()
 
 
 async def test_health_tells_of_a_task_that_fails_again_and_again() -> None:
-    time, task = Time(), Failing(MAX_FAILURES)
+    time = Time()
     async with serving(gateway_settings([])) as gateway, httpx.AsyncClient() as client:
-        usual, gateway.service.tasks = gateway.service.tasks, Supervisor(time, time.sleep)
+        usual = gateway.service.tasks
+        gateway.service.tasks = Supervisor(clock=time, sleep=time.sleep)
         assert (await client.get(f"{gateway.url}/healthz")).status_code == 200
-        gateway.service.tasks.start("watch", task)
+        gateway.service.tasks.start(fails, name="watch", at_end=AtEnd.RESTART)
         async with asyncio.timeout(30):
-            await task.running.wait()
+            await time.hopeless.wait()
         answer = await client.get(f"{gateway.url}/healthz")
         assert (answer.status_code, "watch" in answer.text) == (503, True)
         time.now += STEADY_SECONDS

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from vlm_worker.core.model_files import ModelConfigError
-from vlm_worker.gateway import template_check
+from vlm_worker.gateway import chat_template
 from vlm_worker.gateway.api.errors import ApiError
-from vlm_worker.gateway.api.messages import Message
-from vlm_worker.gateway.template import ChatTemplate, read_template
-from vlm_worker.gateway.template_check import drops_strings
+from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.chat_template import ChatTemplate, drops_strings, read_template
 
 USER = [Message("user", "hi")]
 LONG_LOOP = "{% set s = 'a' * 9999 %}" + "{% for x in s %}" * 5 + "{% endfor %}" * 5
@@ -26,7 +25,7 @@ PARTS_ALONE = (
 def test_a_template_that_takes_too_much_ends_the_start(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_check, "CPU_SECONDS", 1)
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
     with pytest.raises(ModelConfigError, match=r"chat_template\.jinja.*to render"):
         drops_strings(source, ())
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.gateway.timeline import Call, Report, attribute
+from vlm_worker.gateway.orchestrate.ttft_trace import Call, Report, attribute
 from vlm_worker.types import STAGES, StageSpan
 
 INSTANTS = st.floats(-1, 12, allow_nan=False)
@@ -39,7 +39,7 @@ TOOK = {
 
 
 def request(**delays: float) -> tuple[list[StageSpan], float]:
-    """A request of two pictures through E, P and D in which each stage takes so long by itself."""
+    """A request of two images through E, P and D in which each stage takes so long by itself."""
     took = TOOK | delays
     now = took["gateway"]
     spans = [StageSpan("gateway", 0, now)]
@@ -79,7 +79,7 @@ def test_what_runs_beside_the_critical_path_owns_nothing() -> None:
     assert attribute(spans, received=0, first_byte=done)["decode_reserve"] == 0
 
 
-def test_chunks_of_prefill_own_their_time_while_a_later_picture_is_encoded() -> None:
+def test_chunks_of_prefill_own_their_time_while_a_later_image_is_encoded() -> None:
     spans = [
         StageSpan("encode", 0, 10, 1),
         StageSpan("encode", 10, 30, 2),

@@ -132,7 +132,7 @@ class Stages:
         if apart:
             await self._reserve(request)
         embeddings = None if self._encoder is self._prefill else self._encoder
-        first = await collect(self._prefill, request, hold=apart, embeddings=embeddings)
+        first = await collect(self._prefill, request, for_peer=apart, embeddings=embeddings)
         num_tokens = len(request.token_ids) - request.num_prompt_tokens + len(first)
         ended = first[-1] == EOS and not self._ignore_eos
         if not apart or ended or num_tokens == self._max_tokens:
@@ -164,11 +164,11 @@ async def all_ready(pictures: AsyncIterator[object]) -> None:
 
 
 async def collect(
-    engine: Engine, request: Request, *, hold: bool, embeddings: Engine | None = None
+    engine: Engine, request: Request, *, for_peer: bool, embeddings: Engine | None = None
 ) -> list[int]:
     """Tokens of a submitted request; embeddings it asks for come from another engine."""
     tokens: list[int] = []
-    async for event in engine.submit_prefill(request, hold=hold):
+    async for event in engine.submit_prefill(request, for_peer=for_peer):
         if isinstance(event, NeedItems) and embeddings is not None:
             for item in event.items:
                 rows = await embeddings.export_embedding(request.key, item)

@@ -95,7 +95,7 @@ def random_questions(model_dir: Path, family: Family, *, count: int, seed: int) 
 
 def _around(family: Family) -> tuple[list[int], list[int]]:
     """Control tokens before and after a picture."""
-    control = [part for part in family.picture_text if isinstance(part, int)]
+    control = [part for part in family.image_text if isinstance(part, int)]
     at = control.index(family.image_token_id)
     return control[:at], control[at + 1 :]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from worker.identity.questions import Question
 
-from vlm_worker.core.inputs import ImageRows, SampleParams, StepInputs
+from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.model.runner import ModelRunner
 
 

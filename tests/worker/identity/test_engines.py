@@ -14,7 +14,7 @@ from worker.identity.questions import SHAPES, Question
 from worker.identity.random_model import NUM_TOKENS, make_random_model, random_reference
 from worker.identity.reference import MAX_TOKENS, Answer, shapes_reference
 
-from vlm_worker.core import prefix
+from vlm_worker.core import kv_cache as prefix
 from vlm_worker.types import Stage
 
 Pairs = tuple[tuple[Question, Answer], ...]
@@ -115,7 +115,7 @@ async def test_equal_prompts_about_unlike_pictures_are_told_apart_by_the_image_k
     shapes_pairs: Pairs, with_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_keys:
-        monkeypatch.setattr(prefix, "extend", keyless)
+        monkeypatch.setattr(prefix, "hash_block", keyless)
     (first, first_answer), (second, second_answer) = twins(shapes_pairs)
     async with running(make_runner(SHAPES, block_size=4)) as engine:
         asker = Stages.colocated(engine, max_tokens=MAX_TOKENS)

@@ -42,7 +42,7 @@ async def test_greedy_answers_with_penalty_and_bias_are_those_of_transformers() 
             )
             await all_ready(engine.encode(request.key, question.pictures))
             request = dataclasses.replace(request, sampling=sampling)
-            return await collect(engine, request, hold=False)
+            return await collect(engine, request, for_peer=False)
 
         got = await asyncio.gather(*(ask(number, one) for number, one in enumerate(asked)))
     assert got == [list(one.token_ids) for one in want]

@@ -17,7 +17,7 @@ from worker.identity.engines import Stages, make_runner, running
 from worker.identity.questions import IMAGE_TOKEN_ID, Question, questions
 from worker.identity.reference import answer, load_reference
 
-from vlm_worker.core import prefix
+from vlm_worker.core import kv_cache as prefix
 from vlm_worker.types import ImageItem, PreparedImage
 
 BLOCK_SIZE = 4
@@ -54,7 +54,7 @@ def by_image_alone(
     return EXTEND(parent, token_ids, items, start=start)
 
 
-EXTEND = prefix.extend
+EXTEND = prefix.hash_block
 
 
 @pytest.mark.parametrize("soundly", [True, False], ids=["as built", "by the image hash alone"])
@@ -65,7 +65,7 @@ async def test_a_pictures_kv_is_shared_only_where_its_whole_prefix_is_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not soundly:
-        monkeypatch.setattr(prefix, "extend", by_image_alone)
+        monkeypatch.setattr(prefix, "hash_block", by_image_alone)
     first, second = about(TEXTS[0], pictures[0]), about(TEXTS[1], pictures[1])
     third = about(TEXTS[1], pictures[0])
     reference = load_reference(random_model_dir)

@@ -7,7 +7,7 @@ from pathlib import Path
 from worker.media.files import encode, noise
 
 from vlm_worker.core.families import load_family
-from vlm_worker.media.header import ImageLimits, read_header
+from vlm_worker.media.image_header import ImageLimits, read_header
 from vlm_worker.media.pool import ImageSpec, MediaPool, MediaTimes
 
 MODEL = Path(__file__).parents[3] / "examples" / "shapes" / "model"
@@ -22,10 +22,10 @@ class Heard:
         self.times: list[MediaTimes] = []
         self.refused: list[str] = []
 
-    def picture_prepared(self, times: MediaTimes) -> None:
+    def image_prepared(self, times: MediaTimes) -> None:
         self.times.append(times)
 
-    def picture_refused(self, code: str) -> None:
+    def image_refused(self, code: str) -> None:
         self.refused.append(code)
 
 
@@ -47,7 +47,7 @@ def proc(pid: int, name: str) -> bytes | None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)  # another process's state announces itself to nobody
 

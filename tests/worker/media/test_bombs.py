@@ -17,7 +17,7 @@ from worker.media.files import OF_SIZE, chunk, encode, noise, with_chunk, zeros_
 from worker.media.pooling import FAMILY, proc, spec_of, until, works
 
 from vlm_worker.errors import InvalidImageError
-from vlm_worker.media.header import ImageLimits, read_header
+from vlm_worker.media.image_header import ImageLimits, read_header
 from vlm_worker.media.pixels import UndecodableError, decode_rgb
 from vlm_worker.media.pool import DECODE_MEMORY_BYTES, MediaPool, MediaSettings
 from vlm_worker.types import PreparedImage
@@ -109,7 +109,10 @@ async def test_the_largest_picture_passes_within_a_childs_bounds(fmt: str, pool:
 async def test_with_alpha_the_largest_picture_passes_too(pool: MediaPool) -> None:
     image = Image.new("RGBA", (SIDE, SIDE), (9, 80, 200, 128))
     data = encode(image, "WEBP", lossless=True, method=0)
+    (child,) = pool.pids
+    idle = peak_bytes(child)
     assert (await pool.prepare(data, spec_of(data))).num_tokens == 256
+    assert peak_bytes(child) - idle <= DECODE_MEMORY_BYTES
 
 
 def big_text() -> bytes:

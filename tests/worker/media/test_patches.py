@@ -12,8 +12,8 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vlm_worker.core.families import load_family
-from vlm_worker.core.geometry import DynamicProcessor
-from vlm_worker.media.header import read_header
+from vlm_worker.core.image_geometry import DynamicProcessor
+from vlm_worker.media.image_header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
 

@@ -14,9 +14,15 @@ from worker.media.files import encode, noise
 from worker.media.pooling import FAMILY
 
 from vlm_worker.errors import InvalidImageError
-from vlm_worker.media.header import read_header
+from vlm_worker.media.image_header import read_header
 from vlm_worker.media.patches import make_patches
-from vlm_worker.media.pixels import KEPT_BYTES, Canvas, UndecodableError, decode_rgb
+from vlm_worker.media.pixels import (
+    KEPT_BYTES,
+    STRIP_ROWS,
+    Canvas,
+    UndecodableError,
+    decode_rgb,
+)
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
@@ -74,6 +80,15 @@ def test_alpha_lies_over_white(fmt: str) -> None:
         [127, 127, 127],
         [241, 216, 191],
     ]
+
+
+@pytest.mark.parametrize("height", [STRIP_ROWS - 1, STRIP_ROWS, 2 * STRIP_ROWS + 3])
+def test_a_picture_of_many_strips_is_the_one_that_is_laid_over_white_whole(height: int) -> None:
+    image = noise(7, height).convert("RGBA")
+    image.putalpha(noise(7, height, seed=1).convert("L"))
+    white = Image.new("RGBA", image.size, "white")
+    wanted = np.asarray(Image.alpha_composite(white, image).convert("RGB"))
+    np.testing.assert_array_equal(decode(encode(image)), wanted)
 
 
 def test_grey_with_alpha_lies_over_white() -> None:

@@ -14,9 +14,9 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from worker.media.files import encode
 
 from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, HALF
-from vlm_worker.core.geometry import MAX_ASPECT_RATIO, FixedProcessor
+from vlm_worker.core.image_geometry import MAX_ASPECT_RATIO, FixedProcessor
 from vlm_worker.errors import InvalidRequestError
-from vlm_worker.media.frames import ChildConfig
+from vlm_worker.media.decode_channel import ChildConfig
 from vlm_worker.media.patches import make_patches
 from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings
 

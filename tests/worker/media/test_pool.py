@@ -6,7 +6,7 @@ from worker.media.files import encode, noise
 from worker.media.pooling import FAMILY, Heard, spec_of, works
 
 from vlm_worker.errors import InvalidImageError, InvalidRequestError
-from vlm_worker.media.header import read_header
+from vlm_worker.media.image_header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
 from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings, _refusal

@@ -9,8 +9,7 @@ from worker.media.files import encode, noise
 from worker.media.pooling import FAMILY, proc, spec_of, until, works
 
 from vlm_worker.errors import EngineError, InvalidImageError, OverloadedError
-from vlm_worker.media.child import DecodeChild
-from vlm_worker.media.frames import ChildConfig
+from vlm_worker.media.decode_channel import ChildConfig, DecodeChild
 from vlm_worker.media.pool import MediaPool, MediaSettings
 
 
@@ -115,7 +114,7 @@ async def test_closing_ends_children_and_answers_everyone() -> None:
     tasks = [asyncio.create_task(pool.prepare(data, spec)) for _ in range(3)]
     await until(lambda: pool.num_waiting == 2)
     await pool.close()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, EngineError | asyncio.CancelledError) for r in results)
     assert proc(child, "stat") is None

@@ -17,8 +17,8 @@ from worker.media.files import encode, noise
 from worker.media.pooling import FAMILY, spec_of
 
 from vlm_kernels.cpu import libraries
-from vlm_worker.core.geometry import DynamicProcessor, Geometry
-from vlm_worker.media.patches import Cutter
+from vlm_worker.core.image_geometry import DynamicProcessor, Geometry
+from vlm_worker.media.patches import PatchExtractor
 from vlm_worker.media.pool import AT_ONCE_BYTES, MediaPool, MediaSettings
 from vlm_worker.media.resize import Resizer, taps
 
@@ -102,8 +102,8 @@ def test_patches_are_those_that_numpy_cuts(
     shape = (geometry.height, geometry.width, 3)
     rgb = np.random.default_rng(5).integers(0, 256, shape, dtype=np.uint8)
     for picture in (rgb, rgb[::-1]):
-        found = Cutter(library).cut(picture, processor, geometry)
-        np.testing.assert_array_equal(found, Cutter().cut(picture, processor, geometry))
+        found = PatchExtractor(library).cut(picture, processor, geometry)
+        np.testing.assert_array_equal(found, PatchExtractor().cut(picture, processor, geometry))
 
 
 def test_views_are_resized_as_what_they_show(resizer: Resizer) -> None:

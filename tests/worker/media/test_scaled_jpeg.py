@@ -15,9 +15,9 @@ from worker.media.pooling import FAMILY, spec_of
 from worker.media.test_mutations import mutated
 from worker.media.test_planes import CLIP, GEMMA
 
-from vlm_worker.core.geometry import Processor
+from vlm_worker.core.image_geometry import Processor
 from vlm_worker.errors import InvalidImageError
-from vlm_worker.media.header import ImageLimits, read_header
+from vlm_worker.media.image_header import ImageLimits, read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import UndecodableError, decode_rgb
 from vlm_worker.media.pool import ImageSpec, MediaPool, MediaSettings

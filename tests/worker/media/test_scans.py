@@ -8,8 +8,7 @@ import pytest
 from worker.media.files import noise
 
 from vlm_worker.errors import InvalidImageError
-from vlm_worker.media.containers import MAX_SCANS
-from vlm_worker.media.header import read_header
+from vlm_worker.media.image_header import MAX_SCANS, read_header
 
 
 def jpeg(*, progressive: bool = True, quality: int = 90) -> bytes:

@@ -62,7 +62,7 @@ def test_pictures_beside_steps_answer_as_pictures_in_turn() -> None:
         stepper.generate([decoding], max_tokens=1, chunk=64, eos=None)
         told = []
         for question in asked:
-            future = runner.beside(lambda q=question: runner.encode(q.pictures))
+            future = runner.encode_async(lambda q=question: runner.encode(q.pictures))
             assert future is not None, "both halves are here, on one stream"
             embeddings = future.result() if not is_beside else None
             count = len(decoding.answer) + 2

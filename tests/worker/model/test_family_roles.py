@@ -13,7 +13,7 @@ from worker.identity.families import random_questions
 
 from vlm_worker.core.families import FAMILIES, load_family
 from vlm_worker.model.build import RunnerSettings, build_runner
-from vlm_worker.model.loader import Absent, load_model
+from vlm_worker.model.loader import UnloadedModule, load_model
 from vlm_worker.types import Stage
 
 
@@ -52,7 +52,9 @@ def test_a_role_holds_its_own_weights_and_no_others(
     assert vision
     # layers that have kernels name their weights otherwise
     assert sorted(map(content, own)) == sorted(content(whole[name]) for name in wanted)
-    absent = {name for name, part in loaded.model.named_modules() if isinstance(part, Absent)}
+    absent = {
+        name for name, part in loaded.model.named_modules() if isinstance(part, UnloadedModule)
+    }
     left_out = [] if loaded.has_encoder else [f"model.{child}" for child in spec.encoder_children]
     left_out += [] if loaded.has_lm else [*(f"model.{c}" for c in spec.lm_children), spec.head]
     assert absent == set(left_out)

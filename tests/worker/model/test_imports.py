@@ -43,7 +43,7 @@ def test_a_start_imports_neither_and_both_work_when_they_are_asked_for() -> None
 LISTED = """
 import builtins, contextlib, json, sys
 from pathlib import Path
-from vlm_worker.model.imports import lean_torch
+from vlm_worker.model.imports import skip_unused_imports
 
 read = []
 
@@ -54,7 +54,7 @@ def counting(file, *args, **kwargs):
 
 plain, builtins.open = builtins.open, counting
 lean = sys.argv[1] == "lean"
-with lean_torch() if lean else contextlib.nullcontext():
+with skip_unused_imports() if lean else contextlib.nullcontext():
     import transformers, transformers.models
 if lean:
     assert len(read) > 1000, "transformers lists its names in another way"

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vlm_worker.model import kv_pages
-from vlm_worker.model.advice import POPULATE_WRITE
-from vlm_worker.model.kv_pages import KVPages
-from vlm_worker.model.memory import make_kv_cache
+from vlm_worker.model import memory as kv_pages
+from vlm_worker.model.memory import POPULATE_WRITE, KVPrefault, make_kv_cache
 from vlm_worker.types import KVLayout
 
 PAGE = mmap.PAGESIZE
@@ -24,7 +22,7 @@ LAYOUT = KVLayout("r", 1, 1, 8, PAGE // 32, "bfloat16")
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """32 blocks, no huge pages."""
-    monkeypatch.setattr(kv_pages, "AHEAD_BYTES", AHEAD)
+    monkeypatch.setattr(kv_pages, "PREFAULT_BYTES", AHEAD)
     monkeypatch.setattr(kv_pages, "STEP_BYTES", STEP)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert LAYOUT.block_bytes == PAGE
@@ -45,22 +43,22 @@ def present(cache: torch.Tensor) -> list[bool]:
     return [bool(one & 1) for one in told]
 
 
-def num_steps(pages: KVPages) -> int:
+def num_steps(pages: KVPrefault) -> int:
     """Of work, until there is no more."""
     count = 0
-    while pages.have_more():
+    while pages.prefault_next():
         count += 1
     return count
 
 
 def test_so_much_is_had_before_anything_is_used(cache: torch.Tensor) -> None:
     assert not any(present(cache))
-    assert num_steps(KVPages(cache)) == 4
+    assert num_steps(KVPrefault(cache)) == 4
     assert present(cache) == [True] * 8 + [False] * 24
 
 
 def test_as_much_is_had_behind_the_last_block_in_use(cache: torch.Tensor) -> None:
-    pages = KVPages(cache)
+    pages = KVPrefault(cache)
     pages.use(np.array([3, 12, 7]))
     cache[:13] = 1
     num_steps(pages)
@@ -68,30 +66,30 @@ def test_as_much_is_had_behind_the_last_block_in_use(cache: torch.Tensor) -> Non
     assert bool((cache[:13] == 1).all())
     assert bool((cache[13:22] == 0).all())
     pages.use(np.array([2]))
-    assert not pages.have_more()
+    assert not pages.prefault_next()
 
 
 def test_what_was_written_first_keeps_what_it_holds(cache: torch.Tensor) -> None:
     cache[5] = 7
-    num_steps(KVPages(cache))
+    num_steps(KVPrefault(cache))
     assert bool((cache[5] == 7).all())
     assert not bool(cache[:5].any())
 
 
 def test_no_page_beyond_the_cache_is_asked_for(cache: torch.Tensor) -> None:
-    pages = KVPages(cache)
+    pages = KVPrefault(cache)
     pages.use(np.array([31]))
     assert num_steps(pages) <= 1
     pages.use(np.array([28]))
-    assert not pages.have_more()
+    assert not pages.prefault_next()
 
 
 def test_a_system_that_gives_none_is_asked_once(
     cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_pages, "POPULATE_WRITE", -1)
-    pages = KVPages(cache)
-    assert not pages.have_more()
+    pages = KVPrefault(cache)
+    assert not pages.prefault_next()
     assert not any(present(cache))
     pages.use(np.array([9]))
-    assert not pages.have_more()
+    assert not pages.prefault_next()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from worker.model.test_sampler import VOCABULARY, Row, logits, params, rows
 
 from vlm_kernels.sampling_edits import edit_logits
-from vlm_worker.model.sampler import sample
+from vlm_worker.model.runner import sample
 
 
 @given(rows, st.integers(0, 999))

@@ -240,8 +240,8 @@ def test_memory_that_is_only_read_touches_no_state_of_the_steps(runner: ModelRun
     """Readers are on threads of their own."""
     pages, last = runner._kv_pages, runner.num_blocks - 1
     assert pages is not None
-    before, pages._end_of_used = pages._end_of_used, 0
+    before, pages._used_end = pages._used_end, 0
     assert runner.block_memory([last]) is not None
-    assert pages._end_of_used == 0
+    assert pages._used_end == 0
     assert runner.block_memory([last], to_write=True) is not None
-    assert pages._end_of_used >= before
+    assert pages._used_end >= before

@@ -21,8 +21,8 @@ from transformers.generation.logits_process import (
 
 from vlm_kernels.sampling_edits import edit_logits
 from vlm_kernels.sampling_reference import uniform, weigh
-from vlm_worker.core.inputs import NOT_FINITE, EditedRow, LogitEdits, SampleParams, StepOutput
-from vlm_worker.model.sampler import sample
+from vlm_worker.core.step_values import NOT_FINITE, EditedRow, LogitEdits, SampleParams, StepOutput
+from vlm_worker.model.runner import sample
 from vlm_worker.types import SamplingParams, TokenLogprobs
 
 VOCABULARY = 50

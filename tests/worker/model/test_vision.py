@@ -17,11 +17,11 @@ from worker.identity.questions import SHAPES
 
 from vlm_kernels.native_layers import has_layers
 from vlm_worker.core.families import load_family
-from vlm_worker.engine.guard import is_device_lost
+from vlm_worker.engine.isolation import is_device_lost
 from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model
-from vlm_worker.model.vision import Embedding, PatchProjection, PictureEncoder, use_patch_projection
+from vlm_worker.model.vision import Embedding, ImageEncoder, PatchProjection, use_patch_projection
 from vlm_worker.model.vision_block import VisionBlock, join_vision_blocks
 from vlm_worker.types import PreparedImage, Stage
 
@@ -84,7 +84,7 @@ def test_blocks_in_one_call_give_what_their_kernels_give_one_by_one(
     model_dir = make_checkpoint(tmp_path / family_name, family_name)
     family = load_family(model_dir)
     model = load_model(model_dir, [Stage.ENCODER], dtype="bfloat16", weights=weights).model
-    encoder = PictureEncoder(model, family.processor, device=torch.device("cpu"))
+    encoder = ImageEncoder(model, family.processor, device=torch.device("cpu"))
     pictures = random_questions(model_dir, family, count=3, seed=0)[2].pictures
     blocks = [module for module in model.modules() if isinstance(module, VisionBlock)]
     assert blocks
@@ -134,7 +134,7 @@ class LostTower:
 
 def test_what_the_device_raised_is_the_cause_of_every_images_error() -> None:
     family = load_family(SHAPES)
-    encoder = PictureEncoder(LostTower(), family.processor, device=torch.device("cpu"))
+    encoder = ImageEncoder(LostTower(), family.processor, device=torch.device("cpu"))
     geometry = family.geometry(56, 56)
     values = math.prod(geometry.grid_thw) * family.processor.patch_dim
     patches = np.zeros(values, np.float32).data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_worker.model.warmup import GROWTH_SECONDS, grow
+from vlm_worker.model.warmup import GROWTH_SECONDS, warm_up_sizes
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_sizes_grow_as_far_as_start_up_allows(seconds_per_unit: float, largest: 
         now += size * seconds_per_unit
         ran.append(size)
 
-    grow(run, [1, 16, 256], clock=lambda: now)
+    warm_up_sizes(run, [1, 16, 256], clock=lambda: now)
     assert max(ran) == largest
     assert ran == sorted(ran)
     assert now <= 2 * seconds_per_unit + 4 * GROWTH_SECONDS
@@ -32,4 +32,4 @@ def test_what_fails_is_not_hidden() -> None:
             raise ValueError(size)
 
     with pytest.raises(ValueError, match="16"):
-        grow(run, [1, 16], clock=lambda: 0.0)
+        warm_up_sizes(run, [1, 16], clock=lambda: 0.0)

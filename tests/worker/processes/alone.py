@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from worker.processes.driver import Driver, Prompt
 
-from vlm_worker.media.header import read_header
+from vlm_worker.media.image_header import read_header
 from vlm_worker.media.patches import image_key, make_patches
 from vlm_worker.media.pixels import decode_rgb
 from vlm_worker.testing import answer_alone
@@ -12,7 +12,7 @@ from vlm_worker.types import ImageItem, PreparedImage, Request, RequestKey, Samp
 
 
 def expected(driver: Driver, prompt: Prompt) -> list[int]:
-    images = [_prepared(driver, data) for data in prompt.pictures]
+    images = [_prepared(driver, data) for data in prompt.images]
     tokens, offsets = driver.family.expand(prompt.token_ids, [i.num_tokens for i in images])
     items = tuple(
         ImageItem(image.image_key, offset, image.num_tokens, image.grid_thw)

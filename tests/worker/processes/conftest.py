@@ -1,4 +1,4 @@
-"""A driver, pictures, and pools of real processes."""
+"""A driver, images, and pools of real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def driver(family: Family) -> Driver:
 
 
 def png(colour: tuple[int, int, int], width: int = 112, height: int = 84) -> bytes:
-    """A picture as a client sends it."""
+    """An image as a client sends it."""
     out = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(out, "PNG")
     return out.getvalue()

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.families import Family
-from vlm_worker.media.header import read_header
+from vlm_worker.media.image_header import read_header
 from vlm_worker.types import (
     FinishReason,
     ImageItem,
@@ -19,7 +19,7 @@ from vlm_worker.types import (
     Source,
     StageSpan,
 )
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
     Decoded,
@@ -41,10 +41,10 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass
 class Prompt:
-    """Tokens with one placeholder a picture, and the pictures' files."""
+    """Tokens with one placeholder an image, and the images' files."""
 
     token_ids: list[int]
-    pictures: list[bytes] = dataclasses.field(default_factory=list)
+    images: list[bytes] = dataclasses.field(default_factory=list)
     max_tokens: int = 16
 
 
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Driver:
-    """A gateway for one route. `encoder` None sends no pictures; roles may be the same worker."""
+    """A gateway for one route. `encoder` None sends no images; roles may be the same worker."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -66,9 +66,9 @@ class Driver:
     def key(self, attempt: int = 1) -> RequestKey:
         return RequestKey(f"request-{next(_numbers)}", attempt)
 
-    def encode_call(self, key: RequestKey, pictures: list[bytes]) -> EncodeCall:
+    def encode_call(self, key: RequestKey, images: list[bytes]) -> EncodeCall:
         items = []
-        for index, data in enumerate(pictures):
+        for index, data in enumerate(images):
             header = read_header(data, item=index)
             geometry = self.family.geometry(header.height, header.width)
             items.append(
@@ -125,7 +125,7 @@ class Attempt:
     async def run(
         self, encoder: WorkerClient | None, prefill: WorkerClient, decode: WorkerClient
     ) -> Answer:
-        encoder = encoder if self.prompt.pictures else None
+        encoder = encoder if self.prompt.images else None
         async with asyncio.TaskGroup() as group:
             encoder_hello = None
             if encoder is not None:
@@ -145,11 +145,11 @@ class Attempt:
         return Answer(answer, self.first_finish or reason, self.spans)
 
     async def encode(self, client: WorkerClient) -> None:
-        call = self.driver.encode_call(self.key, self.prompt.pictures)
+        call = self.driver.encode_call(self.key, self.prompt.images)
         num_ready = 0
         try:
             async with aclosing(
-                client.encode(call, self.prompt.pictures, timeout=TIMEOUT)
+                client.encode(call, self.prompt.images, timeout=TIMEOUT)
             ) as replies:
                 async for reply in replies:
                     self.spans += reply.spans
@@ -163,7 +163,7 @@ class Attempt:
                             num_ready += 1
                         case ItemFailed(item, code, message):
                             raise AssertionError(f"item {item}: {code}: {message}")
-            assert num_ready == len(self.prompt.pictures)
+            assert num_ready == len(self.prompt.images)
         except BaseException as error:
             if not self.decoded.done():
                 self.decoded.set_exception(error)
@@ -176,7 +176,7 @@ class Attempt:
         tokens, items, sources = list(self.prompt.token_ids), [], []
         if encoder is not None and hello is not None:
             decoded = await self.decoded
-            call = self.driver.encode_call(self.key, self.prompt.pictures)
+            call = self.driver.encode_call(self.key, self.prompt.images)
             counts = [item.num_tokens for item in decoded.items]
             tokens, offsets = self.driver.family.expand(tokens, counts)
             for item, offset, sent in zip(decoded.items, offsets, call.items, strict=True):

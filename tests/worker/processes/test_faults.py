@@ -94,8 +94,8 @@ async def pools(
 
 def prompt_for(driver: Driver) -> Prompt:
     image = driver.family.image_token_id
-    pictures = [png((9, 9, 200)), png((200, 9, 9), 56, 84)]
-    return Prompt([101, image, 102, 103, image, 104], pictures, max_tokens=20)
+    images = [png((9, 9, 200)), png((200, 9, 9), 56, 84)]
+    return Prompt([101, image, 102, 103, image, 104], images, max_tokens=20)
 
 
 async def error_of(task: asyncio.Task[list[int]], *, seconds: float) -> WorkerError:

@@ -18,11 +18,11 @@ import pytest
 from worker.processes.driver import Attempt, Driver, Prompt
 from worker.processes.workers import read_until, spawn, started
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 from vlm_worker.client import WorkerClient
 from vlm_worker.errors import EngineError
 from vlm_worker.types import Request, RequestKey, SamplingParams
-from vlm_worker.wire.calls import PrefillCall
+from vlm_worker.wire.messages import PrefillCall
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 PROMISE_SECONDS = 2.0
@@ -198,7 +198,7 @@ async def test_serve_ends_with_a_message_when_its_engine_dies(
                         assert reply.status >= 500
             rest = (await process.stderr.read()).decode()
             assert await process.wait() == 1
-        assert "stopped: the engine is stuck or has failed" in rest
+        assert "stopped: the engine cannot go on: the device is lost" in rest
     finally:
         if process.returncode is None:
             process.kill()

@@ -20,17 +20,17 @@ def segments(directory: Path) -> list[str]:
 async def exposed(worker: Worker) -> float:
     """Bytes that peers of a worker may be reading."""
     _, page = await worker.get("/metrics")
-    [line] = [x for x in page.splitlines() if x.startswith('vlm_exposed_bytes{state="used"}')]
+    [line] = [x for x in page.splitlines() if x.startswith('triptych_exposed_bytes{state="used"}')]
     return float(line.split()[-1])
 
 
-async def test_three_processes_pass_pictures_and_kv_through_memory(
+async def test_three_processes_pass_images_and_kv_through_memory(
     driver: Driver, directory: Path
 ) -> None:
     flags = ("--transport=shared-memory", f"--shared-memory-dir={directory}", "--timer-scale=0.2")
     image = driver.family.image_token_id
-    pictures = [png((9, 9, 200)), png((200, 9, 9), 56, 84)]
-    prompt = Prompt([101, image, 102, 103, image, 104], pictures, max_tokens=20)
+    images = [png((9, 9, 200)), png((200, 9, 9), 56, 84)]
+    prompt = Prompt([101, image, 102, 103, image, 104], images, max_tokens=20)
     async with AsyncExitStack() as stack:
         slow = "--inject-delay-ms=kv_transfer=1500"
         own = {"encoder": (), "prefill": (), "decode": (slow,)}
@@ -43,7 +43,7 @@ async def test_three_processes_pass_pictures_and_kv_through_memory(
         async with asyncio.timeout(20):
             while not await exposed(workers["prefill"]):  # noqa: ASYNC110  another process
                 await asyncio.sleep(0.02)
-        assert 1 <= len(segments(directory)) <= 3, "the KV, and pictures until they are released"
+        assert 1 <= len(segments(directory)) <= 3, "the KV, and images until they are released"
         assert (await task).token_ids == expected(driver, prompt)
         for worker in workers.values():
             await worker.until_idle(seconds=15)

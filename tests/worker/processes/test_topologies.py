@@ -18,8 +18,8 @@ def prompts(driver: Driver) -> dict[str, Prompt]:
     image = driver.family.image_token_id
     return {
         "text": Prompt([101, 102, 103, 104, 105]),
-        "one picture": Prompt([101, image, 102], [RED]),
-        "several pictures": Prompt([101, image, 102, image, image, 103], [RED, BLUE, GREEN]),
+        "one image": Prompt([101, image, 102], [RED]),
+        "several images": Prompt([101, image, 102, image, image, 103], [RED, BLUE, GREEN]),
         "one token": Prompt([101, image], [RED], max_tokens=1),
         "a long prompt": Prompt([100 + i % 50 for i in range(600)], max_tokens=40),
     }
@@ -73,7 +73,7 @@ async def test_requests_that_run_together_answer_as_they_do_alone(driver: Driver
 
 
 async def test_an_answer_continued_from_delivered_tokens_is_the_same_answer(driver: Driver) -> None:
-    prompt = prompts(driver)["several pictures"]
+    prompt = prompts(driver)["several images"]
     async with started("encoder") as e, started("prefill") as p, started("decode") as d:
         whole = await driver.answer(prompt, encoder=e.address, prefill=p.address, decode=d.address)
         continued = await driver.answer(
@@ -88,7 +88,7 @@ async def test_an_answer_continued_from_delivered_tokens_is_the_same_answer(driv
 
 
 async def test_a_stage_delayed_on_purpose_is_the_one_that_reports_the_time(driver: Driver) -> None:
-    prompt = prompts(driver)["one picture"]
+    prompt = prompts(driver)["one image"]
     flags = [f"--inject-delay-ms={stage}=150" for stage in ("encode", "embed_transfer")]
     async with (
         started("encoder", flags[0]) as e,

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 START_SECONDS = 60.0  # three times what three workers together may take

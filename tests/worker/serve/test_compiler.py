@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_worker.serve.compiler import keep_compiled
+from vlm_worker.serve.process import keep_compiled
 
 DIR, THREADS = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 from vlm_worker.core.families import load_family
 from vlm_worker.core.model_files import ModelConfigError
-from vlm_worker.gateway.prompt import Language
+from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.serve.loading import eos_token_ids
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
@@ -46,7 +46,7 @@ def read_all(directory: Path) -> str | None:
     try:
         load_family(directory)
         eos_token_ids(directory)
-        Language(directory)
+        PromptBuilder(directory)
     except ModelConfigError as error:
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""`vlm-worker serve`: a true answer about a picture from one command, and nothing left after it."""
+"""`vlm-worker serve`: a true answer about an image from one command, and nothing left after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import openai
 import pytest
 from PIL import Image, ImageDraw
 
-from vlm_operator.local.spawn import tied
+from vlm_local.subprocesses import tied
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 START_SECONDS = 60.0
@@ -63,10 +63,10 @@ async def metrics_of(told: list[str]) -> dict[str, str]:
 
 
 async def ask_about_a_red_circle(url: str) -> str | None:
-    picture = Image.new("RGB", (112, 112), "white")
-    ImageDraw.Draw(picture).ellipse((30, 30, 82, 82), fill="red")
+    image = Image.new("RGB", (112, 112), "white")
+    ImageDraw.Draw(image).ellipse((30, 30, 82, 82), fill="red")
     out = io.BytesIO()
-    picture.save(out, "PNG")
+    image.save(out, "PNG")
     data = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         answer = await client.chat.completions.create(
@@ -110,13 +110,13 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), ("--split",)], ids=["one process", "a process per role"])
-async def test_it_answers_about_a_picture_and_ctrl_c_leaves_nothing(flags: tuple[str, ...]) -> None:
+async def test_it_answers_about_a_image_and_ctrl_c_leaves_nothing(flags: tuple[str, ...]) -> None:
     async with served(*flags) as (process, url, told):
         assert await ask_about_a_red_circle(url) == "red"
         metrics = await metrics_of(told)
-        assert "vlm_ttft_seconds_count" in metrics.pop("gateway")
+        assert "triptych_ttft_seconds_count" in metrics.pop("gateway")
         assert metrics.keys() == ({"encoder", "prefill", "decode"} if flags else {"worker"})
-        assert all("vlm_heartbeat_timestamp_seconds" in text for text in metrics.values())
+        assert all("triptych_heartbeat_timestamp_seconds" in text for text in metrics.values())
         below = descendants(process.pid)
         assert below, "the media pool at least has processes of its own"
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A chat about a picture is answered as transformers answers the same messages."""
+"""A chat about an image is answered as transformers answers the same messages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NUM_TOKENS = 16
 
 
 @torch.inference_mode()
-def theirs(model_dir: Path, picture: Image.Image) -> tuple[str, int]:
+def theirs(model_dir: Path, image: Image.Image) -> tuple[str, int]:
     """The answer, and how many tokens the prompt has."""
     processor = AutoProcessor.from_pretrained(model_dir)
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": TEXT}]
+    content = [{"type": "image", "image": image}, {"type": "text", "text": TEXT}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
         add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
@@ -43,16 +43,16 @@ def theirs(model_dir: Path, picture: Image.Image) -> tuple[str, int]:
         pytest.param("llava", ("--split",), id="llava, split", marks=pytest.mark.full),
     ],
 )
-async def test_a_chat_about_a_picture_is_answered_as_by_transformers(
+async def test_a_chat_about_a_image_is_answered_as_by_transformers(
     tmp_path: Path, model_type: str, flags: tuple[str, ...]
 ) -> None:
     model_dir = make_checkpoint(tmp_path / model_type, model_type)
     pixels = np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8)
-    picture = Image.fromarray(pixels)
+    image = Image.fromarray(pixels)
     out = io.BytesIO()
-    picture.save(out, "PNG")
+    image.save(out, "PNG")
     data = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
-    wanted, num_prompt = theirs(model_dir, picture)
+    wanted, num_prompt = theirs(model_dir, image)
     async with (
         served("--dtype=float32", *flags, model=model_dir) as (_, url, _),
         openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,

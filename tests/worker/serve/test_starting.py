@@ -17,7 +17,7 @@ from vlm_worker.settings import WorkerSettings, parse
     ("family", "flags", "match"),
     [
         ("gemma3", ("--max-requests=256",), r"never fits into a step .*--max-batched-tokens"),
-        ("llava", ("--embedding-cache-bytes=1",), r"largest picture .*--embedding-cache-bytes"),
+        ("llava", ("--embedding-cache-bytes=1",), r"largest image .*--embedding-cache-bytes"),
     ],
 )
 async def test_bounds_that_contradict_each_other_end_the_start_naming_flags(

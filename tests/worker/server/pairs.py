@@ -11,11 +11,11 @@ from typing import Any
 
 from worker.server.serving import Serving, serving
 
-from vlm_worker.roles.encoder import EncoderRole
-from vlm_worker.roles.times import CallClock
+from vlm_worker.roles.context import CallTimer
+from vlm_worker.roles.encode import EncoderRole
 from vlm_worker.testing import IMAGE_TOKEN, assert_idle, make_image
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
     EncodeCall,
@@ -30,7 +30,7 @@ from vlm_worker.wire.calls import (
 )
 
 TENTH = "--timer-scale=0.1"
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 KEY = RequestKey("r-1", 1)
 IMAGES = [make_image(number, num_tokens=6) for number in (1, 2)]
 
@@ -122,7 +122,7 @@ async def collect(worker: Serving, call: PrefillCall) -> list[Any]:
 
 
 def about(images: list[Any], key: RequestKey = KEY) -> Request:
-    """A prompt of 12 tokens before each picture and 12 after the last."""
+    """A prompt of 12 tokens before each image and 12 after the last."""
     tokens: list[int] = []
     items = []
     for number, image in enumerate(images):
@@ -137,22 +137,22 @@ def about(images: list[Any], key: RequestKey = KEY) -> Request:
 def encoding(
     worker: Serving, image: Any, key: RequestKey = KEY, *, transfer_id: str = "e-1"
 ) -> tuple[Source, asyncio.Task[Any]]:
-    """A picture that a worker encodes, behind its media pool; and where to fetch it."""
+    """An image that a worker encodes, behind its media pool; and where to fetch it."""
 
     async def run() -> None:
         async with aclosing(encode(worker, image, key, transfer_id=transfer_id)) as replies:
             _ = [reply async for reply in replies]
 
-    host = worker.parts.host
-    fingerprint = host.embed_layout.fingerprint
-    source = Source(worker.client.address, host.life.boot_id, transfer_id, fingerprint)
+    context = worker.components.context
+    fingerprint = context.embed_layout.fingerprint
+    source = Source(worker.client.address, context.incarnation.boot_id, transfer_id, fingerprint)
     return source, asyncio.create_task(run())
 
 
 def encode(
     worker: Serving, image: Any, key: RequestKey = KEY, *, transfer_id: str = "e-1"
 ) -> AsyncGenerator[Reply[EncodeEvent]]:
-    """What a worker says of a picture, behind its media pool; it goes on when it is asked to."""
+    """What a worker says of an image, behind its media pool; it goes on when it is asked to."""
     item = EncodeItem(transfer_id, 1, 28, 28, image.num_tokens, 0, "PNG")
 
     async def chunks() -> AsyncIterator[tuple[int, bytes]]:
@@ -168,5 +168,5 @@ def encode(
         def image_bytes(self, spec: Any) -> int:
             return int(image.patches.nbytes)
 
-    role = EncoderRole(worker.parts.host, Known())
-    return role.encode(EncodeCall(key, (item,), bytes(32)), chunks(), CallClock())
+    role = EncoderRole(worker.components.context, Known())
+    return role.encode(EncodeCall(key, (item,), bytes(32)), chunks(), CallTimer())

@@ -13,27 +13,27 @@ import aiohttp
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.families import load_family
 from vlm_worker.serve.loading import Loaded
-from vlm_worker.serve.worker import assembled
-from vlm_worker.server.parts import Parts
+from vlm_worker.serve.worker import build_components
+from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import ModelFacts
-from vlm_worker.server.worker import WorkerServer
+from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.testing import ChecksumRunner, assert_idle, plain_positions
 from vlm_worker.types import Request, RequestKey, SamplingParams, Stage
-from vlm_worker.wire.calls import Accepted, PrefillCall
+from vlm_worker.wire.messages import Accepted, PrefillCall
 
 MODEL = Path(__file__).parents[3] / "examples/shapes/model"
 FAMILY = load_family(MODEL)
 KEY = RequestKey("r-1", 1)
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @dataclasses.dataclass
 class Serving:
-    """A server, its parts, what it computes with, and a client of it."""
+    """A server, its components, what it computes with, and a client of it."""
 
     server: WorkerServer
-    parts: Parts
+    components: WorkerComponents
     runner: ChecksumRunner
     client: WorkerClient
 
@@ -59,11 +59,11 @@ async def serving(role: str, *flags: str) -> AsyncIterator[Serving]:
     await server.open()
     try:
         async with (
-            assembled(server, loaded) as parts,
+            build_components(server, loaded) as components,
             WorkerClient(f"127.0.0.1:{server.grpc_port}") as client,
         ):
-            await server.attach(parts)
-            yield Serving(server, parts, runner, client)
+            await server.attach(components)
+            yield Serving(server, components, runner, client)
             runner.gate.set()
             await server.close()
     finally:

@@ -31,17 +31,17 @@ from worker.server.serving import Serving, serving
 from worker.server.test_shared_memory import exposures
 from worker.transfer.fetching import nothing_left
 
-from vlm_worker.core.prefix import content_of
+from vlm_worker.core.kv_cache import content_of
 from vlm_worker.core.sources import Sources
 from vlm_worker.errors import GoneError, IncompatibleError, PeerLostError
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.testing import ChecksumRunner, answer_alone, assert_idle
 from vlm_worker.transfer.peers import Peer, Peers
 from vlm_worker.types import Request, RequestKey, Source
-from vlm_worker.wire.calls import FetchCall, FirstToken, PrefillCall
-from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
+from vlm_worker.wire.messages import FetchCall, FirstToken, PrefillCall
 
 NUM_TOKENS, NUM_BLOCKS = 101, 26
 UNIT_BYTES = ChecksumRunner(4, block_size=4).kv_layout.block_bytes  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ async def test_requests_at_once_have_a_connection_each() -> None:
         asked = [request(number) for number in range(1, 5)]
         two.prefill.runner.gate.clear()
         asking = [asyncio.create_task(two.answer(one)) for one in asked]
-        await until(lambda: two.prefill.server.left.get("FetchKV calls") == len(asked))
+        await until(lambda: two.prefill.server.outstanding.get("FetchKV calls") == len(asked))
         assert len(door.connections) == len(asked)
         two.prefill.runner.gate.set()
         assert await asyncio.gather(*asking) == [answer_alone(one) for one in asked]
@@ -105,7 +105,7 @@ async def test_with_shared_memory_only_what_is_checked_by_goes_over_the_connecti
 ) -> None:
     flags = ("--transport=shared-memory", f"--shared-memory-dir={directory}")
     async with two_behind(*flags) as (two, door):
-        exposed = exposures(two.prefill.parts.host.transport.ledger)
+        exposed = exposures(two.prefill.components.context.transport.account)
         assert await two.answer(request(1)) == answer_alone(request(1))
         assert exposed == [KV_BYTES]
         assert 0 < door.num_passed < KV_BYTES
@@ -123,7 +123,7 @@ async def test_embeddings_go_over_data_connections() -> None:
             assert isinstance(events[1], FirstToken)
             assert events[1].token_id == answer_alone(about([image], key), [image])[0]
             await task
-        layout = p.parts.host.embed_layout
+        layout = p.components.context.embed_layout
         assert door.num_passed > layout.row_bytes * IMAGES[1].num_tokens
         for worker in (e, p):
             await assert_idle(worker.server)
@@ -137,7 +137,7 @@ async def test_what_a_producer_refuses_arrives_as_itself() -> None:
         before = door.num_passed
         with pytest.raises(GoneError, match="not held here"):
             await fetched(peer, dataclasses.replace(good, transfer_id="t-2"))
-        with pytest.raises(GoneError, match="another life"):
+        with pytest.raises(GoneError, match="another incarnation"):
             await fetched(peer, dataclasses.replace(good, boot_id=b"x" * 16))
         with pytest.raises(IncompatibleError, match="layout"):
             await fetched(peer, dataclasses.replace(good, fingerprint=b"x" * 16))

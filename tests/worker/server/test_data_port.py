@@ -12,8 +12,10 @@ from contextlib import aclosing
 
 import pytest
 from worker.transfer.fetching import (
+    PATIENT,
     SECONDS,
-    Producer,
+    SHORT,
+    ProducerSide,
     call_of,
     fetched,
     frames_of,
@@ -22,15 +24,14 @@ from worker.transfer.fetching import (
     transfer_of,
     until,
 )
-from worker.wire.test_errors import ERRORS
+from worker.wire.test_status import ERRORS
 
 from vlm_worker.errors import EngineError, PeerLostError, WorkerError
 from vlm_worker.server.data_port import DataPort
-from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.transfer.data_link import UnreachableError
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import LENGTH, MAX_REQUEST_BYTES, Fetch, request_to
-from vlm_worker.wire.frames import HEADER_BYTES, Frame, Runs
+from vlm_worker.transfer.data_connections import UnreachableError
+from vlm_worker.wire.data_protocol import LENGTH, MAX_REQUEST_BYTES, Fetch, request_to
+from vlm_worker.wire.frames import HEADER_BYTES, Frame, FrameBatches
+from vlm_worker.wire.messages import FetchCall
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -62,7 +63,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_fetches_at_once_get_what_each_asked_for() -> None:
-    producer = Producer(ONE, TWO)
+    producer = ProducerSide(ONE, TWO)
     producer.go.clear()
     async with listening(producer.serve) as (_, port), linked(port) as one, linked(port) as two:
         fetching = [
@@ -83,10 +84,10 @@ async def test_fetches_at_once_get_what_each_asked_for() -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("early", [True, False])
 async def test_an_error_arrives_as_itself(error: WorkerError, early: bool) -> None:
-    producer = Producer(ONE)
+    producer = ProducerSide(ONE)
     producer.error = error
 
-    async def refuse(fetch: Fetch, call: FetchCall) -> Runs:
+    async def refuse(fetch: Fetch, call: FetchCall) -> FrameBatches:
         raise error
         yield
 
@@ -101,7 +102,7 @@ async def test_an_error_arrives_as_itself(error: WorkerError, early: bool) -> No
 
 
 async def test_a_defect_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    producer = Producer()  # a KeyError: there is no such transfer
+    producer = ProducerSide()  # a KeyError: there is no such transfer
     async with listening(producer.serve) as (_, port), linked(port) as link:
         with pytest.raises(EngineError, match="KeyError"):
             await fetched(link, ONE)
@@ -109,7 +110,7 @@ async def test_a_defect_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_requests_are_answered_in_turn_however_their_bytes_come() -> None:
-    async def serve(fetch: Fetch, call: FetchCall) -> Runs:
+    async def serve(fetch: Fetch, call: FetchCall) -> FrameBatches:
         yield frames_of(ONE)
 
     async with listening(serve) as (_, port), connected(port) as (reader, writer):
@@ -124,7 +125,7 @@ async def test_requests_are_answered_in_turn_however_their_bytes_come() -> None:
 
 
 async def test_a_port_that_closes_as_somebody_comes_closes_that_connection_too() -> None:
-    port = DataPort(Producer(ONE).serve, PRODUCTION)
+    port = DataPort(ProducerSide(ONE).serve, PATIENT)
     number = port.open("127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", number)) as theirs:
         while not port._tasks:  # noqa: ASYNC110  the very turn in which it is accepted
@@ -150,7 +151,7 @@ async def test_a_port_that_closes_as_somebody_comes_closes_that_connection_too()
     ids=["too long", "endless", "after one", "garbage", "another protocol"],
 )
 async def test_what_is_no_request_closes_its_connection_and_no_other(said: bytes) -> None:
-    producer = Producer(ONE)
+    producer = ProducerSide(ONE)
     producer.go.clear()
     async with listening(producer.serve) as (served, port), linked(port) as link:
         fetching = asyncio.create_task(fetched(link, ONE))
@@ -167,7 +168,7 @@ async def test_what_is_no_request_closes_its_connection_and_no_other(said: bytes
 @pytest.mark.parametrize("data", [b"", b"\x07", b"\x12\x02\x08\x01", bytes(40)])
 async def test_a_request_that_nobody_understands_is_told_so(data: bytes) -> None:
     async with (
-        listening(Producer(ONE).serve) as (_, port),
+        listening(ProducerSide(ONE).serve) as (_, port),
         connected(port) as (reader, writer),
     ):
         writer.write(LENGTH.pack(len(data)) + data)
@@ -179,7 +180,7 @@ async def test_a_request_that_nobody_understands_is_told_so(data: bytes) -> None
 
 @pytest.mark.parametrize("reset", [True, False])
 async def test_a_consumer_that_leaves_in_the_middle_ends_its_stream(reset: bool) -> None:
-    producer = Producer(ONE)
+    producer = ProducerSide(ONE)
     producer.go.clear()
     async with listening(producer.serve) as (served, port):
         async with connected(port) as (reader, writer):
@@ -188,7 +189,7 @@ async def test_a_consumer_that_leaves_in_the_middle_ends_its_stream(reset: bool)
             assert producer.num_open == 1
             if reset:
                 writer.transport.abort()
-        await until(lambda: producer.num_open == served.num_connections == 0, seconds=1.0)
+        await until(lambda: producer.num_open == served.num_connections == 0)
 
 
 class Endless:
@@ -198,7 +199,7 @@ class Endless:
         self.num_open = 0
         self.num_taken = 0
 
-    async def serve(self, fetch: Fetch, call: FetchCall) -> Runs:
+    async def serve(self, fetch: Fetch, call: FetchCall) -> FrameBatches:
         frame = Frame(bytes(HEADER_BYTES), memoryview(bytes(1 << 18)))
         self.num_open += 1
         try:
@@ -219,17 +220,17 @@ class Endless:
 
 async def test_a_consumer_that_leaves_and_took_nothing_ends_its_stream() -> None:
     producer = Endless()
-    async with listening(producer.serve, timers=PRODUCTION) as (served, port):
+    async with listening(producer.serve) as (served, port):
         with socket.create_connection(("127.0.0.1", port)) as consumer:
             consumer.sendall(REQUEST)
             await producer.until_stuck()
             assert producer.num_open == 1
-        await until(lambda: producer.num_open == served.num_connections == 0, seconds=1.0)
+        await until(lambda: producer.num_open == served.num_connections == 0)
 
 
 async def test_a_consumer_that_takes_nothing_loses_its_stream() -> None:
     producer = Endless()
-    async with listening(producer.serve) as (served, port):
+    async with listening(producer.serve, timers=SHORT) as (served, port):
         with socket.create_connection(("127.0.0.1", port)) as consumer:
             consumer.sendall(REQUEST)
             await producer.until_stuck()
@@ -239,7 +240,7 @@ async def test_a_consumer_that_takes_nothing_loses_its_stream() -> None:
 async def test_more_connections_than_it_serves_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlm_worker.server.data_port.MAX_CONNECTIONS", 2)
     monkeypatch.setattr("vlm_worker.server.data_port.MAX_ENDING", 0)
-    producer = Producer(ONE)
+    producer = ProducerSide(ONE)
     producer.go.clear()
     async with (
         listening(producer.serve) as (served, port),
@@ -262,9 +263,9 @@ async def test_connections_that_ask_for_nothing_make_way_for_who_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vlm_worker.server.data_port.MAX_CONNECTIONS", 2)
-    producer = Producer(ONE)
+    producer = ProducerSide(ONE)
     async with (
-        listening(producer.serve, timers=PRODUCTION) as (served, port),
+        listening(producer.serve) as (served, port),
         connected(port) as (first, _),
         linked(port) as link,
     ):
@@ -277,9 +278,9 @@ async def test_connections_that_ask_for_nothing_make_way_for_who_does(
 
 
 async def test_a_connection_that_asks_for_nothing_is_closed_in_time() -> None:
-    timers = dataclasses.replace(PRODUCTION, idle_connection=0.05)
+    timers = dataclasses.replace(PATIENT, idle_connection=0.05)
     async with (
-        listening(Producer(ONE).serve, timers=timers) as (served, port),
+        listening(ProducerSide(ONE).serve, timers=timers) as (served, port),
         connected(port) as (reader, _),
     ):
         assert await until_closed(reader) == b""
@@ -290,11 +291,11 @@ async def test_a_connection_that_asks_for_nothing_is_closed_in_time() -> None:
 
 
 async def test_a_port_that_closes_ends_what_it_sends() -> None:
-    producer, endless = Producer(ONE), Endless()
+    producer, endless = ProducerSide(ONE), Endless()
     producer.go.clear()
     async with (
         listening(producer.serve) as (waits, one),
-        listening(endless.serve, timers=PRODUCTION) as (sends, two),
+        listening(endless.serve) as (sends, two),
         linked(one) as link,
         aclosing(link.units(Fetch.KV, call_of(ONE), ONE.reader())) as units,
     ):
@@ -302,7 +303,7 @@ async def test_a_port_that_closes_ends_what_it_sends() -> None:
         with socket.create_connection(("127.0.0.1", two)) as consumer:
             consumer.sendall(REQUEST)
             await endless.until_stuck()
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(SECONDS):
                 await waits.close()
                 await sends.close()
         assert producer.num_open == endless.num_open == 0
@@ -312,7 +313,7 @@ async def test_a_port_that_closes_ends_what_it_sends() -> None:
 
 
 async def test_a_port_that_is_taken_is_said_so() -> None:
-    async with listening(Producer().serve) as (_, port):
+    async with listening(ProducerSide().serve) as (_, port):
         with pytest.raises(OSError, match="in use"):
-            async with listening(Producer().serve, port=port):
+            async with listening(ProducerSide().serve, port=port):
                 pass

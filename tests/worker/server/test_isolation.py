@@ -20,7 +20,7 @@ from vlm_worker.errors import CorruptTransferError, IncompatibleError, PeerLostE
 from vlm_worker.testing import answer_alone
 from vlm_worker.transfer import nixl
 from vlm_worker.types import Request, RequestKey, SamplingParams, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
     FirstToken,
@@ -143,11 +143,11 @@ async def test_a_refused_transfer_is_counted_as_another_ones() -> None:
         accepted = await accept(two.prefill, planted)
         with pytest.raises(CorruptTransferError, match="content differs"):
             await decoded(two, claimed, accepted)
-        assert two.decode.parts.host.num_refused == {Refusal.IDENTITY: 1}
+        assert two.decode.components.context.num_refused == {Refusal.IDENTITY: 1}
 
 
-async def test_kv_of_another_picture_is_refused() -> None:
-    """The tokens of two prompts about pictures of one size are the same."""
+async def test_kv_of_another_image_is_refused() -> None:
+    """The tokens of two prompts about images of one size are the same."""
     async with serving("encoder") as encoder, pair(WHOLE_LEASES) as two:
         request = dataclasses.replace(about([IMAGES[0]]), key=KEY)
         source, task = encoding(encoder, IMAGES[0], KEY)
@@ -172,18 +172,18 @@ async def inline() -> AsyncIterator[tuple[Serving, Serving]]:
 
 
 @pytest.mark.parametrize("workers", [apart, inline])
-async def test_the_embedding_of_another_picture_is_refused(workers: type) -> None:
-    """The caller encodes one picture and claims that its embedding is another's."""
+async def test_the_embedding_of_another_image_is_refused(workers: type) -> None:
+    """The caller encodes one image and claims that its embedding is another's."""
     async with workers() as (encoder, prefill):
         source, task = encoding(encoder, IMAGES[0], KEY)
         claimed = dataclasses.replace(about([IMAGES[1]]), key=KEY)
         with pytest.raises(CorruptTransferError):
-            await collect(prefill, PrefillCall(claimed, "t-1", (source,), hand_over=False))
+            await collect(prefill, PrefillCall(claimed, "t-1", (source,), handoff=False))
         await task
         await encoder.client.cancel(KEY)
         victim = dataclasses.replace(claimed, key=VICTIM)
         source, task = encoding(encoder, IMAGES[1], VICTIM, transfer_id="e-2")
-        events = await collect(prefill, PrefillCall(victim, "t-2", (source,), hand_over=False))
+        events = await collect(prefill, PrefillCall(victim, "t-2", (source,), handoff=False))
         await task
         [first] = [event for event in events if isinstance(event, FirstToken)]
         assert first.token_id == answer_alone(victim, [IMAGES[1]])[0]
@@ -226,7 +226,7 @@ async def test_a_stranger_is_asked_who_it_is_and_told_nothing() -> None:
     server = await asyncio.get_running_loop().create_server(lambda: stranger, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, serving("decode") as decode:
-        fingerprint = decode.parts.host.kv_layout.fingerprint  # type: ignore[union-attr]
+        fingerprint = decode.components.context.kv_layout.fingerprint  # type: ignore[union-attr]
         source = Source(address, b"x" * 16, "secret-transfer", fingerprint)
         with pytest.raises(PeerLostError):
             await decoding_from(decode, source)
@@ -252,7 +252,7 @@ async def test_a_worker_of_another_service_is_not_fetched_from(flags: tuple[str,
 
 async def test_an_address_that_no_worker_has_is_not_connected_to() -> None:
     async with serving("decode") as decode:
-        fingerprint = decode.parts.host.kv_layout.fingerprint  # type: ignore[union-attr]
+        fingerprint = decode.components.context.kv_layout.fingerprint  # type: ignore[union-attr]
         source = Source("169.254.169.254:80", b"x" * 16, "t-1", fingerprint)
         with pytest.raises(IncompatibleError, match="link-local"):
             await decoding_from(decode, source)

@@ -1,19 +1,19 @@
-"""A picture that was encoded before is not decoded again."""
+"""An image that was encoded before is not decoded again."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-from worker.gateway.pictures import png
+from worker.gateway.image_files import png
 from worker.server.serving import FAMILY, serving
 
-from vlm_worker.media.header import read_header
+from vlm_worker.media.image_header import read_header
 from vlm_worker.media.pool import ImageSpec, MediaPool
 from vlm_worker.types import PreparedImage, RequestKey
-from vlm_worker.wire.calls import EncodeCall, EncodeItem, ItemReady
+from vlm_worker.wire.messages import EncodeCall, EncodeItem, ItemReady
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 DATA = png()
 HEADER = read_header(DATA, item=0)
 ITEM = EncodeItem(

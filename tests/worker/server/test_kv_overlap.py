@@ -10,15 +10,15 @@ import pytest
 from worker.server.pairs import pair, until
 from worker.server.serving import KEY, TIMEOUT, request_of, serving
 
-from vlm_worker.core.inputs import StepInputs, StepOutput
-from vlm_worker.core.prefix import content_of
+from vlm_worker.core.kv_cache import content_of
+from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.testing import answer_alone
-from vlm_worker.transfer.incoming import Pull, checked
+from vlm_worker.transfer.consumer import Pull, checked_units
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.calls import Accepted, FetchCall, PrefillCall
-from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
+from vlm_worker.wire.messages import Accepted, FetchCall, PrefillCall
 
 NUM_TOKENS, STEP_TOKENS, BLOCK = 40, 16, 4
 
@@ -63,7 +63,7 @@ async def test_all_but_the_last_chunk_has_come_before_the_last_chunk_is_computed
                 end_unit=end,
             )
             pull = Pull(
-                checked(frames, reader, peer="prefill", no_progress_seconds=TIMEOUT),
+                checked_units(frames, reader, peer="prefill", no_progress_seconds=TIMEOUT),
                 reader,
                 peer="prefill",
             )
@@ -85,7 +85,7 @@ async def test_all_chunks_come_in_during_one_step_of_others(
 ) -> None:
     async with pair("--max-requests=1", f"--max-batched-tokens={STEP_TOKENS}") as two:
         prefill, decode = two.prefill, two.decode
-        engine, request = decode.parts.host.engine, request_of(NUM_TOKENS)
+        engine, request = decode.components.context.engine, request_of(NUM_TOKENS)
         confirm_blocks, begun = engine.confirm_blocks, list[int]()
         execute, may_run = prefill.runner.execute, threading.Semaphore(0)
 
@@ -100,9 +100,9 @@ async def test_all_chunks_come_in_during_one_step_of_others(
         monkeypatch.setattr(engine, "confirm_blocks", confirm_and_tell)
         monkeypatch.setattr(prefill.runner, "execute", execute_in_turn)
         answering = asyncio.create_task(two.answer(request))
-        await until(lambda: prefill.parts.host.offers.left["readers"])
+        await until(lambda: prefill.components.context.transfers.outstanding["readers"])
         decode.runner.gate.clear()
-        other = engine.submit_prefill(request_of(9, RequestKey("other", 1)), hold=False)
+        other = engine.submit_prefill(request_of(9, RequestKey("other", 1)), for_peer=False)
         await until(lambda: decode.runner.num_steps)
         for first_blocks in ([0], [0, 4], [0, 4, 8]):
             may_run.release()

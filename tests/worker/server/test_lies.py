@@ -20,12 +20,11 @@ from worker.wire.lies import lie, server_doors
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.testing import answer_alone, assert_idle
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.messages import (
     FirstToken,
     PrefillCall,
 )
-from vlm_worker.wire.methods import METHODS
-from vlm_worker.wire.options import SEND_PICTURES
+from vlm_worker.wire.rpc import METHODS, SEND_IMAGES
 
 
 async def send(worker: Serving, name: str, message: Any) -> str:
@@ -57,7 +56,7 @@ async def send(worker: Serving, name: str, message: Any) -> str:
 
 async def _encode(call: Any, begin: Any) -> None:
     await call.write(pb.EncodeRequest(begin=begin))
-    if SEND_PICTURES in dict(await call.initial_metadata()):
+    if SEND_IMAGES in dict(await call.initial_metadata()):
         await call.write(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=b"x" * 100)))
         await call.done_writing()
     async for _ in call:
@@ -82,9 +81,9 @@ async def no_lie_ends_a_worker(count: int) -> None:
         assert not ends.keys() & {"UNKNOWN", "INTERNAL"}, "a defect, or an error that is not ours"
         assert ends["INVALID_ARGUMENT"] > count / 4
         await assert_idle(worker.server)
-        assert worker.parts.engine.healthy
+        assert worker.components.engine.healthy
         request = request_of(key=RequestKey("after", 1))
-        call = PrefillCall(request, "after.kv", (), hand_over=False)
+        call = PrefillCall(request, "after.kv", (), handoff=False)
         (first,) = [e for e in await collect(worker, call) if isinstance(e, FirstToken)]
         assert first.token_id == answer_alone(request)[0]
         await assert_idle(worker.server)

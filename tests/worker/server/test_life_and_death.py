@@ -39,7 +39,8 @@ from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.testing import answer_alone, assert_idle, make_image
 from vlm_worker.transfer.peers import Peers
 from vlm_worker.types import RequestKey, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.messages import (
     DecodeCall,
     FetchCall,
     FirstToken,
@@ -48,13 +49,12 @@ from vlm_worker.wire.calls import (
     PrefillCall,
     ReserveCall,
 )
-from vlm_worker.wire.data import Fetch
 
 
 async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_more() -> None:
     async with serving("prefill", TENTH) as p:
         accepted = await accept(p, request_of())
-        leases = p.parts.host.offers.leases
+        leases = p.components.context.transfers.leases
         assert leases.count(LeaseKind.HELD) == 1
         await assert_idle(p.server)
         assert leases.num_expired[LeaseKind.HELD] == 1, "a lost cancel is counted"
@@ -66,9 +66,9 @@ async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_m
 async def test_a_reservation_that_nobody_claims_ends_and_is_counted() -> None:
     async with serving("decode", TENTH) as d:
         await d.client.reserve(ReserveCall(KEY, 40))
-        assert d.parts.left["KV tokens reserved"] == 40
+        assert d.components.outstanding["KV tokens reserved"] == 40
         await assert_idle(d.server)
-        assert d.parts.host.offers.leases.num_expired[LeaseKind.RESERVED] == 1
+        assert d.components.context.transfers.leases.num_expired[LeaseKind.RESERVED] == 1
 
 
 async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_prefix() -> None:
@@ -78,7 +78,7 @@ async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_
         request = request_of(400, max_tokens=4)
         task = asyncio.create_task(two.answer(request))
         confirmed: list[int] = []
-        engine = two.decode.parts.engine
+        engine = two.decode.components.engine
         confirm = engine.confirm_blocks
 
         async def counted(key: RequestKey, first_block: int, num_blocks: int) -> None:
@@ -103,10 +103,10 @@ async def test_a_consumer_that_gives_up_while_prefill_computes_leaves_nothing_th
     async with serving("prefill", "--max-requests=4", "--max-batched-tokens=16", TENTH) as p:
         p.runner.gate.clear()
         prefilling = asyncio.create_task(collect(p, PrefillCall(request_of(60), "t-1", ())))
-        offers = p.parts.host.offers
-        await until(lambda: offers.holds("t-1"))
-        await p.client.release(p.parts.host.life.boot_id, "t-1")
-        assert not offers.holds("t-1")
+        transfers = p.components.context.transfers
+        await until(lambda: transfers.holds("t-1"))
+        await p.client.release(p.components.context.incarnation.boot_id, "t-1")
+        assert not transfers.holds("t-1")
         p.runner.gate.set()
         assert isinstance((await prefilling)[1], FirstToken)
         await assert_idle(p.server)
@@ -115,16 +115,16 @@ async def test_a_consumer_that_gives_up_while_prefill_computes_leaves_nothing_th
 async def test_a_call_that_comes_while_the_one_before_is_given_up_goes_on() -> None:
     """The same attempt may ask again after a refusal for want of room."""
     async with serving("prefill", TENTH) as p:
-        host, begun = p.parts.host, asyncio.Event()
+        context, begun = p.components.context, asyncio.Event()
         p.runner.gate.clear()
 
         async def work() -> str:
-            with host.scope("Prefill", KEY):
+            with context.call("Prefill", KEY):
                 begun.set()
-                await host.engine.release(KEY)
+                await context.engine.release(KEY)
             return "done"
 
-        giving_up = asyncio.create_task(host.abandon(KEY))
+        giving_up = asyncio.create_task(context.end_attempt(KEY))
         await asyncio.sleep(0)
         again = asyncio.create_task(work())
         await begun.wait()
@@ -139,7 +139,7 @@ async def test_a_handle_of_prefill_before_its_restart_is_not_found() -> None:
         accepted = await accept(before, request_of())
         await accept(after, request_of())
         old = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
-        with pytest.raises(GoneError, match="another life"):
+        with pytest.raises(GoneError, match="another incarnation"):
             _ = [f async for f in after.client.fetch(Fetch.KV, old, timeout=TIMEOUT)]
         assert await after.client.renew(accepted.boot_id, ["t-1"]) == {"t-1"}
 
@@ -159,7 +159,7 @@ async def test_a_call_that_comes_twice_at_once_is_done_once(call: str) -> None:
                 await encoding(worker, make_image(1, num_tokens=6))[1]
             else:
                 nowhere = Source("127.0.0.1:9", b"x" * 16, "t", b"f" * 16)
-                boot_id = worker.parts.host.life.boot_id
+                boot_id = worker.components.context.incarnation.boot_id
                 decoding = DecodeCall(request_of(), "none", nowhere, boot_id)
                 _ = [r async for r in worker.client.decode(decoding, timeout=TIMEOUT)]
 
@@ -224,13 +224,13 @@ async def test_an_encoder_whose_device_is_lost_is_neither_healthy_nor_ready(faul
 async def test_a_task_that_ends_by_itself_fails_the_process() -> None:
     """Leases that nobody sweeps any more would be held for ever."""
     async with serving("prefill", TENTH) as p:
-        p.parts.host.offers._outgoing["broken"] = None  # type: ignore[assignment]
+        p.components.context.transfers._outgoing["broken"] = None  # type: ignore[assignment]
         async with asyncio.timeout(60):
             await p.server.failed()
         assert p.server.state.phase is Phase.FAILED
         assert "sweep leases" in p.server.state.message
         assert (await page(p.server, "/healthz"))[0] == 503
-        del p.parts.host.offers._outgoing["broken"]
+        del p.components.context.transfers._outgoing["broken"]
 
 
 async def test_an_encoder_that_is_out_of_memory_counts_it_and_goes_on() -> None:
@@ -238,33 +238,33 @@ async def test_an_encoder_that_is_out_of_memory_counts_it_and_goes_on() -> None:
         worker.runner.faults.encode_error = MemoryError("no memory for 1 GiB")
         replies = [reply.event async for reply in encode(worker, make_image(1, num_tokens=6))]
         assert isinstance(replies[-1], ItemFailed)
-        assert worker.parts.engine.stats().out_of_memory == 1
+        assert worker.components.engine.stats().out_of_memory == 1
         worker.runner.faults.encode_error = None
         key = RequestKey("r-2", 1)
         image = make_image(2, num_tokens=6)
         replies = [reply.event async for reply in encode(worker, image, key, transfer_id="e-2")]
         assert isinstance(replies[-1], ItemReady)
-        assert worker.parts.complaint is None
+        assert worker.components.unhealthy_reason is None
 
 
 async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
     """A consumer that queues a thousand requests of one producer keeps each of them alive."""
     async with serving("prefill", TENTH) as p:
-        host = p.parts.host
+        context = p.components.context
         await accept(p, request_of())
         names = [f"lease-{number}" for number in range(1_200)]
         for name in names:
-            host.offers.reserve(name, KEY)
+            context.transfers.reserve(name, KEY)
         peers = Peers(PRODUCTION.scaled(0.1), Sources("shapes", ""))
         async with contextlib.AsyncExitStack() as held:
             for name in names:
-                source = Source(p.client.address, host.life.boot_id, name, b"f" * 16)
+                source = Source(p.client.address, context.incarnation.boot_id, name, b"f" * 16)
                 await held.enter_async_context(peers.hold(source))
-            deadline = max(lease.deadline for lease in host.offers.leases.of(KEY))
+            deadline = max(lease.deadline for lease in context.transfers.leases.of(KEY))
             await until(
                 lambda: all(
                     lease.deadline > deadline
-                    for lease in host.offers.leases.of(KEY)
+                    for lease in context.transfers.leases.of(KEY)
                     if lease.id != "t-1"
                 )
             )
@@ -275,10 +275,10 @@ async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
 # ---- the books ---------------------------------------------------------------------------------
 
 
-async def test_what_nobody_is_owed_and_stays_fails_a_strict_worker() -> None:
+async def test_a_resource_without_a_holder_fails_a_strict_worker() -> None:
     async with serving("prefill", "--timer-scale=0.01") as p:
-        p.parts.host.offers._kept["forgotten"] += 1
-        with pytest.raises(AssertionError, match="kept by their maker"):
+        p.components.context.transfers._renewed_by_maker["forgotten"] += 1
+        with pytest.raises(AssertionError, match="renewed by their maker"):
             await assert_idle(p.server, within_seconds=0.0)
         async with asyncio.timeout(TIMEOUT):
             await p.server.failed()
@@ -286,7 +286,7 @@ async def test_what_nobody_is_owed_and_stays_fails_a_strict_worker() -> None:
         assert p.server.num_violations == 1
 
 
-async def test_what_is_owed_to_somebody_is_no_broken_promise() -> None:
+async def test_a_reservation_in_flight_is_no_accounting_mismatch() -> None:
     async with serving("decode", "--timer-scale=0.01") as d:
         reservation = await d.client.reserve(ReserveCall(KEY, 40))
         for _ in range(30):

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from vlm_worker.server.data_port import DataPort
-from vlm_worker.server.http import HttpServer
+from vlm_worker.server.worker_server import HttpServer
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.wire.credentials import add_port
 from vlm_worker.wire.listening import ALL_IPV4, listen
@@ -86,8 +86,13 @@ async def test_a_port_answers_where_bind_says(
         if addresses == {"::1"}:
             pytest.skip(f"this machine has no IPv6: {error}")
         addresses = addresses - {"::1"}
-    async with server(bind) as port:
-        assert reached(port) == addresses
+    found: set[str] = set()
+    for _ in range(3):  # another process may have the same port at the address that we left free
+        async with server(bind) as port:
+            found = reached(port)
+        if found == addresses:
+            return
+    assert found == addresses
 
 
 @pytest.mark.parametrize("server", [http, rpc, data, gateway])

@@ -19,9 +19,9 @@ from vlm_worker.errors import (
     PeerLostError,
     WorkerError,
 )
-from vlm_worker.server.state import Outcome
+from vlm_worker.server.state import CallOutcome
 from vlm_worker.types import FinishReason, Request, RequestKey, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
     DecodeEvent,
@@ -96,7 +96,7 @@ async def test_tokens_and_the_last_word_are_those_that_go_over_grpc() -> None:
                 await until(lambda: not live["Prefill"])
                 said.append(await told(clients[way], call))
                 await until(lambda: not live["Decode"])
-                assert outcomes == {Outcome.OK: 2 * (number + 1)}
+                assert outcomes == {CallOutcome.OK: 2 * (number + 1)}
         over_grpc, in_process = said
         assert in_process == over_grpc
         assert in_process[-1] == Finished(FinishReason.LENGTH, 8)
@@ -138,7 +138,7 @@ async def test_a_step_that_fails_ends_an_answer_with_the_same_error(way: str) ->
             worker.runner.faults.crash_steps = 2
             with pytest.raises(EngineError, match="the step was told to crash"):
                 _ = [reply async for reply in replies]
-        await until(lambda: worker.server.state.outcomes[Outcome.ERROR] == 1)
+        await until(lambda: worker.server.state.outcomes[CallOutcome.ERROR] == 1)
         await worker.until_idle()
 
 
@@ -149,7 +149,7 @@ async def test_whoever_gives_up_an_answer_leaves_nothing(way: str) -> None:
             async with answering(worker, clients[way], number):
                 pass
         await worker.until_idle()
-        assert worker.server.state.outcomes[Outcome.CANCELLED] >= 8
+        assert worker.server.state.outcomes[CallOutcome.CANCELLED] >= 8
 
 
 async def test_an_answer_that_is_cancelled_by_its_key_is_told_so() -> None:
@@ -190,7 +190,7 @@ async def test_a_client_that_is_closed_loses_its_answers(way: str) -> None:
 async def test_a_worker_that_is_not_ready_says_so() -> None:
     async with colocated() as (worker, clients), prefilled(worker, one(1)) as call:
         service = worker.server._service
-        parts, service.parts = service.parts, None
+        components, service.components = service.components, None
         with pytest.raises(DrainingError, match="not ready"):
             await told(clients["in process"], call)
-        service.parts = parts
+        service.components = components

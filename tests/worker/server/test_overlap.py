@@ -1,4 +1,4 @@
-"""Across workers, a picture goes into the prompt while the next one is still being encoded."""
+"""Across workers, an image goes into the prompt while the next one is still being encoded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from contextlib import aclosing
 
 import pytest
-from worker.gateway.pictures import png
+from worker.gateway.image_files import png
 from worker.server.serving import FAMILY, Serving, serving
 
-from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.testing import IMAGE_TOKEN
 from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.messages import (
     Decoded,
     EncodeCall,
     EncodeItem,
@@ -22,7 +22,7 @@ from vlm_worker.wire.calls import (
     PrefillCall,
 )
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 KEY = RequestKey("r-1", 1)
 SIDES = (448, 56)  # the first is large enough for a call of its own
 
@@ -62,7 +62,7 @@ def prefill_call(decoded: Decoded, encoder: Serving) -> PrefillCall:
     return PrefillCall(request, "kv-1", sources)
 
 
-async def test_prefill_of_the_first_picture_starts_before_the_second_is_encoded(
+async def test_prefill_of_the_first_image_starts_before_the_second_is_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     second_may_begin = threading.Event()
@@ -92,7 +92,7 @@ async def test_prefill_of_the_first_picture_starts_before_the_second_is_encoded(
                 prefilling = asyncio.create_task(finish(prefill, prefill_call(decoded, encoder)))
                 ready.append((await anext(replies)).event)
                 await computed.wait()
-                assert encoder.runner.batch_sizes == [1], "the second picture is encoded already"
+                assert encoder.runner.batch_sizes == [1], "the second image is encoded already"
                 second_may_begin.set()
                 ready.append((await anext(replies)).event)
             assert [(type(event), event.item) for event in ready] == [

@@ -23,9 +23,10 @@ from vlm_worker.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from vlm_worker.server.state import Outcome
+from vlm_worker.server.state import CallOutcome
 from vlm_worker.types import RequestKey, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.messages import (
     CancelOutcome,
     DecodeCall,
     Decoded,
@@ -35,8 +36,7 @@ from vlm_worker.wire.calls import (
     PrefillCall,
     ReserveCall,
 )
-from vlm_worker.wire.data import Fetch
-from vlm_worker.wire.methods import METHODS
+from vlm_worker.wire.rpc import METHODS
 
 
 async def test_the_same_attempt_twice_is_a_duplicate() -> None:
@@ -69,7 +69,7 @@ async def test_an_upload_that_ends_before_its_first_message_is_cancelled() -> No
         call = stub(timeout=TIMEOUT)
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.CANCELLED
-        assert worker.server.state.outcomes == {Outcome.CANCELLED: 1}
+        assert worker.server.state.outcomes == {CallOutcome.CANCELLED: 1}
 
 
 async def test_a_stage_that_is_not_loaded_is_incompatible() -> None:
@@ -127,16 +127,16 @@ async def test_another_request_cannot_fetch_what_is_not_its_own() -> None:
             _ = [f async for f in worker.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
 
 
-def picture_call(data: bytes, *, num_bytes: int | None = None) -> EncodeCall:
+def image_call(data: bytes, *, num_bytes: int | None = None) -> EncodeCall:
     item = EncodeItem("e-1", num_bytes or len(data), 56, 56, FAMILY.geometry(56, 56).num_tokens,
                       0, "PNG")  # fmt: skip
     return EncodeCall(KEY, (item,), bytes(32))
 
 
-async def test_bytes_that_are_no_picture_are_an_error_of_that_item() -> None:
+async def test_bytes_that_are_no_image_are_an_error_of_that_item() -> None:
     async with serving("encoder") as worker:
-        call = picture_call(b"not a picture at all")
-        replies = worker.client.encode(call, [b"not a picture at all"], timeout=TIMEOUT)
+        call = image_call(b"not an image at all")
+        replies = worker.client.encode(call, [b"not an image at all"], timeout=TIMEOUT)
         (reply,) = [reply async for reply in replies]
         assert isinstance(reply.event, Decoded)
         assert isinstance(reply.event.items[0].error, InvalidImageError)
@@ -146,7 +146,7 @@ async def test_bytes_that_are_no_picture_are_an_error_of_that_item() -> None:
 @pytest.mark.parametrize("num_bytes", [5, 500])
 async def test_an_upload_of_another_size_than_announced_is_refused(num_bytes: int) -> None:
     async with serving("encoder") as worker:
-        call = picture_call(b"z" * 50, num_bytes=num_bytes)
+        call = image_call(b"z" * 50, num_bytes=num_bytes)
         with pytest.raises(InvalidRequestError, match="item 0"):
             _ = [r async for r in worker.client.encode(call, [b"z" * 50], timeout=TIMEOUT)]
         await worker.until_idle()

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-from worker.gateway.pictures import png
+from worker.gateway.image_files import png
 from worker.server.serving import FAMILY, Serving, page, serving
 
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, OverloadedError
-from vlm_worker.media.header import ImageLimits
+from vlm_worker.media.image_header import ImageLimits
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.serve.budget import image_bytes
 from vlm_worker.testing import assert_idle
 from vlm_worker.types import RequestKey
 from vlm_worker.wire import checks, encode
-from vlm_worker.wire.calls import Decoded, EncodeCall, EncodeItem, ItemReady
+from vlm_worker.wire.messages import Decoded, EncodeCall, EncodeItem, ItemReady
 
 TIMEOUT = 60.0
 SIDE = 448
@@ -60,24 +61,30 @@ async def answer(worker: Serving, name: str, files: Sequence[bytes]) -> list[Any
         return [reply.event async for reply in replies]
 
 
+async def _replies(worker: Serving, name: str, files: Sequence[bytes]) -> list[Any]:
+    replies = worker.client.encode(call_of(name, files), files, timeout=TIMEOUT)
+    async with aclosing(replies):
+        return [reply async for reply in replies]
+
+
 class Slow:
-    """A caller that announces files and sends parts of them when it is told to."""
+    """A caller that announces files and sends components of them when it is told to."""
 
     def __init__(self, worker: Serving, call: EncodeCall) -> None:
-        self._parts: asyncio.Queue[pb.EncodeRequest] = asyncio.Queue()
-        self._parts.put_nowait(encode.encode_call_to(call))
+        self._components: asyncio.Queue[pb.EncodeRequest] = asyncio.Queue()
+        self._components.put_nowait(encode.encode_call_to(call))
         self._call = worker.client._call("Encode", self._requests(), TIMEOUT)
 
     async def _requests(self) -> AsyncIterator[pb.EncodeRequest]:
         while True:
-            yield await self._parts.get()
+            yield await self._components.get()
 
     async def taken(self) -> None:
         """The worker has taken the call: it asks for the files."""
         await self._call.initial_metadata()
 
     def send(self, data: bytes) -> None:
-        self._parts.put_nowait(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=data)))
+        self._components.put_nowait(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=data)))
 
     def leave(self) -> None:
         self._call.cancel()
@@ -87,7 +94,7 @@ async def test_interleaved_calls_of_large_images_take_turns_within_the_memory() 
     """Twenty calls of four images, each with its first file here before any has its last."""
     call_bytes = 4 * image_bytes(FAMILY)
     async with serving("encoder", *budget((21 << 20) + call_bytes * 8 // 7)) as worker:
-        memory = worker.parts.host.memory
+        memory = worker.components.context.memory
         assert call_bytes <= memory.images.largest < 2 * call_bytes, "one call at a time"
         most = waited = 0
 
@@ -115,9 +122,46 @@ async def test_interleaved_calls_of_large_images_take_turns_within_the_memory() 
         await assert_idle(worker.server)
 
 
+async def test_a_wait_for_image_memory_is_a_wait_for_the_encoder() -> None:
+    """The images that hold the memory wait to be encoded: more encoders would shorten it."""
+    async with serving("encoder", *budget((21 << 20) + image_bytes(FAMILY) * 8 // 7)) as worker:
+        host = worker.components.context
+        second_waits = asyncio.Event()
+        delay = host.delay
+
+        async def hold(stage: str) -> None:
+            await delay(stage)
+            if stage == "encode":
+                await second_waits.wait()
+
+        host.delay = hold  # type: ignore[method-assign]
+        calls = [
+            asyncio.create_task(_replies(worker, f"r-{number}", flat(number)))
+            for number in range(2)
+        ]
+        async with asyncio.timeout(TIMEOUT):
+            while host.memory.images.num_waiting == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            seen_waiting = time.monotonic()
+            await asyncio.sleep(0.05)
+            held_seconds = time.monotonic() - seen_waiting
+            second_waits.set()
+            answers = await asyncio.gather(*calls)
+        found = [[span for reply in replies for span in reply.spans] for replies in answers]
+        queues, medias = (
+            [[span for span in spans if span.stage == stage] for spans in found]
+            for stage in ("encoder_queue", "media")
+        )
+        second = max(range(2), key=lambda call: queues[call][0].end - queues[call][0].start)
+        queue, media = queues[second], medias[second]
+        assert queue[0].end - queue[0].start >= held_seconds
+        assert media[0].end == queue[0].start
+        assert media[1].start == queue[0].end
+
+
 async def test_callers_that_announce_much_and_send_nothing_turn_nobody_away() -> None:
     async with serving("encoder", *budget(64 << 20)) as worker:
-        item = EncodeItem("t", checks.MAX_PICTURE_BYTES, SIDE, SIDE, 64, 0, "PNG")
+        item = EncodeItem("t", checks.MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
         slow = [
             Slow(worker, EncodeCall(RequestKey(f"slow-{n}", 1), (item,), bytes(32)))
             for n in range(16)
@@ -126,18 +170,18 @@ async def test_callers_that_announce_much_and_send_nothing_turn_nobody_away() ->
             await caller.taken()
         events = await answer(worker, "good", flat(1))
         assert isinstance(events[-1], ItemReady)
-        assert worker.parts.host.memory.uploads.used == 0
+        assert worker.components.context.memory.uploads.used == 0
         for caller in slow:
             caller.leave()
 
 
 async def test_files_are_counted_as_they_arrive_and_refused_beyond_the_memory() -> None:
     async with serving("encoder", *budget(64 << 20)) as worker:
-        uploads = worker.parts.host.memory.uploads
-        item = EncodeItem("t", checks.MAX_PICTURE_BYTES, SIDE, SIDE, 64, 0, "PNG")
+        uploads = worker.components.context.memory.uploads
+        item = EncodeItem("t", checks.MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
         slow = Slow(worker, EncodeCall(RequestKey("slow", 1), (item,), bytes(32)))
         await slow.taken()
-        num_parts = (checks.MAX_PICTURE_BYTES >> 20) - 1
+        num_parts = (checks.MAX_IMAGE_BYTES >> 20) - 1
         for _ in range(num_parts):
             slow.send(bytes(1 << 20))
         async with asyncio.timeout(TIMEOUT):
@@ -152,8 +196,8 @@ async def test_files_are_counted_as_they_arrive_and_refused_beyond_the_memory() 
             await answer(worker, "late-2", [bytes(left + 1)])
         assert refused.value.retry_after_seconds > 0
         _, metrics = await page(worker.server, "/metrics")
-        assert 'vlm_refused_total{bound="uploads"} 2.0' in metrics
-        name = 'vlm_request_memory_bytes{kind="uploads"} '
+        assert 'triptych_refused_total{bound="uploads"} 2.0' in metrics
+        name = 'triptych_request_memory_bytes{kind="uploads"} '
         (line,) = [line for line in metrics.splitlines() if line.startswith(name)]
         assert float(line.removeprefix(name)) == num_parts << 20
         slow.leave()
@@ -166,8 +210,8 @@ async def test_files_are_counted_as_they_arrive_and_refused_beyond_the_memory() 
 async def test_files_that_fill_the_memory_while_they_come_end_their_call_and_no_other() -> None:
     """Two callers that each would fit alone: one of them is refused, and the other goes on."""
     async with serving("encoder", *budget(64 << 20)) as worker:
-        uploads = worker.parts.host.memory.uploads
-        size = checks.MAX_PICTURE_BYTES * 3 // 4
+        uploads = worker.components.context.memory.uploads
+        size = checks.MAX_IMAGE_BYTES * 3 // 4
         item = EncodeItem("t", size, SIDE, SIDE, 64, 0, "PNG")
         callers = []
         for number in range(2):
@@ -199,11 +243,11 @@ async def test_a_call_that_never_fits_says_which_number_to_change() -> None:
 
 
 async def test_a_file_above_the_decoders_limit_is_refused_when_it_is_announced() -> None:
-    assert ImageLimits().max_bytes == checks.MAX_PICTURE_BYTES
+    assert ImageLimits().max_bytes == checks.MAX_IMAGE_BYTES
     async with serving("encoder") as worker:
         items = (
             EncodeItem("a", 10, SIDE, SIDE, 64, 0, "PNG"),
-            EncodeItem("b", checks.MAX_PICTURE_BYTES + 1, SIDE, SIDE, 64, 0, "PNG"),
+            EncodeItem("b", checks.MAX_IMAGE_BYTES + 1, SIDE, SIDE, 64, 0, "PNG"),
         )
         slow = Slow(worker, EncodeCall(RequestKey("r", 1), items, bytes(32)))
         with pytest.raises(Exception, match="image has 20971521 bytes"):
@@ -224,7 +268,7 @@ async def test_embeddings_that_nobody_fetches_are_bounded_and_refuse_before_the_
         for number in range(fit):
             events = await answer(worker, f"r-{number}", flat(number))
             assert isinstance(events[-1], ItemReady)
-        held = worker.parts.engine.stats()
+        held = worker.components.engine.stats()
         assert held.held_embedding_bytes == held.max_held_embedding_bytes
         slow = Slow(worker, call_of("late", flat(99)))
         with pytest.raises(Exception, match="queued or held for peers"):
@@ -232,7 +276,7 @@ async def test_embeddings_that_nobody_fetches_are_bounded_and_refuse_before_the_
         with pytest.raises(OverloadedError):
             await answer(worker, "late-2", flat(99))
         _, metrics = await page(worker.server, "/metrics")
-        assert 'vlm_refused_total{bound="embeddings"} 2.0' in metrics
+        assert 'triptych_refused_total{bound="embeddings"} 2.0' in metrics
         await worker.client.cancel(RequestKey("r-0", 1))
         assert isinstance((await answer(worker, "next", flat(98)))[-1], ItemReady)
 
@@ -240,6 +284,6 @@ async def test_embeddings_that_nobody_fetches_are_bounded_and_refuse_before_the_
 async def test_the_declaration_is_exported_by_kind() -> None:
     async with serving("encoder", *budget(64 << 20)) as worker:
         _, metrics = await page(worker.server, "/metrics")
-        prefix = "vlm_request_memory_limit_bytes{kind="
+        prefix = "triptych_request_memory_limit_bytes{kind="
         lines = [line for line in metrics.splitlines() if line.startswith(prefix)]
         assert sum(float(line.split()[-1]) for line in lines) == OTHERS + (64 << 20)

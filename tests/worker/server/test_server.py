@@ -29,15 +29,15 @@ from vlm_worker.errors import (
     PeerLostError,
     WorkerError,
 )
-from vlm_worker.server.worker import WorkerServer
+from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.types import RequestKey, Source, Stage
-from vlm_worker.wire.calls import (
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.messages import (
     DecodeCall,
     FetchCall,
     PrefillCall,
     ReserveCall,
 )
-from vlm_worker.wire.data import Fetch
 
 
 async def test_hello_names_the_stages_and_both_fingerprints() -> None:
@@ -104,11 +104,11 @@ async def test_a_dead_engine_is_neither_healthy_nor_ready_and_fails_the_process(
 async def test_a_worker_whose_step_never_ends_closes_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vlm_worker.server.worker.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("vlm_worker.server.worker_server.STOP_SECONDS", 0.1)
     async with serving("prefill") as worker:
         worker.runner.gate.clear()
         asking = asyncio.create_task(collect(worker, PrefillCall(request_of(), "t-1", ())))
-        engine = worker.parts.engine
+        engine = worker.components.engine
         await until(lambda: engine._thread._turn_started is not None)
         async with asyncio.timeout(TIMEOUT):
             await worker.server.close()
@@ -126,7 +126,7 @@ async def test_metrics_have_the_names_of_the_contract() -> None:
         for name in (metrics.ACCEPTING, metrics.KV_TOKENS, metrics.LEASES, metrics.REQUESTS_TOTAL,
                      metrics.KV_TRANSFER_SECONDS, metrics.WORK_QUEUED_SECONDS):  # fmt: skip
             assert f"\n{name}" in text
-        assert "vlm_accepting 1.0" in text
+        assert "triptych_accepting 1.0" in text
 
 
 async def test_a_client_that_is_closed_says_that_the_peer_is_lost() -> None:
@@ -154,7 +154,7 @@ async def test_a_draining_worker_refuses_new_work_unless_there_is_no_other() -> 
         last = ReserveCall(RequestKey("last", 1), 8, last_resort=True)
         other = await worker.client.reserve(last)
         assert (await page(worker.server, "/readyz"))[0] == 200
-        assert "vlm_accepting 0.0" in (await page(worker.server, "/metrics"))[1]
+        assert "triptych_accepting 0.0" in (await page(worker.server, "/metrics"))[1]
         assert not draining.done()
         for handle in (reservation, other):
             await worker.client.release(handle.boot_id, handle.reservation_id)
@@ -177,7 +177,7 @@ async def test_calls_that_are_abandoned_leave_nothing_running() -> None:
 async def test_a_lease_that_nobody_renews_ends_and_frees_its_blocks() -> None:
     async with serving("prefill", "--timer-scale=0.1") as worker:
         accepted = await prefill_until_accepted(worker, request_of())
-        assert worker.parts.snapshot().leases.held == 1
+        assert worker.components.snapshot().leases.held == 1
         await worker.until_idle()
         call = FetchCall("t-1", accepted.boot_id, accepted.layout_fingerprint, KEY)
         with pytest.raises(GoneError):

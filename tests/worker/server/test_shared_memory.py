@@ -21,9 +21,9 @@ from worker.server.serving import serving
 from vlm_worker.core.leases import LeaseKind
 from vlm_worker.server.state import Phase
 from vlm_worker.testing import answer_alone, assert_idle
-from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import Fetch
+from vlm_worker.transfer.transport import ExposureAccount
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.messages import FetchCall
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def shared(directory: Path) -> Iterator[tuple[Path, list[str]]]:
     assert left == [], "segments outlived their workers"
 
 
-def exposures(ledger: Ledger) -> list[int]:
+def exposures(account: ExposureAccount) -> list[int]:
     """Bytes of each exposure from now on."""
     exposed: list[int] = []
-    take = ledger.take
-    ledger.take = lambda n: (exposed.append(n), take(n))[1]  # type: ignore[method-assign]
+    take = account.take
+    account.take = lambda n: (exposed.append(n), take(n))[1]  # type: ignore[method-assign]
     return exposed
 
 
@@ -47,7 +47,7 @@ async def test_kv_through_shared_memory_gives_the_same_answer(
 ) -> None:
     _, flags = shared
     async with pair(*flags) as two:
-        exposed = exposures(two.prefill.parts.host.transport.ledger)
+        exposed = exposures(two.prefill.components.context.transport.account)
         request = request_of(101)
         assert await two.answer(request) == answer_alone(request)
         assert exposed == [26 * two.prefill.runner.kv_layout.block_bytes]  # type: ignore[union-attr]
@@ -60,9 +60,9 @@ async def test_a_producer_of_another_version_sends_the_bytes_in_frames(
     """What one frame may speak for differs between versions only where its bytes are placed."""
     _, flags = shared
     async with pair(*flags) as two:
-        transport = two.prefill.parts.host.transport
+        transport = two.prefill.components.context.transport
         transport.name = "shared-memory"  # as the first version has it
-        exposed = exposures(transport.ledger)
+        exposed = exposures(transport.account)
         request = request_of(101)
         assert await two.answer(request) == answer_alone(request)
         assert exposed == []
@@ -76,14 +76,14 @@ async def test_a_consumer_that_dies_while_it_reads_shared_memory_frees_it(
     async with pair(*flags) as two:
         two.prefill.runner.gate.clear()
         task = asyncio.create_task(two.answer(request_of(101)))
-        await until(lambda: two.prefill.parts.host.transport.ledger.used > 0)
+        await until(lambda: two.prefill.components.context.transport.account.used > 0)
         assert len(list(path.iterdir())) == 2, "the domain and one segment"
         await kill(two.decode)
         with pytest.raises(ExceptionGroup):
             await task
         two.prefill.runner.gate.set()
         await assert_idle(two.prefill.server)
-        assert two.prefill.parts.host.transport.ledger.lost == 0
+        assert two.prefill.components.context.transport.account.abandoned == 0
 
 
 async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
@@ -91,18 +91,18 @@ async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
 ) -> None:
     _, flags = shared
     async with serving("prefill", "--timer-scale=0.01", "--exposed-memory-bytes=5000", *flags) as p:
-        host = p.parts.host
+        context = p.components.context
         accepted = await accept(p, request_of(101))
         call = FetchCall(
             "t-1", accepted.boot_id, accepted.layout_fingerprint, KEY,
-            transport=host.transport.name, invitation=host.transport.invitation(),
+            transport=context.transport.name, invitation=context.transport.invitation(),
         )  # fmt: skip
         frames = [frame async for frame in p.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
         assert len(frames) > 2
         # it read everything, and then neither released nor renewed
-        await until(lambda: host.offers.leases.count(LeaseKind.QUARANTINED) == 1)
+        await until(lambda: context.transfers.leases.count(LeaseKind.QUARANTINED) == 1)
         async with asyncio.timeout(TIMEOUT):
             await p.server.failed()
-        assert host.transport.ledger.lost == 26 * p.runner.kv_layout.block_bytes  # type: ignore[union-attr]
+        assert context.transport.account.abandoned == 26 * p.runner.kv_layout.block_bytes  # type: ignore[union-attr]
         assert p.server.state.phase is Phase.FAILED
-        assert "never said whether they still read" in p.server.state.message
+        assert "never confirmed the end of their read" in p.server.state.message

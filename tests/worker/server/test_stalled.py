@@ -1,4 +1,4 @@
-"""Peers that stand still in the middle of a stream, and pictures that nobody asked for."""
+"""Peers that stand still in the middle of a stream, and images that nobody asked for."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from vlm_worker.errors import DrainingError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.testing import assert_idle
 from vlm_worker.wire import encode
-from vlm_worker.wire.calls import EncodeCall, EncodeItem
-from vlm_worker.wire.frames import Frame, Runs
-from vlm_worker.wire.methods import METHODS
-from vlm_worker.wire.options import SEND_PICTURES
+from vlm_worker.wire.frames import Frame, FrameBatches
+from vlm_worker.wire.messages import EncodeCall, EncodeItem
+from vlm_worker.wire.rpc import METHODS, SEND_IMAGES
 
 CALL = EncodeCall(KEY, (EncodeItem("e-1", 100, 8, 8, 4, 0, "PNG"),), bytes(32))
 
 
 class Kept(list[bytes]):
-    """Pictures that nobody may send."""
+    """Images that nobody may send."""
 
     def __iter__(self) -> Iterator[bytes]:
-        raise AssertionError("a picture was sent")
+        raise AssertionError("an image was sent")
 
 
-async def test_a_call_that_is_refused_sends_no_picture_and_keeps_its_reason() -> None:
+async def test_a_call_that_is_refused_sends_no_image_and_keeps_its_reason() -> None:
     async with serving("encoder") as worker:
-        worker.parts.host.accepting = False
+        worker.components.context.accepting = False
         with pytest.raises(DrainingError):
             _ = [r async for r in worker.client.encode(CALL, Kept([b"x"]), timeout=TIMEOUT)]
 
@@ -47,10 +46,10 @@ async def test_an_upload_that_stands_still_ends_and_leaves_nothing() -> None:
             method.path, method.request_to_bytes, method.response_from_bytes
         )()
         await call.write(encode.encode_call_to(CALL))
-        assert SEND_PICTURES in dict(await call.initial_metadata())
+        assert SEND_IMAGES in dict(await call.initial_metadata())
         await call.write(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=b"x")))
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
-        assert "no bytes of the pictures came for 0.8 s" in await call.details()
+        assert "no bytes of the images came for 0.8 s" in await call.details()
         await assert_idle(worker.server)
 
 
@@ -58,7 +57,7 @@ async def test_a_consumer_that_takes_no_frame_loses_its_stream() -> None:
     async with serving("prefill", "--timer-scale=0.01") as worker:
         ended = False
 
-        async def runs() -> Runs:
+        async def runs() -> FrameBatches:
             nonlocal ended
             try:
                 yield iter([Frame(b"frame", memoryview(b""))])

@@ -146,7 +146,7 @@ def replay(frames: list[bytes], transfer: Transfer, draw: random.Random) -> list
 
 
 def old_epoch(frames: list[bytes], transfer: Transfer, draw: random.Random) -> list[bytes]:
-    """Of an earlier life of the same pod."""
+    """Of an earlier incarnation of the same pod."""
     return _mixed(frames, transfer, draw, boot_id=draw.randbytes(16))
 
 

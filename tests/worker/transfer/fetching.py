@@ -14,15 +14,20 @@ from worker.transfer.damages import Transfer
 
 from vlm_worker.server.data_port import DataPort
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.transfer.data_link import DataLink, Threads
+from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import Fetch
-from vlm_worker.wire.frames import Commit, Frame, FrameWriter, Runs, TransferId
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.frames import Commit, Frame, FrameBatches, FrameWriter, TransferId
+from vlm_worker.wire.messages import FetchCall
 
-SECONDS = 5.0
-TIMERS = PRODUCTION.scaled(0.02)
-"""Without a byte for 0.16 s, a producer is lost."""
+SECONDS = 60.0
+"""What a busy machine gets for what an idle one does in milliseconds."""
+
+PATIENT = PRODUCTION.scaled(100)
+"""No timer runs out in a test: what ends, ends by what the test does."""
+
+SHORT = PRODUCTION.scaled(0.02)
+"""For tests of the timers: without a byte for 0.16 s, a producer is lost."""
 
 
 def transfer_of(name: str = "t-1", *, unit_bytes: int = 400, num_units: int = 30) -> Transfer:
@@ -38,7 +43,7 @@ def call_of(transfer: Transfer) -> FetchCall:
     return FetchCall(identity.name, identity.boot_id, identity.fingerprint, identity.key)
 
 
-class Producer:
+class ProducerSide:
     """Sends half of a transfer, waits for `go`, and sends the rest, or fails with `error`."""
 
     def __init__(self, *transfers: Transfer) -> None:
@@ -50,7 +55,7 @@ class Producer:
         self.num_open = 0
         self.fetches: list[Fetch] = []
 
-    async def serve(self, fetch: Fetch, call: FetchCall) -> Runs:
+    async def serve(self, fetch: Fetch, call: FetchCall) -> FrameBatches:
         self.num_begun += 1
         self.num_open += 1
         self.fetches.append(fetch)
@@ -59,7 +64,7 @@ class Producer:
             writer = FrameWriter(one.identity, unit_bytes=one.unit_bytes)
             half = one.unit_bytes * (one.end_unit // 2)
             yield writer.write(memoryview(one.data)[:half])
-            while not await is_set(self.go, seconds=TIMERS.wait_frame):
+            while not await is_set(self.go, seconds=SHORT.wait_frame):
                 yield iter([writer.wait()])
             if self.error is not None:
                 raise self.error
@@ -78,7 +83,7 @@ async def is_set(event: asyncio.Event, *, seconds: float) -> bool:
 
 @contextlib.asynccontextmanager
 async def listening(
-    serve: Callable[[Fetch, FetchCall], Runs], *, port: int = 0, timers: Timers = TIMERS
+    serve: Callable[[Fetch, FetchCall], FrameBatches], *, port: int = 0, timers: Timers = PATIENT
 ) -> AsyncIterator[tuple[DataPort, int]]:
     """A data port, and where it is."""
     served = DataPort(serve, timers)
@@ -89,10 +94,10 @@ async def listening(
 
 
 @contextlib.asynccontextmanager
-async def linked(port: int, *, timers: Timers = TIMERS) -> AsyncIterator[DataLink]:
+async def linked(port: int, *, timers: Timers = PATIENT) -> AsyncIterator[DataConnectionPool]:
     """A link to a data port."""
-    threads = Threads()
-    link = DataLink("127.0.0.1:1", threads, timers)
+    threads = FetchThreads()
+    link = DataConnectionPool("127.0.0.1:1", threads, timers)
     link.learn(port)
     try:
         yield link
@@ -101,7 +106,9 @@ async def linked(port: int, *, timers: Timers = TIMERS) -> AsyncIterator[DataLin
         threads.close()
 
 
-async def fetched(link: DataLink, transfer: Transfer, *, fetch: Fetch = Fetch.KV) -> bytes:
+async def fetched(
+    link: DataConnectionPool, transfer: Transfer, *, fetch: Fetch = Fetch.KV
+) -> bytes:
     """All units of a fetch, as they come."""
     reader = transfer.reader()
     data = b""
@@ -120,7 +127,7 @@ async def until(holds: Callable[[], bool], *, seconds: float = SECONDS) -> None:
 
 
 def running() -> set[threading.Thread]:
-    """Threads of this process, without those that its event loop ends itself."""
+    """FetchThreads of this process, without those that its event loop ends itself."""
     return {one for one in threading.enumerate() if not one.name.startswith("asyncio_")}
 
 

@@ -16,15 +16,15 @@ import numpy as np
 from worker.transfer.fetching import linked, listening, until
 
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import Transport
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, Runs, TransferId
-from vlm_worker.wire.rooms import Rooms
+from vlm_worker.wire.frames import Commit, FrameBatches, TransferId
+from vlm_worker.wire.messages import FetchCall
 
 KEY = RequestKey("r-1", 1)
 IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
@@ -42,7 +42,7 @@ def shared(directory: Path, *, native_library: str | None = None) -> SharedMemor
     )
 
 
-class Producer:
+class ProducerSide:
     """Units of `data`, all of which may be read; `num_exports` counts how often they are made."""
 
     def __init__(self, transport: Transport, data: bytes = DATA) -> None:
@@ -52,10 +52,10 @@ class Producer:
         self.may_export = threading.Event()
         self.may_export.set()
         self.error: Exception | None = None
-        self.outgoing = Outgoing(
+        self.producer = Producer(
             IDENTITY, unit_bytes=UNIT, max_units=len(data) // UNIT, export=self._export
         )
-        self.outgoing.finish(Commit(len(data) // UNIT, len(data) // UNIT))
+        self.producer.finish(Commit(len(data) // UNIT, len(data) // UNIT))
 
     def _export(self, first: int, count: int, _: memoryview) -> memoryview:
         self.num_exports += 1
@@ -64,9 +64,9 @@ class Producer:
             raise self.error
         return memoryview(self.data)[first * UNIT : (first + count) * UNIT]
 
-    def runs(self, _: Fetch, call: FetchCall) -> Runs:
+    def runs(self, _: Fetch, call: FetchCall) -> FrameBatches:
         ours = self.transport
-        return self.outgoing.runs(
+        return self.producer.frame_batches(
             call.key,
             first_unit=call.first_unit,
             transport=ours if call.transport == ours.name else None,
@@ -77,14 +77,14 @@ class Producer:
     async def held(self, threads: ThreadPoolExecutor) -> asyncio.Task[None]:
         """Frames are being made ahead, and are not made before `may_export` is set."""
         self.may_export.clear()
-        making = asyncio.create_task(self.outgoing.make_ahead(threads, self.transport))
+        making = asyncio.create_task(self.producer.prebuild_frames(threads, self.transport))
         await until(lambda: self.num_exports == 1)
         return making
 
     def comes_back(self) -> bool:
         """Whether nothing of it is exposed, and all memory may be used again."""
-        ledger = self.transport.ledger
-        return (self.outgoing.exposed_bytes, ledger.used, ledger.lost) == (0, 0, 0)
+        account = self.transport.account
+        return (self.producer.exposed_bytes, account.used, account.abandoned) == (0, 0, 0)
 
 
 @dataclasses.dataclass
@@ -110,7 +110,7 @@ class Consumer:
             first_unit=first_unit,
             end_unit=num_units,
             open_memory=lambda _, opening, size: transport.view(opening, size),
-            into=Rooms([room.data]),
+            into=DestinationBuffers([room.data]),
         )
         call = FetchCall(
             IDENTITY.name,
@@ -132,11 +132,11 @@ class Consumer:
 
 
 @contextlib.asynccontextmanager
-async def meeting(producer: Producer, theirs: Transport) -> AsyncIterator[Consumer]:
+async def meeting(producer: ProducerSide, theirs: Transport) -> AsyncIterator[Consumer]:
     """A producer, and somebody who may ask; in the end the lease is released."""
     async with listening(producer.runs, timers=PRODUCTION) as (_, port):
         yield Consumer(port, theirs)
-    producer.outgoing.close()
+    producer.producer.close()
     assert producer.comes_back()
     for transport in (producer.transport, theirs):
         transport.close()
@@ -165,10 +165,10 @@ class _Damaged:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def room(self, position: int, num_bytes: int) -> None:
+    def buffer(self, position: int, num_bytes: int) -> None:
         return None
 
-    def place(self, position: int, data: memoryview) -> memoryview:
+    def write(self, position: int, data: memoryview) -> memoryview:
         changed = bytearray(data)
         changed[len(changed) // 2] ^= 1
-        return self.inner.place(position, memoryview(changed))  # type: ignore[attr-defined, no-any-return]
+        return self.inner.write(position, memoryview(changed))  # type: ignore[attr-defined, no-any-return]

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import pytest
 from worker.transfer.fetching import (
     SECONDS,
+    SHORT,
     call_of,
     frames_of,
     linked,
@@ -16,14 +17,14 @@ from worker.transfer.fetching import (
     transfer_of,
     until,
 )
-from worker.transfer.test_data_link import stub
+from worker.transfer.test_data_connections import stub
 
 from vlm_worker.errors import CorruptTransferError, PeerLostError
-from vlm_worker.transfer import data_link
-from vlm_worker.transfer.data_link import DataLink, UnreachableError
-from vlm_worker.wire.data import RECORD, Fetch
+from vlm_worker.transfer import data_connections as data_link
+from vlm_worker.transfer.data_connections import DataConnectionPool, UnreachableError
+from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.data_protocol import RECORD, Fetch
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.rooms import Rooms
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -34,7 +35,7 @@ SMALL_STREAM = b"".join(
 )
 
 
-async def fetched_at_once(link: DataLink) -> bytes:
+async def fetched_at_once(link: DataConnectionPool) -> bytes:
     """SMALL, whose units might lie in shared memory."""
     room = bytearray(len(SMALL.data))
     reader = FrameReader(
@@ -42,7 +43,7 @@ async def fetched_at_once(link: DataLink) -> bytes:
         unit_bytes=SMALL.unit_bytes,
         first_unit=0,
         end_unit=SMALL.end_unit,
-        into=Rooms([memoryview(room)]),
+        into=DestinationBuffers([memoryview(room)]),
     )
     call = dataclasses.replace(call_of(SMALL), transport="shared-memory/3", invitation=b"domain")
     async with aclosing(link.units(Fetch.EMBEDDING, call, reader)) as units:
@@ -68,7 +69,10 @@ async def test_a_short_answer_takes_no_thread_and_its_connection_is_used_again(
 async def test_a_short_answer_that_breaks_off_is_lost_as_any_other(
     num_bytes: int, ending: str
 ) -> None:
-    async with stub(SMALL_STREAM[:num_bytes], ending=ending) as lost, linked(lost.port) as link:
+    async with (
+        stub(SMALL_STREAM[:num_bytes], ending=ending) as lost,
+        linked(lost.port, timers=SHORT) as link,
+    ):
         async with asyncio.timeout(SECONDS):
             with pytest.raises(PeerLostError):
                 await fetched_at_once(link)

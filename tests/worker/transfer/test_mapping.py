@@ -13,10 +13,10 @@ import xxhash
 
 from vlm_kernels.cpu import native
 from vlm_worker.errors import CorruptTransferError, GoneError
-from vlm_worker.transfer.mapping import KeptMappings, Mapper, mapper_of
+from vlm_worker.transfer.mapping import Mapper, MappingCache, mapper_of
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import Exposure, View
-from vlm_worker.wire.copying import NativeCopier
+from vlm_worker.wire.buffers import NativeCopier
 
 SIZE = 50_000
 CAPACITY = 4 * SIZE
@@ -54,7 +54,7 @@ def exposed(producer: SharedMemory, consumer: SharedMemory, num_bytes: int = SIZ
 def transfer(producer: SharedMemory, consumer: SharedMemory, data: bytes) -> View:
     """Through memory, and all read; the view is still open."""
     exposure = exposed(producer, consumer, len(data))
-    exposure.place(0, memoryview(data))
+    exposure.write(0, memoryview(data))
     view = consumer.view(exposure.opening, len(data))
     assert taken(view, 0, len(data)) == data
     exposure.close()
@@ -63,7 +63,7 @@ def transfer(producer: SharedMemory, consumer: SharedMemory, data: bytes) -> Vie
 
 def taken(view: View, position: int, num_bytes: int) -> bytes:
     room = bytearray(num_bytes)
-    digest = view.take(position, [memoryview(room)], head=b"head")
+    digest = view.read(position, [memoryview(room)], head=b"head")
     assert digest == xxhash.xxh3_128_digest(b"head" + room)
     return bytes(room)
 
@@ -136,7 +136,7 @@ def test_a_kept_file_that_shrinks_under_its_reader_or_writer_ends_one_transfer(
     with pytest.raises(CorruptTransferError, match="ends before"):
         taken(view, 10_000, 10_000)
     with pytest.raises(GoneError, match="no page"):
-        exposure.place(10_000, memoryview(b"b" * 10_000))
+        exposure.write(10_000, memoryview(b"b" * 10_000))
     view.close()
     exposure.close()
     assert num_mapped(directory) == 0, "neither is used again"
@@ -147,13 +147,13 @@ def test_a_kept_file_that_shrinks_under_its_reader_or_writer_ends_one_transfer(
 
 def test_what_is_made_in_its_room_is_read_by_the_consumer(mapper: Mapper, directory: Path) -> None:
     producer, consumer = shared(directory), shared(directory)
-    assert exposed(producer, consumer, 100).room(0, 10) is None, "a new file has no pages yet"
+    assert exposed(producer, consumer, 100).buffer(0, 10) is None, "a new file has no pages yet"
     transfer(producer, consumer, b"a" * SIZE).close()
     exposure = exposed(producer, consumer)
-    room = exposure.room(10_000, 10_000)
+    room = exposure.buffer(10_000, 10_000)
     assert room is not None
     room[:] = b"b" * 10_000
-    assert exposure.place(10_000, room) == NOTHING
+    assert exposure.write(10_000, room) == NOTHING
     view = consumer.view(exposure.opening, SIZE)
     assert taken(view, 9_999, 10_001) == b"a" + b"b" * 10_000
     view.close()
@@ -167,11 +167,11 @@ def test_a_room_that_is_still_written_to_never_reaches_another_transfer(
     producer, consumer = shared(directory), shared(directory)
     transfer(producer, consumer, b"a" * SIZE).close()
     given_up = exposed(producer, consumer)
-    room = given_up.room(0, SIZE)
+    room = given_up.buffer(0, SIZE)
     assert room is not None
     np.frombuffer(room, np.uint8)[:] = 1
     given_up.close()
-    assert given_up.room(0, SIZE) is None
+    assert given_up.buffer(0, SIZE) is None
     transfer(producer, consumer, b"b" * SIZE).close()
     exposure = exposed(producer, consumer)
     view = consumer.view(exposure.opening, SIZE)
@@ -216,7 +216,7 @@ def test_what_a_producer_removes_has_no_pages_though_a_consumer_has_it_mapped(
 
 
 def test_mappings_that_are_kept_are_within_the_capacity(mapper: Mapper, directory: Path) -> None:
-    kept = KeptMappings(CAPACITY)
+    kept = MappingCache(CAPACITY)
     for number in range(10):
         file = os.open(directory / str(number), os.O_CREAT | os.O_RDWR)
         os.ftruncate(file, SIZE)
@@ -233,7 +233,7 @@ def test_threads_may_take_and_keep_at_once(mapper: Mapper, directory: Path) -> N
     names = [directory / str(number) for number in range(4)]
     for name in names:
         name.write_bytes(bytes(SIZE))
-    kept = KeptMappings(2 * SIZE)
+    kept = MappingCache(2 * SIZE)
 
     def use(name: Path) -> None:
         for _ in range(200):

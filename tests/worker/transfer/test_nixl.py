@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vlm_worker.transfer.incoming import checked
+from vlm_worker.transfer.consumer import checked_units
 from vlm_worker.transfer.nixl import Nixl
 
 
@@ -75,13 +75,13 @@ def test_a_producers_agent_is_forgotten_with_its_last_view() -> None:
     views = []
     for number, exposure in enumerate(exposures):
         assert exposure is not None
-        exposure.place(0, memoryview(bytes([number]) * 64))
+        exposure.write(0, memoryview(bytes([number]) * 64))
         views.append(consumer.view(exposure.opening, 64))
     assert len(consumer._agent.remote) == 1
     views[0].close()
     views[0].close()
     into = bytearray(64)
-    views[1].take(0, [memoryview(into)], head=b"")
+    views[1].read(0, [memoryview(into)], head=b"")
     assert into == b"\1" * 64, "the other view still reads"
     views[1].close()
     assert consumer._agent.remote == []
@@ -89,16 +89,16 @@ def test_a_producers_agent_is_forgotten_with_its_last_view() -> None:
     for exposure in exposures:
         assert exposure is not None
         exposure.close()
-    assert producer.ledger.used == 0
+    assert producer.account.used == 0
 
 
-@pytest.mark.parametrize("may_wait", [True, False])
-async def test_frames_that_may_wait_are_not_read_on_the_loop(may_wait: bool) -> None:
+@pytest.mark.parametrize("may_block", [True, False])
+async def test_frames_that_may_wait_are_not_read_on_the_loop(may_block: bool) -> None:
     threads = []
 
     class Reader:
         def __init__(self) -> None:
-            self.may_wait = may_wait
+            self.may_block = may_block
 
         def read(self, frame: bytes) -> None:
             threads.append(threading.current_thread())
@@ -110,7 +110,7 @@ async def test_frames_that_may_wait_are_not_read_on_the_loop(may_wait: bool) -> 
         yield b"frame"
 
     reader: Any = Reader()
-    async for _ in checked(frames(), reader, peer="p", no_progress_seconds=60.0):
+    async for _ in checked_units(frames(), reader, peer="p", no_progress_seconds=60.0):
         pass
-    assert [thread is threading.main_thread() for thread in threads] == [not may_wait]
+    assert [thread is threading.main_thread() for thread in threads] == [not may_block]
     await asyncio.sleep(0)

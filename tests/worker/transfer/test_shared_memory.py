@@ -47,7 +47,7 @@ def test_a_segment_is_private_and_its_name_ends_with_it(directory: Path, end: st
     getattr(exposure, end)()
     assert name not in segments(directory)
     with pytest.raises(GoneError):
-        exposure.place(0, memoryview(b"late"))
+        exposure.write(0, memoryview(b"late"))
     transport.close()
     assert segments(directory) == []
 
@@ -122,8 +122,8 @@ def test_a_segment_that_shrinks_under_its_reader_is_an_error_and_no_signal(direc
     view = transport.view(exposure.opening, 50_000)
     os.truncate(directory / segments(directory)[0], 100)
     with pytest.raises(CorruptTransferError, match="ends before"):
-        view.take(40_000, [memoryview(bytearray(10_000))], head=b"")
-    exposure.place(40_000, memoryview(b"x"))  # nor does it end its writer
+        view.read(40_000, [memoryview(bytearray(10_000))], head=b"")
+    exposure.write(40_000, memoryview(b"x"))  # nor does it end its writer
     view.close()
     exposure.close()
 
@@ -151,7 +151,7 @@ def test_without_memory_on_the_machine_the_transport_steps_aside(
         empty = os.statvfs_result((4096, 4096, 10, 0, 0, 10, 10, 10, 0, 255))
         monkeypatch.setattr(os, "fstatvfs", lambda _: empty)
     assert transport.expose(transport.invitation(), 100) is None
-    assert transport.ledger.used == 0
+    assert transport.account.used == 0
     assert segments(directory) == []
 
 
@@ -167,7 +167,7 @@ def test_memory_that_ends_in_the_middle_ends_the_transfer(
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(GoneError, match="No space left"):
-        exposure.place(0, memoryview(b"x"))
+        exposure.write(0, memoryview(b"x"))
     exposure.close()
 
 

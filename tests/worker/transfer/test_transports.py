@@ -14,17 +14,16 @@ import pytest
 
 from vlm_kernels.cpu import native
 from vlm_worker.errors import CorruptTransferError, GoneError
-from vlm_worker.serve.transports import make_transport
+from vlm_worker.serve.worker import make_transport
 from vlm_worker.settings import WorkerSettings, parse
 from vlm_worker.transfer import nixl
-from vlm_worker.transfer.incoming import Pull, checked
-from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.transfer.consumer import Pull, checked_units
+from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.shared_memory import SharedMemory
 from vlm_worker.transfer.transport import ByteStream, Exposure, Transport
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId
-from vlm_worker.wire.joining import joined
+from vlm_worker.wire.frames import Commit, TransferId, join_frames
 
 KEY = RequestKey("r-1", 1)
 IDENTITY = TransferId(KEY, "t-1", b"b" * 16, b"f" * 16, "pod")
@@ -59,7 +58,7 @@ def shared(directory: Path, *, native_library: str | None = None) -> SharedMemor
     )
 
 
-class Producer:
+class ProducerSide:
     """A transfer of DATA, or of others as long; made where there is room for them, or not."""
 
     def __init__(
@@ -68,7 +67,7 @@ class Producer:
         self.transport = transport
         self.data = data
         self.uses_room = uses_room
-        self.outgoing = Outgoing(
+        self.producer = Producer(
             IDENTITY, unit_bytes=UNIT, max_units=NUM_UNITS, export=self._export
         )
 
@@ -87,8 +86,8 @@ class Producer:
             end_unit=NUM_UNITS,
             open_memory=lambda _, opening, size: consumer.view(opening, size),
         )
-        frames = joined(
-            self.outgoing.runs(
+        frames = join_frames(
+            self.producer.frame_batches(
                 KEY,
                 first_unit=first_unit,
                 transport=self.transport,
@@ -96,7 +95,9 @@ class Producer:
             )
         )
         return Pull(
-            checked(frames, reader, peer="peer", no_progress_seconds=10.0), reader, peer="peer"
+            checked_units(frames, reader, peer="peer", no_progress_seconds=10.0),
+            reader,
+            peer="peer",
         )
 
 
@@ -114,11 +115,11 @@ async def received(pull: Pull) -> bytes:
 @pytest.mark.parametrize("first_unit", [0, 1, NUM_UNITS])
 async def test_what_was_sent_arrives_and_everything_comes_back(make: Make, first_unit: int) -> None:
     ours, theirs = make(), make()
-    producer = Producer(ours)
-    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    producer = ProducerSide(ours)
+    producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
     assert await received(producer.pull(theirs, first_unit=first_unit)) == DATA[first_unit * UNIT :]
-    producer.outgoing.close()  # the consumer's release
-    assert (ours.ledger.used, ours.ledger.num_exposed) == (0, 0)
+    producer.producer.close()  # the consumer's release
+    assert (ours.account.used, ours.account.num_exposed) == (0, 0)
     for transport in (ours, theirs):
         transport.close()
 
@@ -129,57 +130,57 @@ async def test_transfers_through_memory_that_was_used_before_arrive_as_well(
 ) -> None:
     ours, theirs = make(), make()
     for first_unit in (1, 1, 0, 3):
-        producer = Producer(ours, secrets.token_bytes(len(DATA)), uses_room=uses_room)
-        producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+        producer = ProducerSide(ours, secrets.token_bytes(len(DATA)), uses_room=uses_room)
+        producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
         pull = producer.pull(theirs, first_unit=first_unit)
         assert await received(pull) == producer.data[first_unit * UNIT :]
-        producer.outgoing.close()
+        producer.producer.close()
     for transport in (ours, theirs):
         transport.close()
 
 
 async def test_units_are_read_while_later_ones_are_made(make: Make) -> None:
     ours, theirs = make(), make()
-    producer = Producer(ours)
+    producer = ProducerSide(ours)
     pull = producer.pull(theirs)
     async with aclosing(pull.units()) as stream:
         for number in range(NUM_UNITS):
-            producer.outgoing.advance(number + 1)
+            producer.producer.advance(number + 1)
             units = await anext(stream)
             assert (units.first_unit, units.num_units) == (number, 1)
             assert units.data == DATA[number * UNIT : (number + 1) * UNIT]
-        producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+        producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
         assert await anext(stream, None) is None
-    producer.outgoing.close()
+    producer.producer.close()
 
 
 async def test_a_consumer_that_closes_its_stream_frees_what_was_exposed_to_it(make: Make) -> None:
     ours, theirs = make(), make()
-    producer = Producer(ours)
-    producer.outgoing.advance(2)
+    producer = ProducerSide(ours)
+    producer.producer.advance(2)
     pull = producer.pull(theirs)
     async with aclosing(pull.units()) as stream:
         await anext(stream)
-        assert bool(producer.outgoing.exposed_bytes) == bool(theirs.invitation())
-    assert producer.outgoing.exposed_bytes == 0
-    assert producer.outgoing.num_readers == 0
-    assert ours.ledger.used == 0
+        assert bool(producer.producer.exposed_bytes) == bool(theirs.invitation())
+    assert producer.producer.exposed_bytes == 0
+    assert producer.producer.num_readers == 0
+    assert ours.account.used == 0
 
 
 async def test_what_a_failed_transfer_exposed_stays_until_its_reader_is_done(make: Make) -> None:
     ours, theirs = make(), make()
-    producer = Producer(ours)
-    producer.outgoing.advance(1)
+    producer = ProducerSide(ours)
+    producer.producer.advance(1)
     pull = producer.pull(theirs)
     async with aclosing(pull.units()) as stream:
         await anext(stream)
-        producer.outgoing.fail(GoneError("given up"))
+        producer.producer.fail(GoneError("given up"))
         with pytest.raises(GoneError):
             await anext(stream)
     exposed = bool(theirs.invitation())
-    assert bool(producer.outgoing.exposed_bytes) == exposed, "nobody has said that he stopped"
-    producer.outgoing.abandon()
-    assert (ours.ledger.used, bool(ours.ledger.lost)) == (0, exposed)
+    assert bool(producer.producer.exposed_bytes) == exposed, "nobody has said that he stopped"
+    producer.producer.abandon()
+    assert (ours.account.used, bool(ours.account.abandoned)) == (0, exposed)
 
 
 async def test_without_room_all_bytes_travel_in_the_frames(make: Make) -> None:
@@ -187,18 +188,18 @@ async def test_without_room_all_bytes_travel_in_the_frames(make: Make) -> None:
     invitation = theirs.invitation()
     others: list[Exposure | None] = [ours.expose(invitation, len(DATA)) for _ in range(3)]
     assert others[2] is None
-    producer = Producer(ours)
-    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    producer = ProducerSide(ours)
+    producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
     assert await received(producer.pull(theirs)) == DATA
-    assert producer.outgoing.exposed_bytes == 0
+    assert producer.producer.exposed_bytes == 0
     for other in others:
         if other is not None:
             other.close()
 
 
 async def test_a_consumer_of_another_kind_is_served_in_the_frames(make: Make) -> None:
-    producer = Producer(make())
-    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    producer = ProducerSide(make())
+    producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
     assert await received(producer.pull(ByteStream())) == DATA
 
 
@@ -207,12 +208,12 @@ async def test_a_changed_byte_in_exposed_memory_is_caught(make: Make) -> None:
     exposure = ours.expose(theirs.invitation(), len(DATA))
     if exposure is None:
         return  # bytes of a stream: test_integrity changes those
-    producer = Producer(Tampering(ours))
+    producer = ProducerSide(Tampering(ours))
     exposure.close()
-    producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+    producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
     with pytest.raises(CorruptTransferError, match="digest"):
         await received(producer.pull(theirs))
-    producer.outgoing.close()
+    producer.producer.close()
 
 
 async def test_what_an_earlier_transfer_left_is_never_taken_for_the_next(make: Make) -> None:
@@ -220,15 +221,15 @@ async def test_what_an_earlier_transfer_left_is_never_taken_for_the_next(make: M
     if ours.expose(theirs.invitation(), 1) is None:
         return
     for transport, data in ((ours, DATA), (Tampering(ours, change=lambda _: b""), DATA[::-1])):
-        producer = Producer(transport, data)
-        producer.outgoing.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
+        producer = ProducerSide(transport, data)
+        producer.producer.finish(Commit(NUM_UNITS, 4 * NUM_UNITS, 5))
         pull = producer.pull(theirs)
         if transport is ours:
             assert await received(pull) == DATA
         else:
             with pytest.raises(CorruptTransferError, match="digest"):
                 await received(pull)
-        producer.outgoing.close()
+        producer.producer.close()
 
 
 def with_one_bit_changed(data: memoryview) -> bytes:
@@ -246,18 +247,18 @@ class Tampering(ByteStream):
         self.change = change
         self.inner = inner
         self.name = inner.name
-        self.ledger = inner.ledger
+        self.account = inner.account
 
     def expose(self, invitation: bytes, num_bytes: int) -> Exposure | None:  # type: ignore[override]
         exposure = self.inner.expose(invitation, num_bytes)
         assert exposure is not None
-        place = exposure.place
+        place = exposure.write
 
         def tampered(position: int, data: memoryview) -> memoryview:
             return place(position, memoryview(self.change(data)))
 
-        exposure.place = tampered  # type: ignore[method-assign]
-        exposure.room = lambda *_: None  # type: ignore[method-assign]  # where nothing is placed
+        exposure.write = tampered  # type: ignore[method-assign]
+        exposure.buffer = lambda *_: None  # type: ignore[method-assign]  # where nothing is placed
         return exposure
 
 

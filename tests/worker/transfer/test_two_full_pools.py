@@ -21,8 +21,8 @@ from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
 from vlm_worker.testing import ChecksumRunner, answer_alone, plain_positions
-from vlm_worker.transfer.incoming import Pull, checked
-from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.transfer.consumer import Pull, checked_units
+from vlm_worker.transfer.producer import Producer
 from vlm_worker.types import (
     BlocksReady,
     FailedEvent,
@@ -33,8 +33,7 @@ from vlm_worker.types import (
     TokenEvent,
 )
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Commit, TransferId
-from vlm_worker.wire.joining import joined
+from vlm_worker.wire.frames import Commit, TransferId, join_frames
 
 BLOCK = 4
 NUM_BLOCKS = 8
@@ -113,23 +112,23 @@ class Pools:
             await prefill.cancel(key)
             await decode.cancel(key)
 
-    def _outgoing(self, prefill: Engine, request: Request) -> Outgoing:
+    def _outgoing(self, prefill: Engine, request: Request) -> Producer:
         layout = ChecksumRunner(2).kv_layout
         assert layout is not None
 
         def export(first: int, count: int, room: memoryview) -> memoryview:
             return prefill.export_blocks(request.key, first, count, room)
 
-        return Outgoing(
+        return Producer(
             TransferId(request.key, "t", b"b" * 16, layout.fingerprint, "pod"),
             unit_bytes=layout.block_bytes,
             max_units=-(-len(request.token_ids) // BLOCK),
             export=export,
         )
 
-    async def _make(self, prefill: Engine, request: Request, outgoing: Outgoing) -> None:
+    async def _make(self, prefill: Engine, request: Request, outgoing: Producer) -> None:
         token, finish = None, None
-        stream = prefill.submit_prefill(request, hold=True)
+        stream = prefill.submit_prefill(request, for_peer=True)
         async for event in stream:
             match event:
                 case BlocksReady(count):
@@ -145,7 +144,7 @@ class Pools:
         outgoing.finish(Commit(-(-num_tokens // BLOCK), num_tokens, token, finish))
 
     async def _pull(
-        self, decode: Engine, request: Request, outgoing: Outgoing
+        self, decode: Engine, request: Request, outgoing: Producer
     ) -> asyncio.Task[list[int]]:
         """Receive and start; the task gives the whole answer."""
         key = request.key
@@ -156,9 +155,9 @@ class Pools:
             first_unit=first,
             end_unit=-(-len(request.token_ids) // BLOCK),
         )
-        frames = joined(outgoing.runs(key, first_unit=first))
+        frames = join_frames(outgoing.frame_batches(key, first_unit=first))
         pull = Pull(
-            checked(frames, reader, peer="peer", no_progress_seconds=HANG_SECONDS),
+            checked_units(frames, reader, peer="peer", no_progress_seconds=HANG_SECONDS),
             reader,
             peer="peer",
         )
@@ -242,20 +241,20 @@ async def test_a_prefill_pool_half_full_of_unread_kv_takes_no_more_for_peers() -
         engine = two_by_two.prefill[0]
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
         held = Request(RequestKey("held", 1), tuple(range(18)), 18, sampling)
-        assert [e async for e in engine.submit_prefill(held, hold=True)]
-        assert engine._thread._state.sequences.scheduler.unread.num_held_blocks == 5
+        assert [e async for e in engine.submit_prefill(held, for_peer=True)]
+        assert engine._thread._state.sequences.scheduler.pending_transfers.num_held_blocks == 5
         late = Request(RequestKey("late", 1), tuple(range(50, 54)), 4, sampling)
-        [refused] = [e async for e in engine.submit_prefill(late, hold=True)]
+        [refused] = [e async for e in engine.submit_prefill(late, for_peer=True)]
         assert isinstance(refused, FailedEvent)
         assert isinstance(refused.error, OverloadedError)
         assert "5 KV blocks wait to be read, 4 may" in str(refused.error)
         own = Request(RequestKey("own", 1), tuple(range(50, 54)), 4, sampling)
-        told = [e async for e in engine.submit_prefill(own, hold=False)]
+        told = [e async for e in engine.submit_prefill(own, for_peer=False)]
         assert isinstance(told[-1], FinishedEvent), "what nobody reads is not counted"
         await engine.release(held.key)
         again = dataclasses.replace(late, key=RequestKey("late", 2))
         assert not any(
             isinstance(e, FailedEvent)
-            for e in [e async for e in engine.submit_prefill(again, hold=True)]
+            for e in [e async for e in engine.submit_prefill(again, for_peer=True)]
         )
         await engine.release(again.key)

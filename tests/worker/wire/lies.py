@@ -23,7 +23,7 @@ from vlm_worker.types import (
     StageSpan,
     TokenLogprobs,
 )
-from vlm_worker.wire import calls, decode, encode, identity, prefill
+from vlm_worker.wire import decode, encode, identity, messages, prefill
 
 KEY = RequestKey("r-1", 1)
 SOURCE = Source("127.0.0.1:9", b"b" * 16, "t-1", b"f" * 16)
@@ -59,25 +59,25 @@ Door = tuple[Message, Callable[[Any], Any]]
 
 
 def _reply(event: Any) -> Any:
-    return calls.Reply(event, SPANS, 1.5)
+    return messages.Reply(event, SPANS, 1.5)
 
 
 def server_doors() -> dict[str, Door]:
     """What a worker is asked, by call."""
     pictures = (
-        calls.EncodeItem("e-1", 100, 64, 48, 4, 0, "PNG"),
-        calls.EncodeItem("e-2", 90, 64, 48, 4, 0, "PNG"),
+        messages.EncodeItem("e-1", 100, 64, 48, 4, 0, "PNG"),
+        messages.EncodeItem("e-2", 90, 64, 48, 4, 0, "PNG"),
     )
-    encoding = calls.EncodeCall(KEY, pictures, b"s" * 32)
-    prefilling = calls.PrefillCall(REQUEST, "t-1", (SOURCE,))
-    decoding = calls.DecodeCall(REQUEST, "res-1", SOURCE, b"b" * 16)
-    fetch = calls.FetchCall("t-1", b"b" * 16, b"f" * 16, KEY, 3, "shared-memory", b"i" * 16)
+    encoding = messages.EncodeCall(KEY, pictures, b"s" * 32)
+    prefilling = messages.PrefillCall(REQUEST, "t-1", (SOURCE,))
+    decoding = messages.DecodeCall(REQUEST, "res-1", SOURCE, b"b" * 16)
+    fetch = messages.FetchCall("t-1", b"b" * 16, b"f" * 16, KEY, 3, "shared-memory", b"i" * 16)
     renewal = pb.RenewLeasesRequest(transfer_ids=["a", "b"], boot_id=b"b" * 16)
     return {
         "Encode": (encode.encode_call_to(encoding).begin, encode.encode_call_of),
         "Prefill": (prefill.prefill_call_to(prefilling), prefill.prefill_call_of),
         "Reserve": (
-            decode.reserve_call_to(calls.ReserveCall(KEY, 9)),
+            decode.reserve_call_to(messages.ReserveCall(KEY, 9)),
             decode.reserve_call_of,
         ),
         "Decode": (decode.decode_call_to(decoding), decode.decode_call_of),
@@ -94,26 +94,26 @@ def server_doors() -> dict[str, Door]:
 
 def client_doors() -> dict[str, Door]:
     """What a worker replies, by call and kind."""
-    limits = calls.Limits(64, 10_000, 4096, 256)
-    hello = calls.Hello(
+    limits = messages.Limits(64, 10_000, 4096, 256)
+    hello = messages.Hello(
         Role.DECODE, frozenset({Stage.DECODE}), "m", "r", "p", "u", b"b" * 16, b"f" * 16,
         b"g" * 16, "c", "int8", limits,
     )  # fmt: skip
-    load = calls.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
-    broken = calls.DecodedItem(0, (0, 0, 0), b"", InvalidImageError("no", item=1))
-    decoded = calls.Decoded((calls.DecodedItem(4, (1, 4, 4), b"k" * 32), broken))
+    load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
+    broken = messages.DecodedItem(0, (0, 0, 0), b"", InvalidImageError("no", item=1))
+    decoded = messages.Decoded((messages.DecodedItem(4, (1, 4, 4), b"k" * 32), broken))
     encoding = encode.encode_reply_to, encode.encode_reply_of
     prefilling = prefill.prefill_reply_to, prefill.prefill_reply_of
     decoding = decode.decode_reply_to, decode.decode_reply_of
     replies: dict[str, tuple[Any, tuple[Any, Any]]] = {
         "Decoded": (decoded, encoding),
-        "ItemReady": (calls.ItemReady(1, cache_hit=True, num_bytes=9), encoding),
-        "ItemFailed": (calls.ItemFailed(1, "code", "why"), encoding),
-        "Accepted": (calls.Accepted("t-1", b"b" * 16, b"f" * 16, 10.0), prefilling),
-        "FirstToken": (calls.FirstToken(0, 7, 4, FinishReason.STOP, LOGPROBS), prefilling),
-        "PrefillDone": (calls.PrefillDone(), prefilling),
-        "Tokens": (calls.Tokens(1, (7, 8), (LOGPROBS, LOGPROBS)), decoding),
-        "Finished": (calls.Finished(FinishReason.LENGTH, 8), decoding),
+        "ItemReady": (messages.ItemReady(1, cache_hit=True, num_bytes=9), encoding),
+        "ItemFailed": (messages.ItemFailed(1, "code", "why"), encoding),
+        "Accepted": (messages.Accepted("t-1", b"b" * 16, b"f" * 16, 10.0), prefilling),
+        "FirstToken": (messages.FirstToken(0, 7, 4, FinishReason.STOP, LOGPROBS), prefilling),
+        "PrefillDone": (messages.PrefillDone(), prefilling),
+        "Tokens": (messages.Tokens(1, (7, 8), (LOGPROBS, LOGPROBS)), decoding),
+        "Finished": (messages.Finished(FinishReason.LENGTH, 8), decoding),
     }
     reservation = pb.ReserveReply(
         reservation_id="res-1", boot_id=b"b" * 16, lease_milliseconds=10_000

@@ -17,6 +17,6 @@ def read(reader: FrameReader, frame: bytes, *, in_parts: bool) -> Units | None:
     payload = view[HEADER_BYTES:]
     for room in reader.begin(view[:HEADER_BYTES], payload.nbytes):
         room[:], payload = payload[: room.nbytes], payload[room.nbytes :]
-        reader.come(room[: room.nbytes // 3])
-        reader.come(room[room.nbytes // 3 :])
+        reader.update(room[: room.nbytes // 3])
+        reader.update(room[room.nbytes // 3 :])
     return reader.end()

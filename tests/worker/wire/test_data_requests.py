@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import LENGTH, MAX_REQUEST_BYTES, Fetch, request_of, request_to
+from vlm_worker.wire.data_protocol import LENGTH, MAX_REQUEST_BYTES, Fetch, request_of, request_to
+from vlm_worker.wire.messages import FetchCall
 
 CALL = FetchCall("t-1", b"b" * 16, b"f" * 16, RequestKey("r-1", 1), 3, "shared-memory.2", b"me")
 

@@ -12,6 +12,7 @@ from worker.wire.reading import read
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
 from vlm_worker.types import FinishReason, RequestKey
+from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
     HEADER_BYTES,
@@ -22,7 +23,6 @@ from vlm_worker.wire.frames import (
     FrameWriter,
     TransferId,
 )
-from vlm_worker.wire.rooms import Rooms
 
 IDENTITY = TransferId(RequestKey("r-1", 1), "t-1", b"b" * 16, b"f" * 16, "pod-1", b"c" * 32)
 
@@ -54,7 +54,9 @@ class Transfer:
         frames.append(writer.commit(self.commit))
         return [frame.joined() for frame in frames]
 
-    def reader(self, identity: TransferId = IDENTITY, *, into: Rooms | None = None) -> FrameReader:
+    def reader(
+        self, identity: TransferId = IDENTITY, *, into: DestinationBuffers | None = None
+    ) -> FrameReader:
         identity = dataclasses.replace(identity, pod_uid=None)
         return FrameReader(
             identity,
@@ -156,7 +158,7 @@ OTHERS = {
     "another request": dataclasses.replace(IDENTITY, key=RequestKey("r-2", 1)),
     "another content": dataclasses.replace(IDENTITY, content=b"d" * 32),
     "another attempt": dataclasses.replace(IDENTITY, key=RequestKey("r-1", 2)),
-    "another life": dataclasses.replace(IDENTITY, boot_id=b"c" * 16),
+    "another incarnation": dataclasses.replace(IDENTITY, boot_id=b"c" * 16),
 }
 
 
@@ -223,7 +225,7 @@ def test_units_lie_where_their_reader_wants_them_however_the_frames_come() -> No
     size = len(transfer.data)
     for in_parts, piece_bytes in itertools.product((False, True), (size, 700_000, 300_000)):
         pieces = [bytearray(piece_bytes) for _ in range(size // piece_bytes)]
-        reader = transfer.reader(into=Rooms([memoryview(piece) for piece in pieces]))
+        reader = transfer.reader(into=DestinationBuffers([memoryview(piece) for piece in pieces]))
         assert receive(reader, transfer.frames(), in_parts=in_parts) == b"", "it is there already"
         assert b"".join(pieces) == transfer.data
         assert reader.num_bytes == size
@@ -232,7 +234,7 @@ def test_units_lie_where_their_reader_wants_them_however_the_frames_come() -> No
 def test_units_that_lie_elsewhere_are_followed_where_somebody_wants_to_hear_of_them() -> None:
     transfer = Transfer(unit_bytes=10, first_unit=2, num_units=9, batch=3)
     pieces = [bytearray(10) for _ in range(7)]
-    into = Rooms([memoryview(piece) for piece in pieces], is_followed=True)
+    into = DestinationBuffers([memoryview(piece) for piece in pieces], reports_progress=True)
     reader = transfer.reader(into=into)
     told = [reader.read(frame) for frame in transfer.frames()]
     assert [(one.first_unit, one.num_units, one.data.nbytes) for one in told if one] == [
@@ -250,7 +252,7 @@ def test_units_that_lie_elsewhere_unheard_of_may_not_end_early() -> None:
     early = writer.commit(Commit(4, 16, finish_reason=FinishReason.STOP)).joined()
     assert transfer.reader().read(early) is None, "an answer may end with its first token"
     with pytest.raises(CorruptTransferError, match="all units are due") as refused:
-        transfer.reader(into=Rooms([memoryview(bytearray(40))])).read(early)
+        transfer.reader(into=DestinationBuffers([memoryview(bytearray(40))])).read(early)
     assert refused.value.refusal is Refusal.COMMIT
 
 

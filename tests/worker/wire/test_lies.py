@@ -89,4 +89,4 @@ def test_a_hundred_thousand_messages_that_lie_are_values_within_bounds_or_refuse
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 2.0])
 def test_a_measure_is_a_number_within_its_bounds(value: float) -> None:
     with pytest.raises(InvalidRequestError, match="share must be 0 to 1"):
-        checks.measure(value, "share", 1.0)
+        checks.bounded_float(value, "share", 1.0)

@@ -23,7 +23,7 @@ from vlm_worker.types import (
     StageSpan,
     TokenLogprobs,
 )
-from vlm_worker.wire import calls, decode, encode, identity, prefill
+from vlm_worker.wire import decode, encode, identity, messages, prefill
 
 KEY = RequestKey("01J9-abc_d.e:f/g", 3)
 SOURCE = Source("[::1]:9000", b"b" * 16, "t-1", b"f" * 16)
@@ -70,23 +70,25 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 @given(requests(), st.booleans(), st.booleans())
-def test_a_prefill_call_survives(request: Request, hand_over: bool, last_resort: bool) -> None:
+def test_a_prefill_call_survives(request: Request, handoff: bool, last_resort: bool) -> None:
     sources = (SOURCE,) * len(request.items)
-    call = calls.PrefillCall(request, "t", sources, hand_over=hand_over, last_resort=last_resort)
+    call = messages.PrefillCall(request, "t", sources, handoff=handoff, last_resort=last_resort)
     message = pb.PrefillRequest.FromString(prefill.prefill_call_to(call).SerializeToString())
     assert prefill.prefill_call_of(message) == call
 
 
 @given(requests())
 def test_a_decode_call_survives(request: Request) -> None:
-    call = calls.DecodeCall(request, "reservation", SOURCE, b"x" * 16)
+    call = messages.DecodeCall(request, "reservation", SOURCE, b"x" * 16)
     message = pb.DecodeRequest.FromString(decode.decode_call_to(call).SerializeToString())
     assert decode.decode_call_of(message) == call
 
 
 def test_an_encode_call_survives() -> None:
-    items = tuple(calls.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
-    call = calls.EncodeCall(KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3)
+    items = tuple(messages.EncodeItem(t, 100, 640, 480, 12, 5000, "JPEG") for t in ("t", "u"))
+    call = messages.EncodeCall(
+        KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3
+    )
     message = pb.EncodeRequest.FromString(encode.encode_call_to(call).SerializeToString())
     assert encode.encode_call_of(message.begin) == call
 
@@ -103,30 +105,30 @@ DECODE = (decode.decode_reply_to, decode.decode_reply_of)
 @pytest.mark.parametrize(
     ("event", "ways"),
     [
-        (calls.ItemReady(1, cache_hit=True, num_bytes=9), ENCODE),
-        (calls.ItemFailed(1, "code", "why"), ENCODE),
-        (calls.Accepted("t", b"b" * 16, b"f" * 16, 10.0), PREFILL),
-        (calls.FirstToken(0, 7, 64, None), PREFILL),
-        (calls.FirstToken(3, 7, 0, FinishReason.STOP), PREFILL),
-        (calls.FirstToken(0, 7, 64, None, LOGPROBS), PREFILL),
-        (calls.PrefillDone(), PREFILL),
-        (calls.Tokens(4, (1, 2, 3)), DECODE),
-        (calls.Tokens(4, (7, 8), (LOGPROBS, TokenLogprobs(-3.0))), DECODE),
-        (calls.Finished(FinishReason.DRAINED, 9), DECODE),
+        (messages.ItemReady(1, cache_hit=True, num_bytes=9), ENCODE),
+        (messages.ItemFailed(1, "code", "why"), ENCODE),
+        (messages.Accepted("t", b"b" * 16, b"f" * 16, 10.0), PREFILL),
+        (messages.FirstToken(0, 7, 64, None), PREFILL),
+        (messages.FirstToken(3, 7, 0, FinishReason.STOP), PREFILL),
+        (messages.FirstToken(0, 7, 64, None, LOGPROBS), PREFILL),
+        (messages.PrefillDone(), PREFILL),
+        (messages.Tokens(4, (1, 2, 3)), DECODE),
+        (messages.Tokens(4, (7, 8), (LOGPROBS, TokenLogprobs(-3.0))), DECODE),
+        (messages.Finished(FinishReason.DRAINED, 9), DECODE),
     ],
 )
 def test_a_reply_survives(event: Any, ways: Any) -> None:
     to, of = ways
-    reply = calls.Reply(event, SPANS, 1.5)
+    reply = messages.Reply(event, SPANS, 1.5)
     assert of(to(reply)) == reply
 
 
 def test_decoded_items_and_their_errors_survive() -> None:
-    good = calls.DecodedItem(12, (1, 6, 8), b"k" * 32)
-    bad = calls.DecodedItem(0, (0, 0, 0), b"", ERROR)
-    sent = encode.encode_reply_to(calls.Reply(calls.Decoded((good, bad)), (), 0.0))
+    good = messages.DecodedItem(12, (1, 6, 8), b"k" * 32)
+    bad = messages.DecodedItem(0, (0, 0, 0), b"", ERROR)
+    sent = encode.encode_reply_to(messages.Reply(messages.Decoded((good, bad)), (), 0.0))
     event = encode.encode_reply_of(sent).event
-    assert isinstance(event, calls.Decoded)
+    assert isinstance(event, messages.Decoded)
     assert event.items[0] == good
     error = event.items[1].error
     assert error is not None
@@ -134,7 +136,7 @@ def test_decoded_items_and_their_errors_survive() -> None:
 
 
 def test_hello_and_load_survive() -> None:
-    hello = calls.Hello(
+    hello = messages.Hello(
         role=Role.DECODE,
         stages=frozenset({Stage.PREFILL, Stage.DECODE}),
         model="shapes",
@@ -146,12 +148,12 @@ def test_hello_and_load_survive() -> None:
         embed_fingerprint=b"e" * 16,
         compat="c",
         weights="int8",
-        limits=calls.Limits(64, 4096, 2048, 8),
+        limits=messages.Limits(64, 4096, 2048, 8),
     )
     assert identity.hello_of(identity.hello_to(hello)) == hello
-    load = calls.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
+    load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
     assert identity.load_of(identity.load_to(load)) == load
-    fetch = calls.FetchCall("t", b"b" * 16, b"f" * 16, KEY, 5)
+    fetch = messages.FetchCall("t", b"b" * 16, b"f" * 16, KEY, 5)
     assert identity.fetch_call_of(identity.fetch_call_to(fetch)) == fetch
 
 
@@ -164,7 +166,7 @@ def _valid() -> pb.PrefillRequest:
     request = Request(
         KEY, (1, 2, 3, 4), 4, SamplingParams(4), (ImageItem(b"k" * 32, 1, 2, (1, 2, 4)),)
     )
-    return prefill.prefill_call_to(calls.PrefillCall(request, "t", (SOURCE,)))
+    return prefill.prefill_call_to(messages.PrefillCall(request, "t", (SOURCE,)))
 
 
 BAD = {

@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worker.seeds import drawing
-from worker.wire.test_data import framed, received, recorded
+from worker.wire.test_data_protocol import framed, received, recorded
 from worker.wire.test_frames import Transfer
 
 from vlm_worker.errors import PeerLostError, WorkerError
-from vlm_worker.wire.data import MAX_SHORT_BYTES, RECORD, has_come, send_now, send_rest
+from vlm_worker.wire.data_protocol import (
+    MAX_SHORT_BYTES,
+    RECORD,
+    is_readable,
+    send_nonblocking,
+    send_rest,
+)
 
 SHORT = Transfer(unit_bytes=32, first_unit=0, num_units=4, batch=2)
 STREAM = recorded(SHORT.frames(waits=True))
@@ -24,7 +30,7 @@ def has_come_of(stream: bytes) -> bool:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(stream)
-        found = has_come(ours)
+        found = is_readable(ours)
         ours.setblocking(False)
         left = ours.recv(len(stream) + 1) if stream else b""
         assert left == stream, "nothing was taken"
@@ -49,8 +55,8 @@ def test_a_connection_that_is_gone_has_nothing() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        assert not has_come(ours)
-    assert not has_come(ours)
+        assert not is_readable(ours)
+    assert not is_readable(ours)
 
 
 def received_at_once(stream: bytes) -> None:
@@ -59,7 +65,7 @@ def received_at_once(stream: bytes) -> None:
     with ours, theirs:
         theirs.sendall(stream)
         ours.setblocking(False)
-        if has_come(ours):
+        if is_readable(ours):
             try:
                 received(ours, SHORT.reader())
             except PeerLostError:
@@ -97,7 +103,7 @@ def test_what_there_is_no_room_for_is_sent_later_and_arrives_whole(num_before: i
                 num_sent += ours.send(b"x" * min(512, num_before - num_sent))
         except BlockingIOError:
             pass
-        rest = send_now(ours, frames)
+        rest = send_nonblocking(ours, frames)
         assert bool(rest) == (num_before > 1)
         theirs.recv(num_sent, socket.MSG_WAITALL)
         ours.setblocking(True)
@@ -110,4 +116,4 @@ def test_who_is_gone_is_said_so() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(OSError, match="pipe"):
-        send_now(ours, framed(SHORT.frames()))
+        send_nonblocking(ours, framed(SHORT.frames()))

@@ -1,1 +1,1 @@
-"""What to compute: pure bookkeeping without torch, clock or I/O."""
+"""Decisions and state of the engine: scheduling, caches, memory. Pure: no torch, clock or I/O."""

@@ -1,82 +1,276 @@
-"""Whether a request can ever run here. Checked before anything is queued for it."""
+"""Admission of sequences to the running batch. Pure.
+
+ready      KV is complete (received or adopted): admitted first, because only finishing frees the KV
+waiting    admitted if the KV blocks of the whole prompt fit, images included; if they do not fit,
+           at most MAX_BYPASSED others are admitted before it
+reserved   a waiting sequence with reserved blocks may bypass any number of others: no other
+           sequence can use its blocks
+blocked    a sequence that lacks an embedding requests it if its blocks fit beside all soft
+           reservations (`soft_reservations`); if not, it is blocked until more blocks are free
+"""
 
 from __future__ import annotations
 
-from vlm_worker.errors import ContextTooLongError, InvalidRequestError
-from vlm_worker.types import Request
+import itertools
+from typing import Final
 
-MAX_TOKEN_ID = 2**31 - 1
+from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
+from vlm_worker.core.admission_queue import AdmissionQueue, AdmissionRound
+from vlm_worker.core.chunks import TokenBudget
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.pending_transfers import PendingKVTransfers
+from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.sequence import MIN_PRIORITY, Sequence
+from vlm_worker.core.soft_reservations import SoftReservations
+
+MAX_BYPASSED: Final = 64
+"""Sequences that may be admitted before one that lacks blocks or budget; then all wait for it."""
+
+MAX_CANDIDATES: Final = 4
+"""Waiting sequences that lack blocks or budget and are examined in one step."""
+
+MAX_IDLE_SECONDS: Final = 0.1
+"""If nothing changed, no sequence is tried again for this time; ageing can change the order."""
 
 
-def check_request(
-    request: Request, *, max_model_len: int, max_image_tokens: int | None, vocab_size: int
-) -> None:
-    """Raise where the request could wait for ever or break the books.
+class AdmissionController:
+    """Admits sequences from the queue to the batch. Only the scheduler uses it.
 
-    Args:
-        request: as it came in.
-        max_model_len: tokens of the longest sequence; the KV pool holds at least one such.
-        max_image_tokens: largest image that fits in one chunk, where a chunk may not cut one.
-        vocab_size: logits of a token.
-
-    Raises:
-        ContextTooLongError: the prompt leaves no room for an answer, with the numbers.
-        InvalidRequestError: tokens, items or sampling contradict each other, naming the field.
+    Attributes:
+        waiting: the queue.
+        ready: sequences that are admitted before the queue, in order.
+        max_running: limit on running sequences; a lower limit stops no running sequence.
+        pending_transfers: bounds the KV that is computed for peers.
     """
-    num_tokens = len(request.token_ids)
-    if not 1 <= request.num_prompt_tokens <= num_tokens:
-        raise InvalidRequestError(
-            f"num_prompt_tokens is {request.num_prompt_tokens}; it must be between 1 and the "
-            f"{num_tokens} token_ids",
-            param="num_prompt_tokens",
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        batch: PersistentBatch,
+        *,
+        watermark_blocks: int,
+        pending_transfers: PendingKVTransfers,
+        settings: AdmissionSettings,
+    ) -> None:
+        self.waiting = AdmissionQueue(settings)
+        self.ready: dict[Sequence, None] = {}
+        self.max_running = len(batch.sequences)
+        self.pending_transfers = pending_transfers
+        self._pool = pool
+        self._batch = batch
+        self._watermark_blocks = watermark_blocks
+        self._awaited_blocks = 0
+        self._soft_reservations = SoftReservations(pool, max_bypassed=MAX_BYPASSED)
+        self._unblocked: Sequence | None = None
+        self._tried_with: tuple[int, ...] = ()
+        self._tried_at = 0.0
+
+    @property
+    def withheld_blocks(self) -> int:
+        """Free blocks that a reservation must leave: watermark and blocks of bypassed sequences."""
+        return self._watermark + max(
+            self._awaited_blocks, self._soft_reservations.num_withheld_blocks
         )
-    if num_tokens >= max_model_len:
-        raise ContextTooLongError(_too_long(request, max_model_len=max_model_len))
-    if not 0 <= min(request.token_ids) <= max(request.token_ids) <= MAX_TOKEN_ID:
-        raise InvalidRequestError("token_ids must be between 0 and 2^31 - 1", param="token_ids")
-    if request.sampling.max_tokens <= request.num_delivered_tokens:
-        raise InvalidRequestError(
-            f"max_tokens is {request.sampling.max_tokens}, and {request.num_delivered_tokens} "
-            "tokens of the answer are delivered already",
-            param="max_tokens",
+
+    @property
+    def soft_reserved_blocks(self) -> int:
+        """Blocks of all soft reservations."""
+        return self._soft_reservations.num_blocks
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Blocks of the longest prefix hit that leaves a token to compute (K4)."""
+        pool = self._pool
+        return pool.match(sequence.hashes[: (sequence.num_tokens - 1) // pool.block_size])
+
+    def admit_ready(self) -> None:
+        if not self.ready:
+            return
+        for sequence in list(itertools.islice(self.ready, self._num_places)):
+            del self.ready[sequence]
+            self._batch.add(sequence)
+
+    def can_request_embeddings(self, sequence: Sequence) -> bool:
+        """Make a soft reservation for a new sequence; True lets it request its embeddings at once.
+
+        False while other sequences are blocked on the encoder.
+        """
+        shared = self.match(sequence)
+        if self.waiting.num_blocked or not self._has_blocks(sequence, shared):
+            return False
+        return self._soft_reserve(sequence, shared)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence that leaves the queue or the batch."""
+        self._soft_reservations.discard(sequence)
+        if sequence is self._unblocked:
+            self._unblocked = None
+
+    def admit(
+        self, token_budget: TokenBudget, *, now: float
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Admit waiting sequences and give each its first chunk.
+
+        KV blocks come before embeddings: a sequence without blocks requests no embedding. If
+        nothing changed since the last call, no sequence is tried.
+
+        Returns:
+            The admitted sequences, and those that found no blocks.
+        """
+        if not (self.waiting and token_budget.remaining and self._num_places):
+            self._awaited_blocks, self._tried_with = 0, ()
+            return [], []
+        conditions = self._conditions(token_budget)
+        recent = now - self._tried_at < MAX_IDLE_SECONDS
+        if recent and conditions == self._tried_with and not self._can_unblock:
+            return [], []
+        self._tried_with, self._tried_at = conditions, now
+        return self._try(token_budget, now=now)
+
+    def _conditions(self, token_budget: TokenBudget) -> tuple[int, ...]:
+        """The inputs of an admission except time and taken blocks, which admit no sequence."""
+        return (
+            self.waiting.num_changes,
+            self._pool.num_gains,
+            self.pending_transfers.num_blocks,
+            self._soft_reservations.num_withheld_blocks,
+            self._num_places,
+            token_budget.remaining,
         )
-    if any(token_id >= vocab_size for token_id, _ in request.sampling.logit_bias):
-        raise InvalidRequestError(
-            f"logit_bias names a token beyond the model's {vocab_size}", param="logit_bias"
+
+    def _try(
+        self, token_budget: TokenBudget, *, now: float
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Run one admission round; see `admit`."""
+        admitted: list[Sequence] = []
+        lacking: list[Sequence] = []
+        blocked_on_kv: list[Sequence] = []
+        self._awaited_blocks = 0
+        num_unblocks = MAX_CANDIDATES if self._can_unblock else 0
+        with self.waiting.begin_round(now=now) as admission_round:
+            while token_budget.remaining and self._num_places:
+                if num_unblocks:
+                    self._unblock_one(now=now)
+                sequence = self._next(admission_round, num_lacking=len(lacking))
+                if sequence is None:
+                    break
+                shared = self.match(sequence)
+                start = len(shared) * self._pool.block_size
+                count = 0
+                if self._has_blocks(sequence, shared):
+                    count = token_budget.next_chunk(sequence, start)
+                else:
+                    self._soft_reservations.release(sequence)
+                    blocked_on_kv.append(sequence)
+                was_unblocked = sequence is self._unblocked
+                if was_unblocked:
+                    self._unblocked = None
+                if sequence.is_blocked:
+                    if not self._soft_reserve(sequence, shared):
+                        token_budget.blocked_on_embedding.pop()
+                        num_unblocks -= was_unblocked
+                    continue
+                if count:
+                    self._enter(sequence, shared, reason=admission_round.admit(sequence))
+                    token_budget.take(sequence, start, count)
+                    admitted.append(sequence)
+                    for other in lacking:
+                        other.num_bypassed += 1
+                elif sequence.num_bypassed < MAX_BYPASSED:
+                    lacking.append(sequence)
+                else:
+                    self._awaited_blocks = self._pool.blocks_for(sequence.num_tokens)
+        return admitted, blocked_on_kv
+
+    def revoke_soft_reservations(self) -> list[Sequence]:
+        """Revoke soft reservations that no longer fit together; returns their sequences."""
+        if not self._soft_reservations.num_blocks:
+            return []
+        revoked = list(self._soft_reservations.revoke(keep=self._unreservable_blocks))
+        for sequence in revoked:
+            if sequence.is_blocked:
+                self.waiting.block_on_encoder(sequence)
+        return revoked
+
+    @property
+    def _num_places(self) -> int:
+        """Sequences that rows and the running limit let in now."""
+        return min(self._batch.num_free_rows, max(self.max_running - len(self._batch), 0))
+
+    @property
+    def _watermark(self) -> int:
+        """Free blocks that an admission leaves for the growth of running sequences."""
+        return self._watermark_blocks if len(self._batch) else 0
+
+    @property
+    def _unreservable_blocks(self) -> int:
+        """Blocks that no soft reservation may use; the first one of an empty batch may use all."""
+        return self._watermark_blocks if len(self._batch) or len(self._soft_reservations) else 0
+
+    @property
+    def _can_unblock(self) -> bool:
+        """Whether a blocked sequence may get a soft reservation now."""
+        return self.waiting.num_blocked > 0 and self._soft_reservations.has_new_capacity(
+            keep=self._unreservable_blocks
         )
-    _check_items(request, max_image_tokens=max_image_tokens)
 
-
-def check_reservation(num_tokens: int, *, max_model_len: int) -> None:
-    """Raise ContextTooLongError where so many tokens can never be held."""
-    if num_tokens > max_model_len:
-        raise ContextTooLongError(
-            f"{num_tokens} tokens were to be reserved; max_model_len is {max_model_len}"
-        )
-
-
-def _too_long(request: Request, *, max_model_len: int) -> str:
-    visual = sum(item.num_tokens for item in request.items)
-    parts = f", {visual} of them for {len(request.items)} image(s)" if request.items else ""
-    return (
-        f"the prompt has {len(request.token_ids)} tokens{parts}; with at least one token of answer "
-        f"that exceeds the model's {max_model_len}"
-    )
-
-
-def _check_items(request: Request, *, max_image_tokens: int | None) -> None:
-    end = 0
-    for number, item in enumerate(request.items):
-        if item.offset < end or item.num_tokens < 1 or item.end > request.num_prompt_tokens:
-            raise InvalidRequestError(
-                f"items[{number}] covers tokens {item.offset} to {item.end}: outside the prompt, "
-                "empty, or overlapping the item before it",
-                param=f"items[{number}]",
+    def _unblock_one(self, *, now: float) -> None:
+        """Unblock one sequence, so that this round examines it; one at a time."""
+        if self._unblocked is None:
+            self._unblocked = self.waiting.next_blocked(
+                now=now, before=self._soft_reservations.next_bypassed
             )
-        if max_image_tokens is not None and item.num_tokens > max_image_tokens:
-            raise ContextTooLongError(
-                f"items[{number}] has {item.num_tokens} visual tokens; this model computes an "
-                f"image in one step, which holds {max_image_tokens}",
-                param=f"items[{number}]",
-            )
-        end = item.end
+            if self._unblocked is not None:
+                self._unblocked.unblock()
+
+    def _next(self, admission_round: AdmissionRound, *, num_lacking: int) -> Sequence | None:
+        """The next candidate: in order, until MAX_CANDIDATES do not fit or all wait for one."""
+        sequence = None
+        if num_lacking < MAX_CANDIDATES and not self._awaited_blocks:
+            sequence = admission_round.next()
+        return admission_round.next_reserved() if sequence is None else sequence
+
+    def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Whether the blocks of the whole prompt fit, missing images included."""
+        num_blocks = self._pool.blocks_for(sequence.num_tokens)
+        if _is_for_peer(sequence) and not self.pending_transfers.has_capacity(num_blocks):
+            return False
+        return self._pool.can_take(
+            num_blocks - len(shared),
+            shared=shared,
+            reserved=sequence.reserved_blocks,
+            keep=0
+            if sequence.reserved_blocks
+            else self._watermark + self._soft_reservations.withheld_from(sequence),
+        )
+
+    def _soft_reserve(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Make a soft reservation, if the sequence's blocks fit beside all others."""
+        num_blocks = 0
+        if not sequence.reserved_blocks:
+            count = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+            num_blocks = self._pool.cost(count, shared=shared)
+        return self._soft_reservations.reserve(sequence, num_blocks, keep=self._unreservable_blocks)
+
+    def _raise(self, sequence: Sequence) -> None:
+        """Raise an aged sequence to the top running priority: it is not preempted at once."""
+        sequence.aged_priority = self._batch.top_priority(least=MIN_PRIORITY)
+
+    def _enter(self, sequence: Sequence, shared: list[int], *, reason: AdmissionReason) -> None:
+        if reason is AdmissionReason.AGED:
+            self._raise(sequence)
+        needed = self._pool.blocks_for(sequence.num_tokens) - len(shared)
+        blocks = self._pool.take(needed, shared=shared, reserved=sequence.reserved_blocks)
+        assert blocks is not None, "can_take said that the blocks fit"
+        sequence.blocks = shared + blocks
+        self._soft_reservations.discard(sequence)
+        if _is_for_peer(sequence):
+            self.pending_transfers.admit(sequence)
+        sequence.reserved_blocks, sequence.num_bypassed = 0, 0
+        sequence.num_computed_tokens = len(shared) * self._pool.block_size
+        sequence.num_cached_tokens = sequence.num_computed_tokens
+        self._batch.add(sequence)
+
+
+def _is_for_peer(sequence: Sequence) -> bool:
+    """Whether a peer reads its KV; a sequence with reserved blocks decodes here."""
+    return sequence.for_peer and not sequence.reserved_blocks

@@ -1,12 +1,12 @@
-"""How many tokens of each prompt run in the next step. Pure.
+"""Chunked prefill: the tokens of each prompt in the next step. Pure.
 
 tokens    t t t [image 0: 6 tokens] t t [image 1] t
 start     ^ remaining ............................|
-chunk     |---- budget ----|                            may end inside an image on hand
-          |---|                                         ends before a missing one
+chunk     |---- budget ----|                            may end inside an available image
+          |---|                                         ends before a missing image
 
-Prompts share the budget in two passes: each in turn gets what it can use, a long one up to a cap;
-then what is left goes to those that the cap held back, in the same order.
+Prompts share the token budget in two passes. First each gets what it can use, a long prompt up to a
+cap. Then the rest goes to the prompts that the cap limited, in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlm_worker.types import ImageItem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """`size` tokens from the start; `missing` is the item whose embedding ended it, if one did."""
+    """`size` tokens; if a missing embedding ends the chunk, `missing` is the index of its item."""
 
     size: int
     missing: int | None = None
@@ -41,10 +41,10 @@ def next_chunk(
     Args:
         start: tokens computed so far.
         remaining: tokens to compute.
-        budget: tokens that the step has left.
-        items: pictures of the sequence, in order.
-        embeddings: per item, what is on hand, or None.
-        whole_images: an image, or what is left of it, runs in one chunk.
+        budget: remaining tokens of the step.
+        items: images of the sequence, in order.
+        embeddings: per item, its embedding or None.
+        whole_images: an image, or the rest of it, runs in one chunk.
     """
     size = min(remaining, budget)
     for number, item in enumerate(items):
@@ -59,54 +59,54 @@ def next_chunk(
     return Chunk(size)
 
 
-class PromptShares:
-    """One step's budget of prompt tokens, and what becomes of it.
+class TokenBudget:
+    """The prompt tokens of one step, and the chunks that use them.
 
     Attributes:
-        left: tokens that nobody has yet.
-        chunks: who computes how many, in the order in which they came.
-        stalled: sequences that found an embedding missing at once, and where they stood.
+        remaining: tokens that no prompt has yet.
+        chunks: sequences and their number of tokens, in order.
+        blocked_on_embedding: sequences whose next token lacks its embedding, and that token.
     """
 
     def __init__(self, budget: int, *, cap: int | None, whole_images: bool) -> None:
-        self.left = budget
+        self.remaining = budget
         self.chunks: list[tuple[Sequence, int]] = []
-        self.stalled: list[tuple[Sequence, int]] = []
+        self.blocked_on_embedding: list[tuple[Sequence, int]] = []
         self._cap = budget if cap is None else cap
         self._whole_images = whole_images
-        self._held_back: list[tuple[int, int]] = []  # index into chunks, start
+        self._capped: list[tuple[int, int]] = []  # index into chunks, start
 
-    def offer(self, sequence: Sequence, start: int) -> int:
-        """Tokens from `start` on that the sequence may compute; 0 may mean that it is stalled now.
+    def next_chunk(self, sequence: Sequence, start: int) -> int:
+        """Tokens from `start` that the sequence may compute; if an embedding is missing, block it.
 
-        An image that may not be cut goes beyond the cap: there is no smaller chunk.
+        If an image may not be split, its chunk may exceed the cap.
         """
-        if sequence.stalled or not self.left:
+        if sequence.is_blocked or not self.remaining:
             return 0
-        chunk = self._chunk(sequence, start, min(self.left, self._cap))
-        if not chunk.size and chunk.missing is None and self._cap < self.left:
-            chunk = self._chunk(sequence, start, self.left)
+        chunk = self._chunk(sequence, start, min(self.remaining, self._cap))
+        if not chunk.size and chunk.missing is None and self._cap < self.remaining:
+            chunk = self._chunk(sequence, start, self.remaining)
         if not chunk.size and chunk.missing is not None:
-            sequence.stall()
-            self.stalled.append((sequence, start))
+            sequence.block()
+            self.blocked_on_embedding.append((sequence, start))
         return chunk.size
 
     def take(self, sequence: Sequence, start: int, count: int) -> None:
-        """Let the sequence have what was offered."""
-        if self._cap < self.left and start + count < sequence.num_tokens:
-            self._held_back.append((len(self.chunks), start))
+        """Assign a chunk of `count` tokens from `start` to the sequence."""
+        if self._cap < self.remaining and start + count < sequence.num_tokens:
+            self._capped.append((len(self.chunks), start))
         self.chunks.append((sequence, count))
-        self.left -= count
+        self.remaining -= count
 
-    def give_rest(self) -> None:
-        """Share out what is left among those that the cap held back."""
-        for index, start in self._held_back:
-            if not self.left:
+    def distribute_rest(self) -> None:
+        """Assign the remaining tokens to the prompts that the cap limited."""
+        for index, start in self._capped:
+            if not self.remaining:
                 return
             sequence, count = self.chunks[index]
-            size = self._chunk(sequence, start, count + self.left).size
+            size = self._chunk(sequence, start, count + self.remaining).size
             self.chunks[index] = sequence, size
-            self.left -= size - count
+            self.remaining -= size - count
 
     def _chunk(self, sequence: Sequence, start: int, budget: int) -> Chunk:
         return next_chunk(

@@ -1,54 +1,124 @@
-"""Which encoder outputs there are, being made, in use, or to be dropped. Bookkeeping without bytes.
+"""The encoder cache: embeddings by image key, in two tiers. Pure: it counts bytes, but has none.
 
-    begin -> filling -> complete -> HOT, pinned <-> HOT, idle --no room--> COLD --no room--> gone
+    begin -> filling -> complete -> HOT, pinned <-> HOT, idle --demote--> COLD --evict--> dropped
                 `-> fail                ^                                   |
                                         `--------------- use ---------------'
 
-Idle entries of both tiers stand in one order, least recently used first, every cold one before
-every hot one; since all live equally long, it is also the order in which they expire. HOT is memory
-of the device, COLD of the host; what is pinned is HOT.
+HOT is device memory, COLD is host memory. A pinned entry is HOT. Idle entries have one order: least
+recently used first, each cold entry before each hot one. All entries have the same TTL, so this is
+also the order of expiry.
 
-A key stands for pixels and for every effective parameter that they were processed with, resolution
-among them: another resolution is another picture, and never served in its place.
+A key covers the pixels and each effective parameter of their preprocessing, the resolution
+included: an image at another resolution has another key.
 
 Laws (tests/worker/core/test_encoder_cache.py):
 
-    E1  only READY, unpinned entries are evicted: expired ones first, then least recently used
-    E2  an expired entry serves whoever pins it, and nobody new
-    E3  what a tier has no room for goes to the next one; a use brings it back
-    E4  whoever waits without blocks unpins (the engine's part)
-    E5  an entry of another length than the request's placeholders is discarded, not served
-    E6  the largest item always fits: what is pinned may exceed the budget, what is idle may not
-    E7  a failed item leaves no entry behind
+    E1  only ready, unpinned entries are evicted: expired ones first, then least recently used
+    E2  an expired entry stays valid for its pins; no lookup finds it
+    E3  an entry that exceeds the budget of the hot tier moves to the cold one; a use promotes it
+    E4  a sequence that waits without KV blocks unpins its embeddings (the engine's part)
+    E5  an entry whose length differs from the request's visual tokens is discarded, not served
+    E6  pinned entries may exceed the budget, so the largest item always fits; idle ones may not
+    E7  a failed item leaves no entry
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import enum
 from collections.abc import Hashable
 
-from vlm_worker.core.encoder_entries import Entry, Move, Shelf, Tier
+
+class Tier(enum.Enum):
+    """The memory of a buffer: of the device (HOT) or of the host (COLD)."""
+
+    HOT = "hot"
+    COLD = "cold"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Entry:
+    """One encoder output. The cache is its only writer.
+
+    If an entry is discarded while pinned, no lookup finds it; its last unpin drops it.
+
+    Attributes:
+        id: identifies its buffer.
+        num_tokens: rows of the embedding.
+        ready: whether the encoder has filled it.
+        num_bytes: of its buffer; 0 until it is ready.
+        expires: seconds on the clock of `now`.
+        pins: the owners that use it.
+    """
+
+    id: int
+    image_key: bytes
+    num_tokens: int
+    ready: bool = False
+    num_bytes: int = 0
+    expires: float = 0.0
+    tier: Tier = Tier.HOT
+    pins: set[Hashable] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierMove:
+    """An action on the buffer of an entry: copy it to a tier, or drop it (None)."""
+
+    entry: Entry
+    to: Tier | None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class CacheTier:
+    """The counts of one tier. `idle` has the evictable entries, least recently used first."""
+
+    max_bytes: int
+    num_bytes: int = 0
+    num_entries: int = 0
+    num_hits: int = 0
+    num_evictions: int = 0
+    idle: collections.OrderedDict[int, Entry] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+
+    @property
+    def oldest(self) -> Entry:
+        """The least recently used idle entry."""
+        return next(iter(self.idle.values()))
+
+    def add(self, entry: Entry) -> None:
+        """Count an entry in this tier."""
+        self.num_bytes += entry.num_bytes
+        self.num_entries += 1
+
+    def remove(self, entry: Entry) -> None:
+        """Stop counting an entry in this tier."""
+        self.idle.pop(entry.id, None)
+        self.num_bytes -= entry.num_bytes
+        self.num_entries -= 1
 
 
 class Lookup(enum.Enum):
-    """What somebody who needs an embedding found."""
+    """The result of a lookup."""
 
-    HIT = "hit"  # it is there
-    JOIN = "join"  # somebody is encoding it: wait with them
-    MINE = "mine"  # nobody has it: encode, then `complete` or `fail`
+    HIT = "hit"  # the entry is ready
+    JOIN = "join"  # another request encodes it: wait for the same entry
+    MISS = "miss"  # there is no entry: encode, then `complete` or `fail`
 
 
 class EncoderCache:
-    """Entries by image key. Time is an argument; buffers are kept elsewhere, by `Entry.id`.
+    """Entries by image key. Time is an argument; the caller keeps the buffers by `Entry.id`.
 
     Args:
         max_bytes: budget of the hot tier.
-        cold_bytes: budget of the cold tier; 0 is none.
-        ttl_seconds: an entry that nobody used for so long is not served again.
+        cold_bytes: budget of the cold tier; 0 disables it.
+        ttl_seconds: an entry expires if it was not used for this time.
     """
 
     def __init__(self, *, max_bytes: int, cold_bytes: int = 0, ttl_seconds: float) -> None:
-        self.hot, self.cold = Shelf(max_bytes), Shelf(cold_bytes)
+        self.hot, self.cold = CacheTier(max_bytes), CacheTier(cold_bytes)
         self.num_misses = 0
         self.num_joins = 0
         self.num_evictions = 0
@@ -58,42 +128,42 @@ class EncoderCache:
         self.num_pins = 0
         self._ttl_seconds = ttl_seconds
         self._listed: dict[bytes, Entry] = {}
-        self._moves: list[Move] = []
+        self._moves: list[TierMove] = []
         self._next_id = 0
 
     def __len__(self) -> int:
-        """Entries that a lookup can find."""
+        """Number of entries that a lookup can find."""
         return len(self._listed)
 
     @property
     def num_bytes(self) -> int:
-        """Of both tiers."""
+        """Bytes in both tiers."""
         return self.hot.num_bytes + self.cold.num_bytes
 
     @property
     def num_hits(self) -> int:
-        """Of both tiers."""
+        """Hits in both tiers."""
         return self.hot.num_hits + self.cold.num_hits
 
-    # ---- for whoever needs an embedding ----------------------------------------------------------
+    # ---- for users of embeddings -----------------------------------------------------------------
 
     def find(self, image_key: bytes, *, num_tokens: int, now: float) -> Entry | None:
-        """The entry that can be used: READY, or being filled. Changes nothing."""
+        """The usable entry of a key: ready and not expired, or being filled. Changes nothing."""
         entry = self._listed.get(image_key)
         if entry is None or entry.num_tokens != num_tokens:
             return None
         return None if entry.ready and entry.expires <= now else entry
 
     def use(self, entry: Entry, owner: Hashable, *, now: float, counted: bool = True) -> None:
-        """Pin what `find` returned for `owner`; pinning twice is pinning once.
+        """Pin an entry for `owner`; idempotent.
 
-        The caller has brought a cold entry's buffer up before.
+        The caller must have copied the buffer of a cold entry to the device before.
 
         Args:
-            entry: found in the same turn.
-            owner: who unpins it.
-            now: the entry is used now.
-            counted: a hit or a join, for the statistics; False where the same need was counted.
+            entry: the result of `find` in the same turn.
+            owner: must unpin it.
+            now: extends the expiry of a ready entry.
+            counted: count a hit or a join; False if the same lookup was counted before.
         """
         if counted:
             self._count(entry)
@@ -108,9 +178,9 @@ class EncoderCache:
         self._pin(entry, owner)
 
     def begin(self, image_key: bytes, owner: Hashable, *, num_tokens: int) -> Entry:
-        """A new entry, pinned for `owner`, who has it completed or failed; replaces what is there.
+        """Add an entry to be filled, pinned for `owner`; it replaces an entry of the same key.
 
-        Counts as a miss.
+        The owner must `complete` or `fail` it. Counts as a miss.
         """
         if image_key in self._listed:
             self.discard(self._listed[image_key])
@@ -122,7 +192,7 @@ class EncoderCache:
         return entry
 
     def unpin(self, entry: Entry, owner: Hashable, *, now: float) -> None:
-        """The owner needs it no longer; idempotent."""
+        """Remove the pin of an owner; idempotent."""
         if owner not in entry.pins:
             return
         entry.pins.remove(owner)
@@ -130,10 +200,10 @@ class EncoderCache:
         if not entry.pins:
             self._settle(entry, now)
 
-    # ---- for whoever fills it --------------------------------------------------------------------
+    # ---- for the encoder -------------------------------------------------------------------------
 
     def complete(self, entry: Entry, *, num_bytes: int, now: float) -> None:
-        """The entry's output is there, in the hot tier; older idle ones make room for it."""
+        """Mark an entry as filled, in the hot tier; older idle entries are demoted or evicted."""
         assert not entry.ready
         entry.ready = True
         entry.num_bytes = num_bytes
@@ -144,33 +214,33 @@ class EncoderCache:
         self._make_room(now)
 
     def fail(self, entry: Entry) -> None:
-        """The entry will never be filled; the next lookup begins anew."""
+        """Discard an entry that will never be filled; the next lookup misses."""
         assert not entry.ready
         self.discard(entry)
 
     def discard(self, entry: Entry) -> None:
-        """Nobody finds the entry any more; its pinners, if any, keep it."""
+        """Hide an entry from lookups; it is dropped at once, or with its last pin."""
         if self._is_listed(entry):
             del self._listed[entry.image_key]
         if not entry.pins:
             self._drop(entry)
 
-    # ---- making room -----------------------------------------------------------------------------
+    # ---- eviction --------------------------------------------------------------------------------
 
     def expire(self, *, now: float) -> None:
-        """Drop idle entries whose time is over."""
-        for shelf in (self.cold, self.hot):
-            while shelf.idle and shelf.oldest.expires <= now:
+        """Discard the idle entries that have expired."""
+        for cache_tier in (self.cold, self.hot):
+            while cache_tier.idle and cache_tier.oldest.expires <= now:
                 self.num_expirations += 1
-                self.discard(shelf.oldest)
+                self.discard(cache_tier.oldest)
 
-    def take_moves(self) -> list[Move]:
-        """What is to be done with buffers since the last call, in order."""
+    def take_moves(self) -> list[TierMove]:
+        """Return and clear the actions on buffers since the last call, in order."""
         moves, self._moves = self._moves, []
         return moves
 
     def check(self) -> None:
-        """Raise AssertionError where the cache's own account does not add up."""
+        """Raise AssertionError if the entries and the counts disagree."""
         idle = [*self.cold.idle.values(), *self.hot.idle.values()]
         for entry in idle:
             assert entry.ready, "E1: an idle entry is not filled"
@@ -206,7 +276,7 @@ class EncoderCache:
         self.cold.add(entry)
         self.cold.idle[entry.id] = entry
         self.num_demotions += 1
-        self._moves.append(Move(entry, Tier.COLD))
+        self._moves.append(TierMove(entry, Tier.COLD))
 
     def _evict(self, entry: Entry) -> None:
         self.num_evictions += 1
@@ -229,7 +299,7 @@ class EncoderCache:
         self.hot.idle.pop(entry.id, None)
 
     def _settle(self, entry: Entry, now: float) -> None:
-        """An entry that nobody pins is idle from now on, or gone."""
+        """Make an entry without pins idle, or drop it."""
         if not self._is_listed(entry):
             self._drop(entry)
         elif entry.ready and entry.expires <= now:
@@ -246,4 +316,4 @@ class EncoderCache:
     def _drop(self, entry: Entry) -> None:
         if entry.ready:
             (self.hot if entry.tier is Tier.HOT else self.cold).remove(entry)
-        self._moves.append(Move(entry, None))
+        self._moves.append(TierMove(entry, None))

@@ -1,10 +1,10 @@
-"""One call of the vision tower for several images, and a verdict for each of them. Pure.
+"""One call of the vision tower for several images, with a result or an error per image. Pure.
 
     together(images) --ok--> one result per image
                      --error--> each image alone --ok--> its result
-                                                 --error--> EngineError, caused by what was raised
+                                                 --error--> EngineError with the error as cause
 
-Every runner encodes through this, so that the engine always finds the device's own error as cause.
+All runners use this function, so the device's error is always the `__cause__`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Together = Callable[[Sequence[PreparedImage]], Sequence[R | Exception]]
 
 
 def encode_each(together: Together[R], images: Sequence[PreparedImage]) -> list[R | Exception]:
-    """Encode images together; if that fails, one by one, so that each fails for itself.
+    """Encode images in one call; if it fails, one by one, so that a bad image fails alone.
 
-    An error that `together` raises is the `__cause__` of the image's EngineError. An EngineError of
-    `together` itself is kept as it is.
+    An error that `together` raises is the `__cause__` of the image's EngineError. If `together`
+    raises an EngineError, that is the result.
     """
     if not images:
         return []

@@ -1,10 +1,10 @@
-"""Who may still read what, and until when. A pure table: time is an argument.
+"""Leases: which peer may read which data, and until when. Pure: time is an argument.
 
-    grant --> HELD --renew--> HELD --release--> gone          no longer than a lease may live
-                 |  deadline passes: `sweep` names it, whoever swept frees what it held
-                 +--quarantine--> QUARANTINED --its stream closed, or the deadline--> gone
+    grant --> HELD --renew--> HELD --release--> ended         renewals are bounded by `Lease.ends`
+                 |  deadline passed: `sweep` returns it, and the caller frees its data
+                 +--quarantine--> QUARANTINED --stream closed, or deadline passed--> ended
 
-A reservation is a lease as well, of kind RESERVED: it holds KV room instead of KV.
+A reservation is a lease of kind RESERVED: it keeps free KV blocks instead of KV.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlm_worker.types import RequestKey
 
 
 class LeaseKind(enum.Enum):
-    """What a lease holds."""
+    """What a lease keeps: data for a peer, free KV blocks, or memory that a peer may still read."""
 
     HELD = "held"
     RESERVED = "reserved"
@@ -28,11 +28,15 @@ class LeaseKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """One handle given to a peer.
+    """One lease of a peer. Times are in seconds on the clock of `now`.
 
-    `item` tells the embeddings of one request apart; None for KV. `deadline` is in seconds on the
-    clock that the table is asked with, as are `granted`, `renewed`, when it was renewed last, and
-    `ends`, after which no renewal puts the deadline.
+    Attributes:
+        owner: the request and attempt that the lease belongs to.
+        deadline: the lease expires at this time.
+        item: index of the image whose embedding it keeps; None for KV.
+        granted: the time of the grant.
+        renewed: the time of the last renewal, or None.
+        ends: no renewal moves the deadline beyond it.
     """
 
     id: str
@@ -45,7 +49,7 @@ class Lease:
     ends: float = math.inf
 
     def why_expired(self, *, now: float) -> str:
-        """What ended it, for a person who looks for the cause."""
+        """Why the lease expired, for error messages and logs."""
         if self.kind is LeaseKind.QUARANTINED:
             return "its reader never said that it stopped"
         if self.ends <= now:
@@ -62,7 +66,7 @@ class LeaseTable:
     """All leases of one worker. Every lease has an owner and a deadline.
 
     Attributes:
-        num_expired: leases that ended by their deadline, by what they were.
+        num_expired: leases that expired so far, by kind.
     """
 
     def __init__(self, timers: Timers = PRODUCTION) -> None:
@@ -76,15 +80,15 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
 
     def __len__(self) -> int:
-        """Leases of all kinds."""
+        """Number of leases of all kinds."""
         return len(self._leases)
 
     def count(self, kind: LeaseKind) -> int:
-        """Leases of one kind."""
+        """Number of leases of one kind."""
         return sum(lease.kind is kind for lease in self._leases.values())
 
     def get(self, lease_id: str) -> Lease | None:
-        """The lease, expired or not; None where it is gone."""
+        """The lease, expired or not; None if it was released or swept."""
         return self._leases.get(lease_id)
 
     def of(self, owner: RequestKey) -> list[Lease]:
@@ -104,10 +108,10 @@ class LeaseTable:
         kind: LeaseKind = LeaseKind.HELD,
         item: int | None = None,
     ) -> Lease:
-        """A new lease.
+        """Add a lease.
 
         Raises:
-            ValueError: there is one of this id, and what it holds would be forgotten.
+            ValueError: the id exists; its data would never be freed.
         """
         if lease_id in self._leases:
             raise ValueError(f"lease {lease_id!r} is held already")
@@ -118,9 +122,12 @@ class LeaseTable:
         return lease
 
     def renew(self, lease_ids: Iterable[str], *, now: float) -> list[str]:
-        """Put deadlines off, up to the end of a lease's life; returns the ids no longer held.
+        """Extend deadlines, at most to `Lease.ends`.
 
-        What has expired is gone, swept or not; what is quarantined is not given back to life.
+        Expired and quarantined leases are not renewed, even if they were not swept yet.
+
+        Returns:
+            The ids that were not renewed.
         """
         gone = []
         for lease_id in lease_ids:
@@ -133,7 +140,7 @@ class LeaseTable:
         return gone
 
     def quarantine(self, lease_id: str, *, now: float) -> bool:
-        """Its request ended while a peer may be reading; False where it is gone."""
+        """Quarantine a lease whose request ended while a peer may still read; False if unknown."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -145,16 +152,16 @@ class LeaseTable:
         return True
 
     def restore(self, lease: Lease, *, now: float) -> None:
-        """Quarantine a lease that `sweep` has just returned."""
+        """Put a lease that `sweep` returned back, in quarantine."""
         self._leases[lease.id] = lease
         self.quarantine(lease.id, now=now)
 
     def release(self, lease_id: str) -> Lease | None:
-        """End a lease; None where it is gone already."""
+        """Remove and return a lease; None if it ended before."""
         return self._leases.pop(lease_id, None)
 
     def sweep(self, *, now: float) -> list[Lease]:
-        """Take out, count and return all leases whose deadline has passed."""
+        """Remove, count and return all leases whose deadline has passed."""
         expired = [lease for lease in self._leases.values() if lease.deadline <= now]
         for lease in expired:
             del self._leases[lease.id]

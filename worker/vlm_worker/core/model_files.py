@@ -11,15 +11,15 @@ from vlm_worker.errors import WorkerError
 
 
 class ModelConfigError(WorkerError):
-    """The model's files ask for what this worker cannot do: whoever chose the model must act."""
+    """The worker cannot serve the model with these files or settings; the deployer must act."""
 
 
 LFS_POINTER: Final = b"version "
-"""How Git LFS begins the file that it leaves in place of a large one; no JSON, no safetensors."""
+"""The first bytes of a Git LFS pointer; no JSON or safetensors file begins with them."""
 
 
 def check_no_pointer(path: Path, beginning: bytes) -> None:
-    """Raise ModelConfigError if a file of this beginning is what Git LFS leaves in its place."""
+    """Raise ModelConfigError if `beginning`, the file's first bytes, is of a Git LFS pointer."""
     if beginning.startswith(LFS_POINTER):
         raise ModelConfigError(
             f"{path}: is a Git LFS pointer, not the file itself; run `git lfs pull` where the "
@@ -28,7 +28,7 @@ def check_no_pointer(path: Path, beginning: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; raises ModelConfigError where there is none."""
+    """Read the JSON object in a file; raises ModelConfigError if there is none."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -44,33 +44,36 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Fields:
-    """One object of a file, by typed fields; `where` is what an error calls it."""
+class ConfigFields:
+    """Typed access to the fields of one JSON object; errors call the object `where`.
+
+    All methods that read a field raise ModelConfigError if its value has the wrong type.
+    """
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self._where = where
         self._values = values
 
-    def child(self, name: str) -> Fields:
-        """The object under `name`; an empty one where it is absent."""
+    def child(self, name: str) -> ConfigFields:
+        """The object under `name`; empty if it is absent or null."""
         value = self._values.get(name) or {}
         if not isinstance(value, Mapping):
             raise self.error(name, "must be an object")
-        return Fields(f"{self._where}: {name}", value)
+        return ConfigFields(f"{self._where}: {name}", value)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; required where there is no default."""
+        """A string; required if there is no default."""
         value = self._values.get(name, default)
         if not isinstance(value, str):
             raise self.error(name, f"must be a string, not {value!r}")
         return value
 
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`; required where there is no default."""
+        """An integer of at least `least`; required if there is no default."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"must be an integer of at least {least}, not {value!r}")
@@ -96,7 +99,7 @@ class Fields:
     def channels(
         self, name: str, default: tuple[float, float, float]
     ) -> tuple[float, float, float]:
-        """Three numbers, one a colour channel."""
+        """Three numbers, one per colour channel."""
         value = self._values.get(name, default)
         if (
             not isinstance(value, list | tuple)
@@ -107,11 +110,11 @@ class Fields:
         return float(value[0]), float(value[1]), float(value[2])
 
     def must_be(self, name: str, *built: object) -> None:
-        """Raise unless the field is absent or has a value that is built."""
+        """Raise ModelConfigError unless the field is absent or has a supported value."""
         if name in self._values and self._values[name] not in built:
             known = " or ".join("null" if value is None else repr(value) for value in built)
             raise self.error(name, f"is {self._values[name]!r}; only {known} is built")
 
     def error(self, name: str, problem: str) -> ModelConfigError:
-        """An error about one field."""
+        """Make an error about one field."""
         return ModelConfigError(f"{self._where}: {name} {problem}")

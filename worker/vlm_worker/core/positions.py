@@ -1,8 +1,8 @@
-"""Where each token stands: plain positions for text, three rows (time, height, width) with M-RoPE.
+"""Positions of tokens: one row with RoPE, three rows (time, height, width) with M-RoPE.
 
-text  text  | picture, 2x3 tokens           | text
+text  text  | image, 2x3 tokens           | text
 t: 0   1    | 2  2  2  2  2  2              | 5
-h: 0   1    | 2  2  2  3  3  3              | 5      the text goes on after the longer side
+h: 0   1    | 2  2  2  3  3  3              | 5      text continues after the longer side
 w: 0   1    | 2  3  4  2  3  4              | 5
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlm_worker.core.geometry import Grid
+from vlm_worker.core.image_geometry import Grid
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import ImageItem
 
@@ -25,7 +25,7 @@ def rope(num_tokens: int) -> tuple[np.ndarray, int]:
 def mrope(
     num_tokens: int, items: Sequence[ImageItem], *, merge_size: int
 ) -> tuple[np.ndarray, int]:
-    """M-RoPE positions of still pictures in text, as Qwen2.5-VL's `get_rope_index` makes them.
+    """M-RoPE positions of still images in text, equal to Qwen2.5-VL's `get_rope_index`.
 
     Args:
         num_tokens: T, placeholders included.
@@ -33,7 +33,7 @@ def mrope(
         merge_size: patches along one side of a visual token.
 
     Returns:
-        `[3, T]` int64, and delta: token i >= T stands at i + delta in all rows.
+        `[3, T]` int64, and delta: token i >= T has position i + delta in all rows.
     """
     out = np.empty((3, num_tokens), dtype=np.int64)
     index = position = 0
@@ -58,11 +58,12 @@ def check_items(
     vocab_size: int,
     num_tokens_of: Callable[[Grid], int | None],
 ) -> None:
-    """Raise InvalidRequestError unless items are sorted, apart, inside, and made of placeholders.
+    """Raise InvalidRequestError unless items and tokens are consistent.
 
-    Items come over the wire from the gateway; a worker believes none of their numbers. Every other
-    token has a row of the embedding table: its id is below `vocab_size`. A placeholder needs none,
-    because the rows of its picture take its place.
+    Items must be sorted, disjoint, within the tokens, and cover only placeholders. The gateway
+    sends them; the worker does not trust their numbers. The id of any other token must be below
+    `vocab_size`: it needs a row of the embedding table. A placeholder needs none, because the rows
+    of its image replace it.
     """
     end = 0
     has_row = token_ids < vocab_size

@@ -1,32 +1,32 @@
-"""Blocks that are written become known to the prefix cache (K3).
+"""Publishes written KV blocks to the prefix cache (K3).
 
-prompt    after each chunk: others may wait to share it
-answer    when somebody comes who may go on from it, and when the sequence leaves its row: nobody
-          looks for it before, so that steps hash no answers
+prompt    after each chunk: waiting sequences may share it
+answer    when a new sequence may extend it, and when its sequence leaves its row. No sequence
+          looks it up before, so steps hash no answers.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.plan import Plan
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.sequence import Sequence
-from vlm_worker.core.table import SequenceTable
+from vlm_worker.core.step_values import StepPlan
 
 
 def publish_written(
-    plan: Plan, table: SequenceTable, pool: BlockPool
+    plan: StepPlan, batch: PersistentBatch, pool: BlockPool
 ) -> list[tuple[Sequence, int, int]]:
-    """Publish what a computed plan wrote of prompts, and let those that are complete decode.
+    """Publish the prompt blocks that a computed plan filled, and let complete prompts decode.
 
     Args:
-        plan: computed, its counts added to `table.num_computed`.
-        table: where its sequences run.
-        pool: where their blocks are.
+        plan: computed; its counts are added to `batch.num_computed`.
+        batch: the batch of its sequences.
+        pool: the pool of their blocks.
 
     Returns:
-        The prompts that advanced: sequence, tokens computed, and blocks written by now.
+        The prompts that advanced: sequence, tokens computed, and blocks written so far.
     """
     block_size = pool.block_size
     prefilled = []
@@ -35,43 +35,43 @@ def publish_written(
         plan.counts[plan.num_decodes :].tolist(),
         strict=True,
     ):
-        end, sequence = int(table.num_computed[row]), table.sequences[row]
+        end, sequence = int(batch.num_computed[row]), batch.sequences[row]
         assert sequence is not None
-        _publish(sequence, table.token_ids[row], pool, start=end - count, end=end)
-        complete = end == table.num_tokens[row]
+        _publish(sequence, batch.token_ids[row], pool, start=end - count, end=end)
+        complete = end == batch.num_tokens[row]
         prefilled.append((sequence, end, pool.blocks_for(end) if complete else end // block_size))
         if complete:
-            table.end_prefill(row)
+            batch.end_prefill(row)
     return prefilled
 
 
 def publish_answer(sequence: Sequence, pool: BlockPool) -> None:
-    """Publish what was written of the answer of a sequence that has left its row."""
+    """Publish the written blocks of the answer of a sequence that left its row."""
     _publish_answer(sequence, sequence.token_ids, pool, end=sequence.num_computed_tokens)
 
 
-def publish_answers_for(sequence: Sequence, table: SequenceTable, pool: BlockPool) -> None:
-    """Publish what was written of running answers that a new sequence may go on from.
+def publish_answers_for(sequence: Sequence, batch: PersistentBatch, pool: BlockPool) -> None:
+    """Publish the written blocks of running answers that a new sequence may extend.
 
-    Those are the ones with the same tokens where the first block that it does not find would be.
+    An answer qualifies if it has the same tokens in the first block that `sequence` does not find.
 
     Args:
-        sequence: with the hashes of its full blocks.
-        table: where the answers run.
-        pool: where their blocks are.
+        sequence: has the hashes of its full blocks.
+        batch: the batch of the answers.
+        pool: the pool of their blocks.
     """
     start = len(pool.match(sequence.hashes)) * pool.block_size
     end = start + pool.block_size
     if end > sequence.num_tokens:
         return
-    wanted, rows = sequence.token_ids[start:end], table.decode_rows
-    rows = rows[table.token_ids[rows, start] == wanted[0]]  # the rest is compared for few
+    wanted, rows = sequence.token_ids[start:end], batch.decode_rows
+    rows = rows[batch.token_ids[rows, start] == wanted[0]]  # cheap filter: few rows remain
     if not len(rows):
         return
-    rows = rows[table.num_computed[rows] >= end]
-    rows = rows[(table.token_ids[rows, start:end] == wanted).all(axis=1)]
-    for running, row in zip(table.members(rows), rows.tolist(), strict=True):
-        _publish_answer(running, table.token_ids[row], pool, end=int(table.num_computed[row]))
+    rows = rows[batch.num_computed[rows] >= end]
+    rows = rows[(batch.token_ids[rows, start:end] == wanted).all(axis=1)]
+    for running, row in zip(batch.members(rows), rows.tolist(), strict=True):
+        _publish_answer(running, batch.token_ids[row], pool, end=int(batch.num_computed[row]))
 
 
 def _publish_answer(
@@ -84,7 +84,7 @@ def _publish_answer(
 def _publish(
     sequence: Sequence, token_ids: np.ndarray, pool: BlockPool, *, start: int, end: int
 ) -> None:
-    """Publish the blocks that the tokens from `start` to `end` completed."""
+    """Publish the blocks that the tokens `[start, end)` completed."""
     block_size = pool.block_size
     sequence.extend_hashes(token_ids, num_tokens=end, block_size=block_size)
     for index in range(start // block_size, end // block_size):

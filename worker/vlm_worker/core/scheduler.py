@@ -1,72 +1,71 @@
-"""Who runs in the next step, and with how many tokens. Pure: no torch, no clock, no I/O.
+"""Decides which sequences the next step runs, and their tokens. Pure: no torch, no clock, no I/O.
 
-    step k:  schedule(now) -> Schedule -> [runner] -> update(plan, tokens) -> Outcome
+    step k:  schedule(now) -> SchedulerOutput -> [runner] -> update(plan, tokens) -> StepOutcome
 
-Prefill and decode are no phases: every step gives each sequence `count <= remaining` tokens under
-one budget. In this order:
+One step mixes prefill and decode: each sequence gets `count <= remaining` tokens of one token
+budget. The order:
 
-    1  sequences that hold KV already (received, adopted) enter: only by finishing they free it
-    2  decoding sequences get their one token; one that finds no block preempts the least important
-    3  running prompts get chunks, the most important first, the oldest of equals; a chunk may cut
-       through an image that is on hand
-    4  waiting sequences enter if the whole prompt fits; if not, others may pass, so often
+    1  sequences with complete KV (received or adopted) enter: only finishing frees the KV
+    2  decoding sequences get one token each; if blocks lack, the lowest priority is preempted
+    3  running prompts get chunks, by priority and age; a chunk may end inside an available image
+    4  waiting sequences enter if the whole prompt fits; if not, a few others may bypass them
 
-1 and 4 are in `entrance`; who of the waiting comes next in `waves`, where they wait in `queues`,
-which of them may ask for pictures in `claims`.
+`admission` implements 1 and 4. `admission_queue` orders the waiting sequences.
+`soft_reservations` decides which of them may request embeddings.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.chunks import PromptShares
-from vlm_worker.core.entrance import Entrance
-from vlm_worker.core.plan import Outcome, Plan, Said, Schedule
+from vlm_worker.core.admission import AdmissionController
+from vlm_worker.core.admission_policy import AdmissionSettings, preemption_order
+from vlm_worker.core.chunks import TokenBudget
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.pending_transfers import PendingKVTransfers
+from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.publish import publish_answer, publish_answers_for, publish_written
 from vlm_worker.core.sequence import Sequence, Status
-from vlm_worker.core.table import SequenceTable
-from vlm_worker.core.unread import Unread
-from vlm_worker.core.waves import AdmissionRules, precedence
+from vlm_worker.core.step_values import SampledOutput, SchedulerOutput, StepOutcome, StepPlan
 
 
 class Scheduler:
-    """Continuous batching over one block pool. The only writer of sequences, table and pool.
+    """Continuous batching over one block pool. The only writer of sequences, batch and pool.
 
     Attributes:
-        entrance: who enters the batch, from the queue `waiting` and before it.
-        unread: what is computed for peers.
+        admission: admits sequences to the batch.
+        pending_transfers: bounds the KV that is computed for peers.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        table: SequenceTable,
+        batch: PersistentBatch,
         *,
         max_num_batched_tokens: int,
         watermark_blocks: int = 0,
-        max_unread_blocks: int | None = None,
+        max_pending_blocks: int | None = None,
         whole_images: bool = False,
         long_prefill_tokens: int | None = None,
-        rules: AdmissionRules | None = None,
+        settings: AdmissionSettings | None = None,
     ) -> None:
         self.pool = pool
-        self.table = table
-        most_blocks = pool.capacity if max_unread_blocks is None else max_unread_blocks
-        self.unread = Unread(most_blocks=most_blocks)
-        self.entrance = Entrance(
+        self.batch = batch
+        max_blocks = pool.capacity if max_pending_blocks is None else max_pending_blocks
+        self.pending_transfers = PendingKVTransfers(max_blocks=max_blocks)
+        self.admission = AdmissionController(
             pool,
-            table,
+            batch,
             watermark_blocks=watermark_blocks,
-            unread=self.unread,
-            rules=rules or AdmissionRules(),
+            pending_transfers=self.pending_transfers,
+            settings=settings or AdmissionSettings(),
         )
-        self.waiting = self.entrance.waiting
+        self.waiting = self.admission.waiting
         self.num_preemptions = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._whole_images = whole_images
         self._long_prefill_tokens = long_prefill_tokens
-        self._last_plan: Plan | None = None
+        self._last_plan: StepPlan | None = None
 
     # ---- entering and leaving --------------------------------------------------------------------
 
@@ -76,32 +75,32 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a HELD or RECEIVING sequence, its KV complete, decode when a row is free."""
+        """Let a HELD or RECEIVING sequence with complete KV decode when a row is free."""
         assert sequence.num_tokens == sequence.num_computed_tokens + 1
-        self.entrance.ready[sequence] = None
+        self.admission.ready[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """End a sequence, wherever it stands, and take everything back."""
+        """End a sequence of any status, and free its row, blocks and reservations."""
         if sequence.status is Status.RUNNING:
             self._leave(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         else:
-            self.entrance.ready.pop(sequence, None)
-        self.entrance.let_go(sequence)
-        self.unread.discard(sequence)
-        self.pool.unpromise(sequence.promised)
+            self.admission.ready.pop(sequence, None)
+        self.admission.discard(sequence)
+        self.pending_transfers.discard(sequence)
+        self.pool.unreserve(sequence.reserved_blocks)
         self.pool.release(sequence.blocks)
-        sequence.promised, sequence.blocks = 0, []
+        sequence.reserved_blocks, sequence.blocks = 0, []
         sequence.move(Status.FINISHED)
 
     @property
-    def kept_blocks(self) -> int:
-        """Blocks that a reservation leaves to those who run, and who were passed by too often."""
-        return self.entrance.kept_blocks
+    def withheld_blocks(self) -> int:
+        """See `AdmissionController.withheld_blocks`."""
+        return self.admission.withheld_blocks
 
     def look_up(self, sequence: Sequence) -> int:
-        """Hash the tokens of a new sequence, and make running answers known to it.
+        """Hash the tokens of a new sequence, and publish the running answers that it may extend.
 
         Returns:
             `num_cached_tokens`.
@@ -109,63 +108,67 @@ class Scheduler:
         sequence.extend_hashes(
             sequence.token_ids, num_tokens=sequence.num_tokens, block_size=self.pool.block_size
         )
-        publish_answers_for(sequence, self.table, self.pool)
+        publish_answers_for(sequence, self.batch, self.pool)
         return self.num_cached_tokens(sequence)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that a prefix hit would cover now; never the last one (K4). Changes nothing."""
-        return len(self.entrance.match(sequence)) * self.pool.block_size
+        return len(self.admission.match(sequence)) * self.pool.block_size
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def schedule(self, *, now: float) -> Schedule:
-        """Choose the next step's work, and take the blocks for it.
+    def schedule(self, *, now: float) -> SchedulerOutput:
+        """Choose the work of the next step, and take its blocks.
 
         Args:
-            now: on the clock of `Sequence.arrived_at`; never smaller than the last time.
+            now: seconds on the clock of `Sequence.arrived_at`; never less than in the last call.
         """
-        self.entrance.enter_ready()
+        self.admission.admit_ready()
         preempted: list[Sequence] = []
         decodes = self._grow(preempted)
-        shares = PromptShares(
+        token_budget = TokenBudget(
             self._max_num_batched_tokens - len(decodes),
             cap=self._long_prefill_tokens,
             whole_images=self._whole_images,
         )
-        for prompt in sorted(self.table.prompts, key=precedence):
-            start = int(self.table.num_computed[prompt.row])
-            count = shares.offer(prompt, start)
+        for prompt in sorted(self.batch.prompts, key=preemption_order):
+            start = int(self.batch.num_computed[prompt.row])
+            count = token_budget.next_chunk(prompt, start)
             if count:
-                shares.take(prompt, start, count)
+                token_budget.take(prompt, start, count)
         admitted: list[Sequence] = []
-        roomless: list[Sequence] = []
+        blocked_on_kv: list[Sequence] = []
         if not preempted:
-            admitted, roomless = self.entrance.admit(shares, now=now)
-        roomless += self.entrance.revoke_claims()
-        shares.give_rest()
-        stalled = [(sequence, start) for sequence, start in shares.stalled if sequence.may_pin]
-        assert shares.left >= 0, "more is planned than the budget has"
-        plan = self._plan(decodes, shares.chunks)
-        return Schedule(plan, admitted, preempted, stalled, roomless)
+            admitted, blocked_on_kv = self.admission.admit(token_budget, now=now)
+        blocked_on_kv += self.admission.revoke_soft_reservations()
+        token_budget.distribute_rest()
+        stalled = [
+            (sequence, start)
+            for sequence, start in token_budget.blocked_on_embedding
+            if sequence.can_pin_embeddings
+        ]
+        assert token_budget.remaining >= 0, "more is planned than the budget has"
+        plan = self._plan(decodes, token_budget.chunks)
+        return SchedulerOutput(plan, admitted, preempted, stalled, blocked_on_kv)
 
-    def update(self, plan: Plan, sampled: np.ndarray) -> Outcome:
-        """Record a step: int64 `sampled` holds a token for each of the plan's sampled rows."""
+    def update(self, plan: StepPlan, sampled: np.ndarray) -> StepOutcome:
+        """Record a step. `sampled` is int64 [R], one token per sampled row, or `NOT_FINITE`."""
         token_ids, failed = sampled.tolist(), []
         if min(token_ids, default=0) < 0:
             failed = self._fail(plan.sampled_rows[sampled < 0])
             plan = plan.without({row for _, row in failed})
             sampled = sampled[sampled >= 0]
             token_ids = sampled.tolist()
-        said = self._decoded(plan, sampled[: plan.num_decodes])
+        output = self._decoded(plan, sampled[: plan.num_decodes])
         prefilled: list[tuple[Sequence, int, int]] = []
         if plan.num_decodes < len(plan):
             firsts, prefilled = self._prefilled(plan, sampled[plan.num_decodes :])
-            said = said.before(firsts)
-        outcome = Outcome(
-            sequences=said.sequences,
+            output = output.concat(firsts)
+        outcome = StepOutcome(
+            sequences=output.sequences,
             token_ids=token_ids,
-            indices=said.indices,
-            finished=said.finished,
+            indices=output.indices,
+            finished=output.finished,
             held=[],
             prefilled=prefilled,
             failed=[sequence for sequence, _ in failed],
@@ -176,35 +179,35 @@ class Scheduler:
     # ---- parts of schedule -----------------------------------------------------------------------
 
     def _grow(self, preempted: list[Sequence]) -> np.ndarray:
-        """Give every decoding sequence the block that its token needs; returns their rows."""
-        table, pool = self.table, self.pool
-        if not len(table.decode_rows):
-            return table.decode_rows
-        decoding = table.decoding
-        full = (decoding.num_computed == decoding.room).nonzero()[0]
+        """Give each decoding sequence the block that its next token needs; returns their rows."""
+        batch, pool = self.batch, self.pool
+        if not len(batch.decode_rows):
+            return batch.decode_rows
+        columns = batch.decode_columns
+        full = (columns.num_computed == columns.capacity).nonzero()[0]
         if not len(full):
-            return decoding.rows
+            return columns.rows
         blocks = pool.take(len(full))
         if blocks is not None:
-            table.append_blocks(full, blocks)
-            return decoding.rows
-        members = [decoding.members[at] for at in full.tolist()]
-        for sequence in sorted(members, key=precedence):
+            batch.append_blocks(full, blocks)
+            return columns.rows
+        members = [columns.members[at] for at in full.tolist()]
+        for sequence in sorted(members, key=preemption_order):
             if sequence.row is None:  # preempted by a more important one in this pass
                 continue
             block = self._take_one(sequence, preempted)
             if block is not None:
-                table.append_blocks((table.decode_rows == sequence.row).nonzero()[0], block)
-        return table.decode_rows
+                batch.append_blocks((batch.decode_rows == sequence.row).nonzero()[0], block)
+        return batch.decode_rows
 
-    def _plan(self, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]) -> Plan | None:
-        """The step's plan; the last one where just the same decode."""
+    def _plan(self, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
+        """The plan of the step; the last plan is reused if only the same rows decode."""
         if chunks or self._last_plan is None or self._last_plan.rows is not decodes:
-            self._last_plan = Plan.of(self.table, decodes, chunks)
+            self._last_plan = _plan_of(self.batch, decodes, chunks)
         return self._last_plan
 
     def _take_one(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
-        """A block for `sequence`, at others' cost; None if it is itself preempted."""
+        """Take a block, with preemptions if needed; None if `sequence` is preempted itself."""
         while (blocks := self.pool.take(1)) is None:
             victim = self._victim(sequence)
             self._preempt(victim)
@@ -214,78 +217,95 @@ class Scheduler:
         return blocks
 
     def _victim(self, sequence: Sequence) -> Sequence:
-        """Whom to preempt so that `sequence` can go on: nobody before it, nobody whom a peer reads.
+        """The sequence to preempt so that `sequence` gets a block.
 
-        That is the youngest of the lowest priority; itself, where nobody comes after it.
+        It is the youngest of the lowest priority. No sequence before `sequence` in this order, and
+        none whose KV a peer reads, is preempted; if no other is left, it is `sequence` itself.
         """
-        others = [s for s in self.table.running if not s.hold]
-        return max([sequence, *others], key=precedence)
+        others = [s for s in self.batch.running if not s.for_peer]
+        return max([sequence, *others], key=preemption_order)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free the blocks; the sequence is computed again from its first token."""
+        """Free the blocks of a running sequence; it is recomputed from its first token."""
         self._leave(sequence)
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.num_computed_tokens = [], 0
-        sequence.wake()
+        sequence.unblock()
         sequence.move(Status.WAITING)
         self.waiting.add(sequence)
         self.num_preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take the row back, of one whose blocks are about to be freed."""
-        self.table.leave(sequence)
+        """Free the row of a sequence, and publish its answer before its blocks are freed."""
+        self.batch.remove(sequence)
         publish_answer(sequence, self.pool)
 
     # ---- parts of update -------------------------------------------------------------------------
 
     def _fail(self, rows: np.ndarray) -> list[tuple[Sequence, int]]:
-        """End the sequences of poisoned rows, and forget KV that may poison others."""
+        """End the sequences whose logits were not finite, and remove their KV from the cache."""
         failed = []
         for row in rows.tolist():
-            sequence = self.table.sequences[row]
+            sequence = self.batch.sequences[row]
             assert sequence is not None
             blocks = sequence.blocks
             self.remove(sequence)
-            self.pool.forget(blocks)
+            self.pool.invalidate(blocks)
             failed.append((sequence, row))
         return failed
 
-    def _decoded(self, plan: Plan, token_ids: np.ndarray) -> Said:
-        """Record the tokens of those who decode."""
+    def _decoded(self, plan: StepPlan, token_ids: np.ndarray) -> SampledOutput:
+        """Record the tokens of the decoding rows."""
         if not plan.num_decodes:
-            return Said([], [], [])
-        decoding = self.table.decoding_of(plan.decodes)
-        indices = decoding.indices.tolist()
-        ends = self.table.advance(decoding, token_ids)
-        return Said.of(decoding.members, indices, *ends)
+            return SampledOutput([], [], [])
+        columns = self.batch.decode_columns_of(plan.decodes)
+        indices = columns.indices.tolist()
+        ends = self.batch.advance(columns, token_ids)
+        return SampledOutput.of(columns.members, indices, *ends)
 
     def _prefilled(
-        self, plan: Plan, token_ids: np.ndarray
-    ) -> tuple[Said, list[tuple[Sequence, int, int]]]:
-        """Record the chunks of prompts, and the tokens of those that are complete.
+        self, plan: StepPlan, token_ids: np.ndarray
+    ) -> tuple[SampledOutput, list[tuple[Sequence, int, int]]]:
+        """Record the chunks of prompts, and the first tokens of complete prompts.
 
         Returns:
-            What was said; and `Outcome.prefilled`.
+            The sampled tokens, and `StepOutcome.prefilled`.
         """
-        table, start = self.table, plan.num_decodes
-        table.num_computed[plan.rows[start:]] += plan.counts[start:]
-        prefilled = publish_written(plan, table, self.pool)
+        batch, start = self.batch, plan.num_decodes
+        batch.num_computed[plan.rows[start:]] += plan.counts[start:]
+        prefilled = publish_written(plan, batch, self.pool)
         rows = plan.rows[start:][plan.samples[start:]]
-        indices = (table.num_tokens[rows] - table.num_prompt[rows]).tolist()
-        ends = table.append_tokens(rows, token_ids)
-        return Said.of(table.members(rows), indices, *ends), prefilled
+        indices = (batch.num_tokens[rows] - batch.num_prompt[rows]).tolist()
+        ends = batch.append_tokens(rows, token_ids)
+        return SampledOutput.of(batch.members(rows), indices, *ends), prefilled
 
-    def _settle(self, outcome: Outcome) -> None:
-        """Let finished sequences go, and hold those whose prefill is over."""
+    def _settle(self, outcome: StepOutcome) -> None:
+        """Remove finished sequences, and hold the prefilled ones whose KV a peer reads."""
         for sequence, _ in outcome.finished:
             self.remove(sequence)
         for sequence, _, _ in outcome.prefilled:
             if (
-                sequence.hold
+                sequence.for_peer
                 and sequence.row is not None
-                and not self.table.prefilling[sequence.row]
+                and not self.batch.prefilling[sequence.row]
             ):
-                self.table.leave(sequence)
+                self.batch.remove(sequence)
                 sequence.move(Status.HELD)
-                self.unread.hold(sequence)
+                self.pending_transfers.hold(sequence)
                 outcome.held.append(sequence)
+
+
+def _plan_of(
+    batch: PersistentBatch, decodes: np.ndarray, chunks: list[tuple[Sequence, int]]
+) -> StepPlan | None:
+    """Plan one token for each of the rows `decodes`, and the chunks; None if there are neither."""
+    ones = np.ones(len(decodes), np.int64)
+    if not chunks:
+        samples = np.ones(len(decodes), np.bool_)
+        return StepPlan(decodes, ones, samples, decodes) if len(decodes) else None
+    chunk_rows = np.array([sequence.row for sequence, _ in chunks], np.int64)
+    chunk_counts = np.array([count for _, count in chunks], np.int64)
+    rows = np.concatenate([decodes, chunk_rows])
+    counts = np.concatenate([ones, chunk_counts])
+    samples = batch.num_computed[rows] + counts == batch.num_tokens[rows]
+    return StepPlan(rows, counts, samples, decodes)

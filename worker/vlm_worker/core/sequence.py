@@ -1,10 +1,10 @@
-"""One request being worked on, and the moves that it may make.
+"""The state of one request in the engine, and its transitions.
 
-WAITING ----> RUNNING <---- RECEIVING        (decode side: blocks come from a peer)
+WAITING ----> RUNNING <---- RECEIVING        (decode side: blocks are received from a peer)
    ^            |  ^
    +--preempted-+  +-adopted-+
                 |            |
-                +--> HELD ---+               (prefill is done; KV is kept for a peer)
+                +--> HELD ---+               (prefill is complete; KV is kept for a peer)
 all of them --> FINISHED
 """
 
@@ -17,22 +17,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from vlm_worker.core.prefix import extend_chain
+from vlm_worker.core.kv_cache import extend_hash_chain
 from vlm_worker.types import ImageItem, Request
 
 MIN_PRIORITY: Final = -(2**31)
 
 
 class Lane(enum.StrEnum):
-    """Which of two queues a sequence waits in, if it waits."""
+    """The queue in which a sequence waits."""
 
     TEXT = "text"
     VISION = "vision"
 
 
 class Status(enum.Enum):
-    """Where a sequence stands."""
-
     WAITING = "waiting"
     RECEIVING = "receiving"
     RUNNING = "running"
@@ -51,28 +49,28 @@ TRANSITIONS: Final[Mapping[Status, frozenset[Status]]] = {
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
-    """Everything about a request that no step needs in an array. The scheduler is its writer.
+    """The fields of a request that no step needs as an array. Only the scheduler writes them.
 
-    While it has a `row` in the SequenceTable, the table owns its tokens and counts; the fields here
-    are what they were when it last left.
+    While the sequence has a `row`, the PersistentBatch owns its tokens and counts. The fields here
+    then have the values of when it last left the batch.
 
     Attributes:
-        request: what came in.
+        request: as it was submitted.
         arrival: smaller is older; at equal priority, the youngest is preempted first.
-        arrived_at: when that was, in seconds on the engine's clock.
-        lane: VISION if a picture was neither on hand nor covered by a prefix hit at its arrival.
+        arrived_at: seconds on the engine's clock.
+        lane: VISION if an image was neither cached nor covered by a prefix hit at arrival.
         token_ids: int32, all known tokens, prompt and answer.
-        positions: `[P, T]` of the prompt; a later token i stands at i + `position_delta`.
-        hold: keep the KV for a peer after the first token. Such a sequence is not preempted.
+        positions: `[P, T]` of the prompt; a later token i has position i + `position_delta`.
+        for_peer: keep the KV for a peer after the first token. It is not preempted.
         blocks: its KV blocks, in order.
         hashes: the hash chain of its full blocks.
-        promised: blocks that a reservation set aside for it: its whole prompt's, or none.
-        claim: blocks that its pictures are asked for with while it waits, see `claims`; or None.
-        embeddings: per item, the encoder output that is on hand for it.
-        raised_priority: of those who ran when it entered by its age; it is preempted by this.
-        overtaken: how often another was admitted before it for want of blocks or budget.
-        on_wake: told when it is stalled no more; the queue's own.
-        sink: the engine's own; opaque here.
+        reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
+        soft_reserved_blocks: blocks of its soft reservation (`soft_reservations`), or None.
+        embeddings: per item, its encoder output if it is here, or None.
+        aged_priority: the top running priority when it was admitted by age; used for preemption.
+        num_bypassed: sequences admitted before it because it lacked blocks or budget.
+        on_unblock: callback of the queue, called by `unblock`.
+        output: belongs to the engine; opaque here.
     """
 
     request: Request
@@ -82,73 +80,72 @@ class Sequence:
     position_delta: int
     arrived_at: float = 0.0
     lane: Lane = Lane.TEXT
-    hold: bool = False
+    for_peer: bool = False
     status: Status = Status.WAITING
     row: int | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)
-    promised: int = 0
-    claim: int | None = None
+    reserved_blocks: int = 0
+    soft_reserved_blocks: int | None = None
     embeddings: list[Any] = dataclasses.field(default_factory=list)
-    raised_priority: int = MIN_PRIORITY
-    overtaken: int = 0
-    on_wake: Callable[[Sequence], None] | None = None
-    sink: Any = None
-    _stalled: bool = dataclasses.field(default=False, init=False)
+    aged_priority: int = MIN_PRIORITY
+    num_bypassed: int = 0
+    on_unblock: Callable[[Sequence], None] | None = None
+    output: Any = None
+    _is_blocked: bool = dataclasses.field(default=False, init=False)
 
     @property
     def items(self) -> tuple[ImageItem, ...]:
-        """Its pictures."""
         return self.request.items
 
     @property
     def priority(self) -> int:
-        """A larger one goes first."""
+        """A larger priority goes first."""
         return self.request.priority
 
     @property
-    def stalled(self) -> bool:
-        """Whether it waits for an embedding: nobody looks at it until `wake`."""
-        return self._stalled
+    def is_blocked(self) -> bool:
+        """Whether it waits for an embedding; it is not examined until `unblock`."""
+        return self._is_blocked
 
     @property
-    def asleep(self) -> bool:
-        """Whether it waits to be allowed to ask for an embedding."""
-        return self._stalled and self.row is None and self.claim is None
+    def is_blocked_on_encoder(self) -> bool:
+        """Whether it waits for permission to request embeddings."""
+        return self._is_blocked and self.row is None and self.soft_reserved_blocks is None
 
     @property
-    def may_pin(self) -> bool:
-        """Whether embeddings may be held for it: it has blocks, or a claim to some."""
-        return self.row is not None or self.claim is not None
+    def can_pin_embeddings(self) -> bool:
+        """Whether embeddings may be pinned for it: it has blocks or a soft reservation."""
+        return self.row is not None or self.soft_reserved_blocks is not None
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, as of when it last left the table."""
+        """Known tokens, as of when it last left the batch."""
         return len(self.token_ids)
 
     def move(self, status: Status) -> None:
-        """Change the status along the table of transitions."""
+        """Change the status; TRANSITIONS must allow it."""
         assert status in TRANSITIONS[self.status], (
-            f"{self.request.key}: no way from {self.status.value} to {status.value}"
+            f"{self.request.key}: no transition from {self.status.value} to {status.value}"
         )
         self.status = status
 
-    def stall(self) -> None:
-        """Let it wait for an embedding, or to be allowed to ask for one."""
-        self._stalled = True
+    def block(self) -> None:
+        """Wait for an embedding, or for permission to request one."""
+        self._is_blocked = True
 
-    def wake(self) -> None:
-        """Let it be looked at again, if it is stalled: what it waited for is here, or never is."""
-        if self._stalled:
-            self._stalled = False
-            if self.on_wake is not None:
-                self.on_wake(self)
+    def unblock(self) -> None:
+        """End the wait: the embedding arrived, or never will."""
+        if self._is_blocked:
+            self._is_blocked = False
+            if self.on_unblock is not None:
+                self.on_unblock(self)
 
     def extend_hashes(self, token_ids: np.ndarray, *, num_tokens: int, block_size: int) -> None:
-        """Let `hashes` cover every full block of the first `num_tokens`."""
-        extend_chain(
+        """Extend `hashes` to every full block of the first `num_tokens`."""
+        extend_hash_chain(
             self.hashes,
             token_ids,
             self.items,

@@ -1,10 +1,10 @@
-"""Which addresses a worker may fetch from. Pure.
+"""Checks the producers that a worker may fetch from. Pure.
 
-A caller of Prefill or Decode names the address of a producer. Without a check, the worker would
-connect to any address that the caller likes, from inside the cluster.
+The caller of Prefill or Decode names the address of a producer. Without a check, a caller could
+make the worker connect to any address in the cluster.
 
-    address ─▶ check_address: could it be a worker of ours? ─▶ Hello ─▶ check_hello: is it one?
-                                                                         └▶ leases, fetches
+    address ─▶ check_address: may it be a worker of the service? ─▶ Hello ─▶ check_hello: is it one?
+                                                                              └▶ leases, fetches
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vlm_worker.errors import GoneError, IncompatibleError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sources:
-    """What all producers of this worker have in common.
+    """The properties that all producers of this worker share.
 
     Attributes:
-        served_name, compat: what their Hello says; those of this worker.
-        pod_ip: this worker's own address in its cluster. Empty outside of one: addresses are what
-            somebody gave the gateway, host names and any port among them.
-        grpc_port: of every worker in the cluster.
+        served_name, compat: must be in their Hello; equal to those of this worker.
+        pod_ip: the address of this worker's pod. Empty outside of a cluster: there, addresses come
+            from the gateway's settings and may have host names and any port.
+        grpc_port: the gRPC port of every worker in the cluster.
     """
 
     served_name: str
@@ -32,7 +32,7 @@ class Sources:
     grpc_port: int = 0
 
     def check_address(self, address: str) -> None:
-        """Raise IncompatibleError unless a worker of the service may be there."""
+        """Raise IncompatibleError unless `address` may be of a worker of the service."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
@@ -55,18 +55,25 @@ class Sources:
     def check_hello(
         self, address: str, *, model: str, compat: str, boot_id: bytes, wanted: bytes
     ) -> None:
-        """Raise unless who answers there serves what this worker serves, in the life `wanted`.
+        """Check the Hello of a producer.
+
+        Args:
+            address: for error messages.
+            model: must be the model that this worker serves.
+            compat: must be the compatibility set of this worker.
+            boot_id: 16 bytes, the incarnation that answered.
+            wanted: 16 bytes, the incarnation that made the handle.
 
         Raises:
-            IncompatibleError: another model or compat set.
-            GoneError: another life.
+            IncompatibleError: another model or compatibility set.
+            GoneError: another incarnation.
         """
         if model != self.served_name:
             raise _refused(address, f"it serves {model!r}, not {self.served_name!r}")
         if compat != self.compat:
             raise _refused(address, f"its compat is {compat!r}, not {self.compat!r}")
         if boot_id != wanted:
-            raise GoneError(f"the handle is from another life of the worker at {address}")
+            raise GoneError(f"the handle is from another incarnation of the worker at {address}")
 
 
 def _refused(address: str, reason: str) -> IncompatibleError:

@@ -1,16 +1,16 @@
-"""The engine: one thread that alone touches scheduler and runner.
+"""The engine: one thread that alone uses scheduler and runner.
 
-    engine ──commands──▶ thread ──turn──▶ state        what roles call; what runs it; what it owns
-    events ◀── outbox ◀────────────────────┤           what it says meanwhile
+    engine ──commands──▶ thread ──turn──▶ state        API of the roles; the thread; what it owns
+    events ◀───────────────────────────────┤           event streams, delivered on the loop
                                            │
-      encoder_queue    one call of the encoder         pictures         who waits for an embedding
-      stepping         one step of the language model  prompt_images    embeddings into prompts
-      guard            calls of the model may fail     sequences        in, found, ended
-                                                       room             whether one more may wait
-                                                       handover         KV to and from peers
-                                                       exports, loans   blocks that peers' threads
-                                                                        read, or write
+      encoder_batches  one encoder call                encode_requests    encode calls, pinned items
+      step_loop        one step of the language model  prompt_embeddings  embeddings for prompts
+      isolation        failures of single model calls  sequences          submit, find, end
+      embedding_cache  buffers of the encoder cache    queue_limits       limits of the queue
+                                                       kv_handoff         KV to and from peers
+                                                       readable_blocks    blocks that peers read
 
-`runner` is what it asks of a model; `settings` what it is told, and tells when asked; `sink` what
-hangs on a sequence; `usage` what answers had taken. What to compute is decided in `core/`.
+`attempts` records what each request holds, and frees it. `runner` is the interface to a model.
+`settings` has the settings and the statistics. `usage` counts the KV bytes of answers. `core/`
+decides what to compute.
 """

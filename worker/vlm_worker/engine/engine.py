@@ -1,21 +1,21 @@
-"""The engine, as the roles see it: submit and cancel here, work on one thread of its own.
+"""The engine's API for the roles: submit and cancel on the loop, compute on one thread.
 
-      asyncio loop                         engine thread, alone with scheduler and steps
+      asyncio loop                         engine thread: scheduler and steps
       ------------                         ----------------------------------------------
-      submit, cancel, import --commands--> do them, some copies -> encode a batch -> run a step
+      submit, cancel, import --commands--> execute, some copies -> encode a batch -> run a step
       EventStream, futures   <--events---- delivered before each call of the model
       export_blocks ------- a thread that only copies, while a step may run
 
-Three ways through it, by role:
+The calls by role:
 
     encoder   encode -> ItemReady -> export_embedding -> release_embedding
-    prefill   submit_prefill(hold=True) -> [NeedItems -> put_embedding]
+    prefill   submit_prefill(for_peer=True) -> [NeedItems -> put_embedding]
               -> BlocksReady -> export_blocks -> TokenEvent -> release
     decode    reserve -> receive -> [a thread writes -> confirm_blocks, or import_blocks]
               -> start_decode -> TokenEvent ... FinishedEvent
 
-Where prefill and decode of a request meet in one engine, `adopt_local` continues what is held,
-without a copy. Every submission gets its last word; whoever gives up says so with `cancel`.
+If one engine prefills and decodes a request, `adopt_local` continues the held sequence without a
+copy. Every submission gets a last event. A caller that stops waiting calls `cancel`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vlm_worker.engine.events import (
     ItemFailed,
     PrefillEvent,
 )
-from vlm_worker.engine.handover import Receipt
+from vlm_worker.engine.kv_handoff import ReceiveResult
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
 from vlm_worker.engine.thread import EngineThread
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
-from vlm_worker.wire.copying import Lying
+from vlm_worker.wire.buffers import BufferViews
 
 T = TypeVar("T")
 
@@ -70,10 +70,10 @@ class Engine:
         self._thread.start(loop)
 
     async def stop(self) -> None:
-        """End the thread after its present turn; what is unfinished fails with DrainingError.
+        """End the thread after its current turn; unfinished work fails with DrainingError.
 
         Raises:
-            Exception: what killed the thread, where something did.
+            Exception: the error that ended the thread, if any.
         """
         await self._thread.stop()
 
@@ -83,41 +83,52 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """False when the thread died, a step is stuck, or too many steps failed in a row."""
-        return self._thread.healthy
+        """False if the thread failed, a step is stuck, or too many steps failed in a row."""
+        return self.unhealthy_reason is None
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why it is not healthy; follows "the engine cannot go on: " in a sentence."""
+        return self._thread.unhealthy_reason
 
     # ---- encoder ---------------------------------------------------------------------------------
 
     def encode(
         self, key: RequestKey, images: Sequence[PreparedImage], *, priority: int = 0
     ) -> EventStream[EncodeEvent]:
-        """Encode pictures, or find them in the cache. Item numbers are positions in `images`.
+        """Encode images, or find them in the cache. Item numbers are positions in `images`.
 
-        Those of a larger priority go first, until others have waited for too long.
+        Images of a larger priority run first, except before images that waited too long.
 
         Each ready item stays pinned for (key, item) until `release_embedding` or `cancel`. The
-        stream ends after one event per item. Without room, or while draining, each fails with a
-        typed error.
+        stream ends after one event per item. If a limit is reached, or while draining, each item
+        fails with a typed error.
         """
         stream: EventStream[EncodeEvent] = EventStream(key)
-        self._thread.tell(
-            lambda state: state.pictures.encode(key, tuple(images), stream, priority=priority),
+        self._thread.post_command(
+            lambda state: state.encode_requests.encode(
+                key, tuple(images), stream, priority=priority
+            ),
             refuse=lambda error: stream.close_with(
                 *(ItemFailed(item, error) for item in range(len(images)))
             ),
         )
         return stream
 
-    async def hold_known(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
-        """Keep an embedding that is in the cache for `encode` of the same key; False: it is not.
+    async def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
+        """Pin a cached embedding for a later `encode` of the same key; False if it is not cached.
 
-        `encode` needs no patches of such a picture. Ends with it, `release_known` or `cancel`.
+        `encode` needs no patches of such an image. `encode`, `unpin_cached` or `cancel` end it.
         """
-        return await self._ask(lambda state: state.pictures.hold_known(key, image_key, num_tokens))
+        return await self._call(
+            lambda state: state.encode_requests.pin_cached(key, image_key, num_tokens)
+        )
 
-    def release_known(self, key: RequestKey) -> None:
-        """Let go what `hold_known` kept for this key; idempotent."""
-        self._thread.tell(lambda state: state.pictures.release_known(key), refuse=lambda _: None)
+    def unpin_cached(self, key: RequestKey) -> None:
+        """Unpin what `pin_cached` pinned for this key; idempotent."""
+        self._thread.post_command(
+            lambda state: state.encode_requests.unpin_cached(key), refuse=lambda _: None
+        )
 
     async def export_embedding(self, key: RequestKey, item: int) -> memoryview:
         """The rows of a ready item, `[num_tokens, row_bytes]`.
@@ -125,28 +136,30 @@ class Engine:
         Raises:
             GoneError: the item is not pinned for this key.
         """
-        return await self._ask(lambda state: state.pictures.export(key, item))
+        return await self._call(lambda state: state.encode_requests.export(key, item))
 
     def release_embedding(self, key: RequestKey, item: int) -> None:
-        """Unpin an item; idempotent. It stays in the cache until room is needed."""
-        self._thread.tell(lambda state: state.pictures.release(key, item), refuse=lambda _: None)
+        """Unpin an item; idempotent. It stays in the cache until it is evicted."""
+        self._thread.post_command(
+            lambda state: state.encode_requests.release(key, item), refuse=lambda _: None
+        )
 
     # ---- prefill ---------------------------------------------------------------------------------
 
-    def submit_prefill(self, request: Request, *, hold: bool) -> EventStream[PrefillEvent]:
+    def submit_prefill(self, request: Request, *, for_peer: bool) -> EventStream[PrefillEvent]:
         """Queue a request.
 
-        With `hold`, the stream ends after the first token: the KV stays, until `release` or
-        `adopt_local`, and BlocksReady tells what `export_blocks` may read meanwhile. If that token
-        ends the answer, FinishedEvent follows it and nothing is held. Without `hold`, the answer is
-        generated to its end here. A reservation under the same key is used up by it.
+        With `for_peer`, the stream ends after the first token. The KV stays until `release` or
+        `adopt_local`, and BlocksReady names the blocks that `export_blocks` may read meanwhile. If
+        that token ends the answer, FinishedEvent follows it and nothing is held. Without it, the
+        whole answer is generated here. It consumes a reservation under the same key.
 
         A refusal is a FailedEvent: ContextTooLongError, InvalidRequestError, OverloadedError,
         DuplicateError, DrainingError.
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._thread.tell(
-            lambda state: state.sequences.submit(request, stream, hold=hold),
+        self._thread.post_command(
+            lambda state: state.sequences.submit(request, stream, for_peer=for_peer),
             refuse=lambda error: stream.close_with(FailedEvent(error)),
         )
         return stream
@@ -158,79 +171,84 @@ class Engine:
             GoneError: the request is no longer here.
             CorruptTransferError: the size differs from what the item needs.
         """
-        await self._ask(lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes)
+        await self._call(lambda state: state.put_embedding(key, item, rows), num_bytes=rows.nbytes)
 
     def export_blocks(
         self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview | None = None
     ) -> memoryview:
         """A copy of announced blocks, `[num_blocks, block_bytes]`; made while a step may run.
 
-        It is made in `out`, of just so many bytes, where that is given, by the thread that calls:
-        any but the loop's, which is not to wait for it.
+        The calling thread copies, into `out` if given, which has exactly this size. The loop's
+        thread must not call it.
 
         Raises:
             GoneError: the request is no longer here.
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        return self._thread.exports.copy(key, first_block, num_blocks, out)
+        return self._thread.readable_blocks.copy(key, first_block, num_blocks, out)
 
     def read_blocks(
         self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
-    ) -> memoryview | Lying:
-        """As `export_blocks`, where they lie instead of a copy if that is host memory."""
-        return self._thread.exports.read(key, first_block, num_blocks, out)
+    ) -> memoryview | BufferViews:
+        """As `export_blocks`, but views of the blocks instead of a copy if they are host memory."""
+        return self._thread.readable_blocks.read(key, first_block, num_blocks, out)
 
     # ---- decode ----------------------------------------------------------------------------------
 
     async def reserve(self, key: RequestKey, num_tokens: int) -> None:
-        """Promise KV room; idempotent per key. Ends with `receive`, `submit_prefill` or `release`.
+        """Reserve KV blocks; idempotent per key.
+
+        `receive`, `submit_prefill` or `release` end the reservation.
 
         Raises:
-            OverloadedError: no room now.
-            ContextTooLongError: there never will be.
+            OverloadedError: too few blocks are available now.
+            ContextTooLongError: the cache is too small.
         """
-        await self._ask(lambda state: state.handover.reserve(key, num_tokens))
+        await self._call(lambda state: state.handoff.reserve(key, num_tokens))
 
-    async def receive(self, request: Request, *, in_place: bool = False) -> Receipt:
-        """Turn the reservation into blocks; tells which of them a peer has to deliver.
+    async def receive(self, request: Request, *, in_place: bool = False) -> ReceiveResult:
+        """Turn the reservation into blocks; returns the first block that a peer has to deliver.
 
-        The request has `ceil(len(token_ids) / block_size)` blocks; where that is the first one to
-        be delivered, nothing is missing. With `in_place` their memory is lent where that can be:
-        the caller has one thread write there, confirms, and returns the loan in any case.
+        The request has `ceil(len(token_ids) / block_size)` blocks; if `first_block` equals this
+        number, nothing is missing. With `in_place` the engine lends the memory of the blocks if the
+        runner allows it: one thread of the caller writes there, the caller confirms the blocks, and
+        it always returns the loan.
 
         Raises:
             GoneError: no such reservation.
-            OverloadedError: the reservation was too small, and there is no more room.
+            OverloadedError: the reservation was too small, and too few blocks are available.
         """
-        return await self._ask(lambda state: state.handover.receive(request, in_place=in_place))
+        return await self._call(lambda state: state.handoff.receive(request, in_place=in_place))
 
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
-        """Write whole blocks `first_block ...` that a peer sent; they may come in any order.
+        """Write whole blocks `first_block ...` that a peer sent; in any order.
 
         Raises:
             GoneError: nothing is being received under this key.
             CorruptTransferError: not whole blocks, or not blocks of this request.
         """
-        await self._ask(
-            lambda state: state.handover.import_blocks(key, first_block, data),
+        await self._call(
+            lambda state: state.handoff.import_blocks(key, first_block, data),
             num_bytes=data.nbytes,
         )
 
     async def confirm_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> None:
-        """Blocks whose memory was lent are written, and were checked; in any order.
+        """Confirm that lent blocks are written and checked; in any order.
 
         Raises:
             GoneError: nothing is being received under this key.
-            CorruptTransferError: not blocks of this request, or they came before.
+            CorruptTransferError: not blocks of this request, or confirmed before.
         """
-        await self._ask(lambda state: state.handover.confirm_blocks(key, first_block, num_blocks))
+        await self._call(lambda state: state.handoff.confirm_blocks(key, first_block, num_blocks))
 
     def return_blocks(self, key: RequestKey) -> None:
-        """Nobody writes into memory that was lent under this key any more; idempotent.
+        """Return the loan of this key: no thread writes into its blocks. Idempotent.
 
-        Until then it is given to nobody else, even where the request has ended.
+        Until then the blocks are not reused, even if the request has ended.
         """
-        self._thread.tell(lambda state: state.handover.loans.give_back(key), refuse=lambda _: None)
+        self._thread.post_command(
+            lambda state: state.handoff.return_loan(key), refuse=lambda _: None
+        )
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
@@ -240,18 +258,18 @@ class Engine:
             CorruptTransferError: blocks are missing, with their numbers.
         """
         stream: EventStream[PrefillEvent] = EventStream(key)
-        await self._ask(lambda state: state.handover.start_decode(key, first_token_id, stream))
+        await self._call(lambda state: state.handoff.start_decode(key, first_token_id, stream))
         return stream
 
     def adopt_local(self, request: Request) -> EventStream[PrefillEvent]:
-        """Continue what this engine holds, or still prefills, under the same key. No copy.
+        """Continue the sequence that this engine holds or prefills under the same key. No copy.
 
-        Streams tokens from index `num_delivered_tokens + 1` on; FailedEvent(GoneError) where
-        nothing is held.
+        Streams tokens from index `num_delivered_tokens + 1` on; FailedEvent(GoneError) if nothing
+        is held.
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._thread.tell(
-            lambda state: state.handover.adopt(request, stream),
+        self._thread.post_command(
+            lambda state: state.handoff.adopt(request, stream),
             refuse=lambda error: stream.close_with(FailedEvent(error)),
         )
         return stream
@@ -259,24 +277,24 @@ class Engine:
     # ---- the end ---------------------------------------------------------------------------------
 
     async def cancel(self, key: RequestKey) -> CancelOutcome:
-        """End everything under `key` and free it: sequence, reservation, pins, queued pictures.
+        """End everything under `key` and free it: sequence, reservation, pins, queued images.
 
-        CANCEL_REQUESTED_IN_FLIGHT says that a peer has read some of the blocks and may be reading
-        on; it reads copies, so the blocks are free all the same.
+        CANCEL_REQUESTED_IN_FLIGHT means that a peer has read some of the blocks and may continue.
+        It reads copies, so the blocks are free.
         """
-        return await self._ask(lambda state: state.cancel(key))
+        return await self._call(lambda state: state.cancel(key))
 
     async def release(self, key: RequestKey) -> None:
         """Free what is held or reserved under `key`; idempotent, and no error for unknown keys."""
-        await self._ask(lambda state: state.sequences.release(key))
+        await self._call(lambda state: state.sequences.release(key))
 
     async def drain(self) -> int:
-        """The drain deadline has come: end every answer here, refuse all that comes after.
+        """At the drain deadline: end every sequence and refuse new work.
 
-        Decoding sequences finish with FinishReason.DRAINED, the rest fails with DrainingError.
-        Returns how many ended.
+        Decoding sequences finish with FinishReason.DRAINED, the others fail with DrainingError.
+        Returns the number of ended sequences and images.
         """
-        return await self._ask(lambda state: state.drain())
+        return await self._call(lambda state: state.drain())
 
-    def _ask(self, work: Callable[[State], T], *, num_bytes: int = 0) -> Awaitable[T]:
-        return self._thread.ask(work, num_bytes=num_bytes)
+    def _call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> Awaitable[T]:
+        return self._thread.call(work, num_bytes=num_bytes)

@@ -1,4 +1,4 @@
-"""What the engine asks of a model: the seam between what to compute and how.
+"""The engine's interface to a model.
 
 `model.runner.ModelRunner` and `testing.ChecksumRunner` implement it; the engine thread calls it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.core.step_values import StepInputs, StepOutput
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 T = TypeVar("T")
@@ -23,30 +23,30 @@ class Runner(Protocol):
 
     @property
     def kv_layout(self) -> KVLayout | None:
-        """None where neither prefill nor decode is loaded."""
+        """None if neither prefill nor decode is loaded."""
 
     @property
     def embed_layout(self) -> EmbedLayout:
-        """How rows that leave or enter an encoder lie in memory."""
+        """Layout of embedding rows in transfers."""
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that there are, the null block 0 included."""
+        """Number of KV blocks, the null block 0 included."""
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token."""
+        """Number of token ids."""
 
     def execute(self, inputs: StepInputs) -> StepOutput:
         """Run one packed step and sample, row by row of `inputs.sample_rows`."""
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
-        """Encode pictures in one call; a failed item is an exception in its place."""
+        """Encode images in one call; returns an embedding or an exception per image."""
 
-    def beside(self, call: Callable[[], T]) -> Future[T] | None:
-        """Begin a call that encodes, in a thread of its own, while steps go on.
+    def encode_async(self, call: Callable[[], T]) -> Future[T] | None:
+        """Run an encoder call on a separate thread, overlapped with steps.
 
-        None where the device does one thing at a time: then the call has to be made in turn.
+        Returns None if the device cannot overlap: the caller then makes the call itself.
         """
 
     def export_embedding(self, embedding: Embedding) -> memoryview:
@@ -56,28 +56,28 @@ class Runner(Protocol):
         """Rows received from an encoder. Raises CorruptTransferError on a wrong size."""
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
-        """A gather copy of whole blocks, `[len(block_ids), block_bytes]`, in `out` if it is given.
+        """Copy whole blocks into `out` if given, `[len(block_ids), block_bytes]`.
 
-        Called by other threads than the engine's, while a step may run.
+        Other threads than the engine's call it, while a step may run.
         """
 
     def block_memory(
         self, block_ids: Sequence[int], *, to_write: bool = False
     ) -> list[memoryview] | None:
-        """The memory of whole blocks, for another thread to read or write while steps use others.
+        """The memory of whole blocks, for another thread to read or write while steps run.
 
-        None where no thread may: then `import_blocks` writes, between steps. Called by any thread
-        for reading, and by the engine thread alone with `to_write`.
+        None if no thread may: then `import_blocks` writes, between steps. Any thread may call it
+        for reading; only the engine thread calls it with `to_write`.
         """
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
         """Write whole blocks received from a peer."""
 
     def embedding_bytes(self, embedding: Embedding) -> int:
-        """Memory that it holds, for the encoder cache's budget."""
+        """Bytes of an embedding, for the encoder cache's budget."""
 
-    def use_idle_time(self) -> bool:
-        """Do a little, some milliseconds at most, for steps to come; False where nothing is left.
+    def prefault(self) -> bool:
+        """Prefault some memory for coming steps, for a few milliseconds; False if all is done.
 
-        Called while nobody waits for anything.
+        The engine calls it while it is idle.
         """

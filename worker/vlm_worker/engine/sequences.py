@@ -1,37 +1,40 @@
-"""The sequences of the engine thread: how they come in, are found, and end.
+"""The sequences of the engine thread: submit, find, end.
 
     submit --> waiting --> prefill --> [held --> adopt] --> decode --> finished     (here)
-    reserve --> receive --> import_blocks --> start_decode ----^                    (`handover`)
+    reserve --> receive --> import_blocks --> start_decode ----^                    (`kv_handoff`)
 
-Whichever way one ends, `finish` or `fail` frees all it had and says the last word.
+`finish` or `fail` frees everything that a sequence holds and sends its last event.
 """
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Final
 
 import numpy as np
 
-from vlm_worker.core.admission import check_request
-from vlm_worker.core.blocks import BlockPool
-from vlm_worker.core.entrance import MAX_TRIES
+from vlm_worker.core.admission import MAX_CANDIDATES
+from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.persistent_batch import PersistentBatch
+from vlm_worker.core.request_validation import validate_request
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
-from vlm_worker.core.table import SequenceTable
-from vlm_worker.engine.events import CancelOutcome, EventStream, PrefillEvent
-from vlm_worker.engine.exports import Exports
-from vlm_worker.engine.outbox import Outbox
-from vlm_worker.engine.prompt_images import PromptImages
-from vlm_worker.engine.room import Room
+from vlm_worker.engine.attempts import (
+    Attempt,
+    AttemptTable,
+    ReservedBlocks,
+    ResourceKind,
+    Track,
+)
+from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
+from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
+from vlm_worker.engine.queue_limits import QueueLimits
+from vlm_worker.engine.readable_blocks import ReadableBlocks, ReadableResource
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.engine.sink import Sink
 from vlm_worker.engine.usage import KVUsage
 from vlm_worker.errors import (
-    CancelledError,
     DrainingError,
     DuplicateError,
     EngineError,
@@ -43,25 +46,37 @@ from vlm_worker.types import FinishedEvent, FinishReason, ImageItem, Request, Re
 Positions = Callable[[Seq[int], Seq[ImageItem]], tuple[np.ndarray, int]]
 """`(token_ids, items) -> ([P, T] positions, delta)`."""
 
-NUM_REMEMBERED: Final = 4096
-"""Keys of ended sequences that are still told apart from unknown ones."""
+
+@dataclasses.dataclass(eq=False, frozen=True, slots=True)
+class ScheduledSequence:
+    """A sequence: its queue entry or row, its blocks, and the embeddings that it pins."""
+
+    sequence: Sequence
+    owner: Sequences
+    kind = ResourceKind.SEQUENCE
+    num_bytes = 0
+
+    def release(self) -> bool:
+        self.owner.discard(self.sequence)
+        return True
 
 
 class Sequences:
-    """All sequences and reservations of one engine. Lives on the engine thread."""
+    """The generations of one engine. Lives on the engine thread."""
 
     def __init__(
         self,
         runner: Runner,
         *,
+        attempts: AttemptTable,
         settings: EngineSettings,
         positions: Positions,
-        images: PromptImages,
-        outbox: Outbox,
+        prompt_embeddings: PromptEmbeddings,
+        events: EventBuffer,
         clock: Callable[[], float],
     ) -> None:
         self.pool = _make_pool(runner, settings)
-        self.table = SequenceTable(
+        self.batch = PersistentBatch(
             settings.max_num_seqs,
             max_model_len=settings.max_model_len if runner.kv_layout else 1,
             block_size=self.pool.block_size,
@@ -69,67 +84,69 @@ class Sequences:
         )
         self.scheduler = Scheduler(
             self.pool,
-            self.table,
+            self.batch,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             watermark_blocks=self.pool.capacity * settings.watermark_percent // 100,
-            max_unread_blocks=self.pool.capacity * settings.max_unread_percent // 100,
+            max_pending_blocks=self.pool.capacity * settings.max_unread_percent // 100,
             whole_images=settings.whole_images,
             long_prefill_tokens=settings.long_prefill_tokens,
-            rules=settings.admission,
+            settings=settings.admission,
         )
+        self.attempts = attempts
         self.settings = settings
-        self.live: dict[RequestKey, Sequence] = {}
-        self.reservations: dict[RequestKey, int] = {}
-        self.exports = Exports(runner)
+        self.readable_blocks = ReadableBlocks(runner)
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
-        self.room = Room(self.scheduler, settings=settings)
+        self.limits = QueueLimits(self.scheduler, settings=settings)
         self._positions = positions
         self._vocab_size = runner.vocab_size
-        self._images = images
-        self._outbox = outbox
+        self._prompt_embeddings = prompt_embeddings
+        self._events = events
         self._clock = clock
         self._draining = False
         self._arrivals = 0
-        self._ended: collections.OrderedDict[RequestKey, None] = collections.OrderedDict()
 
     # ---- in --------------------------------------------------------------------------------------
-    def submit(self, request: Request, stream: EventStream[PrefillEvent], *, hold: bool) -> None:
+    def submit(
+        self, request: Request, stream: EventStream[PrefillEvent], *, for_peer: bool
+    ) -> None:
         """See `Engine.submit_prefill`."""
         try:
             self.check_new(request.key)
-            self.room.check(len(request.token_ids), hold=hold)
-            sequence = self.make(request, hold=hold)
+            self.limits.check(len(request.token_ids), for_peer=for_peer)
+            sequence = self.make(request, for_peer=for_peer)
         except WorkerError as error:
-            self._outbox.fail(stream, error)
+            self._events.fail(stream, error)
             return
-        sequence.promised = self._claim(request.key, num_tokens=sequence.num_tokens)
-        sequence.sink = Sink(stream=stream, first_only=hold, supplied=True)
-        self.live[request.key] = sequence
+        attempt = self.start(sequence)
+        attempt.stream, attempt.first_only, attempt.supplied = stream, for_peer, True
+        sequence.reserved_blocks = self._redeem(attempt, num_tokens=sequence.num_tokens)
         start = self.scheduler.look_up(sequence)
-        if not self._images.on_hand(sequence, start):
+        if not self._prompt_embeddings.is_cached(sequence, start):
             sequence.lane = Lane.VISION
         if (
-            len(self.scheduler.waiting) < MAX_TRIES  # else the steps ask, in the queue's order
-            and self._images.needs(sequence, start)
-            and self.scheduler.entrance.may_ask(sequence)
+            len(self.scheduler.waiting) < MAX_CANDIDATES  # else the steps ask, in the queue's order
+            and self._prompt_embeddings.needs(sequence, start)
+            and self.scheduler.admission.can_request_embeddings(sequence)
         ):
-            self.gather(sequence, start)
+            self.request_embeddings(sequence, start)
         self.scheduler.add(sequence)
 
     def check_new(self, key: RequestKey) -> None:
-        """Raise where nothing may begin under this key."""
+        """Raise if no sequence or reservation may begin under this key."""
         if not self.pool.capacity:
             raise EngineError("neither prefill nor decode is loaded here")
         if self._draining:
             raise DrainingError("this worker is draining")
-        if key in self.live or key in self._ended:
+        attempt = self.attempts.get(key)
+        in_use = attempt is not None and attempt.sequence is not None
+        if in_use or self.attempts.has_ended(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} was used already")
 
-    def make(self, request: Request, *, hold: bool) -> Sequence:
-        """A sequence for a request that can run here, or the error that says why it cannot."""
+    def make(self, request: Request, *, for_peer: bool) -> Sequence:
+        """Make a sequence; raises the error of a request that cannot run here."""
         settings = self.settings
-        check_request(
+        validate_request(
             request,
             max_model_len=settings.max_model_len,
             max_image_tokens=settings.min_prompt_tokens if settings.whole_images else None,
@@ -150,128 +167,125 @@ class Sequences:
             token_ids=np.array(request.token_ids, np.int32),
             positions=positions,
             position_delta=delta,
-            hold=hold,
+            for_peer=for_peer,
             embeddings=[None] * len(request.items),
         )
 
-    def _claim(self, key: RequestKey, *, num_tokens: int) -> int:
-        """Blocks that a reservation set aside; one too small for the prompt is given back."""
-        promised = self.reservations.pop(key, 0)
-        if promised < self.pool.blocks_for(num_tokens):
-            self.pool.unpromise(promised)
-            return 0
-        return promised
+    def start(self, sequence: Sequence) -> Attempt:
+        """Let the attempt of its key own a new sequence."""
+        attempt = self.attempts.open(sequence.request.key)
+        attempt.sequence, sequence.output = sequence, attempt
+        attempt.acquire(ScheduledSequence(sequence, self))
+        return attempt
+
+    def _redeem(self, attempt: Attempt, *, num_tokens: int) -> int:
+        """The number of reserved blocks; a reservation that is too small for the prompt ends."""
+        for reserved in attempt.of(ReservedBlocks):
+            if reserved.num_blocks < self.pool.blocks_for(num_tokens):
+                attempt.release(reserved)
+                return 0
+            attempt.confirm(reserved)  # the sequence has them now
+            return reserved.num_blocks
+        return 0
 
     @property
     def num_held(self) -> int:
-        """Sequences that nobody listens to: held for a peer, or being received."""
+        """Sequences that are held for a peer or received from one."""
         scheduler = self.scheduler
-        queued = len(scheduler.waiting) + len(scheduler.entrance.ready)
-        return len(self.live) - queued - len(self.table)
+        queued = len(scheduler.waiting) + len(scheduler.admission.ready)
+        return self.attempts.totals[ResourceKind.SEQUENCE].count - queued - len(self.batch)
 
     def get(self, key: RequestKey, *, status: Status | None = None) -> Sequence:
         """The live sequence of a key, in the given status, or GoneError."""
-        sequence = self.live.get(key)
+        attempt = self.attempts.get(key)
+        sequence = attempt.sequence if attempt is not None else None
         if sequence is None or (status is not None and sequence.status is not status):
             raise GoneError(f"{key.request_id} attempt {key.attempt} is not here")
         return sequence
 
-    def has_ended(self, key: RequestKey) -> bool:
-        """Whether a sequence of this key was here, and is over."""
-        return key in self._ended
+    def publish(self, sequence: Sequence, num_blocks: int) -> None:
+        """Let peers read the first blocks of a sequence."""
+        attempt: Attempt = sequence.output
+        self.readable_blocks.publish(attempt.key, sequence.blocks[:num_blocks])
+        if not attempt.of(ReadableResource):
+            attempt.acquire(ReadableResource(attempt.key, self.readable_blocks))
 
-    def gather(self, sequence: Sequence, start: int) -> None:
-        """Bring embeddings for the tokens from `start` on, or ask for them.
+    def request_embeddings(self, sequence: Sequence, start: int) -> None:
+        """Request embeddings for the tokens from `start` on.
 
-        Where there is nobody to ask, the sequence is handed over: it finishes as DRAINED, to be
-        continued elsewhere.
+        If a missing embedding has no source, the sequence finishes as DRAINED, to be continued on
+        another worker.
         """
-        if not self._images.gather(sequence, start):
+        if not self._prompt_embeddings.request_embeddings(sequence, start):
             self.finish(sequence, FinishReason.DRAINED)
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Hold no embedding for a sequence that was preempted; it is handed over where that fails.
+    def release_pins(self, sequence: Sequence) -> None:
+        """Release the embeddings of a preempted sequence.
 
-        See `gather`.
+        If it could not request them again, it finishes as DRAINED; see `request_embeddings`.
         """
-        if self._images.can_gather(sequence, self.scheduler.num_cached_tokens(sequence)):
-            self._images.let_go(sequence)
+        if self._prompt_embeddings.can_supply(sequence, self.scheduler.num_cached_tokens(sequence)):
+            self._prompt_embeddings.release_pins(sequence)
         else:
             self.finish(sequence, FinishReason.DRAINED)
 
     # ---- out -------------------------------------------------------------------------------------
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence with its answer's last word."""
-        self._end(sequence)
+        """End a sequence with FinishedEvent."""
+        sequence.output.end(Track.GENERATION)
         if reason is not FinishReason.DRAINED:
             self.usage.add(sequence)
         num_tokens = sequence.num_tokens - sequence.request.num_prompt_tokens
-        for stream in (sequence.sink.stream, sequence.sink.adopter):
-            self._outbox.emit(stream, FinishedEvent(reason, num_tokens))
-            self._outbox.end(stream)
+        for stream in (sequence.output.stream, sequence.output.successor_stream):
+            self._events.emit(stream, FinishedEvent(reason, num_tokens))
+            self._events.end(stream)
 
     def fail(self, sequence: Sequence, error: WorkerError) -> None:
         """End a sequence with an error."""
-        self._end(sequence)
-        for stream in (sequence.sink.stream, sequence.sink.adopter):
-            self._outbox.fail(stream, error)
-
-    def cancel(self, key: RequestKey) -> CancelOutcome:
-        """See `Engine.cancel`; pictures apart."""
-        reserved = self.reservations.pop(key, 0)
-        self.pool.unpromise(reserved)
-        sequence = self.live.get(key)
-        if sequence is None:
-            if reserved:
-                return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
-            known = key in self._ended
-            return CancelOutcome.ALREADY_COMPLETE if known else CancelOutcome.NOT_FOUND
-        being_read = sequence.hold and self.exports.was_read(key)
-        self.fail(sequence, CancelledError("the request was cancelled"))
-        if being_read:
-            return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
-        return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+        sequence.output.end(Track.GENERATION)
+        for stream in (sequence.output.stream, sequence.output.successor_stream):
+            self._events.fail(stream, error)
 
     def release(self, key: RequestKey) -> None:
         """See `Engine.release`."""
-        self.pool.unpromise(self.reservations.pop(key, 0))
-        sequence = self.live.get(key)
-        if sequence is not None and sequence.sink.stream is None:
-            self._end(sequence)
+        attempt = self.attempts.get(key)
+        if attempt is not None and attempt.stream is None:
+            attempt.end(Track.GENERATION)
 
     def drain(self, error: DrainingError) -> int:
-        """See `Engine.drain`. What is held for a peer stays until its lease ends."""
+        """See `Engine.drain`. KV held for a peer stays until its lease ends."""
         self._draining = True
-        for key in list(self.reservations):
-            self.release(key)
-        ending = [s for s in self.live.values() if s.sink.stream is not None]
+        ending = []
+        for attempt in list(self.attempts.by_key.values()):
+            if attempt.sequence is None:
+                attempt.end(Track.GENERATION)
+            elif attempt.stream is not None:
+                ending.append(attempt.sequence)
         for sequence in ending:
-            if sequence.sink.first_only:
+            if sequence.output.first_only:
                 self.fail(sequence, error)
             else:
                 self.finish(sequence, FinishReason.DRAINED)
         return len(ending)
 
-    def say_last_words(self, error: WorkerError) -> None:
-        """End every stream without touching the books."""
-        for sequence in self.live.values():
-            self._outbox.fail(sequence.sink.stream, error)
-            self._outbox.fail(sequence.sink.adopter, error)
+    def fail_pending(self, error: WorkerError) -> None:
+        """End every stream; nothing is freed."""
+        for sequence in self.attempts.sequences():
+            self._events.fail(sequence.output.stream, error)
+            self._events.fail(sequence.output.successor_stream, error)
 
-    def _end(self, sequence: Sequence) -> None:
-        """Free everything; the caller says the last word."""
-        self._images.drop_all(sequence)
-        self.exports.forget(sequence.request.key)
+    def discard(self, sequence: Sequence) -> None:
+        """Free what scheduler and encoder cache hold for a sequence; its key is not used again."""
+        attempt: Attempt = sequence.output
+        self._prompt_embeddings.drop_all(sequence)
         if sequence.status is not Status.FINISHED:  # the scheduler ends those that it finishes
             self.scheduler.remove(sequence)
-        del self.live[sequence.request.key]
-        self._ended[sequence.request.key] = None
-        if len(self._ended) > NUM_REMEMBERED:
-            self._ended.popitem(last=False)
+        attempt.sequence = None
+        self.attempts.remember(attempt.key)
 
 
 def _make_pool(runner: Runner, settings: EngineSettings) -> BlockPool:
-    """The pool over the runner's KV buffer; an empty one where it has none."""
+    """The pool of the runner's KV blocks; an empty one if it has no KV."""
     layout = runner.kv_layout
     if layout is None:
         return BlockPool(1, block_size=1)

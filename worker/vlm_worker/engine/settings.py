@@ -1,21 +1,24 @@
-"""What the engine is told once, and what it tells whenever asked."""
+"""The engine's settings, and the statistics that it reports."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Final
 
-from vlm_worker.core.adaptive import LimitReason
-from vlm_worker.core.busy import Busy, Kind
-from vlm_worker.core.histogram import Buckets
+from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
+from vlm_worker.core.measurements import Buckets, BusyTime, WorkKind
 from vlm_worker.core.sequence import Lane
-from vlm_worker.core.waves import AdmissionReason, AdmissionRules
+from vlm_worker.core.step_time import LimitReason
 from vlm_worker.types import Modality
 
+MAX_ENCODE_TOKENS: Final = 2048
+"""Default visual tokens of one encoder call."""
 
-class Bound(enum.StrEnum):
-    """What was full when somebody was answered OverloadedError."""
+
+class QueueLimit(enum.StrEnum):
+    """The limit because of which a request got an OverloadedError."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -29,41 +32,42 @@ class Bound(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Bounds of the engine.
+    """Settings and limits of the engine.
 
     Attributes:
         max_model_len: tokens of the longest sequence, prompt and answer.
         eos_token_ids: tokens that end an answer unless the request ignores them.
         max_num_seqs: sequences that compute at the same time.
         max_num_batched_tokens: tokens of one step; at least `max_num_seqs`.
-        max_encode_tokens: visual tokens of one encoder call; one larger picture still runs, alone.
-        max_encode_tokens_decoding: the same while sequences decode: what a token may wait for.
-        max_copy_bytes: what is written between two steps of what peers sent; one larger message is
-            still written, alone. One transfer has as much under way, and is not slowed down by it.
-        max_image_tokens: visual tokens of the largest picture that may come, which the embedding
-            cache must have room for; None is `max_model_len`.
-        max_waiting: sequences in the queue; beyond it a request is answered OverloadedError.
-        max_waiting_tokens: tokens of all of them, those of pictures included; likewise.
-        max_waiting_images: pictures in the encoder queue; likewise.
-        max_waiting_pixels: pixels of all of them, as the encoder sees them; likewise. A queue that
-            is empty takes in any one request, and any one call's pictures.
-        admission: who of those that wait enters first.
+        max_encode_tokens: visual tokens of one encoder call; one larger image still runs, alone.
+        max_encode_tokens_decoding: the same while sequences decode, because tokens wait for it.
+        max_copy_bytes: bytes received from peers that are written between two steps; one larger
+            message is still written, alone. One transfer has as many bytes in flight, so that the
+            limit does not slow it down.
+        max_image_tokens: visual tokens of the largest possible image, which must fit into the
+            encoder cache; None is `max_model_len`.
+        max_waiting: sequences in the queue; beyond it, a request gets an OverloadedError.
+        max_waiting_tokens: tokens of the queue, including visual tokens; same error.
+        max_waiting_images: images in the encoder queue; same error.
+        max_waiting_pixels: pixels in the encoder queue, after resizing; same error. An empty queue
+            accepts any one request, and the images of any one call.
+        admission: the order in which waiting sequences are admitted.
         long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
-        target_step_seconds: how many sequences run at once follows from this; None: as many as
-            there are rows.
-        max_unread_percent: share of the KV blocks that prompts for peers may have until these have
-            read them; beyond it they wait, and where so much is computed already, they are refused.
+        target_step_seconds: target step time, which limits the running sequences; None: only the
+            number of rows limits them.
+        max_unread_percent: share of the KV blocks for prompts that peers have not read yet. Beyond
+            it, such prompts wait; if computed prompts alone fill it, new ones are refused.
         watermark_percent: share of the KV blocks that admission leaves free for growth.
-        whole_images: the family attends in both directions inside an image, so that a chunk of
-            prefill never cuts one.
-        embedding_cache_bytes: budget of the embedding cache's hot tier, on the runner's device;
-            the embeddings that are queued or held for peers have no more than this, beyond it a
-            call is answered OverloadedError.
-        embedding_cold_cache_bytes: budget of its cold tier, in host memory; 0 is none, which is
-            right where the device is a CPU: there the hot tier is host memory already.
-        embedding_ttl_seconds: an embedding unused for so long is not served again.
+        whole_images: attention inside an image is bidirectional in this family, so that a chunk of
+            prefill never cuts an image.
+        embedding_cache_bytes: budget of the encoder cache's hot tier, on the runner's device. It
+            also limits the embeddings that are queued or held for peers; beyond it, a call gets an
+            OverloadedError.
+        embedding_cold_cache_bytes: budget of the cold tier, in host memory; 0 disables it, which
+            suits a CPU, where the hot tier is host memory already.
+        embedding_ttl_seconds: an embedding that was unused for this time is not served again.
         stuck_step_seconds: a step that takes longer makes the engine unhealthy.
-        max_step_failures: so many failed steps in a row make the engine unhealthy.
+        max_step_failures: this number of failed steps in a row makes the engine unhealthy.
         strict: a broken invariant stops the engine (tests) instead of being counted and logged.
     """
 
@@ -71,7 +75,7 @@ class EngineSettings:
     eos_token_ids: tuple[int, ...] = ()
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
-    max_encode_tokens: int = 2048
+    max_encode_tokens: int = MAX_ENCODE_TOKENS
     max_encode_tokens_decoding: int = 512
     max_copy_bytes: int = 32 << 20
     max_image_tokens: int | None = None
@@ -79,7 +83,7 @@ class EngineSettings:
     max_waiting_tokens: int = 1 << 20
     max_waiting_images: int = 256
     max_waiting_pixels: int = 1 << 26
-    admission: AdmissionRules = dataclasses.field(default_factory=AdmissionRules)
+    admission: AdmissionSettings = dataclasses.field(default_factory=AdmissionSettings)
     long_prefill_tokens: int | None = None
     target_step_seconds: float | None = None
     max_unread_percent: int = 50
@@ -93,7 +97,7 @@ class EngineSettings:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse bounds under which a request could wait for ever."""
+        """Reject settings under which a request could wait forever."""
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -101,30 +105,30 @@ class EngineSettings:
             )
         if self.whole_images and (self.max_image_tokens or 0) > self.min_prompt_tokens:
             raise ValueError(
-                f"a picture of {self.max_image_tokens} tokens never fits into a step that may not "
+                f"an image of {self.max_image_tokens} tokens never fits into a step that may not "
                 f"cut it: max_num_batched_tokens ({self.max_num_batched_tokens}) less max_num_seqs "
                 f"({self.max_num_seqs}) is {self.min_prompt_tokens}"
             )
 
     @property
     def min_prompt_tokens(self) -> int:
-        """Tokens of prompts that a step has room for, however many sequences decode in it."""
+        """Prompt tokens that always fit into a step, even if all sequences decode in it."""
         return self.max_num_batched_tokens - self.max_num_seqs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueStats:
-    """Who waits, who was let in and who was not.
+    """Statistics of the queue: waiting, admitted and refused requests.
 
     Attributes:
         waiting: sequences by lane.
         waiting_tokens: their tokens.
-        waiting_pixels: pixels of the pictures in the encoder queue.
-        oldest_wait_seconds: since the arrival of the oldest sequence that waits.
-        admitted: sequences that left the queue to run, by why it was their turn.
-        refused: requests answered OverloadedError, by what was full.
+        waiting_pixels: pixels of the images in the encoder queue.
+        oldest_wait_seconds: time since the arrival of the oldest waiting sequence.
+        admitted: admitted sequences, by the reason of their turn.
+        refused: requests that got an OverloadedError, by the limit.
         running_limit: sequences that may run at once now.
-        running_limit_reason: why it is what it is.
+        running_limit_reason: what determines the running limit.
     """
 
     waiting: Mapping[Lane, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Lane, 0))
@@ -134,8 +138,8 @@ class QueueStats:
     admitted: Mapping[AdmissionReason, int] = dataclasses.field(
         default_factory=lambda: dict.fromkeys(AdmissionReason, 0)
     )
-    refused: Mapping[Bound, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(Bound, 0)
+    refused: Mapping[QueueLimit, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(QueueLimit, 0)
     )
     running_limit: int = 0
     running_limit_reason: LimitReason = LimitReason.FIXED
@@ -155,7 +159,7 @@ class KVStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier of the embedding cache; `evictions` left it for want of room."""
+    """One tier of the encoder cache; `evictions` counts entries that left it for lack of space."""
 
     entries: int = 0
     bytes: int = 0
@@ -166,16 +170,16 @@ class TierStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderCacheStats:
-    """The embedding cache, both tiers together and each.
+    """Statistics of the encoder cache: both tiers together, and each.
 
     Attributes:
-        entries, bytes: filled ones.
-        hits: needs that found an embedding.
-        joins: needs that found one in the making, and waited for it.
-        misses: needs that found none.
-        evictions: embeddings that went for want of room.
-        expirations: those that nobody used for the time to live.
-        demotions, promotions: from hot to cold, and back.
+        entries, bytes: READY entries and their size.
+        hits: lookups that found an embedding.
+        joins: lookups that found a pending one, and waited for it.
+        misses: lookups that found none.
+        evictions: embeddings that were evicted for lack of space.
+        expirations: embeddings that were unused for the time to live.
+        demotions, promotions: moves from hot to cold, and back.
     """
 
     entries: int = 0
@@ -193,16 +197,15 @@ class EncoderCacheStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot by the engine thread; `/stats` and `/metrics` are made of it.
+    """A snapshot by the engine thread; the source of `/stats` and `/metrics`.
 
-    `inflight` counts everything that still owes somebody something: sequences in any state,
-    reservations, pictures in the encoder queue, pinned embeddings. An engine with 0 is empty.
-    `prefix_cache_queries` and `_hits` count tokens of prompts, visual ones included, which are
-    also counted apart; `prefix_cache_evictions` counts blocks.
-    `held_embedding_bytes` are of embeddings that are queued or held for peers, of
-    `max_held_embedding_bytes`.
-    `busy` is what was computed, and how long it took.
-    `kv_request_bytes` tells how much KV the answers that ended here had taken, by modality.
+    `inflight` counts all unfinished work: sequences in any state, reservations, images in the
+    encoder queue, pinned embeddings. An engine with 0 is empty. `prefix_cache_queries` and `_hits`
+    count prompt tokens, including visual ones, which are also counted separately;
+    `prefix_cache_evictions` counts blocks. `held_embedding_bytes` counts the embeddings that are
+    queued or held for peers; its limit is `max_held_embedding_bytes`. `busy` is the computed work
+    and its duration. `kv_request_bytes` are histograms of the KV bytes of ended answers, by
+    modality.
     """
 
     inflight: int = 0
@@ -232,7 +235,7 @@ class EngineStats:
     prefix_cache_visual_hits: int = 0
     prefix_cache_evictions: int = 0
     kv_request_bytes: tuple[tuple[Modality, Buckets], ...] = ()
-    busy: Mapping[Kind, Busy] = dataclasses.field(default_factory=dict)
+    busy: Mapping[WorkKind, BusyTime] = dataclasses.field(default_factory=dict)
     steps: int = 0
     step_failures: int = 0
     invariant_violations: int = 0

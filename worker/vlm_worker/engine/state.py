@@ -1,39 +1,39 @@
 """Everything that the engine thread owns, and one turn of it.
 
-turn:  a batch of pictures (`encoder_queue`) -> a step of the language model (`stepping`)
-rest:  what should have come back by now (`violations`)        any time:  the numbers (`snapshot`)
+turn:  a batch of images (`encoder_batches`) -> a step of the language model (`step_loop`)
+idle:  resources that were not freed (`violations`)        any time:  statistics (`snapshot`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from vlm_worker.core.encoder_entries import Shelf
+from vlm_worker.core.admission_policy import AdmissionReason
+from vlm_worker.core.encoder_cache import CacheTier
 from vlm_worker.core.sequence import Lane
-from vlm_worker.core.waves import AdmissionReason
-from vlm_worker.engine.events import CancelOutcome
-from vlm_worker.engine.handover import Handover
-from vlm_worker.engine.outbox import Letter, Outbox
-from vlm_worker.engine.pictures import Pictures
-from vlm_worker.engine.prompt_images import PromptImages
+from vlm_worker.engine.attempts import AttemptTable, ResourceKind, Track
+from vlm_worker.engine.encode_requests import EncodeRequests
+from vlm_worker.engine.events import CancelOutcome, EventBuffer, OutputEvent
+from vlm_worker.engine.kv_handoff import KVHandoff
+from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
 from vlm_worker.engine.settings import (
-    Bound,
     EncoderCacheStats,
     EngineSettings,
     EngineStats,
     KVStats,
+    QueueLimit,
     QueueStats,
     TierStats,
 )
-from vlm_worker.engine.stepping import Stepping
-from vlm_worker.errors import DrainingError, WorkerError
+from vlm_worker.engine.step_loop import StepLoop
+from vlm_worker.errors import CancelledError, DrainingError, WorkerError
 from vlm_worker.types import RequestKey
 
 
 class State:
-    """Pictures, sequences and steps of one runner. Touched by the engine thread alone."""
+    """Images, sequences and steps of one runner. Engine thread only."""
 
     def __init__(
         self,
@@ -42,26 +42,32 @@ class State:
         settings: EngineSettings,
         positions: Positions,
         clock: Callable[[], float],
-        send: Callable[[Iterator[Letter]], None] | None = None,
+        send: Callable[[Iterator[OutputEvent]], None] | None = None,
     ) -> None:
-        self.outbox = Outbox(send)
-        self.pictures = Pictures(runner, settings=settings, outbox=self.outbox, clock=clock)
-        self.images = PromptImages(runner, pictures=self.pictures, outbox=self.outbox)
+        self.events = EventBuffer(send)
+        self.attempts = AttemptTable()
+        self.encode_requests = EncodeRequests(
+            runner, attempts=self.attempts, settings=settings, events=self.events, clock=clock
+        )
+        self.prompt_embeddings = PromptEmbeddings(
+            runner, encode_requests=self.encode_requests, events=self.events
+        )
         self.sequences = Sequences(
             runner,
+            attempts=self.attempts,
             settings=settings,
             positions=positions,
-            images=self.images,
-            outbox=self.outbox,
+            prompt_embeddings=self.prompt_embeddings,
+            events=self.events,
             clock=clock,
         )
-        self.handover = Handover(runner, self.sequences, outbox=self.outbox)
-        self.stepping = Stepping(
+        self.handoff = KVHandoff(runner, self.sequences, events=self.events)
+        self.step_loop = StepLoop(
             runner,
             self.sequences,
-            images=self.images,
+            prompt_embeddings=self.prompt_embeddings,
             settings=settings,
-            outbox=self.outbox,
+            events=self.events,
             clock=clock,
         )
         self.num_violations = 0
@@ -69,129 +75,148 @@ class State:
         self._clock = clock
 
     @property
-    def failing(self) -> bool:
-        """The device is lost, or too many steps in a row computed nothing."""
-        guard = self.stepping.guard
-        lost = guard.device_lost or self.pictures.queue.device_lost
-        return lost or guard.failures_in_a_row >= self._settings.max_step_failures
+    def unhealthy_reason(self) -> str | None:
+        """Why no step can succeed; None while one may."""
+        isolation = self.step_loop.isolation
+        if isolation.device_lost or self.encode_requests.queue.device_lost:
+            return "the device is lost"
+        if isolation.failures_in_a_row >= self._settings.max_step_failures:
+            return f"{isolation.failures_in_a_row} steps in a row failed"
+        return None
 
     @property
     def inflight(self) -> int:
         """See `EngineStats.inflight`."""
-        sequences = self.sequences
-        live, loans = sequences.live, self.handover.loans
-        held = len(sequences.reservations) + loans.num_without(live) + self.pictures.num_pinned
-        return len(live) + held
+        return len(self.attempts)
 
     def turn(self) -> bool:
-        """One batch of pictures, one step; False when there is nothing to do but wait."""
-        if len(self.pictures.queue):
-            self.outbox.post()
-        encoded = self.pictures.queue.turn(decoding=self.sequences.table.decode_rows.size > 0)
-        return self.stepping.turn() or encoded
+        """Run one batch of images and one step; False if there is no work."""
+        if len(self.encode_requests.queue):
+            self.events.flush()
+        encoded = self.encode_requests.queue.turn(
+            decoding=self.sequences.batch.decode_rows.size > 0
+        )
+        return self.step_loop.turn() or encoded
 
     def put_embedding(self, key: RequestKey, item: int, rows: memoryview) -> None:
         """See `Engine.put_embedding`."""
-        if not self.sequences.has_ended(key):  # what comes too late is not needed any more
-            self.images.put(self.sequences.get(key), item, rows)
+        if not self.attempts.has_ended(key):  # an embedding that arrives late is dropped
+            self.prompt_embeddings.put(self.sequences.get(key), item, rows)
 
     def cancel(self, key: RequestKey) -> CancelOutcome:
         """See `Engine.cancel`."""
-        had_pictures = self.pictures.cancel(key)
-        outcome = self.sequences.cancel(key)
-        if had_pictures and outcome is CancelOutcome.NOT_FOUND:
-            return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
-        return outcome
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            known = self.attempts.has_ended(key)
+            return CancelOutcome.ALREADY_COMPLETE if known else CancelOutcome.NOT_FOUND
+        sequence = attempt.sequence
+        if sequence is None and self.attempts.has_ended(key):
+            attempt.end(Track.ENCODE)
+            return CancelOutcome.ALREADY_COMPLETE
+        is_read = self.sequences.readable_blocks.was_read(key)
+        attempt.end(Track.ENCODE)
+        if sequence is None:
+            attempt.end(Track.GENERATION)
+        else:
+            in_flight = sequence.for_peer and is_read
+            self.sequences.fail(sequence, CancelledError("the request was cancelled"))
+            if in_flight:
+                return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT
+        return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
 
     def drain(self) -> int:
         """See `Engine.drain`."""
         error = DrainingError("this worker's drain deadline has come")
-        return self.pictures.drain(error) + self.sequences.drain(error)
+        return self.encode_requests.drain(error) + self.sequences.drain(error)
 
-    def say_last_words(self, error: WorkerError) -> None:
-        """The thread ends: everybody who listens is told. The books stay as they are."""
-        self.pictures.say_last_words(error)
-        self.sequences.say_last_words(error)
+    def fail_pending(self, error: WorkerError) -> None:
+        """End all streams with an error; the thread ends. The accounting stays as it is."""
+        self.encode_requests.fail_pending(error)
+        self.sequences.fail_pending(error)
 
     def violations(self) -> list[str]:
-        """What should have come back by now, and has not. Asked when there is nothing to do."""
-        self.pictures.cache.expire(now=self._clock())
-        if self.sequences.live or self.sequences.reservations or self.handover.loans:
+        """Resources that are held although no request is in flight. Called while idle."""
+        self.encode_requests.cache.expire(now=self._clock())
+        if any(attempt.holds(Track.GENERATION) for attempt in self.attempts.by_key.values()):
             return []
-        pool, index = self.sequences.pool, self.pictures.cache.index
+        pool, index = self.sequences.pool, self.encode_requests.cache.index
         left = {
             "KV blocks in use": pool.num_used,
-            "KV blocks promised": pool.num_promised,
-            "KV blocks unread": self.sequences.scheduler.unread.num_blocks,
-            "rows in use": len(self.sequences.table),
+            "KV blocks promised": pool.num_reserved,
+            "KV blocks unread": self.sequences.scheduler.pending_transfers.num_blocks,
+            "rows in use": len(self.sequences.batch),
             "sequences queued": len(self.sequences.scheduler.waiting)
-            + len(self.sequences.scheduler.entrance.ready),
-            "embedding pins without owner": index.num_pins - self.pictures.num_pinned,
+            + len(self.sequences.scheduler.admission.ready),
+            "embedding pins without owner": index.num_pins - self.encode_requests.num_pinned,
         }
         if self._settings.strict:
             pool.check()
-            self.pictures.cache.check()
+            self.attempts.check()
+            self.encode_requests.cache.check()
         return [f"{name}: {count}" for name, count in left.items() if count]
 
     def snapshot(self) -> EngineStats:
-        """The numbers as of now."""
-        sequences, pictures, stepping = self.sequences, self.pictures, self.stepping
-        queued_tokens = stepping.queued_tokens
-        queued_seconds = stepping.predict(queued_tokens) + pictures.queue.seconds
+        """The current statistics."""
+        sequences, encode_requests, step_loop = self.sequences, self.encode_requests, self.step_loop
+        queued_tokens = step_loop.queued_tokens
+        queued_seconds = step_loop.predict(queued_tokens) + encode_requests.queue.seconds
         return EngineStats(
             inflight=self.inflight,
-            num_running=len(sequences.table),
+            num_running=len(sequences.batch),
             num_waiting=len(sequences.scheduler.waiting),
-            num_waiting_images=len(pictures.queue),
+            num_waiting_images=len(encode_requests.queue),
             num_held=sequences.num_held,
-            num_reserved=len(sequences.reservations),
-            num_pinned_embeddings=pictures.num_pinned,
-            held_embedding_bytes=pictures.held_bytes,
+            num_reserved=self.attempts.totals[ResourceKind.RESERVED_BLOCKS].count,
+            num_pinned_embeddings=encode_requests.num_pinned,
+            held_embedding_bytes=encode_requests.held_bytes,
             max_held_embedding_bytes=self._settings.embedding_cache_bytes,
             queue=self._queue_stats(),
             work_queued_seconds=queued_seconds,
-            work_admitted_seconds_total=stepping.admitted_seconds + pictures.queue.admitted_seconds,
+            work_admitted_seconds_total=step_loop.admitted_seconds
+            + encode_requests.queue.admitted_seconds,
             kv=self._kv_stats(queued_tokens),
             encoder_cache=self._encoder_cache_stats(),
             requests=sequences.num_requests,
-            images=pictures.queue.num_images,
-            patches=pictures.queue.num_patches,
-            visual_tokens=pictures.queue.num_visual_tokens,
-            output_tokens=stepping.num_output_tokens,
+            images=encode_requests.queue.num_images,
+            patches=encode_requests.queue.num_patches,
+            visual_tokens=encode_requests.queue.num_visual_tokens,
+            output_tokens=step_loop.num_output_tokens,
             preemptions=sequences.scheduler.num_preemptions,
-            out_of_memory=stepping.guard.num_out_of_memory + pictures.queue.num_out_of_memory,
-            prefix_cache_queries=stepping.prefix.queries,
-            prefix_cache_hits=stepping.prefix.hits,
-            prefix_cache_visual_queries=stepping.prefix.visual_queries,
-            prefix_cache_visual_hits=stepping.prefix.visual_hits,
+            out_of_memory=step_loop.isolation.num_out_of_memory
+            + encode_requests.queue.num_out_of_memory,
+            prefix_cache_queries=step_loop.prefix.queries,
+            prefix_cache_hits=step_loop.prefix.hits,
+            prefix_cache_visual_queries=step_loop.prefix.visual_queries,
+            prefix_cache_visual_hits=step_loop.prefix.visual_hits,
             prefix_cache_evictions=sequences.pool.num_evictions,
             kv_request_bytes=sequences.usage.buckets,
-            busy={**pictures.queue.busy.sums, **stepping.busy.sums},
-            steps=stepping.num_steps,
-            step_failures=stepping.guard.num_failures,
+            busy={**encode_requests.queue.busy.sums, **step_loop.busy.sums},
+            steps=step_loop.num_steps,
+            step_failures=step_loop.isolation.num_failures,
             invariant_violations=self.num_violations,
         )
 
     def _queue_stats(self) -> QueueStats:
         scheduler = self.sequences.scheduler
         waiting, oldest = scheduler.waiting, scheduler.waiting.oldest
-        limit = self.stepping.limit.limit
+        limit = self.step_loop.limit.limit
         return QueueStats(
             waiting={lane: waiting.count(lane) for lane in Lane},
             waiting_tokens=waiting.num_tokens,
-            waiting_pixels=self.pictures.queue.num_pixels,
+            waiting_pixels=self.encode_requests.queue.num_pixels,
             oldest_wait_seconds=self._clock() - oldest.arrived_at if oldest else 0.0,
             admitted={reason: waiting.num_admitted[reason] for reason in AdmissionReason},
             refused={
-                bound: self.sequences.room.num_refused[bound] + self.pictures.num_refused[bound]
-                for bound in Bound
+                bound: self.sequences.limits.num_refused[bound]
+                + self.encode_requests.num_refused[bound]
+                for bound in QueueLimit
             },
             running_limit=limit.value,
             running_limit_reason=limit.reason,
         )
 
     def _encoder_cache_stats(self) -> EncoderCacheStats:
-        index = self.pictures.cache.index
+        index = self.encode_requests.cache.index
         hot, cold = _tier_stats(index.hot), _tier_stats(index.cold)
         return EncoderCacheStats(
             entries=hot.entries + cold.entries,
@@ -208,27 +233,27 @@ class State:
         )
 
     def _kv_stats(self, queued_tokens: int) -> KVStats | None:
-        """Whole blocks, in tokens. A promise is counted against empty blocks before cached ones."""
+        """Whole blocks, in tokens. Reservations count against empty blocks before cached ones."""
         pool = self.sequences.pool
         if not pool.capacity:
             return None
         empty = pool.num_free - pool.num_cached
-        free = max(empty - pool.num_promised, 0)
+        free = max(empty - pool.num_reserved, 0)
         return KVStats(
             capacity_tokens=pool.capacity * pool.block_size,
             running_tokens=pool.num_used * pool.block_size,
-            reserved_tokens=pool.num_promised * pool.block_size,
+            reserved_tokens=pool.num_reserved * pool.block_size,
             cached_tokens=(pool.num_available - free) * pool.block_size,
             free_tokens=free * pool.block_size,
             queued_tokens=queued_tokens,
         )
 
 
-def _tier_stats(shelf: Shelf) -> TierStats:
+def _tier_stats(cache_tier: CacheTier) -> TierStats:
     return TierStats(
-        entries=shelf.num_entries,
-        bytes=shelf.num_bytes,
-        capacity_bytes=shelf.max_bytes,
-        hits=shelf.num_hits,
-        evictions=shelf.num_evictions,
+        entries=cache_tier.num_entries,
+        bytes=cache_tier.num_bytes,
+        capacity_bytes=cache_tier.max_bytes,
+        hits=cache_tier.num_hits,
+        evictions=cache_tier.num_evictions,
     )

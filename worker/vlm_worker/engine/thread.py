@@ -1,10 +1,10 @@
-"""The engine thread: commands in, turns, letters out (`outbox`), and an honest death.
+"""The engine thread: executes commands and turns, flushes events, reports its own failure.
 
-all commands -> [post -> some copies] -> turn -> all commands ...
+all commands -> [flush -> some copies] -> turn -> all commands ...
 
-A turn that finds nothing to do lets the runner prepare what is to come, until there is a command.
-Copies are commands that take long. What the last step brought is told before them, and so few are
-done between two steps that those who decode hardly wait.
+If a turn finds no work, the runner prefaults memory until the next command. Copies are commands
+that take long. The thread flushes the events of the last step before them, and limits the bytes
+that it copies between two steps, so that decoding sequences wait little.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from vlm_worker.engine.loop_calls import LoopCalls
-from vlm_worker.engine.outbox import Letter, deliver
+from vlm_worker.engine.events import LoopNotifier, OutputEvent, deliver
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import EngineSettings, EngineStats
@@ -34,17 +33,17 @@ Refuse = Callable[[EngineError], None]
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.05
-"""Without a command: a picture on its way here, decoded by then, is not met by other work."""
+"""Wait for a command before prefaulting: an image that arrives soon finds the thread free."""
 SNAPSHOT_SECONDS = 0.05
-"""While busy, stats are at most so old."""
+"""Maximum age of the statistics while the engine is busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """Something to do on the thread, and what to say on the loop if it cannot be.
+    """A call to make on the thread, and `refuse`, called on the loop if it cannot be made.
 
     Attributes:
-        num_bytes: what it copies; 0 is done at once.
+        num_bytes: bytes that it copies; 0 is executed at once.
     """
 
     work: Callable[[State], None]
@@ -53,7 +52,7 @@ class Command:
 
 
 class EngineThread:
-    """Runs a `State`. `tell` and `ask` are called on the loop; all else happens on the thread."""
+    """Runs a `State`. The loop calls `post_command` and `call`; the rest runs on the thread."""
 
     def __init__(
         self,
@@ -71,12 +70,12 @@ class EngineThread:
         )
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._copies: collections.deque[Command] = collections.deque()
-        self._state.pictures.queue.on_ended = self._wake
+        self._state.encode_requests.queue.on_ended = self._wake
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._calls = LoopCalls()
+        self._notifier = LoopNotifier()
         self._stopped: asyncio.Future[None] | None = None
         self._stopping = False
-        self.exports = self._state.sequences.exports
+        self.readable_blocks = self._state.sequences.readable_blocks
         self._death: BaseException | None = None
         self._turn_started: float | None = None
         self._snapshot_at = 0.0
@@ -84,12 +83,12 @@ class EngineThread:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread; events are delivered on `loop`."""
-        self._calls.open(loop)
+        self._notifier.open(loop)
         self._stopped = loop.create_future()
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread; raises what killed it."""
+        """Stop the thread; raises the error that ended it, if any."""
         if self._stopped is None:
             return
         self._commands.put(Command(self._stop, refuse=lambda _: None))
@@ -99,28 +98,33 @@ class EngineThread:
             raise self._death
 
     @property
-    def healthy(self) -> bool:
-        """Alive, stepping, and not failing every step."""
-        begun = self._turn_started, self._state.pictures.queue.beside_since
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine is unhealthy; None while it is alive, not stuck and not failing."""
+        if not self._thread.is_alive():
+            return "it has ended" if self._death is None else f"it died: {self._death!r}"
+        begun = self._turn_started, self._state.encode_requests.queue.async_encode_started
         longest = max((self._clock() - since for since in begun if since is not None), default=0.0)
-        stuck = longest > self._settings.stuck_step_seconds
-        return self._thread.is_alive() and not stuck and not self._state.failing
+        if longest > self._settings.stuck_step_seconds:
+            return f"a step has taken {longest:.0f} s: it is stuck"
+        return self._state.unhealthy_reason
 
     # ---- on the loop -----------------------------------------------------------------------------
-    def tell(self, work: Callable[[State], None], *, refuse: Refuse, num_bytes: int = 0) -> None:
-        """Have something done; it answers through its own stream, or `refuse` does.
+    def post_command(
+        self, work: Callable[[State], None], *, refuse: Refuse, num_bytes: int = 0
+    ) -> None:
+        """Queue a command. Its result arrives through its stream, or `refuse` is called.
 
-        What copies `num_bytes` may be overtaken by what copies none.
+        A command that copies `num_bytes` may be overtaken by commands that copy nothing.
         """
         if self._stopped is None or self._stopped.done():
             refuse(EngineError("the engine does not run"))
         else:
             self._commands.put(Command(work, refuse=refuse, num_bytes=num_bytes))
 
-    async def ask(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
-        """Have something done and wait for its result or its WorkerError; see `tell`.
+    async def call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
+        """Queue a command and wait for its result or its WorkerError; see `post_command`.
 
-        A copy is not begun once nobody waits for it: its memory may be somebody else's by then.
+        If the caller is cancelled, a queued copy is skipped: its memory may be in other use.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -132,30 +136,30 @@ class EngineThread:
             if not future.done():
                 future.set_exception(error)
 
-        self.tell(answer, refuse=refuse, num_bytes=num_bytes)
+        self.post_command(answer, refuse=refuse, num_bytes=num_bytes)
         return await future
 
     def _finish(self) -> None:
-        """The thread is over: refuse what came too late for it."""
+        """Refuse the commands that the ended thread did not execute."""
         assert self._stopped is not None
         while not self._commands.empty():
             self._copies.append(self._commands.get())
         for command in self._copies:
             command.refuse(EngineError("the engine does not run"))
-        self._calls.close()
+        self._notifier.close()
         self._stopped.set_result(None)
 
     # ---- on the thread ---------------------------------------------------------------------------
     def _main(self) -> None:
         try:
             self._run()
-            self._state.say_last_words(DrainingError("the engine stopped"))
-        except BaseException as error:  # whatever it is, everybody who waits is told
+            self._state.fail_pending(DrainingError("the engine stopped"))
+        except BaseException as error:  # every waiting caller gets it
             logger.exception("the engine thread died")
             self._death = error
-            self._state.say_last_words(EngineError(f"the engine died: {error!r}"))
+            self._state.fail_pending(EngineError(f"the engine died: {error!r}"))
         finally:
-            self._call_loop(deliver, self._state.outbox.take())
+            self._call_loop(deliver, self._state.events.take())
             self._call_loop(self._finish)
 
     def _run(self) -> None:
@@ -170,10 +174,10 @@ class EngineThread:
                 self._check_idle()
             self._take_snapshot(busy=busy)
             if not busy:
-                self._state.outbox.post()
+                self._state.events.flush()
 
     def _do_commands(self, *, wait: bool) -> None:
-        """Do all commands that there are, and line up the copies; with `wait`, at least one."""
+        """Execute all queued commands and queue the copies; with `wait`, wait for a command."""
         while True:
             try:
                 command = self._awaited() if wait else self._commands.get_nowait()
@@ -186,17 +190,17 @@ class EngineThread:
             wait = False
 
     def _awaited(self) -> Command:
-        """The next command; until then, the runner has the time that nobody seems to need."""
+        """The next command; until it arrives, the runner prefaults memory."""
         with contextlib.suppress(queue.Empty):
             return self._commands.get(timeout=IDLE_SECONDS)
-        while self._commands.empty() and self._runner.use_idle_time():
+        while self._commands.empty() and self._runner.prefault():
             pass
         return self._commands.get()
 
     def _do_copies(self) -> None:
-        """Do copies in order, as many as may lie between two steps; one at least."""
+        """Execute copies in order, at most `max_copy_bytes` between two steps, at least one."""
         if self._copies:
-            self._state.outbox.post()
+            self._state.events.flush()
         left = self._settings.max_copy_bytes
         while self._copies and left > 0:
             command = self._copies.popleft()
@@ -210,40 +214,40 @@ class EngineThread:
         except WorkerError as error:
             result = error
         except Exception as error:
-            self._state.outbox.answer(future, EngineError(f"the engine died: {error!r}"))
+            self._state.events.answer(future, EngineError(f"the engine died: {error!r}"))
             raise
-        self._state.outbox.answer(future, result)
+        self._state.events.answer(future, result)
 
     def _check_idle(self) -> None:
         violations = self._state.violations()
         if not violations:
             return
         self._state.num_violations += len(violations)
-        logger.error("something did not come back", extra={"violations": violations})
-        assert not self._settings.strict, f"something did not come back: {violations}"
+        logger.error("resources not freed", extra={"violations": violations})
+        assert not self._settings.strict, f"resources not freed: {violations}"
 
     def _take_snapshot(self, *, busy: bool) -> None:
-        """Renew the stats when somebody came or went, at rest, and now and then."""
+        """Renew the statistics if a request came or ended, at rest, and periodically."""
         now, inflight = self._clock(), self._state.inflight
         stale = now - self._snapshot_at >= SNAPSHOT_SECONDS
         if stale or not busy or inflight != self.stats.inflight:
             self._snapshot_at = now
             self.stats = self._state.snapshot()
 
-    def _send(self, letters: Iterator[Letter]) -> None:
-        """Deliver letters, in one call into the loop; the stats know by then who came or went."""
+    def _send(self, events: Iterator[OutputEvent]) -> None:
+        """Deliver events in one call into the loop, with up-to-date statistics."""
         self._take_snapshot(busy=True)
-        self._call_loop(deliver, letters)
+        self._call_loop(deliver, events)
 
     def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
         try:
-            self._calls.call(callback, *args)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+            self._notifier.call(callback, *args)
+        except RuntimeError:  # the loop is closed: no reader exists
             self._stopping = True
 
     def _stop(self, _: State) -> None:
         self._stopping = True
 
     def _wake(self) -> None:
-        """There may be something to do in a turn. Called by any thread."""
+        """Start a turn soon. Called by any thread."""
         self._commands.put(Command(lambda _: None, refuse=lambda _: None))

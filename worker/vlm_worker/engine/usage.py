@@ -1,10 +1,10 @@
-"""How much KV an answer had taken when it ended, by what its request brought."""
+"""KV bytes of sequences when they end, by modality."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from vlm_worker.core.histogram import Buckets, Histogram
+from vlm_worker.core.measurements import Buckets, Histogram
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.types import KVLayout, Modality
 
@@ -13,14 +13,14 @@ EDGES: Final = tuple(digit * 10.0**power for power in range(4, 12) for digit in 
 
 
 class KVUsage:
-    """Counts the answers that ended here, in bytes of whole blocks. Lives on the engine thread."""
+    """Histograms of KV bytes of ended sequences, in whole blocks. Engine thread only."""
 
     def __init__(self, layout: KVLayout | None) -> None:
         self._layout = layout
         self._bytes = {modality: Histogram(EDGES) for modality in (Modality.TEXT, Modality.IMAGE)}
 
     def add(self, sequence: Sequence) -> None:
-        """An answer ended."""
+        """Count a sequence that ended."""
         if self._layout is None:
             return
         modality = Modality.IMAGE if sequence.items else Modality.TEXT
@@ -29,7 +29,7 @@ class KVUsage:
 
     @property
     def buckets(self) -> tuple[tuple[Modality, Buckets], ...]:
-        """As of now; nothing where no KV is."""
+        """The current histograms; empty if this worker has no KV."""
         if self._layout is None:
             return ()
         return tuple((modality, sizes.buckets) for modality, sizes in self._bytes.items())

@@ -1,7 +1,7 @@
-"""The front door: OpenAI's API on one side, the workers' protocol on the other. No torch here.
+"""HTTP gateway: translates OpenAI's API to the workers' protocol. Imports no torch.
 
-app ─▶ api (is it well-formed?) ─▶ pictures, prompt (what is it in tokens?)
-    ─▶ orchestrate (encode, prefill, decode, elsewhere when a pod dies) ─▶ api.answers (SSE)
-discovery ─▶ registry (who is there, how loaded) ─▶ route (who shall do it)
-timeline (where did the time go) ─▶ meters
+http_app ─▶ api (parse, validate) ─▶ images, prompts (count and place tokens)
+    ─▶ orchestrate (encode, prefill, decode; retry if a pod fails) ─▶ api.answers (SSE)
+discovery ─▶ pod_registry (pods and their load) ─▶ route_selection (pods of an attempt)
+ttft_trace (TTFT by stage) ─▶ metrics
 """

@@ -1,6 +1,6 @@
-"""Bearer keys: who calls. The tenant is the name of the file that holds the key.
+"""Authenticates bearer keys. A tenant is the name of the file that contains its key.
 
-key ─┬─ SHA-256 ─▶ compared with what a client sends
+key ─┬─ SHA-256 ─▶ compared with the digest of a client's key
      └─ HMAC ────▶ secret ─ HMAC(model, tenant) ─▶ the tenant's cache salt (decision 0027)
 """
 
@@ -23,12 +23,12 @@ SECRET_BYTES = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """What is kept of one bearer key.
+    """The stored part of one bearer key.
 
     Attributes:
-        tenant: whose it is.
-        digest: what a key that a client sends is compared with.
-        secret: what the tenant's cache salt is derived from; it cannot be had from the digest.
+        tenant: the tenant that owns the key.
+        digest: SHA-256 of the key, 32 bytes.
+        secret: input of the tenant's cache salt, 32 bytes; not derivable from the digest.
     """
 
     tenant: str
@@ -37,15 +37,15 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Keys:
-    """All keys, by tenant. None at the gateway means: no key is needed."""
+class ApiKeys:
+    """All keys. If the gateway has None instead of this object, requests need no key."""
 
     by_tenant: tuple[Key, ...]
 
     def tenant_of(self, authorization: str | None) -> str | None:
-        """The tenant of an `Authorization` header, None where it holds no known key.
+        """Return the tenant of an `Authorization` header; None if it contains no known key.
 
-        Every key is compared, each in constant time: the time says nothing about the keys.
+        All keys are compared, each in constant time, so that the duration reveals no key.
         """
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip().encode("utf-8", "surrogateescape"))
@@ -56,31 +56,32 @@ class Keys:
         return found if scheme.lower() == "bearer" and key.strip() else None
 
     def secret_of(self, tenant: str) -> bytes | None:
-        """What a tenant's salt is derived from; None if it has no key."""
+        """Return the input of a tenant's salt; None if the tenant has no key."""
         return next((key.secret for key in self.by_tenant if key.tenant == tenant), None)
 
 
 class Salts:
-    """The cache salts of one gateway process; `keys` gives the keys that hold now.
+    """The cache salts of one gateway process; `keys` returns the keys that are valid now.
 
-    A tenant with a key has the same salt at every gateway that holds the key. All others have one
-    that this process has drawn, so that what they cached is found through this process alone.
+    A tenant with a key has the same salt at every gateway that has the key. The salt of any other
+    tenant derives from a random secret of this process. Only requests through this process can hit
+    its cache entries.
     """
 
-    def __init__(self, served_name: str, keys: Callable[[], Keys | None]) -> None:
+    def __init__(self, served_name: str, keys: Callable[[], ApiKeys | None]) -> None:
         self._served_name = served_name
         self._keys = keys
         self._secret = secrets.token_bytes(SECRET_BYTES)
 
     def of(self, tenant: str) -> bytes:
-        """32 bytes that keep a tenant's cache entries from another's."""
+        """Return the salt, 32 bytes, that separates a tenant's cache entries from all others."""
         keys = self._keys()
         secret = None if keys is None else keys.secret_of(tenant)
         return cache_salt(secret or self._secret, self._served_name, tenant)
 
 
-def load_keys(directory: Path) -> Keys:
-    """Read a mounted Secret. Files that are hidden, empty or oversized hold no key."""
+def load_keys(directory: Path) -> ApiKeys:
+    """Read a mounted Secret. Hidden, empty and oversized files are skipped."""
     keys = []
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or not path.is_file():
@@ -90,11 +91,14 @@ def load_keys(directory: Path) -> Keys:
             keys.append(Key(path.name, _digest(key), _secret(key)))
         else:
             logger.warning("a file holds no usable key", extra={"tenant": path.name})
-    return Keys(tuple(keys))
+    return ApiKeys(tuple(keys))
 
 
 def cache_salt(secret: bytes, served_name: str, tenant: str) -> bytes:
-    """32 bytes that nobody can compute without the secret; every field is framed."""
+    """Return 32 bytes: HMAC-SHA-256 over the fields, each after its length.
+
+    Without the secret the salt cannot be computed.
+    """
     framed = b"".join(
         len(part).to_bytes(4, "little") + part
         for part in (b"triptych/cache-salt/2", served_name.encode(), tenant.encode())

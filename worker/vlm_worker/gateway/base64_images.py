@@ -1,4 +1,4 @@
-r"""The bytes behind a data URL, decoded piece by piece, and what is wrong where they are no base64.
+r"""Decodes the base64 of a data URL in pieces; errors name the invalid character.
 
 data:image/jpeg;base64,/9j\/4AAQ...   ─ unescape ─▶ ─ decode ─▶ bytes, digest
 """
@@ -15,15 +15,15 @@ from vlm_worker.gateway.turns import Steps
 
 _PREFIX = re.compile(rb"data:(image/[a-z0-9.+-]{1,32});base64,")
 _PREFIX_BYTES = 128
-# Whole groups of four; decoded and hashed in far less than a millisecond.
+# A multiple of 4. Decoding and hashing a piece takes far less than a millisecond.
 _PIECE = 64 * 1024
-# Of a JSON escape, without its backslash.
+# Length of the longest JSON escape, without its backslash.
 _ESCAPE_BYTES = 5
 _OTHER = re.compile(rb"[^A-Za-z0-9+/=]")
 
 
 class NotBase64Error(ValueError):
-    """The text says what to change, fit for a client."""
+    """The text is not canonical base64. The message is fit for a client."""
 
 
 class TooManyBytesError(ValueError):
@@ -31,13 +31,13 @@ class TooManyBytesError(ValueError):
 
 
 def split_data_url(url: bytes | memoryview, *, escaped: bool) -> tuple[str, memoryview] | None:
-    """The media type and the base64 of a data URL; None if it is no such URL of an image.
+    """Return the media type and the base64 of an image's data URL; None for any other URL.
 
-    With `escaped`, JSON escapes are still in it.
+    If `escaped`, `url` still contains JSON escapes.
     """
     view = memoryview(url)
     head = bytes(view[:_PREFIX_BYTES])
-    # The only character of the prefix that encoders escape; two bytes then stand for one.
+    # JSON encoders escape only the slash of the prefix, as two bytes.
     plain = head.replace(b"\\/", b"/") if escaped else head
     match = _PREFIX.match(plain)
     if match is None:
@@ -49,11 +49,11 @@ def split_data_url(url: bytes | memoryview, *, escaped: bool) -> tuple[str, memo
 def decode_base64(
     text: memoryview, *, max_bytes: int, escaped: bool
 ) -> Steps[tuple[bytearray, bytes]]:
-    """The bytes that canonical base64 stands for, and their XXH3-128.
+    """Decode canonical base64; return the bytes and their XXH3-128. Yields after each piece.
 
     Raises:
-        NotBase64Error: it is not canonical base64.
-        TooManyBytesError: more than `max_bytes`; raised before all are decoded.
+        NotBase64Error: the text is not canonical base64.
+        TooManyBytesError: more than `max_bytes`; raised before the whole text is decoded.
     """
     data = bytearray()
     hasher = xxhash.xxh3_128()
@@ -90,11 +90,11 @@ def _decoded(piece: bytes, num_before: int) -> bytes:
     try:
         return pybase64.b64decode(piece, validate=True)
     except ValueError as error:
-        raise NotBase64Error(_complaint(piece, num_before)) from error
+        raise NotBase64Error(_problem(piece, num_before)) from error
 
 
-def _complaint(piece: bytes, num_before: int) -> str:
-    """What is wrong with a piece that begins with character `num_before`."""
+def _problem(piece: bytes, num_before: int) -> str:
+    """Describe the error in a piece that `num_before` characters precede."""
     other = _OTHER.search(piece)
     if other is None:
         return "it is cut off, or '=' at its end is missing: its length must be a multiple of 4"
@@ -110,7 +110,7 @@ def _complaint(piece: bytes, num_before: int) -> str:
 
 
 def _before_cut_escape(piece: bytes, start: int, end: int, length: int) -> int:
-    """`end`, or the place of an escape near it that may go on behind it."""
+    """Return the start of an escape that may continue after `end`, else `end`."""
     found = piece.rfind(b"\\", max(0, len(piece) - _ESCAPE_BYTES))
     return start + found if found > 0 and end < length else end
 

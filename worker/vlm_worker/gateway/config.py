@@ -1,6 +1,6 @@
-"""What may change while the gateway runs: gateway.json and the keys, re-read each second.
+"""Settings that may change while the gateway runs: gateway.json and the keys, read each second.
 
-A file that cannot be read or parsed changes nothing: the last good one stays, and the log says why.
+If a file cannot be read or parsed, its last valid content applies and the log has the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from vlm_worker.gateway.auth import Keys, load_keys
+from vlm_worker.gateway.auth import ApiKeys, load_keys
 from vlm_worker.types import Modality
 
 logger = logging.getLogger(__name__)
@@ -23,20 +23,20 @@ RELOAD_SECONDS = 1.0
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Targets in milliseconds; `overrides` by modality."""
+    """Latency targets in milliseconds. `overrides` has TTFT targets by modality."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
     overrides: dict[str, float] = {}
 
     def ttft_seconds(self, modality: Modality) -> float | None:
-        """The TTFT that requests of this modality should reach."""
+        """Return the TTFT target of a modality, in seconds; None without a target."""
         milliseconds = self.overrides.get(modality.value, self.ttft_ms)
         return None if milliseconds is None else milliseconds / 1000
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bounds on the pictures of a request."""
+    """Limits on the images of a request."""
 
     images_per_request: int = 4
     bytes_per_image: int = 20 * 2**20
@@ -47,20 +47,20 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """How long a request may wait for room."""
+    """Limit on the wait of a request for admission, and what happens if it is exceeded."""
 
     max_queue_seconds: float | None = None
     on_exceeded: Literal["Queue", "Reject"] = "Queue"
 
 
 class Media(msgspec.Struct, frozen=True):
-    """Where pictures may be fetched from."""
+    """Domains that images may be fetched from."""
 
     allowed_domains: list[str] = []
 
 
 class Config(msgspec.Struct, frozen=True):
-    """gateway.json (docs/contract.md). Unknown fields are news for later gateways."""
+    """gateway.json (docs/contract.md). Unknown fields are ignored; newer gateways use them."""
 
     served_name: str | None = None
     revision: str = ""
@@ -73,51 +73,51 @@ class Config(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Applied:
-    """What holds now. `config_hash` is the SHA-256 of the file's bytes, None without a file."""
+class AppliedConfig:
+    """Current settings. `config_hash` is the SHA-256 of the file's bytes; None without a file."""
 
     config: Config
     config_hash: str | None
-    keys: Keys | None
+    keys: ApiKeys | None
 
 
-class Live:
+class ConfigWatcher:
     """The applied settings; `watch` is their only writer."""
 
     def __init__(
         self, config: Path | None, api_keys_dir: Path | None, *, images_per_request: int
     ) -> None:
-        """`images_per_request` holds until a `config` says otherwise."""
+        """`images_per_request` applies until a `config` is read."""
         self._config_path = config
         self._keys_path = api_keys_dir
-        # Without a readable directory of keys nobody gets in.
-        keys = None if api_keys_dir is None else Keys(())
+        # If the directory of keys is unreadable, no key is valid: every request is rejected.
+        keys = None if api_keys_dir is None else ApiKeys(())
         limits = Limits(images_per_request=images_per_request)
-        self.now = Applied(Config(limits=limits), None, keys)
-        self._complaint = ""
+        self.now = AppliedConfig(Config(limits=limits), None, keys)
+        self._last_problem = ""
         self.reload()
 
     async def watch(self) -> None:
-        """Reload every second, for ever."""
+        """Reload every `RELOAD_SECONDS`. Never returns."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             self.reload()
 
     def reload(self) -> None:
-        """Read both; what fails keeps its last good value."""
-        complaints = []
+        """Read both files. If one cannot be read, its last valid value stays."""
+        problems = []
         try:
             self._reload_config()
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            complaints.append(f"gateway.json: {error}")
+            problems.append(f"gateway.json: {error}")
         try:
             self._reload_keys()
         except OSError as error:
-            complaints.append(f"keys: {error}")
-        complaint = "; ".join(complaints)
-        if complaint and complaint != self._complaint:
-            logger.warning("the last good settings stay", extra={"reason": complaint})
-        self._complaint = complaint
+            problems.append(f"keys: {error}")
+        problem = "; ".join(problems)
+        if problem and problem != self._last_problem:
+            logger.warning("the last good settings stay", extra={"reason": problem})
+        self._last_problem = problem
 
     def _reload_config(self) -> None:
         if self._config_path is None:

@@ -1,10 +1,17 @@
-"""Which pods there are, from the API server: list once, then watch, for ever.
+"""Discovers the pods of a service: lists them once at the API server, then watches.
 
-    list ─▶ watch ─▶ events ─▶ all pods known now ─▶ on_pods
-      ▲       │ 410, or it ends oddly
-      └───────┘ with a back-off; meanwhile the last good pods stay, for 60 s
+    list ─▶ watch ─▶ events ─▶ all known pods ─▶ on_pods
+      ▲       │ 410, or another error
+      └───────┘ with backoff; meanwhile the last known pods stay, for 60 s
 
-The only place in the worker that talks to Kubernetes; two requests, so no client library.
+Only this module calls Kubernetes. It needs two requests, so it uses no client library.
+
+A pod may get requests if it is not being deleted, its containers are ready, and the readiness gate
+`triptych.dev/accepting` is not False. The pod's Ready condition is not used, because it is False
+until the gate is set.
+
+A pod belongs to the service if a ReplicaSet controls it and it has the service's compat. The label
+of the service alone does not suffice. A user who may create pods can forge all of it (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -16,20 +23,18 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-
-from vlm_worker.gateway.pods import SERVICE_LABEL, KnownPod, known_pod
 
 logger = logging.getLogger(__name__)
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 WATCH_SECONDS = 300
 LIST_TIMEOUT_SECONDS = 10.0
-# A watch that says nothing for longer than the server may keep it open is dead.
+# The server closes a watch after WATCH_SECONDS; a longer silence means a broken connection.
 SILENCE_SECONDS = WATCH_SECONDS + 15.0
 KEEP_SECONDS = 60.0
 FIRST_DELAY_SECONDS = 0.2
@@ -38,7 +43,7 @@ MAX_LINE_BYTES = 4 * 2**20
 
 
 class DiscoveryError(Exception):
-    """The API server did not give what was asked; `fresh_list` where only a new list helps."""
+    """The API server failed or sent an unusable answer; if `fresh_list`, list pods again."""
 
     def __init__(self, message: str, *, fresh_list: bool = True) -> None:
         super().__init__(message)
@@ -47,7 +52,7 @@ class DiscoveryError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ApiServer:
-    """Where it is and who we are; the token is read for every request, because it is rotated."""
+    """Address and credentials. The token is read for each request, because it rotates."""
 
     url: str
     token_file: Path | None = None
@@ -55,10 +60,10 @@ class ApiServer:
 
     @classmethod
     def in_cluster(cls, url: str, account: Path = SERVICE_ACCOUNT) -> ApiServer:
-        """As every pod finds it.
+        """Use the service account that Kubernetes mounts into each pod.
 
         Raises:
-            DiscoveryError: this is no pod.
+            DiscoveryError: `url` is empty, because the process does not run in a pod.
         """
         if not url:
             raise DiscoveryError(
@@ -68,21 +73,21 @@ class ApiServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """With the bearer token."""
+        """The authorization header; empty without a token file."""
         if self.token_file is None:
             return {}
         return {"authorization": f"Bearer {self.token_file.read_text().strip()}"}
 
 
 class _Trust:
-    """Trust in the cluster's own authority, made once for each content of its file."""
+    """TLS context of the cluster's CA, rebuilt if the content of its file changes."""
 
     def __init__(self) -> None:
         self._made_of: bytes | None = None
         self._context: ssl.SSLContext | None = None
 
     def of(self, ca_file: Path | None) -> ssl.SSLContext | bool:
-        """For one request; True is the system's own trust."""
+        """Return the TLS context for a request; True selects the system's CAs."""
         if ca_file is None:
             return True
         content = ca_file.read_bytes()
@@ -93,9 +98,9 @@ class _Trust:
 
 
 class PodWatch:
-    """The pods of one service. `on_pods` gets all of them whenever something changed.
+    """Watches the pods of one service. After each change it calls `on_pods` with all pods.
 
-    `on_problem` gets why they cannot be read, and "" once they can.
+    It calls `on_problem` with the reason if pods cannot be read, and with "" once they can.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class PodWatch:
         self._last_good: float | None = None
 
     async def run(self) -> None:
-        """Follow the pods, for ever."""
+        """List and watch the pods. Never returns."""
         delay = FIRST_DELAY_SECONDS
         version: str | None = None
         async with aiohttp.ClientSession() as session:
@@ -144,12 +149,12 @@ class PodWatch:
                     self._on_problem(reason)
                     self._forget_if_stale()
                 elif self._clock() - opened > MAX_DELAY_SECONDS:
-                    delay = FIRST_DELAY_SECONDS  # it ended as the server ends every watch
+                    delay = FIRST_DELAY_SECONDS  # a regular end: the server limits each watch
                 await self._sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - only jitter
                 delay = min(delay * 2, MAX_DELAY_SECONDS)
 
     async def _list(self, session: aiohttp.ClientSession) -> str:
-        """All pods there are; the version to watch from."""
+        """Read and publish all pods; return the resource version to watch from."""
         timeout = aiohttp.ClientTimeout(total=LIST_TIMEOUT_SECONDS)
         async with self._get(session, {}, timeout) as response:
             body = _object(await response.read())
@@ -164,7 +169,7 @@ class PodWatch:
         return version
 
     async def _watch(self, session: aiohttp.ClientSession, version: str) -> AsyncIterator[str]:
-        """Apply events as they come; yields the version that each brings."""
+        """Apply each event, then yield its resource version."""
         query = {
             "watch": "true",
             "resourceVersion": version,
@@ -226,7 +231,10 @@ class PodWatch:
         self._on_pods(tuple(self._pods.values()))
 
     def _forget_if_stale(self) -> None:
-        """After a minute without news, better nobody than somebody who may be somebody else."""
+        """Drop all pods after `KEEP_SECONDS` without an answer.
+
+        Another pod may by then have the address of a pod that ended.
+        """
         if self._last_good is not None and self._clock() - self._last_good > KEEP_SECONDS:
             logger.error("no news of the pods for too long: none is used any more")
             self._pods, self._last_good = {}, None
@@ -234,7 +242,7 @@ class PodWatch:
 
 
 class _Checked:
-    """A response whose status is 200, or DiscoveryError."""
+    """Response context that raises DiscoveryError unless the status is 200."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -245,7 +253,7 @@ class _Checked:
             return response
         await self._request.__aexit__(None, None, None)
         if response.status in (401, 403):
-            # the operator reads these words: `ACCESS_DENIED` in its status/causes.py
+            # the operator matches this text: `ACCESS_DENIED` in its status/causes.py
             raise DiscoveryError(
                 f"the API server denies the list of pods: {response.status} {response.reason}"
             )
@@ -256,7 +264,11 @@ class _Checked:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Lines of any length; aiohttp's own reader gives up on long ones."""
+    """Yield the lines of a response, up to `MAX_LINE_BYTES`; aiohttp's reader allows less.
+
+    Raises:
+        DiscoveryError: a line is too long, or the stream ended inside a line.
+    """
     rest = b""
     async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -281,3 +293,66 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 def _name(pod: dict[str, Any]) -> str:
     return str(pod.get("metadata", {}).get("name", ""))
+
+
+GRPC_PORT = 9000
+SERVICE_LABEL = "triptych.dev/service"
+ROLE_LABEL = "triptych.dev/role"
+COMPAT_LABEL = "triptych.dev/compat"
+ACCEPTING_GATE = "triptych.dev/accepting"
+WORKER_ROLES = frozenset({"encoder", "prefill", "decode"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownPod:
+    """A worker pod: its address, and whether it may get requests."""
+
+    name: str
+    address: str
+    ready: bool = True
+    accepting: bool = True
+
+
+def known_pod(pod: Mapping[str, Any], *, compat: str) -> KnownPod | None:
+    """Return a worker pod; None if the pod is not a worker of this compatibility set.
+
+    None, too, if it has no address yet, no compat label or no controlling ReplicaSet.
+    """
+    metadata, status = _part(pod, "metadata"), _part(pod, "status")
+    labels = _part(metadata, "labels")
+    ip = status.get("podIP")
+    if labels.get(ROLE_LABEL) not in WORKER_ROLES or not isinstance(ip, str) or not ip:
+        return None
+    if labels.get(COMPAT_LABEL) != compat:
+        return None
+    if not any(_is_controller(owner) for owner in metadata.get("ownerReferences") or ()):
+        return None
+    conditions = {
+        c.get("type"): c.get("status")
+        for c in status.get("conditions") or ()
+        if isinstance(c, Mapping)
+    }
+    deleted = metadata.get("deletionTimestamp") is not None
+    host = f"[{ip}]" if ":" in ip else ip
+    return KnownPod(
+        name=str(metadata.get("name", "")),
+        address=f"{host}:{GRPC_PORT}",
+        ready=conditions.get("ContainersReady") == "True",
+        # A terminating pod stays known: it drains and may be the last that can serve.
+        accepting=not deleted and conditions.get(ACCEPTING_GATE) != "False",
+    )
+
+
+def _is_controller(owner: Any) -> bool:
+    """Whether the owner is a controlling ReplicaSet; a manually created pod has none."""
+    return (
+        isinstance(owner, Mapping)
+        and owner.get("controller") is True
+        and owner.get("kind") == "ReplicaSet"
+        and str(owner.get("apiVersion", "")).startswith("apps/")
+    )
+
+
+def _part(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = value.get(name)
+    return part if isinstance(part, Mapping) else {}

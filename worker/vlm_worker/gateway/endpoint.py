@@ -1,40 +1,53 @@
-"""One request of `/v1/chat/completions` or `/v1/completions`, from its body to its last word."""
+"""One request of `/v1/chat/completions` or `/v1/completions`, from its body to its last event.
+
+A request ends when it is complete, its client leaves, its deadline passes, or the gateway drains.
+With `n` choices, the first starts and the others follow after its first token:
+
+choice 0  encode ─ prefill ─ token ─ token ─ ...
+choice 1                       └─ prefill, its prompt cached ─ token ─ ...
+choice 2                       └─ ...
+
+The workers encode the images and compute the prompt once. For the workers each choice is a separate
+request that hits the caches which the first one filled. The gateway sends the image bytes once per
+choice, because the encoder looks up its cache by them. The choices differ only in their seeds. If
+one choice fails, the answer fails and the others are cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from vlm_worker.errors import InvalidImageError, WorkerError
-from vlm_worker.gateway.answering import ClientGoneError, Response, Send, Writer
 from vlm_worker.gateway.api import errors
-from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope
+from vlm_worker.gateway.api.answers import ChatShape, CompletionShape, Envelope, Usage
+from vlm_worker.gateway.api.data_urls import BodyBytes
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options
 from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_disconnect
-from vlm_worker.gateway.choices import Choices
+from vlm_worker.gateway.detokenization import TextAssembler
+from vlm_worker.gateway.images import RequestImage
 from vlm_worker.gateway.memory import FullError, Held
 from vlm_worker.gateway.orchestrate.generation import Generation
-from vlm_worker.gateway.orchestrate.job import Emit, Job
-from vlm_worker.gateway.orchestrate.recovery import Place
-from vlm_worker.gateway.orchestrate.routing import NoEncoderError, NoRouteError
-from vlm_worker.gateway.orchestrate.trace import Trace
-from vlm_worker.gateway.pictures import Picture
-from vlm_worker.gateway.piecing import Piecing
+from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
+from vlm_worker.gateway.orchestrate.retry_policy import AdmissionTicket
+from vlm_worker.gateway.orchestrate.route_selection import NoEncoderError, NoRouteError
+from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.responses import ClientGoneError, Response, ResponseWriter, Send
 from vlm_worker.gateway.service import Service
-from vlm_worker.gateway.watching import cut, too_late, watched
-from vlm_worker.types import Modality
+from vlm_worker.types import Modality, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
 class _Exchange:
-    """What the log says of a request in the end. Its endpoint call is its only writer."""
+    """The content of a request's log line. Its endpoint call is the only writer."""
 
     request_id: str
     tenant: str
@@ -57,7 +70,7 @@ class Endpoint:
         self._shape = ChatShape() if kind == "chat" else CompletionShape()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one request; whatever happens, it gets its last word, here and in the log."""
+        """Serve one request. It always ends with an answer or error, and with one log line."""
         state = scope["state"]
         exchange = _Exchange(
             state["request_id"],
@@ -76,6 +89,11 @@ class Endpoint:
             await _last_word(response, error)
         except ClientGoneError as error:
             exchange.outcome, exchange.reason = "cancelled", str(error)
+        except FullError as error:
+            self._service.meters.refused(error.bound)
+            answer = errors.full(error)
+            exchange.outcome, exchange.reason = answer.outcome, answer.message
+            await _last_word(response, answer)
         except Exception as error:
             exchange.reason = f"{type(error).__name__}: {error}"
             logger.exception("request failed", extra={"request_id": exchange.request_id})
@@ -92,67 +110,73 @@ class Endpoint:
         if service.refusing:
             raise errors.unavailable("This gateway is shutting down; another one takes requests.")
         timeout = timeout_of(scope)
-        room, turns = service.recovery.room, service.preparer.turns
-        try:
-            room.check()  # before anything is spent on it
-            body = [await read_body(scope, receive, held=held, turns=turns)]
-            place = room.enter()
-        except FullError as error:
-            service.meters.refused(error.bound)
-            raise errors.full(error) from error
-        with place:
+        limit, turns = service.retry_policy.request_limit, service.preparer.turns
+        limit.check()  # reject before the body is read
+        body = [await read_body(scope, receive, held=held, turns=turns)]
+        with limit.enter() as ticket:
             trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
-            # the only reference to the body goes where it is read
-            job, options = await self._prepare(body.pop(), exchange)
+            # pass on the only reference, so that the body is freed once it is parsed
+            prepared, options = await self._prepare(body.pop(), exchange)
             exchange.options = options
-            held.prepared(job.num_bytes)
-            writer = self._writer(response, options, job, trace)
-            choices = exchange.choices = self._choices(job, options, writer, trace, place)
-            ends = (until_disconnect(receive), cut(service), too_late(trace, timeout))
+            held.prepared(prepared.num_bytes)
+            writer = self._writer(response, options, prepared, trace)
+            choices = exchange.choices = self._choices(prepared, options, writer, trace, ticket)
+            ends = (
+                until_disconnect(receive),
+                drain_deadline(service),
+                request_deadline(trace, timeout),
+            )
             try:
-                await watched(choices.run(), ends=ends, ping=writer.ping)
+                await run_until_ended(choices.run(), ends=ends, ping=writer.ping)
             except WorkerError as error:
-                raise _answer_to(error, exchange.request_id, job.pictures) from error
+                raise _answer_to(error, exchange.request_id, prepared.images) from error
 
-    async def _prepare(self, body: bytearray, exchange: _Exchange) -> tuple[Job, Options]:
+    async def _prepare(
+        self, body: BodyBytes, exchange: _Exchange
+    ) -> tuple[PreparedRequest, Options]:
         service = self._service
         if delay := service.settings.delays.get("gateway"):
             await asyncio.sleep(delay)
         return await service.preparer.read(
             body,
             self._kind,
-            service.live.now.config,
+            service.config_watcher.now.config,
+            held=exchange.held,
             request_id=exchange.request_id,
             tenant=exchange.tenant,
         )
 
-    def _writer(self, response: Response, options: Options, job: Job, trace: Trace) -> Writer:
-        language = self._service.language
+    def _writer(
+        self, response: Response, options: Options, prepared: PreparedRequest, trace: Trace
+    ) -> ResponseWriter:
+        prompt_builder = self._service.prompt_builder
         envelope = Envelope(
             shape=self._shape,
-            request_id=job.request_id,
+            request_id=prepared.request_id,
             created=int(time.time()),
             model=options.model,
             include_usage=options.include_usage,
         )
-        return Writer(
+        return ResponseWriter(
             response,
             envelope,
             stream=options.stream,
             pieces=[
-                Piecing(language.tokenizer, language.token_texts, stop=options.stop)
+                TextAssembler(
+                    prompt_builder.tokenizer, prompt_builder.token_texts, stop=options.stop
+                )
                 for _ in range(options.num_choices)
             ],
             with_logprobs=options.sampling.num_logprobs is not None,
             trace=trace,
-            on_token=self._meter(job, trace),
+            on_token=self._meter(prepared, trace),
         )
 
-    def _meter(self, job: Job, trace: Trace) -> Callable[[int], None]:
-        """Counts the tokens of each choice as they leave."""
+    def _meter(self, prepared: PreparedRequest, trace: Trace) -> Callable[[int], None]:
+        """Return a callback that records each token that is sent."""
         service = self._service
         meters = service.meters
-        modality = Modality.IMAGE if job.pictures else Modality.TEXT
+        modality = Modality.IMAGE if prepared.images else Modality.TEXT
         previous: dict[int, float] = {}
 
         def on_token(choice: int) -> None:
@@ -162,32 +186,39 @@ class Endpoint:
             elif choice > 0:
                 meters.further_choice()
             else:
-                target = service.live.now.config.slo.ttft_seconds(modality)
+                target = service.config_watcher.now.config.slo.ttft_seconds(modality)
                 meters.first_token(trace.ttft, trace.stages(), modality, target)
             previous[choice] = now
 
         return on_token
 
     def _choices(
-        self, job: Job, options: Options, writer: Writer, trace: Trace, place: Place
+        self,
+        prepared: PreparedRequest,
+        options: Options,
+        writer: ResponseWriter,
+        trace: Trace,
+        ticket: AdmissionTicket,
     ) -> Choices:
         service = self._service
-        service.meters.pictures(len(job.pictures), sum(p.num_tokens for p in job.pictures))
+        service.meters.record_images(
+            len(prepared.images), sum(p.num_tokens for p in prepared.images)
+        )
 
-        def generate(job: Job, emit: Emit, index: int) -> Generation:
+        def generate(prepared: PreparedRequest, emit: Emit, index: int) -> Generation:
             return Generation(
-                job,
+                prepared,
                 emit,
-                # the time to the first token is that of the choice that goes ahead
+                # TTFT is measured for the first choice
                 trace=trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
                 registry=service.registry,
                 background=service.background,
-                recovery=service.recovery,
-                place=place,
+                retry_policy=service.retry_policy,
+                ticket=ticket,
                 heartbeat=writer.heartbeat,
             )
 
-        return Choices(job, options.num_choices, writer=writer, generate=generate)
+        return Choices(prepared, options.num_choices, writer=writer, generate=generate)
 
     def _log(self, exchange: _Exchange) -> None:
         trace, choices, options = exchange.trace, exchange.choices, exchange.options
@@ -217,15 +248,140 @@ async def _last_word(response: Response, error: ApiError) -> None:
         logger.debug("nobody is there to hear of an error")
 
 
-def _answer_to(error: WorkerError, request_id: str, pictures: Sequence[Picture] = ()) -> ApiError:
-    """What the client is told of a worker's last word."""
+def _answer_to(
+    error: WorkerError, request_id: str, images: Sequence[RequestImage] = ()
+) -> ApiError:
+    """Return the client's error for the error that ended a generation."""
     if isinstance(error, NoEncoderError):
         return errors.no_encoder(held_seconds=error.held_seconds)
     if isinstance(error, NoRouteError):
         return errors.unavailable(f"No worker is ready for the stage '{error.stage}'.")
     answer = errors.of_worker(error, request_id)
-    if isinstance(error, InvalidImageError) and error.item < len(pictures):
-        answer.param = pictures[error.item].path
+    if isinstance(error, InvalidImageError) and error.item < len(images):
+        answer.param = images[error.item].path
     if answer.status >= 500:
         logger.error("request lost", extra={"request_id": request_id, "reason": str(error)})
     return answer
+
+
+Generate = Callable[[PreparedRequest, Emit, int], Generation]
+"""`(prepared, emit, index)` returns the generation of one choice."""
+
+
+class Choices:
+    """The choices of one request. `run` is called once."""
+
+    def __init__(
+        self, prepared: PreparedRequest, count: int, *, writer: ResponseWriter, generate: Generate
+    ) -> None:
+        self._writer = writer
+        self._begun = asyncio.Event()
+        self._generations = [
+            generate(request_of_choice(prepared, index), self._emit(index), index)
+            for index in range(count)
+        ]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens delivered so far, by all choices."""
+        return sum(len(generation.delivered.token_ids) for generation in self._generations)
+
+    @property
+    def num_retries(self) -> int:
+        """Retries so far, by all choices."""
+        return sum(generation.num_retries for generation in self._generations)
+
+    async def run(self) -> None:
+        """Generate all choices and end the response.
+
+        Raises:
+            WorkerError, ClientGoneError: the error of the choice that failed first.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(self._generations)):
+                    group.create_task(self._answer(index))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        await self._writer.end(self._usage())
+
+    async def _answer(self, index: int) -> None:
+        if index > 0:
+            await self._begun.wait()
+        reason = await self._generations[index].run()
+        await self._writer.finish(index, reason)
+
+    def _emit(self, index: int) -> Emit:
+        async def emit(token_id: int, logprobs: TokenLogprobs | None) -> bool:
+            more = await self._writer.emit(index, token_id, logprobs)
+            self._begun.set()
+            return more
+
+        return emit
+
+    def _usage(self) -> Usage:
+        first = self._generations[0].delivered
+        assert first.prompt is not None
+        return Usage(
+            image_tokens=first.prompt.num_image_tokens,
+            text_tokens=first.prompt.num_text_tokens,
+            cached_tokens=first.num_cached_tokens,
+            completion_tokens=self.num_output_tokens,
+        )
+
+
+def request_of_choice(prepared: PreparedRequest, index: int) -> PreparedRequest:
+    """The request of one choice. The first keeps the id and the seed; the others get new ones."""
+    if index == 0:
+        return prepared
+    digest = hashlib.blake2b(f"{prepared.sampling.seed}/{index}".encode(), digest_size=8).digest()
+    sampling = dataclasses.replace(prepared.sampling, seed=int.from_bytes(digest))
+    return dataclasses.replace(
+        prepared, request_id=f"{prepared.request_id}:{index}", sampling=sampling
+    )
+
+
+PING_SECONDS = 15.0
+
+
+async def run_until_ended(
+    work: Awaitable[None],
+    *,
+    ends: tuple[Awaitable[Exception], ...],
+    ping: Callable[[], Awaitable[None]],
+) -> None:
+    """Run `work`. If one of `ends` returns first, cancel `work` and raise the returned error."""
+    task = asyncio.ensure_future(work)
+    watchers = [asyncio.ensure_future(end) for end in ends]
+    try:
+        while True:
+            done, _ = await asyncio.wait(
+                (task, *watchers), timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task in done:
+                return await task
+            for end in watchers:
+                if end in done:
+                    raise end.result()
+            await ping()
+    finally:
+        for one in (task, *watchers):
+            one.cancel()
+        await asyncio.gather(task, *watchers, return_exceptions=True)
+
+
+async def drain_deadline(service: Service) -> Exception:
+    """Wait for the end of this gateway's drain; return the error to raise."""
+    await service.drain_ended.wait()
+    if service.failed is not None:
+        return errors.unavailable("This server has failed and ends; its log says why.")
+    return errors.unavailable("This gateway is shutting down and its time to drain is over.")
+
+
+async def request_deadline(trace: Trace, timeout: float | None) -> Exception:
+    """Wait for the client's timeout, which starts at the request's last byte; return the error."""
+    if timeout is None:
+        await asyncio.get_running_loop().create_future()
+    else:
+        await asyncio.sleep(trace.received + timeout - trace.clock())
+    return errors.too_late()

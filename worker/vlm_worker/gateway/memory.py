@@ -1,33 +1,46 @@
-"""The bytes that requests may hold in a gateway, reserved before they are read. Pure.
+"""Accounts for the memory of requests in a gateway, before it is allocated. Pure.
 
-Content-Length ─ admit ─▶ body, and what is decoded of it ─ prepared ─▶ prompt ─ answered ─▶ 0
-                   └─ 429: the gateway, or the tenant, holds too much already
+Content-Length ─ admit ─▶ body ─ decode ─▶ body and its values ─ prepared ─▶ prompt ─ answered ─▶ 0
+                   └────────────────┴─ 429: the gateway's or the tenant's limit is reached
+
+`declare` adds the other memory of the process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import Counter
 from typing import Final
 
+from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.errors import OverloadedError
+from vlm_worker.settings.values import LEAST_MEMORY_BYTES
 
 COPIES: Final = 2
-"""Of a body while it is read and prepared: itself, and the images and texts that are made of it."""
+"""Copies of a body in memory: the body itself, and the images and texts decoded from it."""
+CHARACTER_BYTES: Final = 5
+"""Memory for each byte of JSON text, temporary copies included. A decoded string takes four bytes a
+character if it contains a wide one."""
+VALUE_BYTES: Final = 512
+"""Memory of a decoded JSON value, sized for an object with one key, and of its parsed form."""
 TENANT_SHARE: Final = 0.5
-"""Of the budget for one tenant, if there are several."""
+"""Share of the budget that one tenant may use, if several tenants have keys."""
+CONNECTION_BYTES: Final = 320 << 10
+"""Memory of a client connection: two request heads, read-ahead and an unsent answer (64 KiB each),
+and the objects of the request that is served."""
 RETRY_AFTER_SECONDS: Final = 1.0
 
 
 class Kind(enum.StrEnum):
-    """What the bytes are: bodies being read and prepared, images and texts being answered."""
+    """Use of the bytes: bodies in preparation; images and texts of prepared requests."""
 
     BODY = "body"
     PROMPT = "prompt"
 
 
 class Bound(enum.StrEnum):
-    """What refused a request."""
+    """The limit that rejected a request."""
 
     MEMORY = "memory"
     TENANT_MEMORY = "tenant_memory"
@@ -36,7 +49,7 @@ class Bound(enum.StrEnum):
 
 
 class FullError(OverloadedError):
-    """A bound of this gateway is reached; `bound` says which, the message is for the client."""
+    """A limit of this gateway, `bound`, is reached. The message is fit for the client."""
 
     def __init__(self, message: str, bound: Bound) -> None:
         super().__init__(message, retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -44,29 +57,31 @@ class FullError(OverloadedError):
 
 
 class MemoryBudget:
-    """The bytes of one gateway. `Held` is its only writer."""
+    """The memory of all requests of one gateway, in bytes. `Held` is its only writer."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._of_kind: Counter[Kind] = Counter()
         self._of_tenant: Counter[str] = Counter()
 
+    def used_by(self, tenant: str) -> int:
+        return self._of_tenant[tenant]
+
     def used(self, kind: Kind) -> int:
-        """Bytes of a kind that requests hold now."""
         return self._of_kind[kind]
 
     @property
     def used_in_all(self) -> int:
-        """Bytes that requests hold now."""
+        """Bytes that all requests hold."""
         return self._of_kind.total()
 
     def hold(self, tenant: str, *, shared: bool) -> Held:
-        """What one request will hold, nothing yet; `shared`: there are several tenants."""
+        """Start the account of one request, at 0 bytes. `shared`: several tenants have keys."""
         limit = int(self.num_bytes * TENANT_SHARE) if shared else self.num_bytes
         return Held(self, tenant, limit)
 
     def check(self, tenant: str, num_more: int, limit: int) -> None:
-        """Raise FullError if so many more bytes of a tenant exceed a bound."""
+        """Raise FullError if `num_more` bytes of a tenant would exceed a limit."""
         if self._of_tenant[tenant] + num_more > limit < self.num_bytes:
             raise FullError(
                 f"Your requests hold {self._of_tenant[tenant]} of the {limit} bytes that one "
@@ -81,7 +96,7 @@ class MemoryBudget:
             )
 
     def move(self, tenant: str, kind: Kind, num_bytes: int) -> None:
-        """Add bytes of a tenant and kind, or take them off."""
+        """Add `num_bytes`, which may be negative, to a tenant and a kind."""
         self._of_kind[kind] += num_bytes
         self._of_tenant[tenant] += num_bytes
         if not self._of_tenant[tenant]:
@@ -89,7 +104,7 @@ class MemoryBudget:
 
 
 class Held:
-    """What one request holds, until `release`."""
+    """The account of one request, until `release`."""
 
     def __init__(self, budget: MemoryBudget, tenant: str, limit: int) -> None:
         self._budget = budget
@@ -99,25 +114,71 @@ class Held:
         self.num_bytes = 0
 
     def admit(self, num_body_bytes: int) -> None:
-        """Hold a body of so many bytes in all, with its copies.
+        """Raise the account to a body of `num_body_bytes`, with its copies.
 
         Raises:
-            FullError: what is held stays as it was.
+            FullError: a limit is reached; the account is unchanged.
         """
         wanted = COPIES * num_body_bytes
         if wanted > self.num_bytes:
             self._budget.check(self._tenant, wanted - self.num_bytes, self._limit)
             self._set(Kind.BODY, wanted)
 
+    def decode(self, num_text_bytes: int, num_values: int) -> None:
+        """Add the decoded form of a body's JSON without its images, before it is decoded.
+
+        If the tenant has no other request here, only the limit of the gateway applies. So a single
+        request of a tenant proceeds.
+
+        Raises:
+            FullError: a limit is reached; the account is unchanged.
+        """
+        more = CHARACTER_BYTES * num_text_bytes + VALUE_BYTES * num_values
+        is_alone = self._budget.used_by(self._tenant) == self.num_bytes
+        limit = self._budget.num_bytes if is_alone else self._limit
+        self._budget.check(self._tenant, more, limit)
+        self._set(Kind.BODY, self.num_bytes + more)
+
     def prepared(self, num_prompt_bytes: int) -> None:
-        """The body is gone; its images and texts, which were admitted with it, stay."""
+        """Reduce the account to the images and texts, once the body is freed."""
         self._set(Kind.PROMPT, min(num_prompt_bytes, self.num_bytes))
 
     def release(self) -> None:
-        """Give everything back; idempotent."""
+        """Set the account to 0; idempotent."""
         self._set(self._kind, 0)
 
     def _set(self, kind: Kind, num_bytes: int) -> None:
         self._budget.move(self._tenant, self._kind, -self.num_bytes)
         self._budget.move(self._tenant, kind, num_bytes)
         self._kind, self.num_bytes = kind, num_bytes
+
+
+def connection_bytes(num_connections: int) -> int:
+    """Return the memory of connections, without the bodies of their requests."""
+    return CONNECTION_BYTES * num_connections
+
+
+def declare(
+    num_request_bytes: int,
+    num_connections: int,
+    *,
+    resident_bytes: int,
+    kept_bytes: int,
+    limit_bytes: int | None,
+) -> ProcessMemory:
+    """Return the memory that a gateway's process may use, by part.
+
+    `resident_bytes` is its resident memory when it is ready. `kept_bytes` are freed memory that
+    malloc keeps, and messages to workers.
+
+    Requests get `num_request_bytes`, or less if the container's `limit_bytes` leave less, but at
+    least 128 MiB. So the sum may exceed a limit that is too small for a gateway.
+    """
+    rest = ProcessMemory(
+        connections=connection_bytes(num_connections), process=resident_bytes, kept=kept_bytes
+    )
+    if limit_bytes is not None:
+        num_request_bytes = min(
+            num_request_bytes, max(limit_bytes - rest.total, LEAST_MEMORY_BYTES)
+        )
+    return dataclasses.replace(rest, requests=num_request_bytes)

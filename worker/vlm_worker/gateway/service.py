@@ -1,4 +1,4 @@
-"""What every request shares: the model's language, live settings, workers, meters, the end."""
+"""State that all requests of a gateway share: settings, workers, limits, metrics, phase."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 from vlm_worker.client import WorkerClient
+from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.auth import Salts
-from vlm_worker.gateway.config import Live
+from vlm_worker.gateway.config import ConfigWatcher
 from vlm_worker.gateway.memory import Held, MemoryBudget
-from vlm_worker.gateway.meters import Meters
-from vlm_worker.gateway.orchestrate.background import Background
-from vlm_worker.gateway.orchestrate.recovery import Recovery
-from vlm_worker.gateway.prepare import Preparer
-from vlm_worker.gateway.prompt import Language
-from vlm_worker.gateway.registry import Connect, Registry
-from vlm_worker.gateway.supervision import Supervisor
+from vlm_worker.gateway.metrics import GatewayMetrics
+from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks
+from vlm_worker.gateway.orchestrate.retry_policy import RetryPolicy
+from vlm_worker.gateway.pod_registry import Connect, Registry
+from vlm_worker.gateway.prompts import PromptBuilder
+from vlm_worker.gateway.request_preparation import Preparer
 from vlm_worker.route import missing_stages
 from vlm_worker.settings import GatewaySettings
+from vlm_worker.supervision import Supervisor
 from vlm_worker.types import Role, Stage
 
 TICK_SECONDS = 1.0
@@ -29,20 +30,20 @@ _ALWAYS_NEEDED = frozenset({Stage.PREFILL, Stage.DECODE})
 
 
 class Service:
-    """One gateway. The event loop is its only writer."""
+    """The shared state of one gateway. The event loop is its only writer."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        language: Language,
+        prompt_builder: PromptBuilder,
         *,
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = WorkerClient,
     ) -> None:
         self.settings = settings
-        self.language = language
+        self.prompt_builder = prompt_builder
         self.clock = clock
-        self.live = Live(
+        self.config_watcher = ConfigWatcher(
             settings.config, settings.api_keys_dir, images_per_request=settings.images_per_request
         )
         self.registry = Registry(
@@ -52,21 +53,21 @@ class Service:
             clock=clock,
             connect=connect,
         )
-        self.recovery = Recovery(
+        self.retry_policy = RetryPolicy(
             patience_seconds=settings.patience_seconds,
             max_waiting=settings.max_waiting,
             clock=clock,
         )
         self.memory = MemoryBudget(settings.memory_bytes)
-        self.meters = Meters(clock(), memory=self.memory)
-        self.background = Background()
-        self.tasks = Supervisor(clock)
+        self.meters = GatewayMetrics(clock(), memory=self.memory)
+        self.background = BackgroundTasks()
+        self.tasks = Supervisor(clock=clock)
         self.preparer = Preparer(
-            language=language,
+            prompt_builder=prompt_builder,
             served_name=settings.served_name,
             max_model_len=settings.max_model_len,
             block_size=settings.block_size,
-            salts=Salts(settings.served_name, lambda: self.live.now.keys),
+            salts=Salts(settings.served_name, lambda: self.config_watcher.now.keys),
             any_priority=settings.any_priority,
         )
         self.boot_id = secrets.token_hex(16)
@@ -77,59 +78,87 @@ class Service:
         self.idle.set()
         self.draining = False
         self.refusing = False
-        self.cut = asyncio.Event()
-        self.discovery_problem = ""  # why the pods cannot be read, "" where they can
+        self.failed: str | None = None  # reason of a permanent failure
+        self.drain_ended = asyncio.Event()
+        self.discovery_problem = ""  # why pods cannot be read; "" if they can
         self._was_ready = False
 
+    def declare(self, memory: ProcessMemory, resident: Callable[[], int]) -> None:
+        """Limit requests to their part of the declared memory, and export all parts."""
+        self.memory.num_bytes = memory.requests
+        self.meters.declare(memory, resident)
+
     def hold_memory(self, tenant: str) -> Held:
-        """What a request of this tenant will hold in this gateway."""
-        keys = self.live.now.keys
+        """Start the memory account of a request of this tenant."""
+        keys = self.config_watcher.now.keys
         return self.memory.hold(tenant, shared=keys is not None and len(keys.by_tenant) > 1)
 
     def enter(self) -> None:
-        """A request begins."""
+        """Count a request as in flight."""
         self.num_inflight += 1
         self.idle.clear()
 
     def leave(self, outcome: str) -> None:
-        """It had its last word."""
+        """Record the end of a request. Sets `idle` after the last one."""
         self.meters.request(outcome)
         self.num_inflight -= 1
         if self.num_inflight == 0:
             self.idle.set()
 
+    def fail(self, reason: str) -> None:
+        """Mark the process as failed, neither healthy nor ready, and end all requests."""
+        self.failed = reason
+        self.refusing = True
+        self.drain_ended.set()
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why this process must be restarted; None while it is healthy."""
+        return self.failed or self.tasks.unhealthy_reason
+
     def note_discovery(self, problem: str) -> None:
-        """Keep why the pods cannot be read, "" once they can; /readyz and /stats say it."""
+        """Record why pods cannot be read, "" once they can; /readyz and /stats show it."""
         self.discovery_problem = problem
 
     async def tick(self) -> None:
-        """Let the meters follow the rates, until cancelled."""
+        """Update the rates each second, until cancelled."""
         while True:
             self.meters.tick(self.clock())
             await asyncio.sleep(TICK_SECONDS)
 
     def not_ready_because(self) -> str | None:
-        """Why this gateway should get no traffic; None when it should.
+        """Return why this gateway should get no traffic; None if it is ready.
 
-        It waits for every stage once. Later a missing encoder alone does not take it away: requests
-        without pictures need none. Where pictures are held or refused without an encoder, it does
-        not wait for one.
+        It becomes ready once every stage has a ready pod. Later, a missing encoder alone does not
+        make it unready, because requests without images need none. If `on_demand` is Queue or
+        Reject, it becomes ready without an encoder.
         """
+        if self.failed is not None:
+            return self.failed
         if self.draining:
             return "draining"
         needed = _ALWAYS_NEEDED
-        config = self.live.now.config
-        inline = config.on_demand == "InlineAtPrefill"
-        if not self._was_ready and inline and config.limits.images_per_request > 0:
+        inline = self.config_watcher.now.config.on_demand == "InlineAtPrefill"
+        if not self._was_ready and inline:
             needed |= {Stage.ENCODER}
-        missing = missing_stages(self.registry.candidates(), needed)
-        if missing:
+        missing = self.missing_stages()
+        if needed.intersection(missing):
             return self.discovery_problem or f"no ready pod for: {', '.join(missing)}"
         self._was_ready = True
         return None
 
+    def missing_stages(self) -> list[Stage]:
+        """Return the stages without a ready pod, in request order.
+
+        The encoder counts only if requests may have images.
+        """
+        used = _ALWAYS_NEEDED
+        if self.config_watcher.now.config.limits.images_per_request > 0:
+            used |= {Stage.ENCODER}
+        return missing_stages(self.registry.candidates(), used)
+
     def stats(self) -> dict[str, Any]:
-        """`/stats`, version 1 (docs/stats.schema.json)."""
+        """Return the document of `/stats`, version 1 (docs/stats.schema.json)."""
         settings, meters = self.settings, self.meters
         identity = settings.identity
         reason = self.not_ready_because()
@@ -150,7 +179,7 @@ class Service:
             "message": reason or "",
             "accepting": not self.draining,
             "inflight": self.num_inflight,
-            "queue": {"requests": 0, "work_seconds": 0.0, "admitted_work_seconds_total": 0.0},
+            "queue": {"requests": 0, "work_seconds": 0.0, "started_work_seconds_total": 0.0},
             "kv": None,
             "encoder_cache": None,
             "leases": None,
@@ -167,5 +196,5 @@ class Service:
             "gaps": meters.gaps,
             "held_for": self.registry.held_for,
             "ttft": {modality: ttft.body for modality, ttft in meters.ttft.items()},
-            "config_hash": self.live.now.config_hash,
+            "config_hash": self.config_watcher.now.config_hash,
         }

@@ -1,13 +1,13 @@
-"""Long work on the event loop, in short turns with rests between them.
+"""Runs long computations on the event loop in short turns, with rests between them.
 
     steps ─ 0.5 ms ─▶ rest 1 ms: other requests ─▶ steps ─ 0.5 ms ─▶ rest ─▶ ... ─▶ result
 
-A computation is a generator: it yields wherever it may be interrupted and returns its result. Each
-step between two yields must be short. A thread would not help: the steps hold the interpreter lock,
-and after each system call the loop would wait for that lock as long as a step.
+A computation is a generator that yields where it may be interrupted and returns its result. Each
+step between two yields must be short. A thread would not help, because the steps hold the
+interpreter lock. After each system call the loop would wait for that lock as long as a step takes.
 
-To yield once is not enough. A token passes the loop some ten times on its way to the client; if a
-turn stood between any two passes, the token would wait for ten.
+One yield to the loop per turn is not enough. A token needs some ten iterations of the loop to reach
+the client. If a turn ran in each of them, the token would wait for ten turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REST_SECONDS: Final = 0.001
 
 
 def at_once(steps: Steps[T]) -> T:
-    """The result of a computation, without interruption."""
+    """Run a computation without interruption; return its result."""
     while True:
         try:
             next(steps)
@@ -38,9 +38,9 @@ def at_once(steps: Steps[T]) -> T:
 
 
 class Turns:
-    """The long work of all requests of a gateway: one turn at a time, in the order of asking.
+    """Runs the computations of all requests of a gateway, one turn at a time, in FIFO order.
 
-    So its share of the loop is bounded, however many requests work.
+    So their share of the loop is bounded for any number of requests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -48,7 +48,7 @@ class Turns:
         self._only = asyncio.Lock()
 
     async def run(self, steps: Steps[T]) -> T:
-        """The result of a computation; a short one ends in its first turn, without a rest."""
+        """Run a computation in turns; return its result. A short one needs no rest."""
         done = self._turn(steps)
         while done is None:
             await self.rest()
@@ -56,12 +56,12 @@ class Turns:
         return done.result
 
     async def rest(self) -> None:
-        """Leave the loop to others, after all work that asked before."""
+        """Leave the loop to other tasks, after the rests that were requested earlier."""
         async with self._only:
             await asyncio.sleep(REST_SECONDS)
 
     def _turn(self, steps: Steps[T]) -> _Done[T] | None:
-        """Compute for one turn; None if there is more to do."""
+        """Compute for one turn; return None if the computation has not ended."""
         ends = self._clock() + TURN_SECONDS
         try:
             while True:
@@ -74,6 +74,6 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Done(Generic[T]):
-    """The end of a computation."""
+    """The result of an ended computation."""
 
     result: T

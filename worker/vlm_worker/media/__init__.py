@@ -1,4 +1,4 @@
-"""From the bytes of a picture to patches, behind a wall: hostile files meet a child that may die.
+"""Turns the bytes of an image into patches. Untrusted files are decoded in child processes.
 
 gateway   read_header(bytes)               size, format, orientation; no decoder runs
 encoder   MediaPool.prepare(bytes, spec)   ──frame──▶ decode child ──frame──▶ PreparedImage

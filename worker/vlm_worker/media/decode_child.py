@@ -1,13 +1,12 @@
-"""The process that meets hostile files: decodes one picture after another, and may die of any.
+"""The process that decodes untrusted files, one image after another. A file may crash it.
 
 Started as `python -P -S -m vlm_worker.media.decode_child CONFIG`, a socket as its standard input.
-It holds no secret and can open no file and no connection, and the kernel bounds it: address space,
-and CPU time per picture. End of input ends it, so it never outlives its worker.
+It holds no secret. The kernel limits its system calls, its address space, and its CPU time per
+image. It exits at the end of its input, so it never outlives its worker.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import os
@@ -21,70 +20,84 @@ from typing import NamedTuple
 import numpy as np
 
 from vlm_worker.errors import InvalidRequestError
-from vlm_worker.media.frames import READY, ChildConfig, Done, Job, receive
+from vlm_worker.media.decode_channel import (
+    READY,
+    READY_UNFILTERED,
+    ChildConfig,
+    DecodeRequest,
+    DecodeResult,
+    receive,
+)
 from vlm_worker.media.patches import image_key, model_pixels
 from vlm_worker.media.pixels import Canvas, UndecodableError, decode_rgb
 from vlm_worker.media.resize import Resizer
+from vlm_worker.media.system_calls import allow_only_what_decoding_needs, set_no_new_privileges
 
 NO_MEMORY = "decoding the image needs more memory than one image may take; send it smaller"
 
 
 MAX_FILES = 3
-"""Standard input, which is the channel, output and error."""
-_PR_SET_NO_NEW_PRIVS = 38
+"""Open descriptors: standard input, which is the channel, standard output and standard error."""
 
 
 class Tools(NamedTuple):
-    """What serves every picture in turn."""
+    """Objects that are reused for every image."""
 
     resizer: Resizer
     canvas: Canvas
 
 
 def main() -> None:
-    """Serve jobs from standard input until it ends."""
+    """Run requests from standard input until it is closed."""
     config = ChildConfig.from_json(sys.argv[1])
     tools = Tools(Resizer(config.native_library), Canvas())
     _bound_memory(config.memory_bytes)
-    _confine()
-    with socket.socket(fileno=0) as channel:
-        channel.sendall(READY)
+    with socket.socket(fileno=0) as channel:  # queries the socket's type: before the filter
+        unfiltered = confine()
+        channel.sendall(READY if unfiltered is None else READY_UNFILTERED)
         while True:
             try:
-                job = Job.unpack(bytes(receive(channel, Job.SIZE)))
+                request = DecodeRequest.unpack(bytes(receive(channel, DecodeRequest.SIZE)))
             except EOFError:
                 return
             _bound_cpu(config.cpu_seconds)
-            done, body = _run(job, receive(channel, job.num_bytes), config, tools)
-            channel.sendall(done.pack())
+            result, body = _run(request, receive(channel, request.num_bytes), config, tools)
+            channel.sendall(result.pack())
             channel.sendall(body)
 
 
-def _run(job: Job, data: bytearray, config: ChildConfig, tools: Tools) -> tuple[Done, memoryview]:
+def _run(
+    request: DecodeRequest, data: bytearray, config: ChildConfig, tools: Tools
+) -> tuple[DecodeResult, memoryview]:
     try:
-        return _prepare(job, data, config, tools)
+        return _prepare(request, data, config, tools)
     except (UndecodableError, InvalidRequestError) as error:
         code, message = "invalid_image", str(error)
     except MemoryError:
         code, message = "image_too_large", NO_MEMORY
     text = f"{code}\0{message}".encode()
-    return Done.failure(len(text)), memoryview(text)
+    return DecodeResult.failure(len(text)), memoryview(text)
 
 
 def _prepare(
-    job: Job, data: bytearray, config: ChildConfig, tools: Tools
-) -> tuple[Done, memoryview]:
+    request: DecodeRequest, data: bytearray, config: ChildConfig, tools: Tools
+) -> tuple[DecodeResult, memoryview]:
     start = time.perf_counter_ns()
-    processor, size = config.processor.capped(job.max_pixels), (job.header.height, job.header.width)
+    processor, size = (
+        config.processor.capped(request.max_pixels),
+        (request.header.height, request.header.width),
+    )
     enough = processor.resized(*size) if config.scaled_jpeg else None
-    rgb = decode_rgb(data, job.header, enough=enough, canvas=tools.canvas)
+    rgb = decode_rgb(data, request.header, enough=enough, canvas=tools.canvas)
     decoded = time.perf_counter_ns()
     geometry = processor.geometry(*size)
     pixels = model_pixels(rgb, processor, geometry, resizer=tools.resizer, size=size)
     prepared = time.perf_counter_ns()
-    key = image_key(rgb, processor, model_revision=config.model_revision, salt=job.salt, size=size)
+    key = image_key(
+        rgb, processor, model_revision=config.model_revision, salt=request.salt, size=size
+    )
     body = pixels.data.cast("B")
-    done = Done(
+    result = DecodeResult(
         ok=True,
         image_key=key,
         file_digest=hashlib.sha256(data).digest(),
@@ -95,23 +108,27 @@ def _prepare(
         key_us=(time.perf_counter_ns() - prepared) // 1000,
         num_bytes=len(body),
     )
-    return done, body
+    return result, body
 
 
 def _bound_memory(memory_bytes: int) -> None:
-    """Address space: what the idle child has, and so much more. No core dumps."""
-    np.zeros(1)  # the libraries' own start-up allocations are part of the idle child
+    """Limit the address space to that of the idle child plus `memory_bytes`. No core dumps."""
+    np.zeros(1)  # the libraries' start-up allocations are part of the idle child
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _confine() -> None:
-    """What a file that takes this process over cannot do any more.
+def confine() -> str | None:
+    """Limit what a malicious file can do if it controls this process.
 
-    It opens no file and no connection and writes none, gets no privilege by exec, and says nothing
-    in the worker's log. All that is needed is loaded by now.
+    The process cannot open files or connections, write files, gain privileges by exec, or write to
+    the worker's log. All modules are loaded before. Without the filter, resource limits alone would
+    let it close a descriptor and open another one.
+
+    Returns:
+        Why the filter could not be installed; None if it is active.
     """
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 2)
@@ -119,17 +136,11 @@ def _confine() -> None:
     set_no_new_privileges()
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def set_no_new_privileges() -> None:
-    """By prctl(2), where the system has it."""
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if prctl is None or prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "this process cannot give up new privileges")
+    return allow_only_what_decoding_needs()
 
 
 def _bound_cpu(cpu_seconds: int) -> None:
-    """CPU time from now on; the kernel's limit counts the whole life, so it moves along."""
+    """Limit CPU time from now on. RLIMIT_CPU counts from process start: raise it per image."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = math.ceil(usage.ru_utime + usage.ru_stime)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -1,10 +1,10 @@
-"""From RGB pixels to what the vision tower reads, bit for bit as transformers' own processor.
+"""Turns RGB pixels into the vision tower's input, bit for bit as transformers' processor does.
 
     rgb ─ resize ─▶ model_pixels, bytes ─ table, cut ─▶ patches, floats: 4 or 8 times as many bytes
 
-Pixels are bytes, so rescaling and normalising are a table of 256 floats per channel, made with the
-processor's own arithmetic and looked up once. Patches are cut by the native library where there is
-one (`patches.cpp`), else by numpy.
+Pixels are bytes, so rescaling and normalising are one lookup in a table of 256 floats per channel.
+The table is computed with the processor's arithmetic. The native library cuts patches
+(`patches.cpp`); without it, numpy does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from vlm_worker.core.geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
+from vlm_worker.core.image_geometry import DynamicProcessor, FixedProcessor, Geometry, Processor
+from vlm_worker.media.buffers import new_buffer
 from vlm_worker.media.resize import Resizer
 
 SYMBOL = "triptych_patches"
+BAND = 64
+"""Rows of pixels that numpy converts to floats at a time."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _TYPES = (_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER)
 
 
-class Cutter:
-    """`library` is the file of the native library; None is numpy."""
+class PatchExtractor:
+    """Normalises pixels and cuts patches. `library` is the native library; None uses numpy."""
 
     def __init__(self, library: str | None = None) -> None:
         self._run: Callable[..., Any] | None = None
@@ -37,23 +40,24 @@ class Cutter:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native library cuts."""
+        """Whether the native library cuts the patches."""
         return self._run is not None
 
     def cut(self, pixels: np.ndarray, processor: Processor, geometry: Geometry) -> np.ndarray:
-        """Normalise and, where the tower reads patches, cut what `model_pixels` gives.
+        """Normalise the output of `model_pixels` and, if the tower reads patches, cut it.
 
         Returns:
-            float32 `[t*h*w, patch_dim]`, C-contiguous. Of a DynamicProcessor, rows are grouped by
-            merged token and columns are (channel, time, y, x); of a FixedProcessor it is
-            `[3, height, width]` by another shape.
+            float32 `[t*h*w, patch_dim]`, C-contiguous. For a DynamicProcessor, rows are grouped by
+            merged token and columns are (channel, time, y, x). For a FixedProcessor it is
+            `[3, height, width]`, reshaped.
         """
         table = _tables(processor)
         if isinstance(processor, DynamicProcessor):
             return self._cut(pixels, processor, geometry, table)
-        planes = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
+        planes = _floats(3, *pixels.shape[:2])
         for channel, values in enumerate(table):
-            np.take(values, pixels[:, :, channel], out=planes[channel])
+            for top in range(0, len(pixels), BAND):  # numpy's indices have eight times the bytes
+                planes[channel, top : top + BAND] = values[pixels[top : top + BAND, :, channel]]
         return planes.reshape(math.prod(geometry.grid_thw), processor.patch_dim)
 
     def _cut(
@@ -69,14 +73,20 @@ class Cutter:
             processor.temporal_patch_size,
         )
         _, rows, columns = geometry.grid_thw
-        out = np.empty((rows * columns, 3, times, patch * patch), dtype=np.float32)
+        out = _floats(rows * columns, 3, times, patch * patch)
         if self._run is None:
-            # [row/m, m, y, column/m, m, x, c] -> [row/m, column/m, m, m, c, y, x]
-            tiles = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-            bytes_ = tiles.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
-            for channel, values in enumerate(table):
-                np.take(values, bytes_[:, channel], out=out[:, channel, 0])
-            out[:, :, 1:] = out[:, :, :1]
+            band = patch * merge
+            per_band = merge * columns
+            for number in range(rows // merge):  # numpy's indices have eight times the bytes
+                # [m, y, column/m, m, x, c] -> [column/m, m, m, c, y, x]
+                tiles = pixels[number * band : (number + 1) * band].reshape(
+                    merge, patch, columns // merge, merge, patch, 3
+                )
+                bytes_ = tiles.transpose(2, 0, 3, 5, 1, 4).reshape(per_band, 3, patch * patch)
+                into = out[number * per_band : (number + 1) * per_band]
+                for channel, values in enumerate(table):
+                    into[:, channel, 0] = values[bytes_[:, channel]]
+                into[:, :, 1:] = into[:, :, :1]
         else:
             pixels = np.ascontiguousarray(pixels)
             sizes = (rows, columns, patch, merge, times)
@@ -84,7 +94,12 @@ class Cutter:
         return out.reshape(rows * columns, processor.patch_dim)
 
 
-PLAIN, PLAIN_CUTTER = Resizer(), Cutter()
+def _floats(*shape: int) -> np.ndarray:
+    """Uninitialised float32 memory of this shape."""
+    return np.frombuffer(new_buffer(4 * math.prod(shape)), np.float32).reshape(shape)
+
+
+PLAIN, PLAIN_CUTTER = Resizer(), PatchExtractor()
 
 
 def make_patches(
@@ -93,10 +108,10 @@ def make_patches(
     geometry: Geometry,
     *,
     resizer: Resizer = PLAIN,
-    cutter: Cutter = PLAIN_CUTTER,
+    cutter: PatchExtractor = PLAIN_CUTTER,
     size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """What `cutter` makes of `model_pixels`; any gives the same values."""
+    """`model_pixels`, then `cutter.cut`. All resizers and cutters give the same values."""
     pixels = model_pixels(rgb, processor, geometry, resizer=resizer, size=size)
     return cutter.cut(pixels, processor, geometry)
 
@@ -109,17 +124,18 @@ def model_pixels(
     resizer: Resizer = PLAIN,
     size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Resize a picture, and cut out the middle where the model sees no more.
+    """Resize an image, and crop its centre if the model reads a smaller part.
 
     Args:
         rgb: uint8 `[height, width, 3]`.
         processor: the effective parameters.
-        geometry: of this picture under these parameters.
-        resizer: any gives the same bytes.
-        size: the picture's own height and width, where it was decoded smaller.
+        geometry: of this image under these parameters.
+        resizer: all resizers give the same bytes.
+        size: the image's full height and width, if it was decoded at a reduced size.
 
     Returns:
-        uint8 `[height, width, 3]` of the geometry's size, C-contiguous; `rgb` where it is that.
+        uint8 `[height, width, 3]` of the geometry's size, C-contiguous; `rgb` itself if it has that
+        size.
     """
     height, width = geometry.height, geometry.width
     if isinstance(processor, FixedProcessor):
@@ -131,7 +147,7 @@ def model_pixels(
 
 
 def _tables(processor: Processor) -> np.ndarray:
-    """float32 `[3, 256]`: what each byte becomes, per channel."""
+    """float32 `[3, 256]`: the normalised value of each byte, per channel."""
     values = (np.arange(256).astype(np.float64) * processor.rescale_factor).astype(np.float32)
     mean = np.array(processor.image_mean, dtype=np.float32)
     std = np.array(processor.image_std, dtype=np.float32)
@@ -146,17 +162,17 @@ def image_key(
     salt: bytes,
     size: tuple[int, int] | None = None,
 ) -> bytes:
-    """The 32-byte content key: equal for equal pixels, whatever file they came in.
+    """The 32-byte content key: equal for equal pixels, even from different files.
 
-    A picture that was decoded smaller is another than the one decoded whole, and than a picture of
-    that size: both its own size and the number of its bytes are part of the key.
+    The key contains the image's full size and the number of decoded bytes. An image that was
+    decoded at a reduced size therefore differs from the full image, and from an image of that size.
 
     Args:
         rgb: uint8 `[height, width, 3]`, oriented, before resizing.
         processor: the effective parameters, the request's cap included.
         model_revision: of the weights that will encode it.
         salt: separates tenants.
-        size: the picture's own height and width, where it was decoded smaller.
+        size: the image's own height and width, where it was decoded smaller.
     """
     parameters = json.dumps(dataclasses.asdict(processor), sort_keys=True, separators=(",", ":"))
     height, width = size or rgb.shape[:2]

@@ -1,16 +1,16 @@
-"""A file's pixels as a person sees them: oriented, 8 bits, RGB, transparency over white.
+"""Decodes a file to the pixels that viewers show: oriented, 8 bits, RGB, transparency over white.
 
-Runs in the decode child alone. Rules where libraries differ:
+Runs only in the decode child. Rules for cases in which libraries differ:
 
-    orientation    the EXIF field as `media.header` read it; XMP and other places are ignored
-    transparency   over white, whether alpha channel, palette alpha or a transparent colour (tRNS)
+    orientation    the EXIF field as `image_header` read it; XMP and other places are ignored
+    transparency   over white, for an alpha channel, palette alpha or a transparent colour (tRNS)
     16 bits        scaled to 8 (40000 becomes 156), never clipped
     CMYK, YCCK     converted without a profile; ICC profiles are ignored
-    GIF            the first frame on its canvas; what the frame leaves free is white
+    GIF            the first frame on its canvas; uncovered areas are white
 
-Where less than all of its pixels will do, the common JPEG may be decoded at a half, a quarter or an
-eighth of its sides: libjpeg-turbo leaves out frequencies instead of averaging pixels. An opt-in,
-as those are other pixels; a damaged file is refused all the same, in the same words.
+If a smaller image suffices, a common JPEG may be decoded at a half, a quarter or an eighth of its
+sides. libjpeg-turbo then drops frequencies instead of averaging pixels. This is opt-in, because the
+pixels differ. A damaged file is refused with the same message in both cases.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import numpy as np
 import simplejpeg
 from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from vlm_worker.media.header import ImageHeader
+from vlm_worker.media.image_header import ImageHeader
 
 KEPT_BYTES = 64 << 20
-"""A picture of 22 megapixels."""
+"""Bytes of an image of 22 megapixels."""
+STRIP_ROWS = 256
 
-# The plugins themselves, never Image.open: a file's bytes cannot choose another format's code.
+# The plugins themselves, never Image.open: a file's bytes cannot select another format's code.
 _PLUGINS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "PNG": PngImagePlugin.PngImageFile,
     "JPEG": JpegImagePlugin.JpegImageFile,
@@ -35,7 +36,7 @@ _PLUGINS: Mapping[str, Callable[[io.BytesIO], ImageFile.ImageFile]] = {
     "GIF": GifImagePlugin.GifImageFile,
 }
 
-# How each EXIF orientation is undone: views of `[height, width, 3]`.
+# How to undo each EXIF orientation: views of `[height, width, 3]`.
 _TURNS: Mapping[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda rgb: rgb[:, ::-1],
     3: lambda rgb: rgb[::-1, ::-1],
@@ -48,23 +49,23 @@ _TURNS: Mapping[int, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class UndecodableError(ValueError):
-    """The file's pixels cannot be had; the text is fit for a client."""
+    """The file's pixels cannot be decoded; the text may be sent to a client."""
 
 
 class Canvas:
-    """Memory for pixels, kept from picture to picture: the kernel zeroes what is new.
+    """Memory for pixels, reused for later images: the kernel must zero new memory.
 
-    More than `KEPT_BYTES` goes back after its picture, so that an idle child stays small.
+    A buffer larger than `KEPT_BYTES` is freed after its image, so that an idle child stays small.
     """
 
     def __init__(self) -> None:
         self._kept = np.empty(0, np.uint8)
 
     def of(self, num_bytes: int) -> np.ndarray:
-        """uint8 `[num_bytes]`, whose content is whatever was there.
+        """uint8 `[num_bytes]`, uninitialised.
 
         Raises:
-            MemoryError: there is not enough for it.
+            MemoryError: the allocation failed.
         """
         if num_bytes <= len(self._kept):
             return self._kept[:num_bytes]
@@ -75,7 +76,7 @@ class Canvas:
         return memory
 
     def drop(self) -> None:
-        """Keep none."""
+        """Free the buffer."""
         self._kept = np.empty(0, np.uint8)
 
 
@@ -86,20 +87,21 @@ def decode_rgb(
     enough: tuple[int, int] | None = None,
     canvas: Canvas | None = None,
 ) -> np.ndarray:
-    """Decode one picture.
+    """Decode one image.
 
     Args:
         data: the whole file.
-        header: what `read_header` said of it.
-        enough: a height and width, oriented, that a JPEG may be decoded down to; None is its own.
-        canvas: where the common JPEG's pixels may lie, until the next picture; None is new memory.
+        header: the result of `read_header`.
+        enough: the minimum oriented height and width to which a JPEG may be scaled; None is its
+            full size.
+        canvas: memory for the pixels of a common JPEG, valid until the next image; None allocates.
 
     Returns:
-        uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size, or where `enough`
-        allows it that divided by 2, 4 or 8 and rounded up.
+        uint8 `[height, width, 3]`, C-contiguous, of the header's oriented size. If `enough` allows
+        it, the size is divided by 2, 4 or 8 and rounded up.
 
     Raises:
-        UndecodableError: the file is damaged, cut off, or not of the header's size.
+        UndecodableError: the file is damaged, truncated, or its size differs from the header's.
         MemoryError: it needs more memory than the child has.
     """
     try:
@@ -108,12 +110,12 @@ def decode_rgb(
         rgb = _plain_jpeg(data, header, divisor, canvas) if header.format == "JPEG" else None
         if rgb is None:
             divisor = 1
-            canvas.drop()  # one picture's memory is bounded, whoever decodes it
+            canvas.drop()  # free it first: one image's memory is bounded in total
             rgb = np.asarray(_with_pillow(data, header))
     except (UndecodableError, MemoryError):
         raise
-    # Whatever a decoder raises over hostile bytes is this picture's fault; its words may name
-    # addresses and paths, so they stay here.
+    # A decoder may raise any exception for malformed bytes. Its message may contain addresses and
+    # paths, so it is not passed on.
     except Exception as error:
         raise UndecodableError(f"the {header.format} is damaged or cut off") from error
     if header.orientation in _TURNS:
@@ -124,7 +126,7 @@ def decode_rgb(
 
 
 def _divisor(header: ImageHeader, height: int, width: int) -> int:
-    """The largest that leaves a picture no smaller than this."""
+    """The largest divisor that leaves the image at least this large."""
     for divisor in (8, 4, 2):
         if _divided(header.height, divisor) >= height and _divided(header.width, divisor) >= width:
             return divisor
@@ -132,17 +134,17 @@ def _divisor(header: ImageHeader, height: int, width: int) -> int:
 
 
 def _divided(side: int, divisor: int) -> int:
-    """As libjpeg-turbo rounds."""
+    """`side / divisor`, rounded up as libjpeg-turbo does."""
     return -(-side // divisor)
 
 
 def _plain_jpeg(
     data: bytes | bytearray, header: ImageHeader, divisor: int, canvas: Canvas
 ) -> np.ndarray | None:
-    """The common JPEG, by libjpeg-turbo without Pillow's copies: equal pixels, sooner.
+    """Decode a common JPEG with libjpeg-turbo: the same pixels as Pillow with fewer copies.
 
-    None for CMYK, for another size than the header's, and for whatever it so much as warns of:
-    Pillow judges those.
+    Returns None for CMYK, for a size that differs from the header's, and if libjpeg-turbo warns.
+    Pillow then decodes the file or refuses it.
     """
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
@@ -180,7 +182,7 @@ def _to_rgb(
     if mode == "RGB" and transparent is not None and header.bits == 16:
         raise UndecodableError("a 16-bit RGB PNG with a transparent colour is not supported")
     if mode in ("LA", "RGBA", "PA") or transparent is not None:
-        rgb = _over_white(image.convert("RGBA"))
+        rgb = _over_white(image if mode == "RGBA" else image.convert("RGBA"))
     elif mode in ("1", "L", "P", "RGB", "CMYK"):
         rgb = image.convert("RGB")
     else:
@@ -193,7 +195,7 @@ def _to_rgb(
 
 
 def _grey_png(image: Image.Image, transparent: object, bits: int) -> Image.Image:
-    """Grey of any depth to RGB; the transparent grey is given in the file's own depth."""
+    """Convert grey of any depth to RGB; the transparent grey value is in the file's depth."""
     if image.mode == "I;16":
         raw = np.asarray(image, dtype=np.uint32)
         grey = ((raw * 255 + 32767) // 65535).astype(np.uint8)
@@ -208,5 +210,10 @@ def _grey_png(image: Image.Image, transparent: object, bits: int) -> Image.Image
 
 
 def _over_white(rgba: Image.Image) -> Image.Image:
-    white = Image.new("RGBA", rgba.size, "white")
-    return Image.alpha_composite(white, rgba).convert("RGB")
+    """Composite over white, strip by strip: the only full copy of the image is the result."""
+    rgb = Image.new("RGB", rgba.size)
+    for top in range(0, rgba.height, STRIP_ROWS):
+        strip = rgba.crop((0, top, rgba.width, min(top + STRIP_ROWS, rgba.height)))
+        white = Image.new("RGBA", strip.size, "white")
+        rgb.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return rgb

@@ -1,45 +1,211 @@
-"""Decode children behind one awaitable: bytes in, patches out, whatever the bytes do.
+"""A pool of decode children: image bytes in, patches out.
 
     prepare(bytes) ─ header ─ wait for a child ─▶ [decode child], one of several ─▶ pixels ─ cut ─▶
-                                                   dies? another takes its place; the picture
-                                                   is an error, or tried again if not to blame
+                                                   child died: another one replaces it. The image
+                                                   fails, or is retried if the cause is external
 
-Owned by one event loop. A picture whose caller is cancelled leaves the queue at once; one that is
-already being decoded runs to its end, which its limits bound, and its result is dropped.
+Owned by one event loop. If a caller is cancelled, its image leaves the queue at once. If a child is
+already decoding the image, decoding continues within its limits and the result is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
+import hashlib
+import logging
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from vlm_worker.core.geometry import Geometry, Processor
+from vlm_worker.core.image_geometry import Geometry, Processor
 from vlm_worker.errors import EngineError, InvalidImageError, InvalidRequestError, OverloadedError
-from vlm_worker.media.aliases import AliasCache, KnownImage
-from vlm_worker.media.child import ChildDiedError, DecodeChild
-from vlm_worker.media.children import Children
-from vlm_worker.media.frames import ChildConfig, Done, Job
-from vlm_worker.media.header import ImageHeader, read_header
-from vlm_worker.media.patches import Cutter
-from vlm_worker.media.spec import REFUSALS, ImageSpec, MediaObserver, MediaSettings, MediaTimes
+from vlm_worker.media.decode_channel import (
+    ChildConfig,
+    ChildDiedError,
+    DecodeChild,
+    DecodeRequest,
+    DecodeResult,
+)
+from vlm_worker.media.image_header import ImageHeader, ImageLimits, read_header
+from vlm_worker.media.patches import PatchExtractor
+from vlm_worker.media.settings import REFUSALS, ImageSpec, MediaObserver, MediaSettings, MediaTimes
 from vlm_worker.types import PreparedImage
 
-__all__ = ["ImageSpec", "KnownImage", "MediaObserver", "MediaPool", "MediaSettings", "MediaTimes"]
-
-DECODE_MEMORY_BYTES = 512 * 1024 * 1024
-LARGE_PIXELS = 4 * 1024 * 1024
-AT_ONCE_BYTES = 1 << 20
-"""Of pixels: cut on the loop, in less time than a thread takes to be woken."""
+HASH_INLINE_BYTES = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Picture:
-    """One file on its way: what its header says, what it is to become, what was asked."""
+class KnownImage:
+    """An image that was prepared before: the identity of its embedding."""
+
+    image_key: bytes
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+
+
+class AliasCache:
+    """The last `capacity` used files. The media pool is its only user."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._known: collections.OrderedDict[bytes, KnownImage] = collections.OrderedDict()
+
+    async def find(
+        self, data: bytes | memoryview, *, max_pixels: int, salt: bytes, num_tokens: int
+    ) -> KnownImage | None:
+        """The image that this file gave; None if it is new or now gives another number of tokens.
+
+        A large file is hashed on a thread, so that the event loop is not blocked.
+        """
+        if len(data) > HASH_INLINE_BYTES:
+            digest = await asyncio.to_thread(_digest, data)
+        else:
+            digest = _digest(data)
+        alias = _alias(digest, max_pixels, salt)
+        known = self._known.get(alias)
+        if known is None or known.num_tokens != num_tokens:
+            return None
+        self._known.move_to_end(alias)
+        return known
+
+    def add(
+        self, file_digest: bytes, prepared: PreparedImage, *, max_pixels: int, salt: bytes
+    ) -> None:
+        """Record a file by its SHA-256, and evict the least recently used one."""
+        alias = _alias(file_digest, max_pixels, salt)
+        known = KnownImage(prepared.image_key, prepared.grid_thw, prepared.num_tokens)
+        self._known[alias] = known
+        self._known.move_to_end(alias)
+        if len(self._known) > self._capacity:
+            self._known.popitem(last=False)
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _alias(file_digest: bytes, max_pixels: int, salt: bytes) -> bytes:
+    """The cache key. Fixed-size fields come first, so that the salt needs no length prefix."""
+    return hashlib.sha256(file_digest + max_pixels.to_bytes(8, "little") + salt).digest()
+
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeProcessPool:
+    """`num_places` processes. Owned by one event loop; the media pool is its only user."""
+
+    def __init__(self, config: ChildConfig, *, num_places: int) -> None:
+        self._config = config
+        self._num_places = num_places
+        self._idle: asyncio.LifoQueue[DecodeChild | None] = asyncio.LifoQueue()
+        # with a single place, large images use it too
+        self._large = asyncio.Semaphore(max(num_places - 1, 1))
+        self._alive: set[DecodeChild] = set()
+        self._closed = False
+
+    def __iter__(self) -> Iterator[DecodeChild]:
+        """The running children."""
+        return iter(self._alive)
+
+    async def start(self) -> None:
+        """Start all children; raises EngineError if one does not start."""
+        starting = [self.spawn() for _ in range(self._num_places)]
+        # wait for all, so that none starts after the failure of another one closed the pool
+        for child in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(child, BaseException):
+                raise child
+            self._idle.put_nowait(child)
+        if not all(child.filtered for child in self._alive):
+            logger.warning("decode children run without a filter of system calls")
+
+    def refuse(self, num_waiting: int) -> None:
+        """Start no more children, and wake the waiters, which then find the pool closed."""
+        self._closed = True
+        for _ in range(num_waiting):
+            self._large.release()
+            self._idle.put_nowait(None)
+
+    def end(self) -> None:
+        """Kill all children."""
+        for child in self._alive:
+            child.close()
+        self._alive.clear()
+
+    async def take(self, *, large: bool) -> DecodeChild | None:
+        """An idle child; None is a place whose child died. First come, first served per size."""
+        if large:
+            await self._large.acquire()
+        try:
+            return await self._idle.get()
+        except BaseException:
+            if large:
+                self._large.release()
+            raise
+
+    def give_back(self, child: DecodeChild | None, *, large: bool) -> None:
+        """Return the place that `take` gave, with the child that is in it now."""
+        if large:
+            self._large.release()
+        self._idle.put_nowait(child)
+
+    async def spawn(self) -> DecodeChild:
+        """Start one child; raises EngineError if it does not start or the pool is closed."""
+        if self._closed:
+            raise EngineError("the media pool is closed")
+        child = await DecodeChild.start(self._config)
+        self._alive.add(child)
+        if self._closed:  # meanwhile: `end` did not see this child
+            self._alive.discard(child)
+            child.close()
+            raise EngineError("the media pool is closed")
+        return child
+
+    async def replacement(self) -> DecodeChild | None:
+        """A new child for the place of one that died; None if it does not start."""
+        try:
+            return await self.spawn()
+        except EngineError as error:
+            logger.warning("decode child not restarted", extra={"error": str(error)})
+            return None
+
+    def bury(self, child: DecodeChild, death: ChildDiedError) -> None:
+        """Forget a child that died."""
+        logger.warning(
+            "decode child died", extra={"pid": child.pid, "returncode": death.returncode}
+        )
+        self._alive.discard(child)
+        child.close()
+
+
+__all__ = ["ImageSpec", "KnownImage", "MediaObserver", "MediaPool", "MediaSettings", "MediaTimes"]
+
+DECODE_MEMORY_BYTES = 352 * 1024 * 1024
+"""For decoding the largest file: WebP with transparency needs five times four bytes a pixel."""
+CHILD_BYTES = 48 << 20
+"""Memory of an idle child."""
+LARGE_PIXELS = 4 * 1024 * 1024
+AT_ONCE_BYTES = 1 << 20
+"""Pixel bytes up to this size are cut on the loop: waking a thread would take longer."""
+
+
+def decoders_bytes(processor: Processor, *, num_children: int) -> int:
+    """Memory of all decode processes: all except one may decode a large image at once."""
+    large = DECODE_MEMORY_BYTES + processor.work_bytes
+    small = large * LARGE_PIXELS // ImageLimits().max_pixels
+    if num_children == 1:
+        return CHILD_BYTES + large
+    return num_children * CHILD_BYTES + (num_children - 1) * large + small
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Image:
+    """One file in the pool: its bytes, its header, its geometry and the request's spec."""
 
     data: bytes | memoryview
     header: ImageHeader
@@ -48,22 +214,22 @@ class _Picture:
 
     @property
     def pixels(self) -> int:
-        """Before resizing."""
+        """Pixels before resizing."""
         return self.header.width * self.header.height
 
     @property
     def large(self) -> bool:
-        """It may take a good part of a second."""
+        """Whether decoding may take a large part of a second."""
         return self.pixels > LARGE_PIXELS
 
     @property
-    def job(self) -> Job:
-        """What a child is told."""
-        return Job(self.header, self.spec.max_pixels, self.spec.salt, len(self.data))
+    def request(self) -> DecodeRequest:
+        """The request that the child gets."""
+        return DecodeRequest(self.header, self.spec.max_pixels, self.spec.salt, len(self.data))
 
 
 class MediaPool:
-    """See the module. `start` before use, `close` at the end; both by the loop that uses it."""
+    """See the module. Call `start` before use and `close` at the end, on the loop that uses it."""
 
     def __init__(
         self,
@@ -84,9 +250,9 @@ class MediaPool:
             native_library=native_library,
             scaled_jpeg=self._settings.scaled_jpeg,
         )
-        self._cutter = Cutter(native_library)
+        self._cutter = PatchExtractor(native_library)
         self._observer = observer
-        self._children = Children(self._config, num_places=self._settings.num_children)
+        self._processes = DecodeProcessPool(self._config, num_places=self._settings.num_children)
         self._running: set[asyncio.Task[Any]] = set()
         self._dropped: set[asyncio.Task[Any]] = set()
         self._aliases = AliasCache(self._settings.max_aliases)
@@ -96,45 +262,46 @@ class MediaPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start all children; raises EngineError where one does not come up."""
+        """Start all children; raises EngineError if one does not start."""
         try:
-            await self._children.start()
+            await self._processes.start()
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        """End the children and what they run; prepare() fails from here on."""
+        """Kill the children and their work; prepare() fails from now on."""
         self._closed = True
-        self._children.refuse(self._num_waiting)
+        self._processes.refuse(self._num_waiting)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        self._children.end()
+        self._processes.end()
 
     @property
     def num_waiting(self) -> int:
-        """Pictures that wait for a child."""
+        """Images that wait for a child."""
         return self._num_waiting
 
     @property
     def pids(self) -> frozenset[int]:
         """Process ids of the children that run."""
-        return frozenset(child.pid for child in self._children)
+        return frozenset(child.pid for child in self._processes)
 
     async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
-        """What this very file became before, under the same parameters and salt; no decoding.
+        """The image that the same file gave before, under the same parameters and salt.
 
-        None where it is new, or where `spec` promises another number of tokens.
+        Decodes nothing. Returns None if the file is new, or if `spec` has another number of tokens.
         """
         return await self._aliases.find(
             data, max_pixels=spec.max_pixels, salt=spec.salt, num_tokens=spec.num_tokens
         )
 
     def image_bytes(self, spec: ImageSpec) -> int:
-        """Memory of this process that one image takes: its patches and its pixels.
+        """Bytes of this process that one image takes: its patches and its pixels.
 
-        As `spec` says: `prepare` refuses a file that says otherwise. 0 if no such image is served.
+        Computed from `spec`: `prepare` refuses a file that differs from it. 0 if the geometry is
+        not supported.
         """
         try:
             geometry = self._processor.capped(spec.max_pixels).geometry(spec.height, spec.width)
@@ -144,11 +311,11 @@ class MediaPool:
         return patches + 3 * geometry.height * geometry.width
 
     async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
-        """Decode and preprocess one picture.
+        """Decode and preprocess one image.
 
         Raises:
-            InvalidImageError: the file cannot be used, or is not what `spec` says.
-            OverloadedError: too many pictures wait already.
+            InvalidImageError: the file cannot be used, or differs from `spec`.
+            OverloadedError: too many images wait already.
             EngineError: no child can be started.
         """
         try:
@@ -161,16 +328,18 @@ class MediaPool:
                 raise
         except InvalidImageError as error:
             if self._observer is not None:
-                self._observer.picture_refused(error.code or "invalid_image")
+                self._observer.image_refused(error.code or "invalid_image")
             raise
         self._aliases.add(digest, prepared, max_pixels=spec.max_pixels, salt=spec.salt)
         return prepared
 
-    def _check(self, data: bytes | memoryview, spec: ImageSpec) -> _Picture:
-        """Read the header, and hold it to what the gateway counted its tokens from."""
+    def _check(self, data: bytes | memoryview, spec: ImageSpec) -> _Image:
+        """Read the header, and compare it to what the gateway used to count tokens."""
         header = read_header(data, item=spec.item, limits=self._settings.limits)
-        if len(spec.salt) > Job.MAX_SALT_BYTES:
-            raise InvalidRequestError(f"cache_salt has more than {Job.MAX_SALT_BYTES} bytes")
+        if len(spec.salt) > DecodeRequest.MAX_SALT_BYTES:
+            raise InvalidRequestError(
+                f"cache_salt has more than {DecodeRequest.MAX_SALT_BYTES} bytes"
+            )
         processor = self._processor.capped(spec.max_pixels)
         geometry = processor.geometry(header.height, header.width)
         found = (header.format, header.width, header.height, geometry.num_tokens)
@@ -181,13 +350,13 @@ class MediaPool:
                 item=spec.item,
                 code="image_mismatch",
             )
-        return _Picture(data, header, geometry, spec)
+        return _Image(data, header, geometry, spec)
 
-    async def _admit(self, picture: _Picture) -> asyncio.Task[tuple[PreparedImage, bytes]]:
-        """Wait for a child, within the queue's bounds, and hand it the job."""
+    async def _admit(self, image: _Image) -> asyncio.Task[tuple[PreparedImage, bytes]]:
+        """Wait for a child, within the queue's limits, and start the request on it."""
         if self._closed:
             raise EngineError("the media pool is closed")
-        pixels, settings = picture.pixels, self._settings
+        pixels, settings = image.pixels, self._settings
         if (
             self._num_waiting >= settings.max_waiting
             or self._waiting_pixels + pixels > settings.max_waiting_pixels
@@ -201,60 +370,60 @@ class MediaPool:
         self._num_waiting += 1
         self._waiting_pixels += pixels
         try:
-            child = await self._children.take(large=picture.large)
+            child = await self._processes.take(large=image.large)
         finally:
             self._num_waiting -= 1
             self._waiting_pixels -= pixels
         # no await between the child and its task: a cancellation cannot lose it
-        task = asyncio.create_task(self._work(child, picture, queued))
+        task = asyncio.create_task(self._work(child, image, queued))
         self._keep(task)
         return task
 
     async def _work(
-        self, child: DecodeChild | None, picture: _Picture, queued: float
+        self, child: DecodeChild | None, image: _Image, queued: float
     ) -> tuple[PreparedImage, bytes]:
-        """One job from child to patches, which are cut beside the next picture's decoding."""
+        """Run one request from child to patches; cutting overlaps the next image's decoding."""
         begun = time.monotonic()
-        done, body = await self._decoded(child, picture)
+        done, body = await self._decoded(child, image)
         if not done.ok:
-            raise _refusal(bytes(body), picture.spec.item)
-        if asyncio.current_task() in self._dropped:  # patches are many times the pixels
+            raise _refusal(bytes(body), image.spec.item)
+        if asyncio.current_task() in self._dropped:  # patches have many times the pixels' bytes
             raise asyncio.CancelledError
-        return await self._result(done, body, picture.geometry, begun - queued), done.file_digest
+        return await self._result(done, body, image.geometry, begun - queued), done.file_digest
 
     async def _decoded(
-        self, child: DecodeChild | None, picture: _Picture
-    ) -> tuple[Done, bytearray]:
-        """What a child says; always gives a place in the pool back."""
+        self, child: DecodeChild | None, image: _Image
+    ) -> tuple[DecodeResult, memoryview]:
+        """The child's answer; always returns the place to the pool."""
         try:
             for attempt in (1, 2):
-                child = child or await self._children.spawn()
+                child = child or await self._processes.spawn()
                 try:
                     return await child.run(
-                        picture.job,
-                        picture.data,
-                        expected=picture.geometry,
+                        image.request,
+                        image.data,
+                        expected=image.geometry,
                         timeout_seconds=self._settings.timeout_seconds,
                     )
                 except ChildDiedError as death:
-                    self._children.bury(child, death)
+                    self._processes.bury(child, death)
                     child = None
                     if attempt == 2 or not death.blameless:
-                        raise self._verdict(death, picture.spec.item) from death
+                        raise self._verdict(death, image.spec.item) from death
             raise AssertionError("the second attempt returns or raises")
         finally:
             if child is None:
-                self._keep(asyncio.create_task(self._refill(large=picture.large)))
+                self._keep(asyncio.create_task(self._refill(large=image.large)))
             else:
-                self._children.give_back(child, large=picture.large)
+                self._processes.give_back(child, large=image.large)
 
     async def _result(
-        self, done: Done, body: bytearray, geometry: Geometry, queued: float
+        self, done: DecodeResult, body: memoryview, geometry: Geometry, queued: float
     ) -> PreparedImage:
-        """Patches of a child's pixels."""
+        """Cut the patches of a child's pixels."""
         begun = time.perf_counter()
         pixels = np.frombuffer(body, np.uint8).reshape(geometry.height, geometry.width, 3)
-        given = pixels, self._processor, geometry  # of which a cap changes the geometry alone
+        given = pixels, self._processor, geometry  # a cap changes only the geometry
         if self._cutter.is_native and len(body) <= AT_ONCE_BYTES:
             patches = self._cutter.cut(*given)
         else:
@@ -264,7 +433,7 @@ class MediaPool:
         seconds = times.decode + times.prepare + times.key
         self._seconds_per_image += 0.1 * (seconds - self._seconds_per_image)
         if self._observer is not None:
-            self._observer.picture_prepared(times)
+            self._observer.image_prepared(times)
         values = patches.data.cast("B")
         return PreparedImage(done.image_key, done.grid_thw, done.num_tokens, values)
 
@@ -278,12 +447,12 @@ class MediaPool:
         )
 
     async def _refill(self, *, large: bool) -> None:
-        """Give back the place of a child that died, with another one where possible."""
+        """Return the place of a child that died, with a new child if possible."""
         child = None
         try:
-            child = await self._children.replacement()
+            child = await self._processes.replacement()
         finally:
-            self._children.give_back(child, large=large)
+            self._processes.give_back(child, large=large)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._running.add(task)
@@ -293,11 +462,11 @@ class MediaPool:
         self._running.discard(task)
         self._dropped.discard(task)
         if not task.cancelled():
-            task.exception()  # marks it as seen where its caller is gone
+            task.exception()  # retrieved, so that asyncio logs no warning if the caller left
 
 
 def _refusal(body: bytes, item: int) -> InvalidImageError:
-    """A child's error. It may be in the hands of the file: only codes that exist are passed on."""
+    """A child's error. A malicious file may control the child: only known codes are passed on."""
     code, _, message = body.decode(errors="replace").partition("\0")
     if code not in REFUSALS:
         return InvalidImageError("the image cannot be decoded", item=item)

@@ -1,7 +1,7 @@
-"""Resizing as Pillow does it, byte for byte: by the native library where there is one, else by it.
+"""Resizes as Pillow does, byte for byte: with the native library, or without it with Pillow.
 
-What is computed here are the weights of each output pixel; the sums are in `resize.cpp`, beside the
-kernels of the model. The decode child is told where the library is: it imports no kernels.
+This module computes the weights of each output pixel; `resize.cpp`, beside the model's kernels,
+computes the sums. The decode child gets the library's path, so that it imports no kernels.
 
 Source of weights and order: Pillow 13, src/libImaging/Resample.c (precompute_coeffs).
 """
@@ -20,13 +20,13 @@ from PIL import Image
 SYMBOL = "triptych_resize"
 _SCALE = 1 << 22
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_PICTURE = (_POINTER, _SIZE, _SIZE)
+_IMAGE = (_POINTER, _SIZE, _SIZE)
 _SIDE = (_POINTER, _POINTER, _POINTER, _SIZE)
-_TYPES = (*_PICTURE, *_PICTURE, *_SIDE, *_SIDE, ctypes.c_bool)
+_TYPES = (*_IMAGE, *_IMAGE, *_SIDE, *_SIDE, ctypes.c_bool)
 
 
 class _Filter(NamedTuple):
-    """A function of distance, 0 from `support` on; distances are in pixels of the smaller side."""
+    """A filter by distance, 0 from `support` on; distances are in pixels of the smaller side."""
 
     weight: Callable[[np.ndarray], np.ndarray]
     support: float
@@ -51,7 +51,7 @@ _FILTERS: Mapping[int, _Filter] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taps:
-    """What one side's outputs are sums of: int32 `first`, `count` `[N]`, `weights` `[N, K]`."""
+    """Inputs of each output along one side: int32 `first`, `count` `[N]`, `weights` `[N, K]`."""
 
     first: np.ndarray
     count: np.ndarray
@@ -59,7 +59,7 @@ class Taps:
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
-        """Of the native function."""
+        """The arguments of the native function."""
         first, count, weights = (
             each.ctypes.data for each in (self.first, self.count, self.weights)
         )
@@ -67,7 +67,10 @@ class Taps:
 
 
 class Resizer:
-    """`library` is the file of the native library; None, or another filter, is Pillow's own."""
+    """Resizes images. `library` is the native library's file; without it, Pillow resizes.
+
+    Pillow also resizes for filters that the library does not have.
+    """
 
     def __init__(self, library: str | None = None) -> None:
         self._run: Callable[..., Any] | None = None
@@ -75,10 +78,10 @@ class Resizer:
             self._run = ctypes.CFUNCTYPE(ctypes.c_bool, *_TYPES)((SYMBOL, ctypes.CDLL(library)))
 
     def resize(self, rgb: np.ndarray, height: int, width: int, *, resample: int) -> np.ndarray:
-        """uint8 `[height, width, 3]` of a picture of any size, C-contiguous; its own where equal.
+        """uint8 `[height, width, 3]`, C-contiguous; the input itself if the size is the same.
 
         Raises:
-            MemoryError: there is not enough for it.
+            MemoryError: an allocation failed.
         """
         if rgb.shape[:2] == (height, width):
             return np.ascontiguousarray(rgb)
@@ -97,7 +100,7 @@ class Resizer:
             width,
             *taps(old_width, width, resample).arguments,
             *taps(old_height, height, resample).arguments,
-            old_height - height > max(0, 2 * (old_width - width)),  # Pillow's own order of passes
+            old_height - height > max(0, 2 * (old_width - width)),  # Pillow's order of passes
         )
         if not is_done:
             raise MemoryError(f"resizing {old_width}x{old_height} to {width}x{height}")
@@ -106,7 +109,7 @@ class Resizer:
 
 @functools.lru_cache(maxsize=64)
 def taps(num_in: int, num_out: int, resample: int) -> Taps:
-    """Which pixels of a side of `num_in` each of `num_out` is made of, in Pillow's arithmetic."""
+    """The inputs and weights of `num_out` pixels of a side of `num_in`, in Pillow's arithmetic."""
     weight, support = _FILTERS[resample]
     scale = num_in / num_out
     stretch = max(scale, 1.0)
@@ -117,7 +120,7 @@ def taps(num_in: int, num_out: int, resample: int) -> Taps:
     numbers = np.arange(int(count.max()))
     distance = np.abs((numbers + first[:, None] - centre[:, None] + 0.5) * (1.0 / stretch))
     weights = np.where(numbers < count[:, None], weight(distance), 0.0)
-    # one after the other, as a loop adds: pairs would round otherwise
+    # summed sequentially, as Pillow's loop does: pairwise summation would round differently
     weights /= np.add.accumulate(weights, axis=1)[:, -1:]
     scaled = (weights * _SCALE + np.where(weights < 0, -0.5, 0.5)).astype(np.int32)
     return Taps(first.astype(np.int32), count.astype(np.int32), scaled)

@@ -1,17 +1,19 @@
-"""How a step is computed: transformers' own modules with paged attention. The place with torch.
+"""Computes steps: transformers' modules with paged attention. Only this package imports torch.
 
-checkpoint   a model directory's files, checked before anything is loaded; no torch
-loader       one modelling module, the halves that the stages need, weights
-linear       weights in the order that a CPU multiplies fastest
-layers       decoder layers as a few kernels
-decoder      embeddings to logits, in one native call where all layers allow it
-attention    what the modules call instead of their own attention
-vision       pictures to embeddings
-sampler      logits to tokens
-container    memory and CPUs that are left to this process
-memory       how much KV fits
-warmup       the first pictures and the first steps
-runner       all of it behind `engine.runner.Runner`
-build        a runner that is ready: loaded, memory taken, warm
-gpu          layers as fused kernels and decode as graphs, where there is a GPU
+checkpoint     checks the files of a model directory before loading; no torch
+imports        imports transformers without unused parts of torch
+loader         loads the parts of a model that the stages need
+replace        replaces transformers' modules by the ones below
+linear         linear layers with packed weights for CPUs
+layers         decoder layers, norms and MLPs as a few kernels
+decoder        embeddings to logits, in one native call if all layers allow it
+attention      attention over KV blocks and over images
+vision         images to embeddings
+vision_block   layers of Qwen's vision towers
+cgroup         memory and CPUs that the container allows
+memory         the KV cache: layout, size, buffer
+warmup         the first images and steps
+runner         implements `engine.runner.Runner` with the modules above
+build          builds a runner: loaded, memory allocated, warmed up
+gpu            fused kernels and CUDA graphs for GPUs
 """

@@ -1,13 +1,13 @@
-"""What transformers' modules call instead of their own attention.
+"""Attention functions that transformers' modules call in place of their own.
 
-    decoder(inputs_embeds [1, T, D], step=StepContext)     every layer passes `step` on
+    decoder(inputs_embeds [1, T, D], step=StepContext)     every layer passes on `step`
         └─ paged_forward     store K and V of the new tokens, attend over KV blocks
     vision tower(patches, grid)
         └─ varlen_forward    attend inside windows and frames, one call for all of them
     vision tower(planes)
-        └─ planes_forward    attend inside pictures, likewise
+        └─ planes_forward    attend inside images, one call for all of them
 
-No mask is ever built: transformers skips masks for implementations without a mask function.
+No mask is built: transformers skips masks for implementations without a mask function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLANES = "triptych_planes"
 
 @dataclasses.dataclass(slots=True)
 class StepContext:
-    """What all layers share in one step; `make_plan(window)` is called once per window size."""
+    """The values that all layers of a step share; `make_plan` runs once per window size."""
 
     kv_cache: torch.Tensor
     slot_mapping: torch.Tensor
@@ -35,20 +35,20 @@ class StepContext:
     plans: dict[int | None, AttentionPlan] = dataclasses.field(default_factory=dict)
 
     def plan(self, window: int | None) -> AttentionPlan:
-        """The plan of layers with this window."""
+        """The attention plan of layers with this sliding window, in tokens; None is no window."""
         if window not in self.plans:
             self.plans[window] = self.make_plan(window)
         return self.plans[window]
 
 
 def use_paged_attention(model: Any, *, packed_vision: bool) -> None:
-    """Route the language model's attention to KV blocks and the tower's to segments."""
+    """Make the language model use `paged_forward`, and the tower the function for its input."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, paged_forward)
     AttentionInterface.register(VARLEN, varlen_forward)
     AttentionInterface.register(PLANES, planes_forward)
-    # set after loading: from_pretrained takes a name with "flash" for a kernel to download
+    # set after loading: from_pretrained would download a kernel for a name with "flash"
     model.get_decoder().config._attn_implementation_internal = PAGED
     model.config.vision_config._attn_implementation_internal = VARLEN if packed_vision else PLANES
 
@@ -88,7 +88,7 @@ def varlen_forward(
     cu_seq_lens_q: torch.Tensor,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer of packed pictures; `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
+    """One layer of packed images; `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
     assert attention_mask is None
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     return varlen_attention(q_THD, k_THD, v_THD, cu_seq_lens_q, scale=scaling)[None], None
@@ -104,10 +104,10 @@ def planes_forward(
     scaling: float,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One layer of pictures of one size; `[B, heads, T, D]` in, `[B, T, heads, D]` out."""
+    """One layer of images of one size; `[B, heads, T, D]` in, `[B, T, heads, D]` out."""
     assert attention_mask is None
-    num_pictures, _, size, _ = query.shape
+    num_images, _, size, _ = query.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    cu = size * torch.arange(num_pictures + 1, dtype=torch.int32, device=query.device)
+    cu = size * torch.arange(num_images + 1, dtype=torch.int32, device=query.device)
     o_THD = varlen_attention(q_THD, k_THD, v_THD, cu, scale=scaling)
-    return o_THD.view(num_pictures, size, *o_THD.shape[1:]), None
+    return o_THD.view(num_images, size, *o_THD.shape[1:]), None

@@ -1,6 +1,6 @@
-"""A model runner, ready to serve: loaded, its memory counted and taken, its shapes run once.
+"""Builds a model runner that is ready to serve: loaded, memory allocated, shapes warmed up.
 
-load ─▶ what graphs of a GPU will take ─▶ KV blocks of what is left ─▶ warm up, compile ─▶ capture
+load ─▶ measure memory of CUDA graphs ─▶ allocate KV blocks ─▶ warm up, compile ─▶ capture graphs
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vlm_worker.model.container import num_cpus
+from vlm_worker.model.cgroup import num_cpus
 from vlm_worker.model.gpu.compiled import can_compile, compile_layers, freeze
 from vlm_worker.model.gpu.decode_steps import graph_sizes
 from vlm_worker.model.gpu.graphs import can_capture, captured, trial_bytes
@@ -25,25 +25,25 @@ from vlm_worker.types import Stage
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """What to load and how much to hold.
+    """What to load, and how much memory to use.
 
     Attributes:
         model_dir: a directory in transformers' layout.
-        stages: what to load.
-        model_revision: enters the layout fingerprints; empty = derived from the content.
+        stages: the stages that this worker runs.
+        model_revision: part of the layout fingerprints; empty = derived from the content.
         dtype: of weights and activations; `auto` is the checkpoint's.
         kv_dtype: of the KV cache; `auto` is `dtype`, `int8` has a scale per token and head.
-        block_size: tokens of one KV block.
-        kv_memory_bytes: for the KV cache; goes before `kv_memory_percent`.
-        kv_memory_percent: likewise, a share of what is left after loading.
-        device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
-        num_threads: of the CPU; 0 is torch's choice (`OMP_NUM_THREADS`, else all cores), at most
+        block_size: tokens per KV block.
+        kv_memory_bytes: size of the KV cache; has precedence over `kv_memory_percent`.
+        kv_memory_percent: size of the KV cache as a share of the memory left after loading.
+        device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
+        num_threads: CPU threads; 0 is torch's default (`OMP_NUM_THREADS`, else all cores), at most
             the container's CPUs.
-        packed_weights: pack linear layers where this device and type gain by it.
-        weights: `auto` (as `dtype` says), or `int8` for the linear layers that the family names,
-            on a GPU `int4` too.
-        compile: on a GPU, have torch compile the layers that it computes (`gpu.compiled`).
-        max_graph_seqs: on a GPU, steps of decode of up to so many sequences are CUDA graphs.
+        packed_weights: pack linear layers if device and dtype benefit (`linear`).
+        weights: `auto` (the `dtype`), `int8`, or on a GPU `int4`, for the linear layers in
+            `FamilySpec.int8`.
+        compile: on a GPU, compile the layers that torch computes (`gpu.compiled`).
+        max_graph_seqs: on a GPU, decode steps of at most this many sequences run as CUDA graphs.
         max_model_len: tokens of the longest sequence of such a step.
     """
 
@@ -65,10 +65,11 @@ class RunnerSettings:
 
 
 def build_runner(settings: RunnerSettings) -> ModelRunner:
-    """Load a model, allocate its KV cache, and run both once.
+    """Load a model, allocate its KV cache, warm up, and capture decode graphs.
 
     Raises:
-        ModelConfigError: the model or the settings cannot be served, with path and fix.
+        ModelConfigError: the model or the settings cannot be served; the message names path and
+            fix.
     """
     torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
     loaded = load_model(
@@ -90,7 +91,7 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
         streams_for(loaded.device, has_encoder=loaded.has_encoder, has_lm=loaded.has_lm)
     )
     if loaded.has_encoder:
-        try_encoder(runner.encode, loaded.family, num_pictures=2 if compiled else 1)
+        try_encoder(runner.encode, loaded.family, num_images=2 if compiled else 1)
     if runner.kv_layout is not None:
         try_language_model(runner.execute, loaded.family, block_size=runner.kv_layout.block_size)
     sizes = _graph_sizes(loaded, settings)
@@ -101,7 +102,7 @@ def build_runner(settings: RunnerSettings) -> ModelRunner:
 
 
 def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings) -> ModelRunner:
-    """Of the language model, with as many blocks as there is room for."""
+    """Build the runner of a language model, with the number of KV blocks that fit."""
     layout = make_kv_layout(
         loaded.model.config.get_text_config(),
         revision,
@@ -126,7 +127,7 @@ def _with_kv_cache(loaded: LoadedModel, revision: str, settings: RunnerSettings)
 
 
 def _graph_sizes(loaded: LoadedModel, settings: RunnerSettings) -> tuple[int, ...]:
-    """Of decode, in sequences; none where it is not captured."""
+    """Numbers of sequences of the decode graphs; empty if decode is not captured."""
     if Stage.DECODE in loaded.stages and can_capture(loaded.device):
         return graph_sizes(settings.max_graph_seqs)
     return ()

@@ -1,4 +1,4 @@
-"""A model directory's files, checked before anything is loaded: safetensors, no code.
+"""Checks the files of a model directory before loading: only safetensors, and no code.
 
 config.json ─┬─ auto_map? refused          *.safetensors ─▶ names, shapes, types, revision
              └─ model_type ─▶ Family       *.bin, *.pt    ─▶ refused
@@ -28,7 +28,7 @@ _NUM_SAMPLES = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint, as its header says."""
+    """One tensor of a checkpoint, from the header of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,13 +36,13 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file."""
         return math.prod(self.shape) * _ITEM_BITS.get(self.dtype, 8) // 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a model directory holds, weights unread."""
+    """The contents of a model directory, without the weights."""
 
     path: Path
     config: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """What `auto` means: the type that `config.json` names, or most of the weights have."""
+        """The meaning of `auto`: the dtype in `config.json`, else that of most weight bytes."""
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if isinstance(named, str) and named in _DTYPES.values():
             return named
@@ -62,11 +62,11 @@ class Checkpoint:
         return _DTYPES[max(num_bytes, key=num_bytes.__getitem__)]
 
     def revision(self) -> str:
-        """A name for the content, for models that come without one.
+        """A hash of the content, 16 hex digits, for models without a revision.
 
-        Two directories with equal configuration and weights have equal revisions. Of the
-        weights it reads the headers and at most 64 samples of 1 MiB per file, all of a file up to
-        64 MiB: no time on a large model.
+        Two directories with equal configuration and weights have equal revisions. To stay fast for
+        large models, it reads only the headers and at most about 64 samples of 1 MiB per file; a
+        file of up to 64 MiB is read as a whole.
         """
         digest = hashlib.sha256(b"triptych-revision-1")
         digest.update(json.dumps(self.config, sort_keys=True).encode())
@@ -83,10 +83,10 @@ class Checkpoint:
 
 
 def open_checkpoint(model_dir: str | Path) -> Checkpoint:
-    """Read a model directory, weights apart.
+    """Read a model directory without its weights.
 
     Raises:
-        ModelConfigError: what is missing, malformed or refused, with path and fix.
+        ModelConfigError: a file is missing, malformed or refused; the message names path and fix.
     """
     path = Path(model_dir)
     if not path.is_dir():
@@ -132,7 +132,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """The header, and a check that the file is as long as it says."""
+    """Read the header of a safetensors file; raises ModelConfigError if the file is truncated."""
     try:
         with file.open("rb") as stream:
             prefix = stream.read(8)

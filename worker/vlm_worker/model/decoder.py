@@ -1,11 +1,11 @@
-"""The language model: from embeddings to logits, on CPUs in one native call where that can be.
+"""The language model: embeddings to logits; on CPUs in one native call if possible.
 
     embeddings ─▶ positions ─▶ layers, norm, head ─▶ logits
-                               in one call (`vlm_kernels.decoder_layers`), where every layer is
-                               ours and packed in bfloat16
-                               else by transformers' model, which calls layer by layer
+                               if each layer is a `DecoderLayer` packed in bfloat16: one call
+                               (`vlm_kernels.decoder_layers`)
+                               else: transformers' model calls layer by layer
 
-What a layer is, `layers.DecoderLayer` says; both ways give its values, to the last bit.
+`layers.DecoderLayer` defines a layer. Both ways compute the same values, to the last bit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vlm_worker.model.layers import DecoderLayer, Norm
 from vlm_worker.model.linear import linear_weights
 
 KindKey = tuple[str | None, int | None]
-"""A layer's type, where positions depend on it, and its window."""
+"""A layer's type, or None if positions do not depend on it, and its window."""
 
 
 class Decoder:
-    """Decoder layers, last norm and head of one model."""
+    """Decoder layers, final norm and head of one model."""
 
     def __init__(self, text_model: Any, head: nn.Module) -> None:
         self._text_model, self._head = text_model, head
@@ -44,13 +44,13 @@ class Decoder:
         step: StepContext,
         rows_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits `[R, V]`, as the head makes them, in its own type.
+        """Compute logits `[R, V]` in the dtype of the head.
 
         Args:
-            embeds_TD: contiguous; written over.
-            positions_PT: on one axis or several.
-            step: of this step.
-            rows_R: int64, the tokens whose logits are wanted; None is all.
+            embeds_TD: contiguous; overwritten.
+            positions_PT: int64; P is 1, or 3 for M-RoPE.
+            step: the context of this step.
+            rows_R: int64, packed positions whose logits are wanted; None is all.
         """
         several = len(positions_PT) > 1
         positions = positions_PT[:, None] if several else positions_PT
@@ -85,7 +85,7 @@ class Decoder:
 
 
 def _kinds(text_model: Any) -> list[KindKey]:
-    """Of each layer; none where a layer is not ours."""
+    """The kind of each layer; empty if a layer is not a `DecoderLayer`."""
     layers = list(text_model.layers)
     if not all(isinstance(layer, DecoderLayer) for layer in layers):
         return []
@@ -95,9 +95,9 @@ def _kinds(text_model: Any) -> list[KindKey]:
 
 
 def _native_layers(text_model: Any, head: nn.Module, kinds: list[KindKey]) -> DecoderLayers | None:
-    """None where a layer of transformers' text model is not part of the native call.
+    """Build the native call; None if a layer cannot be part of it.
 
-    A head that is not packed in our panels, because it shares a large table, stays outside of it.
+    A head that is not packed, because it shares a large embedding table, is not part of the call.
     """
     if not kinds or not has_layers():
         return None

@@ -1,15 +1,14 @@
-"""transformers without two halves of torch that serving never uses: half the time of a start.
+"""Imports transformers without two unused parts of torch, which saves half of the start-up time.
 
-    torch._dynamo              transformers marks functions for a compiler at import, torch its own
-                               at their first call; nothing that is so marked is compiled here
+    torch._dynamo              transformers marks functions for the compiler at import, torch at
+                               their first call; no marked function is compiled here
     torch.distributed.tensor   weights sharded over processes; a worker is one process
 
-transformers takes a torch that was built without distributed as it is. The compiler's marks are
-stood in for by functions that mark nothing; afterwards `torch._dynamo` is the real one again for
-whoever asks for it.
+transformers supports a torch without distributed, so `is_available` returns False during the
+import. Stubs replace the compiler's decorators; a later import gets the real `torch._dynamo`.
 
-And it reads all of its 2,500 files for the names in them, once as `transformers` and once more as
-`transformers.models`; here the second finds what the first has read.
+transformers also scans the names in its 2,500 files twice: as `transformers` and as
+`transformers.models`. Here the second scan reuses the result of the first.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def lean_torch() -> Iterator[None]:
-    """Import and build models of transformers in here; one thread at a time."""
+def skip_unused_imports() -> Iterator[None]:
+    """A context to import transformers and build its models in; one thread at a time."""
     with _lock, _without_compiler(), _without_distributed(), _reading_names_once():
         yield
 
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Stand-ins where the compiler is not imported yet."""
+    """Replace the compiler by a stub, unless it is imported already."""
     if _COMPILER in sys.modules:
         yield
         return
@@ -56,12 +55,12 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         del sys.modules[_COMPILER], sys.modules[_MASKS]
-        del torch._dynamo  # torch imports it again when somebody asks
+        del torch._dynamo  # torch imports the real one on the next access
 
 
 @contextlib.contextmanager
 def _without_distributed() -> Iterator[None]:
-    """Torch as it is where it was built without `torch.distributed`."""
+    """Make torch report that it was built without `torch.distributed`."""
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
@@ -72,7 +71,7 @@ def _without_distributed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading_names_once() -> Iterator[None]:
-    """Transformers as it is where it is imported already."""
+    """Make transformers scan each directory once; no effect if it is imported already."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:
@@ -82,12 +81,12 @@ def _reading_names_once() -> Iterator[None]:
 
 
 class _Finder:
-    """Has the module that reads the files read each directory once."""
+    """An import hook that caches the directory scans of `transformers.utils.import_utils`."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As the import system asks; None leaves a module to the other finders."""
+        """See `importlib.abc.MetaPathFinder`; None leaves a module to the other finders."""
         if name != _CATALOGUE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -107,12 +106,12 @@ class _Finder:
 
 
 def _remembering(read: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Of a function of a directory, or of a file for the directory that it is in."""
+    """Cache a function of a directory; a path of a file means its directory."""
     known: dict[Path, dict[str, Any]] = {}
     reading: list[Path] = []
 
     def read_once(path: Any) -> dict[str, Any]:
-        if reading:  # a directory inside of one
+        if reading:  # a recursive call for a subdirectory
             return read(path)
         directory = Path(path).parent if Path(path).is_file() else Path(path)
         if directory not in known:
@@ -121,16 +120,16 @@ def _remembering(read: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[
                 known[directory] = read(path)
             finally:
                 reading.clear()
-        return copy.deepcopy(known[directory])  # the caller takes it apart
+        return copy.deepcopy(known[directory])  # the caller modifies it
 
     return read_once
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
-    """A decorator, with or without arguments."""
+    """A decorator without effect; it may be used with or without arguments."""
     return _unmarked if function is None else function
 
 
 def _transform_get_item_to_index() -> Any:
-    """The real one: transformers enters it while it makes masks with vmap."""
+    """The real context manager: transformers enters it while it makes masks with vmap."""
     return importlib.import_module(_MASKS).TransformGetItemToIndex()

@@ -1,12 +1,12 @@
 """Decoder layers, norms and MLPs as a few kernels, in place of transformers' modules.
 
-    of Llama's form    x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
-                       x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
-    of Gemma 3's       norms of q and k, too, and behind o and down; GELU for SiLU
+    Llama's form    x ─▶ norm ─▶ q, k, v ─▶ rope ─▶ attention over KV blocks ─▶ o ─▶ + x
+                    x ─▶ norm ─▶ silu(gate) * up ─▶ down ─▶ + x
+    Gemma 3's form  also norms of q and k, and after o and down; GELU in place of SiLU
 
-transformers computes a layer in some thirty small calls, which for the few rows of a decode step
-cost as much as its products. The same values come out, up to the order of sums: each step here
-rounds as the modules that it replaces.
+transformers computes a layer in about thirty small calls. For the few rows of a decode step, these
+cost as much as the matrix products. The values here are equal up to the order of sums: each
+operation rounds like the module that it replaces.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ACTIVATIONS = {
 
 
 def mlp_of(mlp: Any) -> Mlp | None:
-    """In place of transformers' MLP; None where its activation has no kernel."""
+    """The replacement of transformers' MLP; None if there is no kernel for its activation."""
     return gated_mlp(mlp) if hasattr(mlp, "gate_proj") else _plain_mlp(mlp)
 
 
 def gated_mlp(mlp: Any) -> Mlp | None:
-    """The same of one with a gate."""
+    """The replacement of a gated MLP; None if there is no kernel for its activation."""
     activation = ACTIVATIONS.get(type(mlp.act_fn).__name__)
     if activation not in {Activation.SILU, Activation.GELU}:
         return None
@@ -62,7 +62,7 @@ def _plain_mlp(mlp: Any) -> Mlp | None:
 
 
 class Mlp(nn.Module):
-    """Two products, what lies between them inside the first."""
+    """Two matrix products; the activation between them is fused into the first."""
 
     def __init__(
         self, up: nn.Module, down: nn.Module, activation: Activation | None = None
@@ -72,14 +72,14 @@ class Mlp(nn.Module):
 
     @property
     def activation(self) -> Activation:
-        """Of the first product, or of its gate."""
+        """The activation of the first product, or of its gate."""
         if isinstance(self.up, GatedLinear):
             return self.up.activation
         assert self._activation is not None
         return self._activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., D]` to the same shape, added to the residual if there is one."""
+        """`[..., D]` to the same shape; added to `residual` if it is given."""
         if self._activation is None:
             hidden = self.up(x)
         else:
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm over the last axis; takes over the weight of the module that it replaces."""
+    """RMSNorm over the last axis; it reuses the weight of the module that it replaces."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -105,12 +105,12 @@ class Norm(nn.Module):
         return rms_norm(rows, self.weight, eps=self.eps, adds_one=self._adds_one).view(x.shape)
 
     def weights(self) -> layer_weights.Norm:
-        """As `vlm_kernels.decoder_layers` takes it."""
+        """The weights as `vlm_kernels.decoder_layers` expects them."""
         return layer_weights.Norm(self.weight.detach(), self.eps, self._adds_one)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last axis; takes over the weights of the module that it replaces."""
+    """LayerNorm over the last axis; it reuses the weights of the module that it replaces."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class LayerNorm(nn.Module):
         return layer_norm(rows, self.weight, self.bias, eps=self.eps).view(x.shape)
 
     def weights(self) -> layer_weights.LayerNorm:
-        """As `vlm_kernels.vision_layers` takes it."""
+        """The weights as `vlm_kernels.vision_layers` expects them."""
         return layer_weights.LayerNorm(self.weight.detach(), self.bias.detach(), self.eps)
 
 
 def norm_of(norm: Any) -> Norm | LayerNorm | None:
-    """In place of transformers' norm; None where there is no kernel."""
+    """The replacement of transformers' norm; None if there is no kernel."""
     if type(norm).__name__ in NORMS:
         return Norm(norm)
     is_plain = type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1
@@ -135,7 +135,10 @@ def norm_of(norm: Any) -> Norm | LayerNorm | None:
 
 
 def packed_layer(layer: Any, **more: Any) -> layer_weights.LayerWeights | None:
-    """As `vlm_kernels` takes a layer, with `more` of its fields; None where it is not packed."""
+    """A layer's weights as `vlm_kernels` expects them; None if the layer is not packed.
+
+    `more` are further fields of LayerWeights.
+    """
     qkv, o, up, down = map(linear_weights, (layer.qkv, layer.o, layer.mlp.up, layer.mlp.down))
     if qkv is None or o is None or up is None or down is None:
         return None
@@ -153,7 +156,7 @@ def packed_layer(layer: Any, **more: Any) -> layer_weights.LayerWeights | None:
 
 
 class DecoderLayer(nn.Module):
-    """One layer over packed tokens; takes over the weights of the layer that it replaces."""
+    """One layer over packed tokens; it reuses the weights of the layer that it replaces."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -194,7 +197,11 @@ class DecoderLayer(nn.Module):
         return (x_TD + self.down_norm(self.mlp(self.mlp_norm(x_TD))))[None]
 
     def weights(self, kind: int) -> layer_weights.LayerWeights | None:
-        """As `vlm_kernels.decoder_layers` takes it, of a kind; None where it is not packed."""
+        """The weights as `vlm_kernels.decoder_layers` expects them; None if not packed.
+
+        Args:
+            kind: index of the layer's kind in the native call.
+        """
         norms = {name: getattr(self, name) for name in ("q_norm", "k_norm", "o_norm", "down_norm")}
         more = {name: norm.weights() for name, norm in norms.items() if norm is not None}
         return packed_layer(self, kind=kind, **more)
@@ -205,7 +212,7 @@ class DecoderLayer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step: StepContext,
     ) -> torch.Tensor:
-        """Attention's answer for each token, heads side by side."""
+        """The attention output, `[T, num_heads * head_dim]`."""
         parts = self.qkv(self.attention_norm(x_TD))
         q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         if self.q_norm is not None and self.k_norm is not None:

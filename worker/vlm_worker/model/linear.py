@@ -1,17 +1,17 @@
-"""Linear layers whose weights lie in the order in which this CPU multiplies them.
+"""Linear layers with weights packed in the order in which the CPU's kernel reads them.
 
     y = x W^T + b        x [..., K], W [N, K], b [N]
 
-Given a plain matrix, a library brings W into blocks at every call, which for the few rows of a
-decode step costs more than the product; packed once, W is only read. Every layer is packed,
-whatever its shape; layers of one input are packed as one (`docs/decisions/0013`).
+With a plain matrix, a library reorders W at every call. For the few rows of a decode step, this
+costs more than the product. Packed weights are only read. All layers are packed, whatever their
+shape; layers with the same input are packed as one (`docs/decisions/0013`).
 
     AMX, AVX512-BF16   our kernel (`vlm_kernels.packed_linear`)
     other CPUs         oneDNN, through torch
     int8, if asked     our kernel on any CPU: weights and activations are rounded to int8
-    float32            plain: products stay those of transformers, bit for bit
-    float16            plain: CPUs without AVX512-FP16 have no fast product of it
-    CUDA               plain: the GPU's library needs no order of its own
+    float32            plain: products equal those of transformers, bit for bit
+    float16            plain: CPUs without AVX512-FP16 have no fast float16 product
+    CUDA               plain: the GPU's library needs no special order
 """
 
 from __future__ import annotations
@@ -29,24 +29,29 @@ from vlm_kernels import PackedWeights, packed_linear
 from vlm_kernels.layer_weights import Linear
 from vlm_kernels.packed_linear import Activation, activate, has_kernel
 from vlm_kernels.packed_weights import mix_biases, pack, pack_gated
-from vlm_worker.model.advice import DONTNEED, advise
+from vlm_worker.model.memory import DONTNEED, advise
 
 PACKED_ROWS = 256
-"""Rows of x that oneDNN chooses the order of W for; measured as good for 1 to 2,048."""
+"""Rows of x for which oneDNN chooses the order of W; by measurement, it suits 1 to 2,048 rows."""
 
 MAX_COPY_SHARE = 0.11
-"""A head that shares its weights with the embedding table is packed as a second copy, the table
-being read row by row; but only where the copy is at most this share of all weights."""
+"""A head that shares its weights with the embedding table is packed as a second copy, because the
+table is read by rows. This is done only if the copy is at most this share of all weights."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packing:
-    """What was packed: linear layers, the bytes that they have now, and bytes that exist twice.
+    """Statistics of packing.
 
-    `backend` computes the packed layers, but for the `num_int8_layers`, which are always ours;
-    `saved_bytes` is what these have less than before.
+    Attributes:
+        num_layers: packed linear layers.
+        num_bytes: their bytes after packing.
+        copied_bytes: bytes of copies of shared weights.
+        backend: computes the packed layers, except int8 layers on a CPU, which use our kernel.
+        num_int8_layers: layers that were rounded to int8.
+        saved_bytes: bytes that rounding saved.
     """
 
     num_layers: int = 0
@@ -59,7 +64,7 @@ class Packing:
     def with_layer(
         self, weight: torch.Tensor, *, int8: bool = False, is_copy: bool = False
     ) -> Packing:
-        """One more."""
+        """The statistics with one more layer."""
         num_bytes = weight.numel() if int8 else _num_bytes(weight)
         saved = 0 if is_copy else _num_bytes(weight) - num_bytes
         return Packing(
@@ -73,7 +78,7 @@ class Packing:
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` in bfloat16 on a CPU, its weights packed; equal to it up to rounding."""
+    """`nn.Linear` in bfloat16 on a CPU with packed weights; equal to it up to rounding."""
 
     def __init__(self, linear: nn.Linear, *, int8: bool = False) -> None:
         super().__init__()
@@ -93,7 +98,7 @@ class PackedLinear(nn.Module):
         residual: torch.Tensor | None = None,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """`[..., K]` to `[..., N]`, then either added to the residual or activated, if asked."""
+        """`[..., K]` to `[..., N]`; then either added to `residual` or activated, if given."""
         if self.packed is None:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._reordered, self.bias, "none", [], ""
@@ -106,13 +111,13 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """As `nn.Linear` shows itself."""
+        """The fields that `repr` prints, as for `nn.Linear`."""
         kind = "int8" if self.packed is not None and self.packed.is_int8 else "packed"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
 class JointLinear(nn.Module):
-    """Layers of one input: computed one by one, or packed as one."""
+    """Linear layers with the same input: computed one by one, or packed as one."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -122,20 +127,20 @@ class JointLinear(nn.Module):
         self.bias: nn.Parameter | None = None
 
     def pack(self, *, int8: bool) -> None:
-        """Take the weights of the parts into one packed matrix, and let go of the parts."""
+        """Copy the weights of the parts into one packed matrix, and drop the parts."""
         weight, bias = joined(list(self.parts))
         self.packed, self.bias = pack(weight, int8=int8), _own_bias(bias)
         self.parts = nn.ModuleList()
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`[T, K]` to `[T, N]` per layer; of packed ones, the rows lie side by side."""
+        """`[T, K]` to `[T, N]` per layer; if packed, they are views of one `[T, sum of N]`."""
         if self.packed is None:
             return tuple(part(x_TD) for part in self.parts)
         return torch.split(packed_linear(x_TD, self.packed, self.bias), self._sizes, dim=1)
 
 
 class GatedLinear(nn.Module):
-    """activation(gate(x)) * up(x): three operations, or one where packed."""
+    """activation(gate(x)) * up(x): three operations, or one if packed."""
 
     def __init__(
         self, gate: nn.Linear, up: nn.Linear, activation: Activation = Activation.SILU
@@ -147,7 +152,7 @@ class GatedLinear(nn.Module):
         self.bias: nn.Parameter | None = None
 
     def pack(self, *, int8: bool) -> None:
-        """Take the weights of both into one packed matrix, and let go of the parts."""
+        """Copy the weights of both parts into one packed matrix, and drop the parts."""
         linears: list[Any] = list(self.parts)
         self.packed = pack_gated(*(linear.weight.detach() for linear in linears), int8=int8)
         if all(linear.bias is not None for linear in linears):
@@ -163,7 +168,7 @@ class GatedLinear(nn.Module):
 
 
 def joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights and biases of layers of one input as of one; None where no layer has a bias."""
+    """Concatenated weights and biases of layers with the same input; None if none has a bias."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     if all(linear.bias is None for linear in linears):
         return weight, None
@@ -175,7 +180,7 @@ def joined(linears: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def linear_weights(linear: nn.Module) -> Linear | None:
-    """As `vlm_kernels.decoder_layers` takes them; None where they are not in our panels."""
+    """The weights as `vlm_kernels.decoder_layers` expects them; None if our kernel did not pack."""
     if not isinstance(linear, PackedLinear | JointLinear | GatedLinear) or linear.packed is None:
         return None
     bias = linear.bias
@@ -183,21 +188,21 @@ def linear_weights(linear: nn.Module) -> Linear | None:
 
 
 def activated_product(linear: nn.Module, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(linear(x))`, in one pass where the layer is packed."""
+    """`activation(linear(x))`, in one pass if the layer is packed."""
     if isinstance(linear, PackedLinear):
         return linear(x, activation=activation)
     return activate(linear(x), activation)
 
 
 def add_product(linear: nn.Module, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-    """`residual + linear(x)`, in one pass where the layer is packed."""
+    """`residual + linear(x)`, in one pass if the layer is packed."""
     if isinstance(linear, PackedLinear):
         return linear(x_TD, residual_TD)
     return residual_TD + linear(x_TD)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing makes sense for these weights on this machine."""
+    """Whether packed weights of this dtype are faster on this device."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -206,14 +211,14 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module, *, int8: Collection[nn.Module] = ()) -> Packing:
-    """Replace the linear layers of a model by packed ones; nothing stays mapped from its files.
+    """Replace the linear layers of a model by packed ones, and unmap its files.
 
-    One layer after the other, and tables of embeddings, often the largest, before all: what is
-    replaced is given back before the next is read, so that the weights are never in memory twice.
+    Layers are replaced one by one, after the embedding tables, which are often the largest. The
+    pages of a weight are dropped before the next is read, so weights are never in memory twice.
 
     Args:
         model: in bfloat16, on a CPU.
-        int8: parts of it whose linear layers are rounded to int8.
+        int8: parts of the model whose linear layers are rounded to int8.
     """
     users = _users(model)
     rounded = {id(module) for part in int8 for module in part.modules()}
@@ -257,7 +262,7 @@ def _num_bytes(weight: torch.Tensor) -> int:
 
 
 def _users(model: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter."""
+    """Number of modules that use each parameter, by its `id`."""
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -266,7 +271,7 @@ def _users(model: nn.Module) -> dict[int, int]:
 
 
 def _own(parameters: Collection[torch.Tensor]) -> None:
-    """Copy what is not packed out of the mapped files, so that the files can be unmapped."""
+    """Copy parameters that are not packed out of the mapped files, so these can be unmapped."""
     for parameter in parameters:
         mapped = parameter.data
         parameter.data = mapped.clone()
@@ -274,9 +279,9 @@ def _own(parameters: Collection[torch.Tensor]) -> None:
 
 
 def _give_back(weight: torch.Tensor) -> None:
-    """Let the system drop the pages of a weight that nobody reads again.
+    """Let the kernel drop the pages of a weight that is not read again.
 
-    The mapping of a file lives until its last tensor is gone; its pages need not.
+    A file stays mapped until its last tensor is freed; its pages need not stay in memory.
     """
     start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (weight.data_ptr() + weight.numel() * weight.element_size()) // mmap.PAGESIZE

@@ -1,11 +1,11 @@
-"""Load the halves of a model that the stages need, out of transformers' own modelling module.
+"""Loads the halves of a model that the stages need, with transformers' modelling module.
 
     stages          built on the meta device          read from the files
-    encoder         vision tower   [Absent]           vision tower
-    prefill,decode  [Absent]       language model     language model, head
+    encoder         vision tower   [UnloadedModule]           vision tower
+    prefill,decode  [UnloadedModule]       language model     language model, head
     all             vision tower   language model     everything
 
-The other half is replaced while it still has no memory, so its tensors are never read.
+The other half is replaced while it is on the meta device, so its tensors are never read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import nn
 from vlm_kernels import gpu
 from vlm_kernels.cpu import native
 from vlm_worker.core.families import Family, FamilySpec
-from vlm_worker.core.geometry import DynamicProcessor
+from vlm_worker.core.image_geometry import DynamicProcessor
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.model.attention import use_paged_attention
 from vlm_worker.model.checkpoint import Checkpoint, open_checkpoint
 from vlm_worker.model.gpu.layers import use_gpu_kernels
 from vlm_worker.model.gpu.quantised import quantise_linears
-from vlm_worker.model.imports import lean_torch
+from vlm_worker.model.imports import skip_unused_imports
 from vlm_worker.model.linear import Packing, can_pack, pack_linears
 from vlm_worker.model.memory import DTYPES
 from vlm_worker.model.replace import use_kernels
@@ -45,8 +45,11 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model, or half of one, ready to run.
 
-    `weights_bytes` counts shared weights once, and copies of them not. `import_seconds` and
-    `load_seconds` are what start-up spent on the modelling module and on weights.
+    Attributes:
+        stages: the loaded stages.
+        weights_bytes: bytes of the weights; shared weights count once, copies do not count.
+        import_seconds: time to import the modelling module.
+        load_seconds: time to read, move and pack the weights.
     """
 
     model: Any
@@ -61,29 +64,28 @@ class LoadedModel:
 
     @property
     def family(self) -> Family:
-        """The model's facts that need no weights."""
         return self.checkpoint.family
 
     @property
     def has_encoder(self) -> bool:
-        """Whether pictures can be encoded."""
+        """Whether the vision tower is loaded."""
         return Stage.ENCODER in self.stages
 
     @property
     def has_lm(self) -> bool:
-        """Whether tokens can be computed."""
+        """Whether the language model is loaded."""
         return bool(self.stages & {Stage.PREFILL, Stage.DECODE})
 
 
-class Absent(nn.Module):
-    """Stands where the other half would be; calling it is a defect."""
+class UnloadedModule(nn.Module):
+    """Replaces a part of the model that is not loaded; a call of it is a bug."""
 
     def __init__(self, name: str, config: Any = None) -> None:
         super().__init__()
         self.name, self.config = name, config
 
     def forward(self, *_args: Any, **_kwargs: Any) -> None:
-        """Never called: the stage that needs this half is not loaded."""
+        """Raises AssertionError: no loaded stage needs this part."""
         raise AssertionError(f"{self.name} is not loaded in these stages")
 
 
@@ -96,19 +98,18 @@ def load_model(
     packed_weights: bool = True,
     weights: str = "auto",
 ) -> LoadedModel:
-    """Load what `stages` need.
+    """Load the parts of a model that `stages` need.
 
     Args:
         model_dir: a directory in transformers' layout, safetensors.
         stages: at least one.
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
-        device: `auto` (a GPU where there is one), `cpu` or `cuda[:N]`.
-        packed_weights: pack linear layers where this device and type gain by it (`linear`).
-        weights: `int8`, and on a GPU `int4`, rounds the linear layers that the family names
-            (`FamilySpec.int8`).
+        device: `auto` (a GPU if there is one), `cpu` or `cuda[:N]`.
+        packed_weights: pack linear layers if device and dtype benefit (`linear`).
+        weights: `int8`, and on a GPU `int4`, rounds the linear layers in `FamilySpec.int8`.
 
     Raises:
-        ModelConfigError: the directory cannot be served, with path and fix.
+        ModelConfigError: the directory cannot be served; the message names path and fix.
     """
     assert stages
     checkpoint = open_checkpoint(model_dir)
@@ -116,7 +117,7 @@ def load_model(
     chosen = _choose_dtype(checkpoint, dtype, target)
     began = time.perf_counter()
     wanted, spec = frozenset(stages), checkpoint.family.spec
-    with lean_torch():
+    with skip_unused_imports():
         module = importlib.import_module(spec.module)
         imported = time.perf_counter()
         model = _read_weights(checkpoint, _pruned_class(module, spec, wanted), chosen)
@@ -172,9 +173,9 @@ def _choose_dtype(checkpoint: Checkpoint, dtype: str, device: torch.device) -> t
 
 
 def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> Any:
-    """The family's class, whose constructor leaves out what the stages do not need.
+    """A subclass of the family's class that does not build the parts that no stage needs.
 
-    Its name and module stay: transformers looks up by them how to rename a checkpoint's tensors.
+    It keeps name and module: transformers uses them to find how it renames a checkpoint's tensors.
     """
     whole = getattr(module, spec.model_class)
     needs_lm = bool(stages & {Stage.PREFILL, Stage.DECODE})
@@ -184,19 +185,19 @@ def _pruned_class(module: Any, spec: FamilySpec, stages: frozenset[Stage]) -> An
         left_out = () if Stage.ENCODER in stages else spec.encoder_children
         if not needs_lm:
             left_out = (*left_out, *spec.lm_children)
-            setattr(self, spec.head, Absent(spec.head))
+            setattr(self, spec.head, UnloadedModule(spec.head))
             self._tied_weights_keys = {}
             self.all_tied_weights_keys = {}
         for name in left_out:
             half = getattr(self.model, name)
-            setattr(self.model, name, Absent(name, getattr(half, "config", None)))
+            setattr(self.model, name, UnloadedModule(name, getattr(half, "config", None)))
 
     identity = {"__module__": whole.__module__, "__qualname__": whole.__qualname__}
     return type(whole.__name__, (whole,), {"__init__": build, **identity})
 
 
 def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -> Packing:
-    """Bring linear layers into the order of this CPU; round some of them if that is asked for."""
+    """Pack the linear layers for this CPU, and round them if `weights` asks for it."""
     parameter = next(model.parameters())
     dtype, device = parameter.dtype, parameter.device
     if weights != "auto" and gpu.serves(device):
@@ -217,7 +218,7 @@ def _pack(model: Any, spec: FamilySpec, *, packed_weights: bool, weights: str) -
 
 
 def _rounded_parts(model: Any, spec: FamilySpec) -> list[nn.Module]:
-    """What the family lets be rounded, of what is loaded here."""
+    """The loaded parts that `FamilySpec.int8` names."""
     parts: list[nn.Module] = []
     if "encoder" in spec.int8:
         parts += [getattr(model.model, name) for name in spec.encoder_children]
@@ -244,7 +245,7 @@ def _read_weights(checkpoint: Checkpoint, model_class: Any, dtype: torch.dtype) 
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )
-    except Exception as error:  # what transformers raises depends on what the files ask for
+    except Exception as error:  # transformers may raise anything, depending on the files
         raise ModelConfigError(
             f"{checkpoint.path}: cannot be loaded: {type(error).__name__}: {_one_line(error)}"
         ) from error

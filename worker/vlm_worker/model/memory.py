@@ -1,17 +1,108 @@
-"""The KV cache: how a block lies in memory, how many fit, and the buffer that holds them."""
+"""The KV cache: layout of a block, number of blocks, buffer, and prefault of its pages."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-from typing import Any
+import ctypes
+import math
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from vlm_kernels.kv_rows import slot_elements
+from vlm_worker.core.families import Family
+from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
-from vlm_worker.model.container import available_memory_bytes
+from vlm_worker.model.cgroup import available_memory_bytes
 from vlm_worker.types import KVLayout
+from vlm_worker.wire.buffers import private_memory
+
+DONTNEED: Final = 4
+"""MADV_DONTNEED: the kernel drops these pages; a page of a file is read again on access."""
+POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14: prefaults pages for writing, and keeps their content."""
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def advise(start: int, num_bytes: int, advice: int) -> bool:
+    """Call madvise(2) from `start`, the address of a page; False if it fails."""
+    return bool(_madvise(start, num_bytes, advice) == 0)
+
+
+PREFAULT_BYTES: Final = 128 << 20
+"""Bytes that are prefaulted beyond the used part: enough for a burst of prompts."""
+STEP_BYTES: Final = 2 << 20
+"""Bytes per prefault: one huge page. It takes some tenths of a millisecond, up to 3 ms."""
+
+
+class KVPrefault:
+    """Prefaults pages of a KV cache before steps write to them. Only one thread uses it.
+
+    The first axis of the cache is blocks. The cache must outlive this object.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor) -> None:
+        self._start, self._num_bytes = kv_cache.data_ptr(), kv_cache.nbytes
+        self._block_bytes = kv_cache.nbytes // len(kv_cache)
+        self._used_end = self._prefaulted_end = 0
+
+    def use(self, block_ids: np.ndarray) -> None:
+        """Record that blocks `[N]` are about to be written, which faults their pages in."""
+        end = (int(block_ids.max(initial=-1)) + 1) * self._block_bytes
+        self._used_end = max(self._used_end, end)
+
+    def prefault_next(self) -> bool:
+        """Prefault the next STEP_BYTES; False if enough is prefaulted, or the kernel refuses."""
+        begin = max(self._prefaulted_end, self._used_end // STEP_BYTES * STEP_BYTES)
+        if begin >= min(self._used_end + PREFAULT_BYTES, self._num_bytes):
+            return False
+        end = min(begin + STEP_BYTES, self._num_bytes)
+        is_populated = advise(self._start + begin, end - begin, POPULATE_WRITE)
+        self._prefaulted_end = end if is_populated else self._num_bytes
+        return is_populated
+
+
+FLOAT_BYTES: Final = 4
+
+
+def step_bytes(text: Any, *, num_tokens: int, num_rows: int, element_bytes: int) -> int:
+    """Estimate the temporary bytes of one step of a language model.
+
+    Args:
+        text: transformers' config of the language model.
+        num_tokens: packed tokens of the step.
+        num_rows: rows whose logits are computed.
+        element_bytes: bytes of an activation.
+    """
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = (text.num_attention_heads + 2 * text.num_key_value_heads) * head_dim
+    a_token = 4 * text.hidden_size + 2 * heads + 3 * text.intermediate_size
+    logits = num_rows * text.vocab_size * (element_bytes + 2 * FLOAT_BYTES)
+    return num_tokens * a_token * element_bytes + logits
+
+
+def encode_bytes(vision: Any, family: Family, *, num_tokens: int, element_bytes: int) -> int:
+    """Estimate the temporary bytes of one call of a vision tower.
+
+    Args:
+        vision: transformers' config of the tower.
+        family: the model's family.
+        num_tokens: visual tokens of the call; at least the largest image is assumed.
+        element_bytes: bytes of an activation.
+    """
+    largest = family.geometry(LARGE_SIDE, LARGE_SIDE)
+    num_patches = math.prod(largest.grid_thw)
+    patches_of_token = math.ceil(num_patches / largest.num_tokens)
+    num_patches = max(num_patches, num_tokens * patches_of_token)
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    inner = getattr(vision, "intermediate_size", None) or int(
+        width * getattr(vision, "mlp_ratio", 4)
+    )
+    given = 2 * FLOAT_BYTES * family.processor.patch_dim
+    return int(num_patches * (given + (8 * width + 3 * inner) * element_bytes))
+
 
 DTYPES = {
     "float32": torch.float32,
@@ -21,23 +112,23 @@ DTYPES = {
 }
 
 DEFAULT_PERCENT = {"cpu": 25, "cuda": 90}
-DEFAULT_CPU_BYTES = 1 << 30  # of host memory nobody means to give a quarter without saying so
+DEFAULT_CPU_BYTES = 1 << 30  # bounds the default share of host memory
 
 
 def make_kv_layout(
     text: Any, revision: str, *, dtype: torch.dtype, kv_dtype: str, block_size: int
 ) -> KVLayout:
-    """Of a language model.
+    """Choose the KV layout of a language model.
 
     Args:
-        text: transformers' config of it.
-        revision: of the model.
-        dtype: of its weights.
+        text: transformers' config of the language model.
+        revision: the model's revision.
+        dtype: of the weights.
         kv_dtype: of the cache; `auto` is `dtype`.
-        block_size: tokens of a block.
+        block_size: tokens per block.
 
     Raises:
-        ModelConfigError: a setting cannot be served.
+        ModelConfigError: a setting is not supported.
     """
     name = dtype_name(dtype) if kv_dtype == "auto" else kv_dtype
     if name not in DTYPES:
@@ -57,7 +148,7 @@ def make_kv_layout(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As settings and layouts call it."""
+    """The name of a dtype in settings and layouts."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -69,13 +160,13 @@ def num_kv_blocks(
     memory_percent: int | None = None,
     reserved_bytes: int = 0,
 ) -> int:
-    """KV blocks, the null block included.
+    """Choose the number of KV blocks, the null block included.
 
-    Without `memory_bytes`, a share of what is left but for `reserved_bytes`; without
-    `memory_percent` either, on a GPU 90 % of it, on a CPU 25 %, at most 1 GiB.
+    Without `memory_bytes`, they get `memory_percent` of the available memory less `reserved_bytes`.
+    Without `memory_percent`, it is 90 % on a GPU, and 25 % but at most 1 GiB on a CPU.
 
     Raises:
-        ModelConfigError: not even two blocks fit, with the numbers.
+        ModelConfigError: fewer than two blocks fit; the message has the numbers.
     """
     if memory_bytes is None:
         memory_bytes = max(0, available_bytes(device) - reserved_bytes)
@@ -93,29 +184,25 @@ def num_kv_blocks(
 
 
 def make_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """The buffer, `[num_blocks, layers, 2, kv_heads, block_size * head_dim]`, all zeros.
+    """Allocate the buffer `[num_blocks, layers, 2, kv_heads, block_size * head_dim]` of zeros.
 
-    Of int8, scales lie behind the last axis' elements, as `vlm_kernels.kv_rows` says.
+    With int8, the scales follow the elements of the last axis (`vlm_kernels.kv_rows`).
 
-    On a CPU the system gives the memory page by page, as blocks are written or a little sooner
-    (`kv_pages`): a large cache that is mostly unused costs little but address space. (`torch.zeros`
-    would write all of it.) Huge pages are asked for: attention reads blocks in any order, a sixth
-    faster where fewer pages are looked up.
+    On a CPU, pages are allocated when blocks are written or prefaulted (`KVPrefault`), so an unused
+    part of the cache costs only address space; `torch.zeros` would write all of it. The memory uses
+    huge pages: attention reads blocks in any order, and is a sixth faster with fewer TLB misses.
     """
     inner = layout.block_size * slot_elements(DTYPES[layout.dtype], layout.head_dim)
     shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, inner)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
-    num_bytes = num_blocks * layout.block_bytes
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = private_memory(num_blocks * layout.block_bytes, huge=True)
     return torch.frombuffer(memory, dtype=DTYPES[layout.dtype]).view(shape)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory left: on a GPU what the driver says, else what container and machine leave."""
+    """Bytes of available memory: of the GPU, else of container and machine."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # else what torch keeps for later counts as taken
+        torch.cuda.empty_cache()  # otherwise torch's cached memory counts as used
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory_bytes()

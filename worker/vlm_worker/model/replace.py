@@ -1,4 +1,4 @@
-"""Which of transformers' modules become ours: those that have kernels; the others stay."""
+"""Replaces the modules of transformers that have kernels here; the others stay."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ VISION_BLOCKS = frozenset({"Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock"})
 """Classes of transformers that compute what `VisionBlock` does."""
 
 MLPS = frozenset({"CLIPMLP", "SiglipMLP"})
-"""Classes of transformers that compute what `Mlp` does, in layers that stay transformers'."""
+"""Classes of transformers that compute what `Mlp` does, in layers that are not replaced."""
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Replace the layers, MLPs and norms of a model."""
+    """Replace the layers, MLPs and norms of a model in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             made = _in_place_of(child)

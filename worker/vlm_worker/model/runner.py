@@ -1,6 +1,6 @@
-"""A model behind `engine.runner.Runner`: numpy and bytes in and out, torch inside.
+"""Implements `engine.runner.Runner` with torch; its interface has only numpy and bytes.
 
-StepInputs ─▶ embed ─▶ picture rows ─▶ decoder, paged attention ─▶ head ─▶ sampled tokens
+StepInputs ─▶ embed ─▶ image rows ─▶ decoder, paged attention ─▶ head ─▶ sampled tokens
 """
 
 from __future__ import annotations
@@ -13,29 +13,45 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from vlm_kernels import AttentionPlan, block_memory, gather_blocks, plan_attention, scatter_blocks
+from vlm_kernels import (
+    AttentionPlan,
+    block_memory,
+    gather_blocks,
+    plan_attention,
+    sample_tokens,
+    scatter_blocks,
+)
 from vlm_worker.core.families import Family
-from vlm_worker.core.inputs import StepInputs, StepOutput
+from vlm_worker.core.step_values import SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, EngineError
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.decoder import Decoder
 from vlm_worker.model.gpu.graphs import DecodeGraphs
-from vlm_worker.model.gpu.streams import OneStream
-from vlm_worker.model.kv_pages import KVPages
+from vlm_worker.model.gpu.streams import SingleStream
 from vlm_worker.model.loader import LoadedModel
-from vlm_worker.model.memory import dtype_name, make_kv_cache
-from vlm_worker.model.sampler import sample
-from vlm_worker.model.vision import Embedding, PictureEncoder, is_finite
+from vlm_worker.model.memory import KVPrefault, dtype_name, encode_bytes, make_kv_cache, step_bytes
+from vlm_worker.model.vision import Embedding, ImageEncoder, is_finite
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
+
+
+def sample(logits_RV: torch.Tensor, params: SampleParams) -> StepOutput:
+    """Sample a token per row, with logprobs for the rows that want them.
+
+    Args:
+        logits_RV: in the dtype of the head, R rows over V tokens; not modified.
+        params: of the same R rows; temperature 0 is greedy.
+    """
+    return StepOutput(*sample_tokens(logits_RV, params))
+
 
 T = TypeVar("T")
 
 
 class ModelRunner:
-    """Owns weights, the KV buffer and the device.
+    """Owns the weights, the KV buffer and the device.
 
-    Called by one thread, but for `export_blocks`, `block_memory` of what is only read, and `encode`
-    in what `beside` was given.
+    One thread calls it. Exceptions: `export_blocks`, `block_memory` without `to_write`, and
+    `encode` within a call that was passed to `encode_async`.
     """
 
     def __init__(
@@ -52,89 +68,117 @@ class ModelRunner:
         if kv_layout is not None:
             self._kv_cache = make_kv_cache(kv_layout, num_blocks, self._device)
         has_pages = kv_layout is not None and self._device.type == "cpu"
-        self._kv_pages = KVPages(self._kv_cache) if has_pages else None
+        self._kv_pages = KVPrefault(self._kv_cache) if has_pages else None
         self._decoder: Decoder | None = None
         if loaded.has_lm:
             head = getattr(self._model, loaded.family.spec.head)
             self._decoder = Decoder(self._model.get_decoder(), head)
         self._graphs: DecodeGraphs | None = None
-        self._streams = OneStream()
-        self._pictures = PictureEncoder(self._model, loaded.family.processor, device=self._device)
+        self._streams = SingleStream()
+        self._images = ImageEncoder(self._model, loaded.family.processor, device=self._device)
 
     @property
     def family(self) -> Family:
-        """The model's facts that need no weights."""
         return self._loaded.family
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the weights that these stages hold."""
+        """Bytes of the loaded weights."""
         return self._loaded.weights_bytes
 
     @property
     def kv_layout(self) -> KVLayout | None:
-        """None where neither prefill nor decode is loaded."""
+        """None if neither prefill nor decode is loaded."""
         return self._kv_layout
 
     @property
     def embed_layout(self) -> EmbedLayout:
-        """How rows that leave or enter an encoder lie in memory."""
+        """The layout of exported and imported embedding rows."""
         return self._embed_layout
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token."""
+        """Number of logits per token."""
         size: int = self._model.config.get_text_config().vocab_size
         return size
 
+    def work_bytes(self, *, num_tokens: int, num_rows: int, num_visual_tokens: int) -> int:
+        """Estimate the temporary host memory of one step and one encoder call, in bytes.
+
+        With a GPU, only the patches use host memory.
+        """
+        config, on_host = self._model.config, self._device.type == "cpu"
+        element_bytes = self._loaded.dtype.itemsize if on_host else 0
+        found = 0
+        if self._loaded.has_encoder:
+            found += encode_bytes(
+                config.vision_config,
+                self.family,
+                num_tokens=num_visual_tokens,
+                element_bytes=element_bytes,
+            )
+        if self._loaded.has_lm and on_host:
+            found += step_bytes(
+                config.get_text_config(),
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                element_bytes=element_bytes,
+            )
+        return found
+
     @property
     def num_blocks(self) -> int:
-        """KV blocks that there are, the null block 0 included."""
+        """Number of KV blocks, the null block 0 included."""
         return self._num_blocks
 
     @torch.inference_mode()
     def execute(self, inputs: StepInputs) -> StepOutput:
-        """Run one packed step and sample."""
+        """Run one packed step, and sample its R rows."""
         with self._streams.steps():
             return sample(self._logits(inputs), inputs.sampling)
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Run one packed step: float32 `[R, vocabulary]` of the rows in `sample_rows`.
+        """Run one packed step; returns float32 `[R, vocabulary]` of the rows in `sample_rows`.
 
-        The caller's own: a replayed step writes over what the one before made.
+        The result is a copy: a replayed graph overwrites the logits of the step before it.
         """
         with self._streams.steps():
             return self._logits(inputs).to(torch.float32, copy=True)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
-        """Encode pictures in one call; a failed item is an exception in its place."""
+        """Encode images in one call; the result of a failed image is an exception.
+
+        Raises:
+            EngineError: the stage encoder is not loaded.
+        """
         if not self._loaded.has_encoder:
             raise EngineError("the stage encoder is not loaded here")
-        with self._streams.pictures():
-            found = self._pictures.encode(images)
+        with self._streams.images():
+            found = self._images.encode(images)
             made = self._streams.made()
         return [
             one if isinstance(one, Exception) else dataclasses.replace(one, made=made)
             for one in found
         ]
 
-    def beside(self, call: Callable[[], T]) -> Future[T] | None:
-        """Begin a call that encodes while steps go on; None where it has to be made in turn."""
-        return self._streams.beside(call)
+    def encode_async(self, call: Callable[[], T]) -> Future[T] | None:
+        """Start `call` overlapped with steps; None if the caller must run it between steps."""
+        return self._streams.encode_async(call)
 
     def export_embedding(self, embedding: Embedding) -> memoryview:
-        """The rows as bytes, flat, `[num_tokens, row_bytes]`."""
+        """The rows as flat bytes of `[num_tokens, row_bytes]`."""
         with self._streams.steps():
             rows = self._taken(embedding).contiguous().view(torch.uint8).cpu()
         return rows.numpy().reshape(-1).data
 
     def import_embedding(self, rows: memoryview, num_tokens: int) -> Embedding:
-        """Rows received from an encoder.
+        """Copy rows received from an encoder to the device.
 
-        Raises CorruptTransferError on a wrong size, and on values that are not finite: they would
-        spread through KV that other requests share before the first logits show them.
+        Raises:
+            CorruptTransferError: the size is wrong, or a value is not finite. Such a value would
+                reach KV that other requests share before the first logits show it.
         """
         row_bytes = self._embed_layout.row_bytes
         if rows.nbytes != num_tokens * row_bytes:
@@ -150,7 +194,7 @@ class ModelRunner:
             return Embedding(values.to(self._device))
 
     def export_blocks(self, block_ids: Sequence[int], out: memoryview | None = None) -> memoryview:
-        """A gather copy of whole blocks, flat, `[len(block_ids), block_bytes]`, in `out`."""
+        """Copy whole blocks to `out`, or to new memory: flat bytes `[num_ids, block_bytes]`."""
         ids = np.asarray(block_ids, np.int64)
         room = None if out is None else np.frombuffer(out, np.uint8).reshape(len(ids), -1)
         with self._streams.steps():
@@ -159,15 +203,20 @@ class ModelRunner:
     def block_memory(
         self, block_ids: Sequence[int], *, to_write: bool = False
     ) -> list[memoryview] | None:
-        """The memory of whole blocks, `[block_bytes]` each; None where it is a GPU's."""
+        """Views of whole blocks, `[block_bytes]` each; None if the cache is on a GPU.
+
+        Args:
+            block_ids: the blocks.
+            to_write: the caller writes them; only from the runner's thread.
+        """
         if self._kv_cache.device.type != "cpu":
             return None
-        # pages are one thread's, and whoever reads is on another
+        # readers are on another thread, and only one thread may use `_kv_pages`
         ids = self._to_write(block_ids) if to_write else np.asarray(block_ids, np.int64)
         return block_memory(self._kv_cache, ids)
 
     def import_blocks(self, block_ids: Sequence[int], data: memoryview) -> None:
-        """Write whole blocks received from a peer. Raises CorruptTransferError on a wrong size."""
+        """Write whole blocks received from a peer; raises CorruptTransferError on a wrong size."""
         assert self._kv_layout is not None
         assert 0 not in block_ids, "the null block holds zeros"
         block_bytes = self._kv_layout.block_bytes
@@ -181,11 +230,11 @@ class ModelRunner:
             scatter_blocks(self._kv_cache, self._to_write(block_ids), blocks)
 
     def embedding_bytes(self, embedding: Embedding) -> int:
-        """Memory that it holds, for the encoder cache's budget."""
+        """Bytes of an embedding, for the budget of the encoder cache."""
         return embedding.num_bytes
 
     def graphs(self, sizes: Sequence[int], max_model_len: int) -> DecodeGraphs:
-        """Of these sizes, for this model and its KV cache; none is captured yet."""
+        """Make decode graphs of these sizes for this model and KV cache; none is captured yet."""
         assert self._kv_layout is not None
         return DecodeGraphs(
             self._forward,
@@ -197,16 +246,16 @@ class ModelRunner:
             max_model_len=max_model_len,
         )
 
-    def use_idle_time(self) -> bool:
-        """Have memory of the KV cache at hand that steps would wait for."""
-        return self._kv_pages is not None and self._kv_pages.have_more()
+    def prefault(self) -> bool:
+        """Prefault the next pages of the KV cache; False if there is nothing to do."""
+        return self._kv_pages is not None and self._kv_pages.prefault_next()
 
     def use_graphs(self, graphs: DecodeGraphs | None) -> None:
-        """Replay these from now on, where one serves a step."""
+        """Use these graphs for the steps that they support; None disables graphs."""
         self._graphs = graphs
 
-    def use_streams(self, streams: OneStream) -> None:
-        """Compute on these from now on."""
+    def use_streams(self, streams: SingleStream) -> None:
+        """Use these streams from now on."""
         self._streams = streams
 
     @property
@@ -215,7 +264,7 @@ class ModelRunner:
         return heads
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
-        """As the head makes them, in its own type; until the next step."""
+        """Logits `[R, vocabulary]` in the dtype of the head; valid until the next step."""
         replayed = None if self._graphs is None else self._graphs.logits(inputs)
         if replayed is not None:
             return replayed
@@ -226,7 +275,7 @@ class ModelRunner:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
-        """Logits `[T, vocabulary]` of tokens `[T]` at `[P, T]`; none of them is of a picture."""
+        """Logits `[T, vocabulary]` of text tokens `[T]` at positions `[P, T]`."""
         return self._decode(self._rows(ids), positions, step)
 
     def _decode(
@@ -240,7 +289,7 @@ class ModelRunner:
         return self._decoder.logits(embeds, positions, step, rows)
 
     def _embed(self, inputs: StepInputs) -> torch.Tensor:
-        """Token embeddings `[T, D]` with picture rows in place of placeholders."""
+        """Token embeddings `[T, D]` with image rows in place of placeholders."""
         embeds = self._rows(torch.tensor(inputs.token_ids, device=self._device))
         for part in inputs.image_rows:
             rows = self._taken(part.embedding)[part.src_start : part.src_start + part.num_rows]
@@ -248,14 +297,15 @@ class ModelRunner:
         return embeds
 
     def _taken(self, embedding: Embedding) -> torch.Tensor:
-        """Its rows, for a step to read."""
+        """The rows of an embedding, after the stream of steps was made to wait for them."""
         self._streams.take(embedding.rows, embedding.made)
         return embedding.rows
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of the table. Some families number the placeholder beyond it; no other id may be there.
+        """Rows `[T, D]` of the embedding table.
 
-        `Family.positions` refuses a request with such an id, and a placeholder without a picture.
+        In some families, the id of the placeholder is beyond the table; its row is replaced later.
+        `Family.positions` refuses other ids beyond the table, and placeholders without an image.
         """
         table, placeholder = self._model.get_input_embeddings(), self.family.image_token_id
         if placeholder >= table.num_embeddings:
@@ -264,7 +314,7 @@ class ModelRunner:
         return rows
 
     def _to_write(self, block_ids: Sequence[int]) -> np.ndarray:
-        """As an array, of blocks that are about to be written."""
+        """Block ids as an int64 array; marks the blocks as about to be written."""
         ids = np.asarray(block_ids, np.int64)
         if self._kv_pages is not None:
             self._kv_pages.use(ids)

@@ -1,4 +1,4 @@
-"""Pictures to embeddings: several pictures of any size in one call of the vision tower."""
+"""Encodes images: several images of any size in one call of the vision tower."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import nn
 from torch.nn import functional
 
 from vlm_worker.core.encoding import encode_each
-from vlm_worker.core.geometry import FixedProcessor, Processor
+from vlm_worker.core.image_geometry import FixedProcessor, Processor
 from vlm_worker.errors import EngineError
 from vlm_worker.types import PreparedImage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedding:
-    """The encoder's output for one picture.
+    """The encoder's output for one image.
 
     Attributes:
-        rows: `[num_tokens, hidden_size]`, of their own memory.
-        made: the event behind them, where steps have another stream (`gpu.streams`).
+        rows: `[num_tokens, hidden_size]`, not a view of other rows.
+        made: the event after which `rows` are valid, if steps run on another stream
+            (`gpu.streams`); else None.
     """
 
     rows: torch.Tensor
@@ -32,14 +33,14 @@ class Embedding:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds."""
+        """Bytes of `rows`."""
         return self.rows.numel() * self.rows.element_size()
 
 
 class PatchProjection(nn.Module):
-    """A convolution whose stride is its kernel, as the one matrix product that it is.
+    """A convolution with stride equal to its kernel, computed as one matrix product.
 
-    `weight` `[D, C, T, P, P]` stays the convolution's own. About three times as fast on CPUs.
+    It shares `weight` `[D, C, T, P, P]` with the convolution. About three times as fast on CPUs.
     """
 
     def __init__(self, convolution: nn.Conv3d) -> None:
@@ -52,7 +53,7 @@ class PatchProjection(nn.Module):
 
 
 def use_patch_projection(tower: nn.Module) -> None:
-    """Replace the convolutions of a vision tower that read whole patches."""
+    """Replace the convolutions of a vision tower whose stride is their kernel."""
     for parent in list(tower.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Conv3d) and _reads_patches(child):
@@ -64,14 +65,14 @@ def _reads_patches(convolution: nn.Conv3d) -> bool:
     return plain and convolution.stride == convolution.kernel_size and not any(convolution.padding)
 
 
-class PictureEncoder:
+class ImageEncoder:
     """The vision tower and projector of a loaded model."""
 
     def __init__(self, model: Any, processor: Processor, *, device: torch.device) -> None:
         self._model, self._processor, self._device = model, processor, device
 
     def encode(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
-        """Encode pictures together; where that fails, one by one, so that each fails for itself."""
+        """Encode images in one call; if it fails, one by one (`encode_each`)."""
         return encode_each(self._encode_together, images)
 
     def _encode_together(self, images: Sequence[PreparedImage]) -> list[Embedding | Exception]:
@@ -95,14 +96,14 @@ class PictureEncoder:
         num_tokens = self._processor.num_tokens(image.grid_thw)
         if num_tokens != image.num_tokens:
             raise EngineError(
-                f"a picture with grid {image.grid_thw} has {num_tokens or 'no'} tokens, "
+                f"an image with grid {image.grid_thw} has {num_tokens or 'no'} tokens, "
                 f"not {image.num_tokens}"
             )
         num_patches, patch_dim = math.prod(image.grid_thw), self._processor.patch_dim
         values = np.frombuffer(image.patches, np.float32)
         if len(values) != num_patches * patch_dim:
             raise EngineError(
-                f"a picture with grid {image.grid_thw} needs {num_patches} patches of "
+                f"an image with grid {image.grid_thw} needs {num_patches} patches of "
                 f"{patch_dim} values, and has {len(values)} values"
             )
         return values
@@ -119,13 +120,13 @@ class PictureEncoder:
 
 
 def is_finite(rows: torch.Tensor) -> bool:
-    """Whether all values are; a NaN is the smallest and the largest of those beside it."""
+    """Whether all values are finite; `aminmax` returns NaN if any value is NaN."""
     least, most = torch.aminmax(rows)
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def _joined(values: Sequence[np.ndarray]) -> torch.Tensor:
-    """One after the other; a copy, but where there is one of its own memory."""
-    if len(values) == 1 and values[0].flags.writeable:  # torch has no tensors that are not
+    """Concatenate arrays; copies unless there is one writeable array."""
+    if len(values) == 1 and values[0].flags.writeable:  # torch supports no read-only tensors
         return torch.from_numpy(values[0])
     return torch.from_numpy(np.concatenate(values))

@@ -1,11 +1,11 @@
-"""Blocks of Qwen's vision towers, in place of transformers' modules.
+"""Blocks of Qwen's vision towers that replace transformers' modules.
 
     x ─▶ norm ─▶ qkv ─▶ rope ─▶ attention in segments ─▶ o ─▶ + x
     x ─▶ norm ─▶ gated or plain MLP ─▶ + x
 
-Packed on a CPU that multiplies bfloat16, blocks that follow each other over the same segments are
-one call of the first of them (`vlm_kernels.vision_layers`), and the others give what they get;
-elsewhere one kernel follows the other, and both give the same to the last bit.
+If the weights are packed for our CPU kernel, consecutive blocks over the same segments are one call
+(`vlm_kernels.vision_layers`): the first block makes it, and the others return their input. If not,
+each operation is a kernel of its block. Both ways compute the same values, to the last bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlm_worker.model.linear import add_product
 
 
 def join_vision_blocks(model: nn.Module) -> None:
-    """Of a model whose weights are packed."""
+    """Join consecutive packed blocks of each vision tower, so that one call computes them."""
     for tower in model.modules():
         blocks = getattr(tower, "blocks", None)
         if not has_layers() or not isinstance(blocks, nn.ModuleList):
@@ -40,7 +40,10 @@ def join_vision_blocks(model: nn.Module) -> None:
 
 
 def _runs(blocks: list[nn.Module], whole: frozenset[int]) -> Iterator[list[VisionBlock]]:
-    """Packed blocks that follow each other with the same segments: windows, or `whole` pictures."""
+    """Yield runs of consecutive packed blocks over the same segments.
+
+    Segments are windows, or whole images for the block numbers in `whole`.
+    """
 
     def kind(numbered: tuple[int, nn.Module]) -> tuple[bool, bool]:
         number, block = numbered
@@ -52,7 +55,7 @@ def _runs(blocks: list[nn.Module], whole: frozenset[int]) -> Iterator[list[Visio
 
 
 class VisionBlock(nn.Module):
-    """One layer over the patches of packed pictures; takes over the weights of the one before."""
+    """One layer over the patches of packed images; it reuses the weights of the replaced block."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ class VisionBlock(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **_unused: Any,
     ) -> torch.Tensor:
-        """`[T, D]` to `[T, D]`, called as transformers' towers call a block; may be in place."""
+        """`[T, D]` to `[T, D]`, with the signature of transformers' block; may be in place."""
         if self.is_joined:
             return hidden_states
         if self.native is not None:
@@ -94,7 +97,7 @@ class VisionBlock(nn.Module):
         return self.mlp(self.mlp_norm(x_TD), x_TD)
 
     def join(self, following: list[VisionBlock]) -> None:
-        """Compute these blocks, too, in one call from here on; all of them are packed."""
+        """Compute this and the following blocks in one call; all of them must be packed."""
         layers = [layer for block in (self, *following) if (layer := block.layer()) is not None]
         head_dim = layers[0].qkv.weights.num_outputs // (3 * self._num_heads)
         self.native = VisionLayers(layers, Heads(self._num_heads, self._num_heads, head_dim))
@@ -102,11 +105,11 @@ class VisionBlock(nn.Module):
             block.is_joined = True
 
     def layer(self) -> LayerWeights | None:
-        """As the one call takes it; None where the block is not packed."""
+        """The weights as `vlm_kernels.vision_layers` expects them; None if not packed."""
         return packed_layer(self)
 
 
 @functools.lru_cache(maxsize=4)
 def _segments(lengths: tuple[int, ...]) -> Segments:
-    """Laid out once for all runs of a tower: of whole pictures, and of windows."""
+    """Segments of these lengths, cached: all runs of a tower share those of images and windows."""
     return whole_segments(np.array(lengths))

@@ -1,9 +1,9 @@
-"""The first pictures and the first steps, before anybody waits for them.
+"""Warm-up: runs the first images and steps before the worker serves requests.
 
-First calls cost what later ones do not, and sizes have costs of their own: memory that is reused
-later, kernels that are chosen now. So sizes grow here to those of a request, as far as a second of
-start-up allows. And weights that compute nothing but NaN are found here, where the message names
-the model, and not by every request.
+First calls are slower: they allocate memory that later calls reuse, and choose kernels for a size.
+So the sizes grow here up to those of a request, for about a second of start-up. Warm-up also
+detects weights that compute NaN, with an error that names the model; otherwise each request would
+fail.
 """
 
 from __future__ import annotations
@@ -16,30 +16,36 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vlm_worker.core.families import Family
-from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.core.model_files import ModelConfigError
+from vlm_worker.core.step_values import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.types import PreparedImage
 
 GROWTH_SECONDS = 0.25
-"""A size that is expected to take longer is left to the first request that has it."""
+"""Warm-up stops before a size that is expected to take longer."""
 
-PICTURE_SIDES = (1, 112, 448)
-"""Of square pictures, in pixels."""
+IMAGE_SIDES = (1, 112, 448)
+"""Sides of the square warm-up images, in pixels."""
 
 
 def try_encoder(
     encode: Callable[[Sequence[PreparedImage]], Sequence[object]],
     family: Family,
     *,
-    num_pictures: int = 1,
+    num_images: int = 1,
 ) -> None:
-    """Encode plain pictures, small ones first, and so many of these in one call.
+    """Encode blank images of growing sizes.
 
-    Raises ModelConfigError where that fails.
+    Args:
+        encode: encodes images in one call.
+        family: the model's family.
+        num_images: also encode 2 to this many of the smallest images in one call.
+
+    Raises:
+        ModelConfigError: an image fails.
     """
     geometries = {
         geometry.num_tokens: geometry
-        for geometry in (family.geometry(side, side) for side in PICTURE_SIDES)
+        for geometry in (family.geometry(side, side) for side in IMAGE_SIDES)
     }
 
     def encode_plain(num_tokens: int, count: int = 1) -> None:
@@ -47,17 +53,17 @@ def try_encoder(
         patches = np.zeros(math.prod(grid) * family.processor.patch_dim, np.float32)
         for embedding in encode([PreparedImage(bytes(32), grid, num_tokens, patches.data)] * count):
             if isinstance(embedding, Exception):
-                raise ModelConfigError(f"the vision tower fails on a plain picture: {embedding}")
+                raise ModelConfigError(f"the vision tower fails on a plain image: {embedding}")
 
-    for count in range(2, num_pictures + 1):
+    for count in range(2, num_images + 1):
         encode_plain(min(geometries), count)
-    grow(encode_plain, sorted(geometries))
+    warm_up_sizes(encode_plain, sorted(geometries))
 
 
 def try_language_model(
     execute: Callable[[StepInputs], StepOutput], family: Family, *, block_size: int
 ) -> None:
-    """Compute one token, then a block of them, in block 1, which nobody owns yet.
+    """Compute one token, then a block of tokens, in KV block 1, which no sequence uses yet.
 
     Raises:
         ModelConfigError: the logits are not finite.
@@ -71,18 +77,18 @@ def try_language_model(
                 "has too small a range for them"
             )
 
-    grow(compute, [1, block_size])
+    warm_up_sizes(compute, [1, block_size])
 
 
-def grow(
+def warm_up_sizes(
     run: Callable[[int], None],
     sizes: Sequence[int],
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run ever larger sizes, up to the first that is expected to take too long.
+    """Run growing sizes, up to the first that is expected to exceed GROWTH_SECONDS.
 
-    Each is timed on its second run: the first also makes what is made only once.
+    A size is timed in its second run, because the first run includes one-time costs.
     """
     run(sizes[0])
     for size, larger in itertools.pairwise(sizes):
@@ -94,7 +100,7 @@ def grow(
 
 
 def _prompt(num_tokens: int, num_position_rows: int, *, first_slot: int) -> StepInputs:
-    """One sequence of token 0, whose last token is sampled greedily."""
+    """Inputs of one sequence of `num_tokens` tokens 0; the last one is sampled greedily."""
     one = np.ones(1, np.int64)
     numbers = np.arange(num_tokens, dtype=np.int64)
     return StepInputs(

@@ -377,7 +377,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "hand_over", "priority")
+    __slots__ = ("request_id", "attempt", "transfer_id", "token_ids", "num_prompt_tokens", "items", "sampling", "cache_salt", "last_resort", "handoff", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -387,7 +387,7 @@ class PrefillRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LAST_RESORT_FIELD_NUMBER: _ClassVar[int]
-    HAND_OVER_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
@@ -398,9 +398,9 @@ class PrefillRequest(_message.Message):
     sampling: Sampling
     cache_salt: bytes
     last_resort: bool
-    hand_over: bool
+    handoff: bool
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., hand_over: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ImageItem, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., last_resort: _Optional[bool] = ..., handoff: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "spans", "clock_us")

@@ -1,8 +1,8 @@
-"""What a worker does for a request, stage by stage, over one engine.
+"""Runs the calls of a request, stage by stage, over one engine.
 
-    encoder   pictures -> embeddings held for a consumer
+    encoder   images -> embeddings held for a consumer
     prefill   prompt and embeddings -> first token, KV held for a consumer
     decode    KV pulled or adopted -> tokens
 
-`host` is what they share. Values in, values out: no gRPC here.
+`context` has the state that they share. Values in, values out: no gRPC here.
 """

@@ -1,8 +1,8 @@
-"""Stage decode: room first, then the KV of a prompt, then tokens to the end of the answer.
+"""Stage decode: reserves KV blocks, fetches the KV of a prompt, generates the rest of the answer.
 
-Reserve ─▶ room, under a lease
+Reserve ─▶ KV blocks, under a lease
 Decode  ─┬─ KV of our own boot id: adopt it, no copy
-         └─ elsewhere: receive ─▶ pull blocks into their place while prefill writes them
+         └─ elsewhere: receive ─▶ fetch blocks into place while prefill writes them
                                ─▶ commit ─▶ start
          ─▶ Tokens, Tokens, ..., Finished
 """
@@ -13,138 +13,158 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Final
 
-from vlm_worker.core.prefix import content_of
-from vlm_worker.errors import CorruptTransferError, GoneError
-from vlm_worker.roles.answers import answer_of, ended_by_first_token
-from vlm_worker.roles.host import Host, Transfer
-from vlm_worker.roles.offers import check_fingerprint
-from vlm_worker.roles.pulling import pull
-from vlm_worker.roles.times import CallClock
-from vlm_worker.transfer.incoming import Pull
-from vlm_worker.transfer.landing import Landing
-from vlm_worker.types import KVLayout, RequestKey, StageSpan
-from vlm_worker.wire.calls import (
+from vlm_worker.core.kv_cache import content_of
+from vlm_worker.core.peer_shares import PeerShares
+from vlm_worker.engine.events import EventStream, PrefillEvent
+from vlm_worker.errors import CorruptTransferError, EngineError, GoneError, OverloadedError
+from vlm_worker.roles.context import CallTimer, RoleContext, TransferStats
+from vlm_worker.roles.pulling import start_pull
+from vlm_worker.roles.transfer_registry import check_fingerprint
+from vlm_worker.transfer.consumer import Pull
+from vlm_worker.transfer.write_window import WriteWindow
+from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, RequestKey, StageSpan, TokenEvent
+from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.frames import Commit, Units
+from vlm_worker.wire.messages import (
     DecodeCall,
     DecodeEvent,
     Finished,
     Reply,
     Reservation,
     ReserveCall,
+    Tokens,
 )
-from vlm_worker.wire.data import Fetch
-from vlm_worker.wire.frames import Commit, Units
-from vlm_worker.wire.rooms import Rooms
+
+SHARE_RETRY_SECONDS: Final = 0.1
 
 
 class DecodeRole:
-    """Reserve and Decode."""
+    """Serves Reserve and Decode."""
 
-    def __init__(self, host: Host) -> None:
-        assert host.kv_layout is not None
-        self._host = host
-        self._layout: KVLayout = host.kv_layout
+    def __init__(self, context: RoleContext) -> None:
+        assert context.kv_layout is not None
+        self._context = context
+        self._layout: KVLayout = context.kv_layout
+        self._shares = PeerShares()
 
-    async def reserve(self, call: ReserveCall) -> Reservation:
-        """Hold room for a prompt until Decode, or until its lease ends.
+    async def reserve(self, call: ReserveCall, *, peer: str = "") -> Reservation:
+        """Reserve KV blocks for a prompt, until Decode or the end of the lease.
+
+        `peer` is the address of the caller.
 
         Raises:
-            OverloadedError: no room now.
-            ContextTooLongError: there never will be.
-            DrainingError, DuplicateError, CancelledError: see `Host.scope`.
+            OverloadedError: too few blocks are free now, or the rest is kept for other peers.
+            ContextTooLongError: the prompt can never fit.
+            DrainingError, DuplicateError, CancelledError: see `RoleContext.call`.
         """
-        host = self._host
-        with host.scope("Reserve", call.key, last_resort=call.last_resort):
-            await host.delay("decode_reserve")
+        context = self._context
+        with context.call("Reserve", call.key, last_resort=call.last_resort):
+            await context.delay("decode_reserve")
+            self._check_share(peer, call.num_tokens)
             reserved = False
             try:
-                await host.engine.reserve(call.key, call.num_tokens)
+                await context.engine.reserve(call.key, call.num_tokens)
                 reservation = Reservation(
-                    uuid.uuid4().hex, host.life.boot_id, host.timers.reservation
+                    uuid.uuid4().hex, context.incarnation.boot_id, context.timers.reservation
                 )
-                host.offers.reserve(reservation.reservation_id, call.key)
+                context.transfers.reserve(reservation.reservation_id, call.key)
+                self._shares.add(reservation.reservation_id, peer, call.num_tokens)
                 reserved = True
             finally:
                 if not reserved:
-                    host.run(host.engine.release(call.key))
+                    context.run(context.engine.release(call.key))
             return reservation
 
+    def _check_share(self, peer: str, num_tokens: int) -> None:
+        self._shares.keep(self._context.transfers.holds)
+        kv = self._context.engine.stats().kv
+        capacity = kv.capacity_tokens if kv else 0
+        if not self._shares.admits(peer, num_tokens, capacity=capacity):
+            raise OverloadedError(
+                f"{self._shares.of(peer)} of {capacity} tokens of KV are reserved by this peer; "
+                "what is left is for others",
+                retry_after_seconds=SHARE_RETRY_SECONDS,
+            )
+
     async def decode(
-        self, call: DecodeCall, clock: CallClock
+        self, call: DecodeCall, timer: CallTimer
     ) -> AsyncGenerator[Reply[DecodeEvent]]:
-        """Continue one answer after its first token. Giving up early frees everything.
+        """Continue one answer after its first token. Closing the stream early frees everything.
 
         Raises:
             GoneError: the reservation or the KV is no longer held.
-            PeerLostError, CorruptTransferError: the KV could not be pulled.
-            WorkerError: what the engine failed with.
+            PeerLostError, CorruptTransferError: the KV could not be fetched.
+            WorkerError: an error of the engine.
         """
-        host, key = self._host, call.request.key
-        local = call.kv.boot_id == host.life.boot_id
-        with host.scope("Decode", key):
+        context, key = self._context, call.request.key
+        local = call.kv.boot_id == context.incarnation.boot_id
+        with context.call("Decode", key):
             finished = False
             try:
-                host.life.check(call.boot_id)
-                replies = self._adopted(call, clock) if local else self._pulled(call, clock)
+                context.incarnation.check(call.boot_id)
+                replies = self._adopted(call, timer) if local else self._pulled(call, timer)
                 async with aclosing(replies):
                     async for reply in replies:
                         finished = isinstance(reply.event, Finished)
                         yield reply
             finally:
                 if not finished:
-                    host.run(host.abandon(key))
+                    context.run(context.end_attempt(key))
 
     async def _adopted(
-        self, call: DecodeCall, clock: CallClock
+        self, call: DecodeCall, timer: CallTimer
     ) -> AsyncGenerator[Reply[DecodeEvent]]:
-        """Continue what this process itself has prefilled, or still does; needs no reservation."""
-        host, key = self._host, call.request.key
+        """Continue a prompt that this process has prefilled or prefills; needs no reservation."""
+        context, key = self._context, call.request.key
         content = content_of(call.request)
-        prefilled = host.offers.local(call.kv.transfer_id, key.request_id, content=content)
-        if not host.offers.claim(call.kv.transfer_id, key):
+        prefilled = context.transfers.local(call.kv.transfer_id, key.request_id, content=content)
+        if not context.transfers.take_over(call.kv.transfer_id, key):
             raise GoneError(f"transfer {call.kv.transfer_id} is not held here")
-        stream = host.engine.adopt_local(call.request)
+        stream = context.engine.adopt_local(call.request)
         try:
             async with aclosing(answer_of(stream)) as answer:
                 async for event in answer:
-                    yield Reply(event, (), clock.now())
+                    yield Reply(event, (), timer.now())
         except GoneError:
             commit = await prefilled.settled()
             if commit.finish_reason is None:
                 raise
-            yield ended_by_first_token(call, commit, (), clock)
+            yield ended_by_first_token(call, commit, (), timer)
 
     async def _pulled(
-        self, call: DecodeCall, clock: CallClock
+        self, call: DecodeCall, timer: CallTimer
     ) -> AsyncGenerator[Reply[DecodeEvent]]:
-        """Continue what another worker has prefilled, or still does."""
-        host, key = self._host, call.request.key
-        if not host.offers.claim(call.reservation_id, key):
+        """Continue a prompt that another worker has prefilled or prefills."""
+        context, key = self._context, call.request.key
+        if not context.transfers.take_over(call.reservation_id, key):
             raise GoneError(f"reservation {call.reservation_id} is not held here")
-        begun = clock.arrived + clock.now()
+        begun = timer.arrived + timer.now()
         commit = await self._pull(call)
-        spans: tuple[StageSpan, ...] = (clock.span("kv_transfer", begun),)
+        spans: tuple[StageSpan, ...] = (timer.span("kv_transfer", begun),)
         if commit.finish_reason is not None:
-            await host.engine.cancel(key)
-            yield ended_by_first_token(call, commit, spans, clock)
+            await context.engine.cancel(key)
+            yield ended_by_first_token(call, commit, spans, timer)
             return
         if commit.first_token_id is None:
             raise CorruptTransferError("the commit lacks the first token")
-        stream = await host.engine.start_decode(key, commit.first_token_id)
+        stream = await context.engine.start_decode(key, commit.first_token_id)
         async with aclosing(answer_of(stream)) as answer:
             async for event in answer:
-                yield Reply(event, spans, clock.now())
+                yield Reply(event, spans, timer.now())
                 spans = ()
 
     async def _pull(self, call: DecodeCall) -> Commit:
-        """All blocks that are not in our own prefix cache, written as they come."""
-        host, request, source = self._host, call.request, call.kv
+        """Fetch all blocks that are not in our prefix cache, and pass them on as they arrive."""
+        context, request, source = self._context, call.request, call.kv
         check_fingerprint(source.fingerprint, self._layout.fingerprint)
-        async with host.peers.hold(source) as peer:
+        async with context.peers.hold(source) as peer:
             try:
-                receipt = await host.engine.receive(request, in_place=True)
-                transfer = pull(
-                    host,
+                received = await context.engine.receive(request, in_place=True)
+                transfer = start_pull(
+                    context,
                     peer,
                     Fetch.KV,
                     source,
@@ -152,29 +172,31 @@ class DecodeRole:
                     fingerprint=self._layout.fingerprint,
                     content=content_of(request),
                     unit_bytes=self._layout.block_bytes,
-                    first_unit=receipt.first_block,
+                    first_unit=received.first_block,
                     end_unit=-(-len(request.token_ids) // self._layout.block_size),
                     into=None
-                    if receipt.memory is None
-                    else Rooms(receipt.memory, is_followed=True),
+                    if received.memory is None
+                    else DestinationBuffers(received.memory, reports_progress=True),
                 )
-                begun = await self._land(request.key, transfer, in_place=receipt.memory is not None)
+                begun = await self._land(
+                    request.key, transfer, in_place=received.memory is not None
+                )
             finally:
-                host.engine.return_blocks(request.key)  # the transfer has ended: nobody writes
-            await host.delay("kv_transfer")
+                context.engine.return_blocks(request.key)  # the transfer ended: no thread writes
+            await context.delay("kv_transfer")
         num_tokens, due = transfer.commit.num_tokens, len(request.token_ids)
         if num_tokens != due:
             raise CorruptTransferError(f"KV of {num_tokens} tokens, the request has {due}")
-        host.on_transfer(Transfer("kv", time.monotonic() - begun, transfer.num_bytes))
+        context.on_transfer(TransferStats("kv", time.monotonic() - begun, transfer.num_bytes))
         return transfer.commit
 
     async def _land(self, key: RequestKey, transfer: Pull, *, in_place: bool) -> float:
-        """Tell the engine of blocks that lie in their place, or give it those that do not.
+        """Confirm blocks that are in place to the engine, or pass it the bytes of the others.
 
         Returns:
-            When the first ones came, by `time.monotonic`.
+            When the first ones arrived, by `time.monotonic`.
         """
-        engine, begun = self._host.engine, None
+        engine, begun = self._context.engine, None
 
         async def write(units: Units) -> None:
             if in_place:
@@ -182,9 +204,32 @@ class DecodeRole:
             else:
                 await engine.import_blocks(key, units.first_unit, units.data)
 
-        async with Landing(write) as landing, aclosing(transfer.units()) as received:
+        async with WriteWindow(write) as window, aclosing(transfer.units()) as received:
             async for units in received:
                 begun = begun or time.monotonic()
-                await landing.put(units)
-            await landing.settle()
+                await window.put(units)
+            await window.flush()
         return begun or time.monotonic()
+
+
+def ended_by_first_token(
+    call: DecodeCall, commit: Commit, spans: tuple[StageSpan, ...], timer: CallTimer
+) -> Reply[DecodeEvent]:
+    """The reply if the first token, which the gateway has from prefill, ended the answer."""
+    assert commit.finish_reason is not None
+    num_tokens = call.request.num_delivered_tokens + 1
+    return Reply(Finished(commit.finish_reason, num_tokens), spans, timer.now())
+
+
+async def answer_of(stream: EventStream[PrefillEvent]) -> AsyncGenerator[Tokens | Finished]:
+    """The engine's events as messages of the wire, until the last one."""
+    async for event in stream:
+        match event:
+            case TokenEvent(index, token_id, logprobs=logprobs):
+                yield Tokens(index, (token_id,), () if logprobs is None else (logprobs,))
+            case FinishedEvent(reason, num_tokens):
+                yield Finished(reason, num_tokens)
+                return
+            case FailedEvent(error):
+                raise error
+    raise EngineError("the engine ended the answer without a last word")

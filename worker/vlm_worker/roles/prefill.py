@@ -1,8 +1,8 @@
-"""Stage prefill: a prompt and the embeddings it names become KV and the first token.
+"""Stage prefill: computes a prompt with its embeddings, and holds its KV for a decode worker.
 
-submit ─▶ Accepted            decode may be called from here on
-  NeedItems ─▶ fetch from the encoder, or take over from our own
-  BlocksReady ─▶ may be fetched, while the rest is computed
+submit ─▶ Accepted            decode may be called from now on
+  NeedItems ─▶ fetch from the encoder, or take over from this process
+  BlocksReady ─▶ these blocks may be fetched, while the rest is computed
   first token ─▶ commit, FirstToken, Done; the KV stays under its lease
 """
 
@@ -14,14 +14,13 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from vlm_worker.core.prefix import content_of
+from vlm_worker.core.kv_cache import content_of
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import EngineError
-from vlm_worker.roles.embeddings import Embeddings
-from vlm_worker.roles.host import Host
-from vlm_worker.roles.offers import check_fingerprint
-from vlm_worker.roles.times import CallClock
-from vlm_worker.transfer.outgoing import Outgoing
+from vlm_worker.roles.context import CallTimer, RoleContext
+from vlm_worker.roles.embedding_fetch import EmbeddingFetcher
+from vlm_worker.roles.transfer_registry import check_fingerprint
+from vlm_worker.transfer.producer import Producer
 from vlm_worker.types import (
     BlocksReady,
     FailedEvent,
@@ -32,14 +31,21 @@ from vlm_worker.types import (
     StageSpan,
     TokenEvent,
 )
-from vlm_worker.wire import calls
-from vlm_worker.wire.calls import Accepted, FetchCall, FirstToken, PrefillCall, PrefillDone, Reply
-from vlm_worker.wire.frames import Commit, Runs
+from vlm_worker.wire import messages as calls
+from vlm_worker.wire.frames import Commit, FrameBatches
+from vlm_worker.wire.messages import (
+    Accepted,
+    FetchCall,
+    FirstToken,
+    PrefillCall,
+    PrefillDone,
+    Reply,
+)
 
 
 @dataclasses.dataclass(slots=True)
 class _Progress:
-    """What the engine has said so far of one prefill."""
+    """The events of one prefill so far."""
 
     submitted: float
     scheduled: float | None = None
@@ -49,104 +55,104 @@ class _Progress:
 
 
 class PrefillRole:
-    """Prefill and FetchKV."""
+    """Serves Prefill and FetchKV."""
 
-    def __init__(self, host: Host) -> None:
-        assert host.kv_layout is not None
-        self._host = host
-        self._layout: KVLayout = host.kv_layout
+    def __init__(self, context: RoleContext) -> None:
+        assert context.kv_layout is not None
+        self._context = context
+        self._layout: KVLayout = context.kv_layout
 
     async def prefill(
-        self, call: PrefillCall, clock: CallClock
+        self, call: PrefillCall, timer: CallTimer
     ) -> AsyncGenerator[Reply[calls.PrefillEvent]]:
-        """One prompt. Giving up before the last word frees everything.
+        """Compute one prompt. Closing the stream before its last message frees everything.
 
         Raises:
             PeerLostError, GoneError, CorruptTransferError: an embedding could not be fetched.
-            WorkerError: what the engine refused or failed with.
+            WorkerError: a refusal or an error of the engine.
         """
-        host, key = self._host, call.request.key
-        with host.scope("Prefill", key, last_resort=call.last_resort):
+        context, key = self._context, call.request.key
+        with context.call("Prefill", key, last_resort=call.last_resort):
             for source in call.sources:
-                check_fingerprint(source.fingerprint, host.embed_layout.fingerprint)
+                check_fingerprint(source.fingerprint, context.embed_layout.fingerprint)
             outgoing = self._offer(call)
             finished = False
             try:
-                async with Embeddings(host, call) as embeddings:
-                    queued = clock.arrived + clock.now()
-                    await host.delay("prefill_queue")
+                async with EmbeddingFetcher(context, call) as embeddings:
+                    queued = timer.arrived + timer.now()
+                    await context.delay("prefill_queue")
                     stream = self._submit(call)
-                    yield Reply(self._accepted(call), (), clock.now())
+                    yield Reply(self._accepted(call), (), timer.now())
                     progress = await self._compute(
                         call, stream, embeddings, outgoing, submitted=queued
                     )
-                    spans = (*embeddings.spans(clock), *_spans(progress, clock))
-                # from here on the lease decides, not whether this caller stays
+                    spans = (*embeddings.spans(timer), *_spans(progress, timer))
+                # from now on the lease decides when the KV is freed, not the caller
                 finished = True
-                if not host.offers.holds(call.transfer_id):
-                    # it ended while the prompt was computed; what was adopted stays
-                    host.run(host.engine.release(key))
-                yield Reply(_first_token(progress), spans, clock.now())
-                yield Reply(PrefillDone(), (), clock.now())
+                if not context.transfers.holds(call.transfer_id):
+                    # the lease ended during the prefill; a KV that was adopted stays
+                    context.run(context.engine.release(key))
+                yield Reply(_first_token(progress), spans, timer.now())
+                yield Reply(PrefillDone(), (), timer.now())
             finally:
                 if not finished:
-                    host.run(host.abandon(key))
+                    context.run(context.end_attempt(key))
 
-    def fetch(self, call: FetchCall, *, large: bool) -> Runs:
-        """The frames of a prompt's KV, as it is written.
+    def fetch(self, call: FetchCall, *, large: bool) -> FrameBatches:
+        """The frames of a prompt's KV, as blocks are written.
 
         Raises:
-            GoneError, IncompatibleError: see `Offers.find`.
+            GoneError, IncompatibleError: see `TransferRegistry.find`.
         """
-        outgoing = self._host.offers.find(call, fingerprint=self._layout.fingerprint)
-        return self._host.send(outgoing, call, large=large)
+        outgoing = self._context.transfers.find(call, fingerprint=self._layout.fingerprint)
+        return self._context.send(outgoing, call, large=large)
 
     def _submit(self, call: PrefillCall) -> EventStream[PrefillEvent]:
         request = call.request
-        if not call.hand_over:
+        if not call.handoff:
             one = request.num_delivered_tokens + 1
             sampling = dataclasses.replace(request.sampling, max_tokens=one)
             request = dataclasses.replace(request, sampling=sampling)
-        return self._host.engine.submit_prefill(request, hold=call.hand_over)
+        return self._context.engine.submit_prefill(request, for_peer=call.handoff)
 
-    def _offer(self, call: PrefillCall) -> Outgoing:
+    def _offer(self, call: PrefillCall) -> Producer:
         key = call.request.key
-        identity = self._host.life.transfer_id(
+        identity = self._context.incarnation.transfer_id(
             key,
             call.transfer_id,
             self._layout.fingerprint,
             content=content_of(call.request),
         )
-        outgoing = Outgoing(
+        outgoing = Producer(
             identity,
             unit_bytes=self._layout.block_bytes,
             max_units=-(-len(call.request.token_ids) // self._layout.block_size),
-            export=functools.partial(self._host.engine.read_blocks, key),
-            timers=self._host.timers,
-            copier=self._host.copier,
+            export=functools.partial(self._context.engine.read_blocks, key),
+            timers=self._context.timers,
+            copier=self._context.copier,
         )
-        if call.hand_over:
-            self._host.offers.offer(call.transfer_id, key, outgoing)
+        if call.handoff:
+            self._context.transfers.offer(call.transfer_id, key, outgoing)
         return outgoing
 
     def _accepted(self, call: PrefillCall) -> Accepted:
         return Accepted(
             transfer_id=call.transfer_id,
-            boot_id=self._host.life.boot_id,
+            boot_id=self._context.incarnation.boot_id,
             layout_fingerprint=self._layout.fingerprint,
-            lease_seconds=self._host.timers.lease,
+            lease_seconds=self._context.timers.lease,
         )
 
     async def _compute(
         self,
         call: PrefillCall,
         stream: EventStream[PrefillEvent],
-        embeddings: Embeddings,
-        outgoing: Outgoing,
+        embeddings: EmbeddingFetcher,
+        outgoing: Producer,
         *,
         submitted: float,
     ) -> _Progress:
-        """Follow the engine to the first token, or to the end where that is one."""
+        """Follow the engine to the first token, or to the end if that token ends the answer."""
         progress = _Progress(submitted)
         async with aclosing(embeddings.watch(stream)) as events:
             async for event in events:
@@ -158,7 +164,7 @@ class PrefillRole:
                     case BlocksReady(num_blocks):
                         outgoing.advance(num_blocks)
                     case TokenEvent():
-                        await self._host.delay("prefill")
+                        await self._context.delay("prefill")
                         progress.token = event
                         progress.first_token_at = time.monotonic()
                     case FinishedEvent(reason):
@@ -188,9 +194,9 @@ def _first_token(progress: _Progress) -> FirstToken:
     )
 
 
-def _spans(progress: _Progress, clock: CallClock) -> tuple[StageSpan, ...]:
+def _spans(progress: _Progress, timer: CallTimer) -> tuple[StageSpan, ...]:
     scheduled = progress.scheduled or progress.submitted
     return (
-        clock.span("prefill_queue", progress.submitted, scheduled),
-        clock.span("prefill", scheduled, progress.first_token_at),
+        timer.span("prefill_queue", progress.submitted, scheduled),
+        timer.span("prefill", scheduled, progress.first_token_at),
     )

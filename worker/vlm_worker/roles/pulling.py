@@ -1,4 +1,4 @@
-"""One transfer from a producer to this worker: what is asked for, and what is held against it.
+"""Starts one transfer from a producer to this worker, with the values that validate it.
 
 FetchCall (with our transport's invitation) ─▶ frames ─▶ FrameReader ─▶ Pull: checked units
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vlm_worker.errors import CorruptTransferError, Refusal
-from vlm_worker.roles.host import Host
-from vlm_worker.transfer.incoming import Pull
+from vlm_worker.roles.context import RoleContext
+from vlm_worker.transfer.consumer import Pull
 from vlm_worker.transfer.peers import Peer
 from vlm_worker.transfer.transport import Transport, View
 from vlm_worker.types import RequestKey, Source
-from vlm_worker.wire.calls import FetchCall
-from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import TransferId
-from vlm_worker.wire.rooms import Rooms
+from vlm_worker.wire.messages import FetchCall
 
 
-def pull(
-    host: Host,
+def start_pull(
+    context: RoleContext,
     peer: Peer,
     fetch: Fetch,
     source: Source,
@@ -32,13 +32,15 @@ def pull(
     unit_bytes: int,
     first_unit: int,
     end_unit: int,
-    into: Rooms | None = None,
+    into: DestinationBuffers | None = None,
 ) -> Pull:
-    """Begin a transfer; all sizes are what we ourselves know of layout and request.
+    """Start a transfer. All sizes come from our own layout and request, none from the producer.
 
-    `content` is what the bytes must be made from (`TransferId`); a frame of another one voids it.
+    `content` identifies the expected data (`TransferId`); a frame with another one voids the
+    transfer. The units are `first_unit` to `end_unit`, each of `unit_bytes`, written to `into` if
+    given.
     """
-    transport = host.transport
+    transport = context.transport
     call = FetchCall(
         transfer_id=source.transfer_id,
         boot_id=source.boot_id,
@@ -57,7 +59,7 @@ def pull(
         into=into,
     )
     units = peer.units(fetch, call, reader)
-    return Pull(units, reader, peer=source.address, on_refused=host.refused)
+    return Pull(units, reader, peer=source.address, on_refused=context.refused)
 
 
 def _opener(transport: Transport) -> Callable[[str, bytes, int], View] | None:

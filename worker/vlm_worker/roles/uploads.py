@@ -1,7 +1,7 @@
-"""The images of a call, from the bytes of their files to patches.
+"""Receives the image files of a call and turns them into patches.
 
-chunks ─▶ a file, when it is complete ─▶ known, and its embedding in the cache? ─▶ no patches needed
-                                     └─▶ else the media pool decodes it, within the call's memory
+chunks ─▶ complete file ─▶ known, and its embedding is cached? ─▶ no patches needed
+                       └─▶ else the media pool decodes it, within the call's memory
 """
 
 from __future__ import annotations
@@ -13,67 +13,75 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, PeerLostError
+from vlm_worker.media.buffers import growing_buffer
 from vlm_worker.media.pool import ImageSpec, KnownImage
-from vlm_worker.roles.host import Host
-from vlm_worker.roles.memory import CallMemory
+from vlm_worker.roles.context import RoleContext
+from vlm_worker.roles.request_memory import CallMemory
 from vlm_worker.types import PreparedImage, RequestKey
-from vlm_worker.wire.calls import EncodeCall
+from vlm_worker.wire.messages import EncodeCall
 
 Chunk = tuple[int, bytes]
 """Index of the item, and the next bytes of its file."""
 
 
 class Media(Protocol):
-    """What decodes images: `media.pool.MediaPool`."""
+    """The interface to the decoder: `media.pool.MediaPool`."""
 
     async def known_key(self, data: bytes | memoryview, spec: ImageSpec) -> KnownImage | None:
-        """What this very file became before; no decoding."""
+        """The image that the same file gave before; decodes nothing."""
 
     async def prepare(self, data: bytes | memoryview, spec: ImageSpec) -> PreparedImage:
         """Decode and preprocess one image, or raise InvalidImageError."""
 
     def image_bytes(self, spec: ImageSpec) -> int:
-        """Memory of this process that one image takes, from decoding until it is encoded."""
+        """Bytes of this process that one image takes, from decoding until it is encoded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
-    """What became of one image, and when."""
+class DecodedUpload:
+    """The result of one image.
+
+    Attributes:
+        done: when it was complete, on the monotonic clock.
+        waited: start and end of the call's wait for image memory, which images in the encoder
+            queue hold. Two equal instants if it did not wait.
+    """
 
     result: PreparedImage | InvalidImageError
     done: float
+    waited: tuple[float, float] = (0.0, 0.0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _File:
-    """One file that is here whole. `known` says what it became before."""
+    """One complete file that is not decoded yet. `known` is what it gave before."""
 
     item: int
-    data: bytearray
+    data: memoryview
     spec: ImageSpec
     known: asyncio.Task[PreparedImage | None]
 
 
 class Uploads:
-    """What all Encode calls of a worker are receiving, within the memory of its requests."""
+    """The uploads of all Encode calls of a worker, within the memory of its requests."""
 
-    def __init__(self, host: Host, media: Media) -> None:
-        self._host = host
+    def __init__(self, context: RoleContext, media: Media) -> None:
+        self._context = context
         self._media = media
 
     async def prepare(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
-    ) -> list[Prepared]:
-        """All images of a call, each a result or what is wrong with it.
+    ) -> list[DecodedUpload]:
+        """Receive and decode all images of a call; returns a result or an error per image.
 
-        Decoding begins when the memory of all images is granted: at once while there is plenty,
-        else when all files are here. `memory` holds it until the call ends.
+        Decoding starts when the memory of all images is granted: at once if much is free, else
+        after all files have arrived. `memory` holds it until the call ends.
 
         Raises:
-            InvalidRequestError: the chunks are not what the call announced, or its images never
-                fit into the memory of this worker.
+            InvalidRequestError: the chunks differ from what the call announced, or its images
+                exceed what one call may ever hold.
             OverloadedError: too many bytes are being uploaded, or too many images wait.
-            PeerLostError: the files are not here in time.
+            PeerLostError: the files did not arrive in time.
         """
         memory.check_files(sum(item.num_bytes for item in call.items))
         self._check_embeddings(call)
@@ -81,7 +89,8 @@ class Uploads:
         need = [self._media.image_bytes(spec) for spec in specs]
         files: list[_File] = []
         tasks: list[asyncio.Task[Any]] = []
-        decoding: list[asyncio.Task[Prepared]] = []
+        decoding: list[asyncio.Task[DecodedUpload]] = []
+        waited = (0.0, 0.0)
 
         def decode_all() -> None:
             for file in files[len(decoding) :]:
@@ -93,6 +102,7 @@ class Uploads:
                 known = asyncio.create_task(self._known(call.key, data, specs[item]))
                 tasks.append(known)
                 files.append(_File(item, data, specs[item], known))
+                del data, known  # `_one` has the last reference, and drops it after decoding
                 if not memory.has_images and sum(need) <= memory.most:
                     memory.claim_early(sum(need))
                 if memory.has_images:
@@ -100,9 +110,12 @@ class Uploads:
             if not memory.has_images:
                 found = await asyncio.gather(*(file.known for file in files))
                 unknown = [n for n, one in zip(need, found, strict=True) if one is None]
+                since = time.monotonic()
                 await memory.claim_images(sum(unknown), num_images=len(unknown))
+                waited = (since, time.monotonic())
             decode_all()
-            return list(await asyncio.gather(*decoding))
+            prepared = await asyncio.gather(*decoding)
+            return [dataclasses.replace(one, waited=waited) for one in prepared]
         finally:
             for task in tasks:
                 task.cancel()
@@ -110,56 +123,88 @@ class Uploads:
 
     def _check_embeddings(self, call: EncodeCall) -> None:
         """Refuse before the upload what the engine would refuse after it."""
-        host = self._host
+        context = self._context
         num_tokens = sum(item.num_tokens for item in call.items)
-        needed = num_tokens * host.embed_layout.row_bytes
-        host.memory.check_embeddings(host.engine.stats(), needed)
+        needed = num_tokens * context.embed_layout.row_bytes
+        context.memory.check_embeddings(context.engine.stats(), needed)
 
-    async def _one(self, file: _File, memory: CallMemory) -> Prepared:
-        await self._host.delay("media")
+    async def _one(self, file: _File, memory: CallMemory) -> DecodedUpload:
+        await self._context.delay("media")
         result: PreparedImage | InvalidImageError | None
         try:
             result = await file.known
             if result is None:
-                result = await self._media.prepare(memoryview(file.data), file.spec)
+                result = await self._media.prepare(file.data, file.spec)
         except InvalidImageError as error:
             result = error
-        memory.forget_file(len(file.data))
-        return Prepared(result, done=time.monotonic())
+        num_bytes = len(file.data)
+        file.data = memoryview(b"")
+        memory.forget_file(num_bytes)
+        return DecodedUpload(result, done=time.monotonic())
 
     async def _known(
-        self, key: RequestKey, data: bytearray, spec: ImageSpec
+        self, key: RequestKey, data: memoryview, spec: ImageSpec
     ) -> PreparedImage | None:
         """The image without patches, if its embedding is still in the cache."""
-        known = await self._media.known_key(memoryview(data), spec)
+        known = await self._media.known_key(data, spec)
         if known is None:
             return None
-        if not await self._host.engine.hold_known(key, known.image_key, known.num_tokens):
+        if not await self._context.engine.pin_cached(key, known.image_key, known.num_tokens):
             return None
         return PreparedImage(known.image_key, known.grid_thw, known.num_tokens, memoryview(b""))
 
     async def _files(
         self, call: EncodeCall, chunks: AsyncIterator[Chunk], memory: CallMemory
-    ) -> AsyncIterator[tuple[int, bytearray]]:
-        """Each file when it is complete; files come in order, none longer than announced."""
-        within = self._host.timers.encode
-        current, data = 0, bytearray()
+    ) -> AsyncIterator[tuple[int, memoryview]]:
+        """Each file when it is complete, in order; none is longer than announced."""
+        within = self._context.timers.encode
         deadline = time.monotonic() + within
-        async for item, part in chunks:
-            if item != current or item >= len(call.items):
-                raise InvalidRequestError(f"chunk of item {item} where item {current} is due")
-            expected = call.items[item].num_bytes
-            if len(data) + len(part) > expected:
-                raise InvalidRequestError(f"item {item} has more than its {expected} bytes")
-            if time.monotonic() > deadline:  # a peer that trickles holds memory no longer
-                raise PeerLostError(f"the images were not here within {within:g} s")
-            memory.received(len(part))
-            data += part
-            if len(data) == expected:
-                yield item, data
-                current, data = current + 1, bytearray()
-        if current != len(call.items):
-            raise InvalidRequestError(f"the stream ended within item {current}")
+        for item, announced in enumerate(call.items):
+            file = _Arriving(announced.num_bytes)
+            while not file.is_whole:
+                chunk = await anext(chunks, None)
+                if chunk is None:
+                    raise InvalidRequestError(f"the stream ended within item {item}")
+                given, part = chunk
+                if given != item:
+                    raise InvalidRequestError(f"chunk of item {given} where item {item} is due")
+                if file.num_left < len(part):
+                    raise InvalidRequestError(
+                        f"item {item} has more than its {announced.num_bytes} bytes"
+                    )
+                if time.monotonic() > deadline:  # a slow peer must not hold memory longer
+                    raise PeerLostError(f"the images were not here within {within:g} s")
+                memory.received(len(part))
+                file.add(part)
+                del chunk, part  # not kept during the wait for the next one
+            yield item, file.data
+        async for given, _ in chunks:
+            raise InvalidRequestError(f"chunk of item {given}, and there are {len(call.items)}")
+
+
+class _Arriving:
+    """A file of known size; only the pages of bytes that have arrived use memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_left = num_bytes
+        self.data = memoryview(b"")
+        self._num_bytes = num_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes have arrived."""
+        return self.num_left == 0
+
+    def add(self, part: bytes) -> None:
+        """Append bytes, at most as many as are missing."""
+        if len(part) == self._num_bytes:
+            self.data = memoryview(part)
+        elif part:
+            first = self._num_bytes - self.num_left
+            if first == 0:
+                self.data = growing_buffer(self._num_bytes)
+            self.data[first : first + len(part)] = part
+        self.num_left -= len(part)
 
 
 def _spec(call: EncodeCall, item: int) -> ImageSpec:

@@ -1,43 +1,149 @@
-"""The memory that a worker declares for its requests, from its settings and its model.
+"""Computes the memory that a worker declares, from settings and model (`core.process_memory`).
 
---request-memory-bytes, or the sum of the parts:
+Requests may hold --request-memory-bytes, or the sum of these parts:
   uploads      512 MiB
-  images       as many pixels as may wait for the encoder, with their patches
-  embeddings   both caches, and the copies that are made of what peers will fetch
-  exposed      memory that peers read, where the transport has any
+  images       pixels that may wait for the encoder, with their patches
+  embeddings   both cache tiers, and the copies made for peers
+  exposed      memory that peers read, if the transport exposes any
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from typing import Final
 
 from vlm_worker.core.families import Family
-from vlm_worker.core.memory import SMALL_SHARE, MemoryBudget, divide
+from vlm_worker.core.image_geometry import LARGE_SIDE
+from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.core.request_memory import SMALL_SHARE, MemoryBudget, divide
+from vlm_worker.engine.runner import Runner
+from vlm_worker.media.pool import decoders_bytes
+from vlm_worker.model.cgroup import num_cpus
+from vlm_worker.serve.loading import Loaded
+from vlm_worker.serve.process import KEPT_BYTES, MESSAGE_BYTES
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.transfer.transport import STREAM
 from vlm_worker.types import Stage
-from vlm_worker.wire.checks import MAX_PICTURE_BYTES
+from vlm_worker.wire.checks import MAX_IMAGE_BYTES
 
 DEFAULT_UPLOADS: Final = 512 << 20
-LARGE_SIDE: Final = 1 << 14
-"""Pixels: no image has more visual tokens than a square one of this size."""
+MIN_DECODERS: Final = 2
+MAX_DECODERS: Final = 16
+QUEUED_IMAGES: Final = 8
+"""Images of the largest size that the budget should hold. With fewer, images wait for memory while
+the encoder is idle, and are encoded one by one. More decode children do not compensate for that."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The bytes that requests may hold, by kind, and the bytes that the whole process declares.
+
+    `num_decoders` images are decoded at a time.
+    """
+
+    requests: MemoryBudget
+    declared: ProcessMemory
+    num_decoders: int
+
+
+def plan_memory(
+    settings: WorkerSettings, loaded: Loaded, *, resident_bytes: int, gateway_bytes: int = 0
+) -> MemoryPlan:
+    """Divide the memory of a process that has loaded its model and uses `resident_bytes` now.
+
+    A gateway in this process may use `gateway_bytes` of it.
+
+    If no flag gives a size, requests get what remains of the container's limit. If that is less
+    than `QUEUED_IMAGES` need, fewer children decode.
+
+    Raises:
+        ValueError: the container's limit or a flag is too small; the text gives the minimum.
+    """
+    most = num_decoders(settings)
+    least = most if settings.decode_processes else 1
+    if Stage.ENCODER not in settings.stages:
+        most = least = 0
+    divided = functools.partial(
+        _plan, settings, loaded, resident_bytes=resident_bytes, gateway_bytes=gateway_bytes
+    )
+    wanted = min(QUEUED_IMAGES * image_bytes(loaded.family), divided(least).requests.images)
+    for count in range(most, least - 1, -1):
+        plan = divided(count)
+        fits = loaded.limit_bytes is None or plan.declared.total <= loaded.limit_bytes
+        if fits and plan.requests.images >= wanted:
+            break
+    plan.declared.check(loaded.limit_bytes)
+    return plan
+
+
+def num_decoders(settings: WorkerSettings) -> int:
+    """Maximum number of decode children: the flag's value, else half the number of CPUs.
+
+    `num_threads` is the pod's CPU limit if the operator knows one; else the container's is used.
+    """
+    if settings.decode_processes:
+        return settings.decode_processes
+    count = settings.num_threads or num_cpus()
+    return max(MIN_DECODERS, min(count // 2, MAX_DECODERS))
+
+
+def _plan(
+    settings: WorkerSettings,
+    loaded: Loaded,
+    count: int,
+    *,
+    resident_bytes: int,
+    gateway_bytes: int,
+) -> MemoryPlan:
+    on_host = loaded.device == "cpu"
+    weights = loaded.facts.weights_bytes if on_host else 0
+    rest = ProcessMemory(
+        weights=weights,
+        kv=_kv_bytes(settings, loaded.runner) if on_host else 0,
+        work=loaded.work_bytes,
+        decoders=decoders_bytes(loaded.family.processor, num_children=count) if count else 0,
+        gateway=gateway_bytes,
+        process=max(resident_bytes - weights, 0),
+        kept=KEPT_BYTES + MESSAGE_BYTES,
+    )
+    available = loaded.available_bytes
+    if available is not None:
+        coming = rest.total - rest.weights - rest.process
+        available = min(available // 2, max(available - coming, 0))
+        if loaded.limit_bytes is not None:
+            available = min(available, max(loaded.limit_bytes - rest.total, 0))
+    requests = request_memory(
+        settings, loaded.family, device=loaded.device, available_bytes=available
+    )
+    declared = dataclasses.replace(rest, requests=requests.total)
+    return MemoryPlan(requests, declared, count)
+
+
+def _kv_bytes(settings: WorkerSettings, runner: Runner) -> int:
+    """Bytes of the KV cache, and of the embedding rows of the prompts in it."""
+    if runner.kv_layout is None:
+        return 0
+    rows = runner.embed_layout.row_bytes if Stage.PREFILL in settings.stages else 0
+    num_tokens = runner.num_blocks * runner.kv_layout.block_size
+    return runner.num_blocks * runner.kv_layout.block_bytes + num_tokens * rows
 
 
 def request_memory(
     settings: WorkerSettings, family: Family, *, device: str, available_bytes: int | None
 ) -> MemoryBudget:
-    """Divide what requests may hold.
+    """Divide the memory that requests may hold.
 
-    Without a flag it is the sum of the parts' own bounds, or, if `available_bytes` is known and
-    less than twice that, half of it, as long as one image fits.
+    If no flag gives the total, it is the sum of the parts' limits, or `available_bytes` if that is
+    known and smaller. The total always suffices for one image.
 
     Raises:
-        ValueError: the flag's number is too small, with the one that is enough.
+        ValueError: the flag's value is too small; the text gives the minimum.
     """
     encodes = Stage.ENCODER in settings.stages
     largest = image_bytes(family)
-    # one eighth of the image memory is for small images alone
+    # one eighth of the image memory is reserved for small images
     least_images = math.ceil(largest * SMALL_SHARE / (SMALL_SHARE - 1)) + SMALL_SHARE
     per_pixel = largest / _pixels(family)
     waiting = math.ceil(settings.queues.max_waiting_pixels * per_pixel)
@@ -45,38 +151,45 @@ def request_memory(
     parts = {
         "uploads": DEFAULT_UPLOADS if encodes else 0,
         "images": images if encodes else 0,
-        "embeddings": settings.embedding_cache_bytes * (1 + embedding_copies(settings, device))
-        + cold_cache_bytes(settings, device),
+        "embeddings": _embedding_bytes(settings, device),
         "exposed": settings.exposed_memory_bytes if settings.transport != STREAM else 0,
     }
-    least = {"least_uploads": MAX_PICTURE_BYTES, "least_images": least_images}
+    least = {"least_uploads": MAX_IMAGE_BYTES, "least_images": least_images}
     total = settings.request_memory_bytes
     if total is None and encodes and available_bytes is not None:
         fixed = parts["embeddings"] + parts["exposed"]
         total = max(
-            min(sum(parts.values()), available_bytes // 2),
+            min(sum(parts.values()), available_bytes),
             fixed + least["least_uploads"] + least_images,
         )
     return divide(total, **parts, **least)
 
 
 def image_bytes(family: Family) -> int:
-    """Memory of the largest image, from decoding until it is encoded: its patches and pixels."""
+    """Bytes of the largest image, from decoding until it is encoded: its patches and pixels."""
     geometry = family.geometry(LARGE_SIDE, LARGE_SIDE)
     patches = 4 * math.prod(geometry.grid_thw) * family.processor.patch_dim
-    # another shape may have a few more patches than the square
+    # other aspect ratios may have a few more patches than the square
     return math.ceil(1.05 * (patches + 3 * geometry.height * geometry.width))
 
 
+def _embedding_bytes(settings: WorkerSettings, device: str) -> int:
+    """Bytes of both cache tiers and of the copies for peers; 0 if only decode is loaded."""
+    if settings.stages == {Stage.DECODE}:
+        return 0
+    copies = embedding_copies(settings, device)
+    return settings.embedding_cache_bytes * (1 + copies) + cold_cache_bytes(settings, device)
+
+
 def embedding_copies(settings: WorkerSettings, device: str) -> int:
-    """Host copies of an embedding that is held for a peer: its frames, and off a GPU its rows."""
+    """Host copies of an embedding that is held for a peer: its frames, and on a GPU its rows."""
     if Stage.ENCODER not in settings.stages:
         return 0
     return 1 if device == "cpu" else 2
 
 
 def cold_cache_bytes(settings: WorkerSettings, device: str) -> int:
-    """Of embeddings in host memory; on a CPU both tiers are host memory, and one is enough."""
+    """Bytes of the cold tier in host memory; 0 on a CPU, where the hot tier is host memory too."""
     if settings.embedding_cold_cache_bytes is not None:
         return settings.embedding_cold_cache_bytes
     return 0 if device == "cpu" else DEFAULT_COLD_CACHE_BYTES

@@ -1,24 +1,34 @@
-"""The gateway's process: the model's small files first, then the gateway itself."""
+"""Runs the gateway process: fetches the model's small files, then starts the gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 
-from vlm_worker.gateway.serve import serve_gateway
-from vlm_worker.serve.memory import keep_what_is_loaded
-from vlm_worker.serve.signals import StopSignals
+from vlm_worker.gateway.gateway_server import Gateway, most_connections, serve_gateway
+from vlm_worker.gateway.memory import declare
+from vlm_worker.model.cgroup import memory_limit_bytes
+from vlm_worker.serve.process import (
+    KEPT_BYTES,
+    MESSAGE_BYTES,
+    StopSignals,
+    freeze_gc,
+    give_back_freed_memory,
+    resident_bytes,
+    result_unless,
+)
 from vlm_worker.serve.sources import GATEWAY_PATTERNS, fetch_model
-from vlm_worker.serve.threads import result_unless
 from vlm_worker.settings import GatewaySettings, ModelSource
+from vlm_worker.supervision import AtEnd
 
 logger = logging.getLogger(__name__)
 
 
 async def run_gateway(settings: GatewaySettings) -> int:
-    """Run one gateway until it is told to stop; returns the exit code."""
+    """Run one gateway until it gets a stop signal; returns the exit code."""
     with StopSignals() as signals:
         stopping = asyncio.create_task(signals.stop.wait())
         model_dir = await result_unless(
@@ -27,14 +37,40 @@ async def run_gateway(settings: GatewaySettings) -> int:
         await serve_gateway(
             with_model_dir(settings, model_dir),
             stop=signals.stop,
-            on_ready=lambda _: keep_what_is_loaded(),
+            on_ready=_keep_memory,
         )
         stopping.cancel()
     return 0
 
 
+def _keep_memory(gateway: Gateway) -> None:
+    """Declare the process's memory after loading, and return freed memory from then on."""
+    freeze_gc()
+    service = gateway.service
+    limit = memory_limit_bytes()
+    declared = declare(
+        service.settings.memory_bytes,
+        most_connections(service.settings),
+        resident_bytes=resident_bytes(),
+        kept_bytes=KEPT_BYTES + MESSAGE_BYTES,
+        limit_bytes=limit,
+    )
+    service.declare(declared, resident_bytes)
+    # rarely: streams wait while malloc trims
+    give_back = functools.partial(give_back_freed_memory, KEPT_BYTES)
+    service.tasks.start(give_back, name="freed memory", at_end=AtEnd.RETURN)
+    parts = {f"{part.value}_bytes": count for part, count in declared.by_part().items() if count}
+    logger.info("declared memory", extra={"bytes": declared.total, **parts})
+    if limit is not None and declared.total > limit:
+        logger.warning(
+            "this gateway may take more than the container's memory limit: raise the limit, or "
+            "lower --max-connections",
+            extra={"bytes": declared.total, "limit_bytes": limit},
+        )
+
+
 def with_model_dir(settings: GatewaySettings, model_dir: Path) -> GatewaySettings:
-    """The settings with the model where its files are now."""
+    """The settings with the model's local directory."""
     model = ModelSource(uri=str(model_dir), revision=settings.model.revision)
     return dataclasses.replace(settings, model=model)
 

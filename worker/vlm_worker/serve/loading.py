@@ -1,6 +1,6 @@
-"""From settings to a model that can run: files, runner, and the facts that others need. Blocking.
+"""Loads a model from settings: files, runner, and the facts that other components need. Blocking.
 
-Imports are where they are needed: a checksum runner brings no torch, a gateway none of this.
+Imports are local: a checksum runner needs no torch, and a gateway needs nothing of this module.
 """
 
 from __future__ import annotations
@@ -9,31 +9,37 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vlm_worker.core.families import Family, load_family
-from vlm_worker.core.model_files import Fields, read_json
+from vlm_worker.core.model_files import ConfigFields, read_json
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
+from vlm_worker.engine.settings import MAX_ENCODE_TOKENS
 from vlm_worker.serve.sources import fetch_model
 from vlm_worker.server.state import ModelFacts
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.types import Stage
 
+if TYPE_CHECKING:
+    from vlm_worker.model.runner import ModelRunner
+
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
-"""Told what is being waited for."""
+"""Called with the step that is in progress."""
 
 CHECKSUM_BLOCKS = 4097
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that can run. `revision` is the one in its layouts; `max_positions` its own limit.
+    """A loaded model. `revision` is the one in its layouts; `max_positions` is the model's limit.
 
-    `device` is `cpu` or of another kind, whose memory is not the host's. `native_library` is the
-    file of the kernels in C++, where there is one, and `native_kernels` its variant.
-    `available_bytes` is the host memory that is left, where somebody knows.
+    If `device` is not `cpu`, its memory is not host memory. `native_library` is the file of the
+    C++ kernels, if it exists, and `native_kernels` its variant. `available_bytes` is the remaining
+    host memory, and `limit_bytes` the container's limit, if known. `work_bytes` is the part that
+    computing needs.
     """
 
     runner: Runner
@@ -47,13 +53,15 @@ class Loaded:
     native_library: str | None = None
     native_kernels: str = "none"
     available_bytes: int | None = None
+    limit_bytes: int | None = None
+    work_bytes: int = 0
 
 
 def load(settings: WorkerSettings, progress: Progress) -> Loaded:
     """Fetch, read and set up the model.
 
     Raises:
-        WorkerError: the model cannot be had or served, with path and fix.
+        WorkerError: the model cannot be fetched or served, with path and fix.
     """
     model_dir = fetch_model(settings.model, progress)
     family = load_family(model_dir)
@@ -62,12 +70,19 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         runner, positions = _checksum(settings)
         eos: tuple[int, ...] = ()
         weights_bytes, max_positions = 0, settings.max_model_len
-        device, native_library, native_kernels, available = "cpu", None, "none", None
+        device, native_library, native_kernels = "cpu", None, "none"
+        available, limit, work_bytes = None, None, 0
     else:
         device = _device(settings.device)
-        runner, weights_bytes = _model(settings, model_dir, device)
+        runner = model = _model(settings, model_dir, device)
+        weights_bytes = model.weights_bytes
+        work_bytes = model.work_bytes(
+            num_tokens=max(settings.max_batched_tokens, settings.max_requests),
+            num_rows=settings.max_requests,
+            num_visual_tokens=MAX_ENCODE_TOKENS,
+        )
         native_library, native_kernels = _native_library()
-        available = _available_bytes()
+        available, limit = _container_bytes()
         positions, max_positions = family.positions, family.max_position_embeddings
         eos = eos_token_ids(model_dir)
     embed, kv = runner.embed_layout, runner.kv_layout
@@ -90,19 +105,21 @@ def load(settings: WorkerSettings, progress: Progress) -> Loaded:
         native_library,
         native_kernels,
         available,
+        limit,
+        work_bytes,
     )
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """What ends an answer: of generation_config.json, else of config.json.
+    """Token ids that end an answer, from generation_config.json, else from config.json.
 
-    Raises ModelConfigError where it is no id.
+    Raises ModelConfigError if a value is not a token id.
     """
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         if not path.exists():
             continue
-        fields = Fields(str(path), read_json(path))
+        fields = ConfigFields(str(path), read_json(path))
         part = fields if "eos_token_id" in fields else fields.child("text_config")
         if "eos_token_id" in part:
             return part.counts("eos_token_id", least=0)
@@ -118,10 +135,10 @@ def _checksum(settings: WorkerSettings) -> tuple[Runner, Positions]:
     return runner, plain_positions
 
 
-def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runner, int]:
+def _model(settings: WorkerSettings, model_dir: Path, device: str) -> ModelRunner:
     from vlm_worker.model.build import RunnerSettings, build_runner
 
-    runner = build_runner(
+    return build_runner(
         RunnerSettings(
             model_dir=model_dir,
             stages=settings.stages,
@@ -140,7 +157,6 @@ def _model(settings: WorkerSettings, model_dir: Path, device: str) -> tuple[Runn
             max_model_len=settings.max_model_len,
         )
     )
-    return runner, runner.weights_bytes
 
 
 def _native_library() -> tuple[str | None, str]:
@@ -149,10 +165,11 @@ def _native_library() -> tuple[str | None, str]:
     return native.path(), native.variant_name()
 
 
-def _available_bytes() -> int:
-    from vlm_worker.model.container import available_memory_bytes
+def _container_bytes() -> tuple[int, int | None]:
+    """Remaining host memory in bytes, and the container's limit."""
+    from vlm_worker.model.cgroup import available_memory_bytes, memory_limit_bytes
 
-    return available_memory_bytes()
+    return available_memory_bytes(), memory_limit_bytes()
 
 
 def _device(wanted: str) -> str:

@@ -1,6 +1,6 @@
 """`vlm-worker serve MODEL`: every role in this process, behind the OpenAI API.
 
-one engine ◀─ encoder, prefill, decode ◀─ gRPC on a free port of the loopback ◀─ gateway ◀─ client
+one engine ◀─ encoder, prefill, decode ◀─ gRPC on a free loopback port ◀─ gateway ◀─ client
                                   └────── tokens, past gRPC (server/local.py) ──────▲
 """
 
@@ -10,26 +10,26 @@ import asyncio
 import dataclasses
 import sys
 
-from vlm_worker.gateway.serve import Gateway, running
+from vlm_worker.gateway.gateway_server import Gateway, most_connections, running
+from vlm_worker.gateway.memory import connection_bytes
 from vlm_worker.serve.gateway import with_model_dir
-from vlm_worker.serve.memory import keep_what_is_loaded
-from vlm_worker.serve.signals import StopSignals
+from vlm_worker.serve.process import StopSignals, freeze_gc, result_unless
 from vlm_worker.serve.sources import fetch_model
-from vlm_worker.serve.threads import result_unless
 from vlm_worker.serve.worker import worker
-from vlm_worker.settings import ModelSource, ServeSettings
+from vlm_worker.server.worker_server import WorkerServer
+from vlm_worker.settings import GatewaySettings, ModelSource, ServeSettings
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 
 
 def say(message: str) -> None:
-    """One line of progress, for the person who started this."""
+    """Print one line of progress to standard error."""
     print(f"vlm-worker: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say_metrics(name: str, url: str) -> None:
-    """Where one process, or one part of this one, has its metrics."""
+    """Print the address of the metrics of a process, or of a part of this one."""
     say(f"metrics of the {name}: {url}/metrics")
 
 
@@ -41,30 +41,44 @@ async def run_local(settings: ServeSettings) -> int:
         source = ModelSource(uri=str(model_dir), revision=settings.worker.model.revision)
         roles = dataclasses.replace(settings.worker, model=source, bind=LOOPBACK)
         async with worker(
-            roles, stopping=stopping, progress=say, on_loaded=keep_what_is_loaded
+            roles,
+            stopping=stopping,
+            progress=say,
+            on_loaded=freeze_gc,
+            gateway_bytes=gateway_bytes(settings.gateway),
         ) as server:
             address = f"{LOOPBACK}:{server.grpc_port}"
             front = dataclasses.replace(settings.gateway, workers=(address,))
             front = with_model_dir(front, model_dir)
             async with running(front, connect=server.connect) as gateway:
                 announcing = asyncio.create_task(_announce(gateway, settings, server.http_port))
-                failing = asyncio.create_task(server.failed())
-                failing.add_done_callback(lambda _: signals.stop.set())
+                failing = asyncio.create_task(_failed(server, gateway, signals.stop))
                 await gateway.serve(signals.stop, notice_seconds=0.0)
-                has_failed = failing.done()
                 announcing.cancel()
                 failing.cancel()
-            if has_failed:
-                say(f"stopped: {server.state.message}")
+            if (reason := gateway.service.failed) is not None:
+                say(f"stopped: {reason}")
                 return 1
             await server.drain()
         say("stopped")
     return 0
 
 
+def gateway_bytes(settings: GatewaySettings) -> int:
+    """Bytes that a gateway uses in a worker's process."""
+    return settings.memory_bytes + connection_bytes(most_connections(settings))
+
+
+async def _failed(server: WorkerServer, gateway: Gateway, stop: asyncio.Event) -> None:
+    """If the worker fails, mark its gateway as failed too, and stop the process."""
+    await server.failed()
+    gateway.service.fail(server.state.message)
+    stop.set()
+
+
 async def _announce(gateway: Gateway, settings: ServeSettings, worker_port: int) -> None:
-    """Say where it is, once the gateway knows its worker."""
-    while not gateway.service.registry.candidates():  # noqa: ASYNC110  it has no event for this
+    """Print the address of the API once the gateway knows its worker."""
+    while not gateway.service.registry.candidates():  # noqa: ASYNC110  it has no event to await
         await asyncio.sleep(POLL_SECONDS)
     say_metrics("gateway", gateway.admin_url)
     say_metrics("worker", f"http://{LOOPBACK}:{worker_port}")

@@ -1,6 +1,6 @@
-"""Where a model's files come from: a directory, or a hub's repository downloaded into a cache.
+"""Provides a model's files: from a directory, or downloaded from a hub into a cache.
 
-The hub's address and token are huggingface_hub's own variables, HF_ENDPOINT and HF_TOKEN.
+huggingface_hub's own variables, HF_ENDPOINT and HF_TOKEN, set the hub's address and token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PATTERNS = (*GATEWAY_PATTERNS, "*.safetensors")
 def fetch_model(
     source: ModelSource, progress: Callable[[str], None], *, patterns: Sequence[str] = PATTERNS
 ) -> Path:
-    """The model's directory, after downloading the files that are missing. Blocking.
+    """Download the files that are missing; returns the model's directory. Blocking.
 
     Raises:
-        ModelConfigError: there is no such directory or repository, or the hub cannot be reached.
+        ModelConfigError: no such directory or repository exists, or the hub is not reachable.
     """
     repository = source.repository
     if repository is None:
@@ -72,14 +72,14 @@ def _download(
 
 
 def _bar(repository: str, progress: Callable[[str], None]) -> Any:
-    """A progress bar's class that tells `progress` instead of drawing."""
+    """A progress bar class that calls `progress` instead of drawing."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     class Reporting(tqdm):  # type: ignore[misc]
-        """Says how far the download is."""
+        """Reports the state of the download."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # the hub's own argument
+            kwargs.pop("name", None)  # an argument of the hub, unknown to tqdm
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:

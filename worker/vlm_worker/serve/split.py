@@ -1,9 +1,9 @@
-"""`vlm-worker serve MODEL --split`: the same, with a process for each role, as on a cluster.
+"""`vlm-worker serve MODEL --split`: one process per role, as on a cluster.
 
     [encoder] [prefill] [decode]  ready? ─▶ [gateway --worker=... x3]  ready? ─▶ wait for Ctrl-C
 
-Children log JSON lines; their ports are in the line `ready`. They end with this process, however it
-ends. When one of them ends by itself, all do.
+Child processes log JSON lines; the line `ready` contains their ports. They end with this process.
+If one of them ends, all end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncio.subprocess import PIPE, Process
 from typing import Any
 
 from vlm_worker.serve.local import LOOPBACK, say, say_metrics
-from vlm_worker.serve.signals import StopSignals
+from vlm_worker.serve.process import StopSignals
 from vlm_worker.settings import ServeSettings
 from vlm_worker.settings.child import gateway_argv, worker_argv
 from vlm_worker.types import Role
@@ -27,7 +27,7 @@ WORKERS = (Role.ENCODER, Role.PREFILL, Role.DECODE)
 
 
 class Child:
-    """One role's process. `ready` becomes the fields of the log line that says so."""
+    """The process of one role. `ready` gets the fields of the log line `ready`."""
 
     def __init__(self, name: str, process: Process) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class Child:
         self._reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Follow its log; what a person should see is passed on."""
+        """Read its log; forward the lines that the user should see."""
         assert self.process.stderr is not None
         async for raw in self.process.stderr:
             line = raw.decode(errors="replace").rstrip()
@@ -55,7 +55,7 @@ class Child:
             self.ready.exception()
 
     async def stop(self) -> None:
-        """SIGTERM, which drains, and wait."""
+        """Send SIGTERM, which drains, and wait for the end."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         await self.process.wait()
@@ -83,7 +83,7 @@ async def run_split(settings: ServeSettings) -> int:
             return 1
         finally:
             running.cancel()
-            # the gateway first, so that its streams end while their workers live
+            # the gateway first, so that its streams end while the workers still run
             for child in children[len(WORKERS) :]:
                 await child.stop()
             await asyncio.gather(*(child.stop() for child in children[: len(WORKERS)]))
@@ -92,7 +92,7 @@ async def run_split(settings: ServeSettings) -> int:
 
 async def _start(settings: ServeSettings, children: list[Child]) -> None:
     parent = os.getpid()
-    # More threads than CPUs wait for each other at every barrier.
+    # With more threads than CPUs, threads wait for each other at every barrier.
     share = max(1, len(os.sched_getaffinity(0)) // len(WORKERS))
     worker = dataclasses.replace(settings.worker, num_threads=settings.worker.num_threads or share)
     for role in WORKERS:
@@ -119,7 +119,7 @@ async def _spawn(name: str, argv: list[str]) -> Child:
         "vlm_worker",
         *argv,
         stderr=PIPE,
-        # Ctrl-C reaches this process alone, which then stops them in order
+        # Ctrl-C reaches only this process, which then stops the children in order
         process_group=0,
     )
     return Child(name, process)

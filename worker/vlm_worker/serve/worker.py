@@ -1,4 +1,4 @@
-"""One encoder, prefill or decode process, from its first port to its last word.
+"""Runs one encoder, prefill or decode process, from opening its ports to its exit.
 
 open ports ─ load the model on a thread ─ work ─ SIGTERM: drain ─ exit 0 as soon as it is empty
 """
@@ -10,51 +10,47 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any
 
-from vlm_worker.core.memory import MemoryBudget
+from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionSettings
+from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.model_files import ModelConfigError
 from vlm_worker.core.sources import Sources
-from vlm_worker.core.waves import AdmissionPolicy, AdmissionRules
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
-from vlm_worker.model.container import num_cpus
+from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.decode import DecodeRole
-from vlm_worker.roles.encoder import EncoderRole
-from vlm_worker.roles.host import Host
-from vlm_worker.roles.memory import RequestMemory
-from vlm_worker.roles.offers import Life
+from vlm_worker.roles.encode import EncoderRole
 from vlm_worker.roles.prefill import PrefillRole
-from vlm_worker.serve.budget import (
-    LARGE_SIDE,
-    cold_cache_bytes,
-    embedding_copies,
-    request_memory,
-)
+from vlm_worker.roles.request_memory import RequestMemory
+from vlm_worker.roles.transfer_registry import Incarnation
+from vlm_worker.serve.budget import MemoryPlan, cold_cache_bytes, embedding_copies, plan_memory
 from vlm_worker.serve.loading import Loaded, Progress, load
-from vlm_worker.serve.memory import keep_what_is_loaded
-from vlm_worker.serve.signals import StopSignals
-from vlm_worker.serve.threads import result_unless
-from vlm_worker.serve.transports import make_transport
-from vlm_worker.server.parts import Parts
+from vlm_worker.serve.process import (
+    StopSignals,
+    freeze_gc,
+    give_back_freed_memory,
+    resident_bytes,
+    result_unless,
+)
+from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import Phase
-from vlm_worker.server.worker import WorkerServer
+from vlm_worker.server.worker_server import WorkerServer
 from vlm_worker.settings import WorkerSettings
+from vlm_worker.transfer import nixl, shared_memory
+from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import Stage
-from vlm_worker.wire.copying import copier_of
+from vlm_worker.wire.buffers import copier_of
 
 logger = logging.getLogger(__name__)
 
-MIN_DECODERS: Final = 2
-MAX_DECODERS: Final = 16
-
 
 async def run_worker(settings: WorkerSettings) -> int:
-    """Run one worker until it is told to stop; returns the exit code."""
+    """Run one worker until it gets a stop signal; returns the exit code."""
     with StopSignals() as signals:
         stopping = asyncio.create_task(signals.stop.wait())
-        async with worker(settings, stopping=stopping, on_loaded=keep_what_is_loaded) as server:
+        async with worker(settings, stopping=stopping, on_loaded=freeze_gc) as server:
             failing = asyncio.create_task(server.failed())
             await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
             failing.cancel()
@@ -72,15 +68,18 @@ async def worker(
     stopping: asyncio.Future[Any],
     progress: Progress = lambda _: None,
     on_loaded: Callable[[], None] = lambda: None,
+    gateway_bytes: int = 0,
 ) -> AsyncIterator[WorkerServer]:
-    """A worker that is ready; it is closed at the end, drained or not.
+    """A worker that is ready. The end of the context closes it, drained or not.
 
-    Where `stopping` is done before the model is loaded, the process ends here. `on_loaded` is
-    called when it is, before anything is asked.
+    A gateway in the same process may use `gateway_bytes`, which are declared with the worker's.
+
+    If `stopping` completes before the model is loaded, the process ends. `on_loaded` is called
+    when the model is loaded, before any request arrives.
 
     Raises:
-        OSError: a port is taken.
-        WorkerError, ValueError: the model cannot be loaded under these settings.
+        OSError: a port is in use.
+        WorkerError, ValueError: the model cannot be loaded with these settings.
     """
     server = WorkerServer(settings)
     try:
@@ -97,9 +96,10 @@ async def worker(
             progress(message)
 
         loaded = await result_unless(stopping, lambda: load(settings, report))
-        async with assembled(server, loaded) as parts:
+        async with build_components(server, loaded, gateway_bytes=gateway_bytes) as components:
             on_loaded()
-            await server.attach(parts)
+            await server.attach(components)
+            server.keep(give_back_freed_memory, name="give freed memory back")
             logger.info("ready", extra={**ports, "uptime": round(server.state.uptime_seconds, 2)})
             yield server
             await server.close()
@@ -110,8 +110,10 @@ async def worker(
 
 
 @contextlib.asynccontextmanager
-async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts]:
-    """Engine, host and roles of the stages that are loaded; the engine runs already."""
+async def build_components(
+    server: WorkerServer, loaded: Loaded, *, gateway_bytes: int = 0
+) -> AsyncIterator[WorkerComponents]:
+    """Engine, context and roles of the loaded stages; the engine already runs."""
     settings = server.settings
     max_model_len = min(settings.max_model_len, loaded.max_positions)
     engine = _engine(settings, loaded, max_model_len=max_model_len)
@@ -123,10 +125,10 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
             "node's driver",
             extra={"granted_gpus": settings.identity.granted_gpus},
         )
-    budget = _budget(settings, loaded)
-    host = Host(
+    plan = _memory(settings, loaded, gateway_bytes)
+    context = RoleContext(
         engine,
-        life=Life(server.state.boot_id, server.state.pod_uid),
+        incarnation=Incarnation(server.state.boot_id, server.state.pod_uid),
         embed_layout=loaded.runner.embed_layout,
         kv_layout=loaded.runner.kv_layout,
         sources=Sources(
@@ -141,26 +143,33 @@ async def assembled(server: WorkerServer, loaded: Loaded) -> AsyncIterator[Parts
         transport=make_transport(settings, native_library=loaded.native_library),
         copier=copier_of(loaded.native_library),
         strict=settings.strict,
-        memory=RequestMemory(budget, max_waiting=settings.queues.max_waiting_images),
+        memory=RequestMemory(plan.requests, max_waiting=settings.queues.max_waiting_images),
     )
-    logger.info("request memory", extra={"bytes": budget.total, **dataclasses.asdict(budget)})
+    logger.info(
+        "request memory",
+        extra={"bytes": plan.requests.total, **dataclasses.asdict(plan.requests)},
+    )
+    declared = {f"{part.value}_bytes": count for part, count in plan.declared.by_part().items()}
+    logger.info("declared memory", extra={"bytes": plan.declared.total, **declared})
     engine.start(asyncio.get_running_loop())
     async with contextlib.AsyncExitStack() as stack:
         encoder = None
         if Stage.ENCODER in settings.stages:
-            pool = _media(loaded, settings, observer=server.meters)
+            pool = _media(loaded, settings, plan.num_decoders, observer=server.meters)
             media = await stack.enter_async_context(pool)
-            encoder = EncoderRole(host, media)
-        yield Parts(
+            encoder = EncoderRole(context, media)
+        yield WorkerComponents(
             engine,
-            host,
+            context,
             loaded.revision,
             max_model_len=max_model_len,
             num_embedding_copies=embedding_copies(settings, loaded.device),
             native_kernels=loaded.native_kernels,
+            declared=plan.declared,
+            resident=resident_bytes,
             encoder=encoder,
-            prefill=PrefillRole(host) if Stage.PREFILL in settings.stages else None,
-            decode=DecodeRole(host) if Stage.DECODE in settings.stages else None,
+            prefill=PrefillRole(context) if Stage.PREFILL in settings.stages else None,
+            decode=DecodeRole(context) if Stage.DECODE in settings.stages else None,
         )
 
 
@@ -180,10 +189,10 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
             max_waiting_tokens=queues.max_waiting_tokens,
             max_waiting_images=queues.max_waiting_images,
             max_waiting_pixels=queues.max_waiting_pixels,
-            admission=AdmissionRules(
+            admission=AdmissionSettings(
                 policy=AdmissionPolicy(queues.admission_policy),
-                max_text=queues.max_wave_text,
-                max_vision=queues.max_wave_vision,
+                max_text=queues.max_round_text,
+                max_vision=queues.max_round_vision,
                 ageing_seconds=queues.ageing_seconds,
             ),
             long_prefill_tokens=queues.long_prefill_tokens,
@@ -201,39 +210,22 @@ def _engine(settings: WorkerSettings, loaded: Loaded, *, max_model_len: int) -> 
         ) from error
 
 
-def num_decoders(settings: WorkerSettings) -> int:
-    """Decode children: as the flag says, else half as many as CPUs.
-
-    `num_threads` is the pod's CPU limit if the operator knows one, else the container says it.
-    """
-    if settings.decode_processes:
-        return settings.decode_processes
-    count = settings.num_threads or num_cpus()
-    return max(MIN_DECODERS, min(count // 2, MAX_DECODERS))
-
-
-def _budget(settings: WorkerSettings, loaded: Loaded) -> MemoryBudget:
+def _memory(settings: WorkerSettings, loaded: Loaded, gateway_bytes: int) -> MemoryPlan:
+    resident = resident_bytes()
     try:
-        return request_memory(
-            settings,
-            loaded.family,
-            device=loaded.device,
-            available_bytes=loaded.available_bytes,
-        )
+        return plan_memory(settings, loaded, resident_bytes=resident, gateway_bytes=gateway_bytes)
     except ValueError as error:
-        raise ModelConfigError(f"--request-memory-bytes: {error}") from error
+        raise ModelConfigError(str(error)) from error
 
 
 @contextlib.asynccontextmanager
 async def _media(
-    loaded: Loaded, settings: WorkerSettings, *, observer: MediaObserver
+    loaded: Loaded, settings: WorkerSettings, num_children: int, *, observer: MediaObserver
 ) -> AsyncIterator[MediaPool]:
     pool = MediaPool(
         loaded.family.processor,
         model_revision=loaded.revision,
-        settings=MediaSettings(
-            scaled_jpeg=settings.scaled_jpeg, num_children=num_decoders(settings)
-        ),
+        settings=MediaSettings(scaled_jpeg=settings.scaled_jpeg, num_children=num_children),
         observer=observer,
         native_library=loaded.native_library,
     )
@@ -242,3 +234,32 @@ async def _media(
         yield pool
     finally:
         await pool.close()
+
+
+def make_transport(settings: WorkerSettings, *, native_library: str | None = None) -> Transport:
+    """The transport of a worker; `native_library` is the file of the C++ kernels.
+
+    Raises:
+        ValueError: it cannot work here, with the flag and the fix.
+    """
+    capacity = settings.exposed_memory_bytes
+    if settings.transport == shared_memory.NAME:
+        directory = settings.shared_memory_dir
+        leftover = settings.timers.quarantine
+        try:
+            return shared_memory.SharedMemory(
+                directory,
+                capacity_bytes=capacity,
+                leftover_seconds=leftover,
+                native_library=native_library,
+            )
+        except OSError as error:
+            raise ValueError(
+                f"--shared-memory-dir={directory}: {error.strerror or error}"
+            ) from error
+    if settings.transport == nixl.NAME:
+        try:
+            return nixl.Nixl(capacity_bytes=capacity)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+    return ByteStream()

@@ -1,1 +1,1 @@
-"""A worker seen from outside: gRPC services and health, /stats and /metrics, and how it drains."""
+"""The interfaces of a worker: gRPC services, health, /stats, /metrics, data port; draining."""

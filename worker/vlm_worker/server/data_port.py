@@ -1,13 +1,14 @@
-"""The producer's side of data connections: one fetch at a time on each, on a thread while it sends.
+"""Serves data connections for the producer: one fetch at a time per connection.
 
-request ─▶ runs of frames, made on the loop ─▶ digests and bytes, on a thread ─▶ ending
-the consumer closes ─▶ what is being sent for it ends
+request ─▶ batches of frames, built on the loop ─▶ digests and bytes, on a thread ─▶ ending
+the consumer closes ─▶ the running send is cancelled
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import Callable
@@ -17,36 +18,36 @@ from typing import Any, Final
 
 from vlm_worker.errors import InvalidRequestError, WorkerError
 from vlm_worker.settings.timers import Timers
-from vlm_worker.transfer.running import started
-from vlm_worker.transfer.supervising import Supervisor
-from vlm_worker.wire.calls import FetchCall
+from vlm_worker.supervision import AtEnd, Supervisor
+from vlm_worker.transfer.thread_call import run_in_thread
 from vlm_worker.wire.credentials import data_connection, open_data_port
-from vlm_worker.wire.data import (
+from vlm_worker.wire.data_protocol import (
     LENGTH,
     MAX_REQUEST_BYTES,
     Fetch,
     request_of,
+    send_batch,
     send_failure,
-    send_now,
+    send_nonblocking,
     send_rest,
-    send_run,
-    shut,
+    shut_down,
 )
-from vlm_worker.wire.frames import Runs
+from vlm_worker.wire.frames import FrameBatches
+from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_SECONDS: Final = 0.1
 MAX_CONNECTIONS: Final = 256
-"""Each has a thread while it sends: nobody waits for a consumer that stands still."""
+"""Each connection has a thread while it sends, so a stalled consumer delays no other."""
 MAX_ENDING: Final = 16
-"""Connections that may begin while idle ones are being closed for them."""
+"""Connections beyond the limit that may open while idle ones are closed for them."""
 
-Serve = Callable[[Fetch, FetchCall], Runs]
+Serve = Callable[[Fetch, FetchCall], FrameBatches]
 
 
 class DataPort:
-    """Listens, and serves every connection from `serve`. On one event loop; `close` it."""
+    """Listens and answers fetches with the frames of `serve`. Runs on one event loop."""
 
     def __init__(self, serve: Serve, timers: Timers, supervisor: Supervisor | None = None) -> None:
         self._serve = serve
@@ -61,10 +62,12 @@ class DataPort:
         self.num_connections = 0
 
     def open(self, address: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError where that cannot be."""
+        """Listen; return the port. Raises OSError if the address cannot be bound."""
         self._listener = open_data_port(address, port)
         self._accepting = self._supervisor.start(
-            self._accept(self._listener), name="accept data connections"
+            functools.partial(self._accept, self._listener),
+            name="accept data connections",
+            at_end=AtEnd.FAIL,
         )
         return int(self._listener.getsockname()[1])
 
@@ -91,7 +94,7 @@ class DataPort:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, or it was gone before we came
+            except OSError as error:  # no file descriptors are left, or the peer has disconnected
                 logger.warning("no data connection accepted", extra={"error": str(error)})
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
@@ -100,20 +103,20 @@ class DataPort:
             if self.num_connections < MAX_CONNECTIONS + MAX_ENDING:
                 self._begin(connection)
             else:
-                connection.close()  # its fetches go over gRPC
+                connection.close()  # the consumer falls back to gRPC
 
     def _end_one_idle(self) -> None:
-        """Close the connection that asked for nothing for longest: a new consumer needs it more."""
+        """Close the connection that is idle for longest, in favor of a new consumer."""
         oldest = next(iter(self._idle), None)
         if oldest is not None:
             self._idle.pop(oldest).cancel()
 
     def _begin(self, connection: socket.socket) -> None:
-        """Talk; it is closed in the end, even where the port closes before its task has begun."""
+        """Serve a connection. It is closed even if its task is cancelled before it starts."""
         self._run(self._talk(connection)).add_done_callback(lambda _: connection.close())
 
     async def _talk(self, connection: socket.socket) -> None:
-        """Serve one consumer until it leaves, or does not keep to the protocol."""
+        """Serve one consumer until it disconnects, is idle too long or violates the protocol."""
         self.num_connections += 1
         task = asyncio.current_task()
         assert task is not None
@@ -137,13 +140,13 @@ class DataPort:
             requests.close()
 
     async def _answer(self, connection: socket.socket, request: bytes) -> None:
-        """Frames as long as their consumer takes them, or why there are none."""
+        """Send the frames of one fetch, or the error that ended it."""
         try:
             async with aclosing(self._serve(*request_of(request))) as runs:
                 async for run in runs:
                     if not isinstance(run, tuple):
-                        await self._on_thread(connection, send_run, run)
-                    elif rest := send_now(connection, run):
+                        await self._on_thread(connection, send_batch, run)
+                    elif rest := send_nonblocking(connection, run):
                         await self._on_thread(connection, send_rest, rest)
         except OSError:
             raise
@@ -155,20 +158,20 @@ class DataPort:
     async def _on_thread(
         self, connection: socket.socket, send: Callable[[socket.socket, Any], None], what: Any
     ) -> None:
-        """Send; returns no earlier, not even when cancelled: a thread uses what we own."""
-        sending = started(self._threads, send, connection, what)
+        """Send on a thread. If cancelled, wait for the thread, because it uses the buffers."""
+        sending = run_in_thread(self._threads, send, connection, what)
         try:
             await sending.wait()
         except asyncio.CancelledError:
-            shut(connection)
-            with contextlib.suppress(asyncio.CancelledError):  # there is one already
+            shut_down(connection)
+            with contextlib.suppress(asyncio.CancelledError):  # one is being raised
                 await sending.end()
             raise
         sending.result()
 
 
 class _Requests:
-    """What a consumer asks for, one by one. `on_left` is called once, when it has closed."""
+    """Reads the requests of a consumer. It calls `on_left` once, if the consumer disconnects."""
 
     def __init__(self, connection: socket.socket, *, on_left: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -179,10 +182,10 @@ class _Requests:
         self._loop.add_reader(connection, self._read)
 
     async def next(self) -> bytes:
-        """The next request.
+        """Return the next request.
 
         Raises:
-            InvalidRequestError: it is too long.
+            InvalidRequestError: the request is too long.
         """
         while (request := self._take()) is None:
             self._came.clear()
@@ -190,7 +193,7 @@ class _Requests:
         return request
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop reading."""
         self._loop.remove_reader(self._connection)
 
     def _take(self) -> bytes | None:

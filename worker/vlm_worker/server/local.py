@@ -1,10 +1,10 @@
-"""The client of a gateway that runs in its worker's process: tokens of answers go past gRPC.
+"""Client for a gateway in the worker's process: Decode replies bypass gRPC.
 
-    role ─▶ Service.decode, a task ─▶ EventStream ─▶ gateway       a token, on one loop
-    role ◀══ gRPC ◀══ gateway                                      all that is asked once a request
+    role ─▶ Service.decode, a task ─▶ EventStream ─▶ gateway       per token, on one loop
+    role ◀══ gRPC ◀══ gateway                                      calls once per request
 
-A token over gRPC is a message made and read, two ways through sockets, and threads that wake for
-them on the cores that the kernels compute on.
+Over gRPC each token is serialized and parsed and passes two sockets. It also wakes threads on the
+cores that run the kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vlm_worker.engine.events import EventStream
 from vlm_worker.errors import PeerLostError
 from vlm_worker.server.service import Service
 from vlm_worker.settings.timers import Timers
-from vlm_worker.wire import calls
-from vlm_worker.wire.errors import error_of, status_of
+from vlm_worker.wire import messages as calls
+from vlm_worker.wire.status import error_of, status_of
 
 
 class LocalClient(WorkerClient):
-    """Of the worker whose `service` this process has, at its own `address`."""
+    """Client of the worker in this process, with its `service` and its `address`."""
 
     def __init__(self, address: str, *, timers: Timers, service: Service) -> None:
         super().__init__(address, timers=timers)
@@ -38,7 +38,7 @@ class LocalClient(WorkerClient):
     async def decode(
         self, call: calls.DecodeCall, *, timeout: float
     ) -> AsyncGenerator[calls.Reply[calls.DecodeEvent]]:
-        """As over gRPC: the same replies, errors and deadline; giving up cancels the call."""
+        """Decode with the same replies, errors and deadline as gRPC; closing cancels the call."""
         replies: EventStream[calls.Reply[calls.DecodeEvent]] = EventStream(call.request.key)
         answering = asyncio.create_task(self._service.decode(call, replies.push))
         self._answering.add(answering)
@@ -60,4 +60,4 @@ class LocalClient(WorkerClient):
     def _ended(self, answering: asyncio.Task[None]) -> None:
         self._answering.discard(answering)
         if not answering.cancelled():
-            answering.exception()  # whoever gave up does not ask for it
+            answering.exception()  # marks the error as retrieved if the caller has left

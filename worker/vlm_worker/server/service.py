@@ -1,7 +1,7 @@
-"""The gRPC services of a worker: a message in, a role, messages out, and one last word each.
+"""The gRPC services of a worker: they convert messages, call roles and map errors.
 
 METHODS ─▶ handler ─▶ wire: message -> call ─▶ role ─▶ wire: reply -> message
-└ an error becomes its status, once, here
+└ converts an error to its gRPC status
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from vlm_worker.errors import (
     WorkerError,
 )
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.roles.times import CallClock
-from vlm_worker.server.parts import Parts
+from vlm_worker.roles.context import CallTimer
+from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import WorkerState
 from vlm_worker.wire import checks, decode, encode, identity, prefill
-from vlm_worker.wire.calls import DecodeCall, DecodeEvent, FetchCall, Reply
-from vlm_worker.wire.data import Fetch
-from vlm_worker.wire.errors import status_of
-from vlm_worker.wire.frames import Runs
-from vlm_worker.wire.joining import joined
-from vlm_worker.wire.methods import METHODS, PACKAGE, Method
-from vlm_worker.wire.options import CHUNK_BYTES, DATA_PORT, SEND_PICTURES
+from vlm_worker.wire.data_protocol import Fetch
+from vlm_worker.wire.frames import FrameBatches, join_frames
+from vlm_worker.wire.messages import DecodeCall, DecodeEvent, FetchCall, Reply
+from vlm_worker.wire.rpc import CHUNK_BYTES, DATA_PORT, METHODS, PACKAGE, SEND_IMAGES, Method
+from vlm_worker.wire.status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +42,20 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Service:
-    """All services of one process. `parts` is set when the model is loaded.
+    """All services of one process. `components` is set when the model is loaded.
 
-    `live` counts the calls that are being answered, by name. `data_port` is what a fetch tells its
-    consumer, for the next ones; 0 where there is none.
+    `live` counts the calls in flight, by name. A fetch over gRPC sends `data_port` to its consumer,
+    for later fetches; 0 = no data port.
     """
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
-        self.parts: Parts | None = None
+        self.components: WorkerComponents | None = None
         self.data_port = 0
         self.live: Counter[str] = Counter()
 
     def handlers(self) -> tuple[Any, ...]:
-        """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
+        """Return the argument of `grpc.aio.Server.add_generic_rpc_handlers`."""
         by_service: dict[str, dict[str, Any]] = {}
         for method in METHODS.values():
             handler = self._guarded(method, getattr(self, f"_{method.name}"))
@@ -68,15 +66,15 @@ class Service:
         )
 
     async def decode(self, call: DecodeCall, deliver: Callable[[Reply[DecodeEvent]], None]) -> None:
-        """A Decode of a gateway in this process, counted as one that came over the wire."""
+        """Run a Decode for a gateway in this process, with the same counts as over gRPC."""
         with self._counted("Decode"):
             role = _loaded(self._ready().decode, "decode")
-            async with aclosing(role.decode(call, CallClock())) as replies:
+            async with aclosing(role.decode(call, CallTimer())) as replies:
                 async for reply in replies:
                     deliver(reply)
 
     def _guarded(self, method: Method, handler: Handler) -> Handler:
-        """Turn whatever goes wrong into the call's last word."""
+        """Return a handler that ends the call with the gRPC status of any error."""
 
         async def guarded(request: Any, context: Any) -> Any:
             try:
@@ -84,14 +82,14 @@ class Service:
                     return await handler(request, context)
             except asyncio.CancelledError:
                 raise
-            except Exception as error:  # noqa: BLE001  whatever it is, its caller is told
+            except Exception as error:  # noqa: BLE001  the caller gets its status
                 return await context.abort(*status_of(error))
 
         return guarded
 
     @contextlib.contextmanager
     def _counted(self, name: str) -> Iterator[None]:
-        """Count a call while it is answered, and how it ended."""
+        """Count a call while it is in flight, and its outcome."""
         counted = name in ("Encode", "Prefill", "Decode")
         ending: BaseException | None = None
         self.live[name] += 1
@@ -110,10 +108,10 @@ class Service:
             if counted:
                 self._state.count(ending)
 
-    def _ready(self) -> Parts:
-        if self.parts is None:
+    def _ready(self) -> WorkerComponents:
+        if self.components is None:
             raise DrainingError(f"this worker is not ready: {self._state.message}")
-        return self.parts
+        return self.components
 
     # ---- Worker --------------------------------------------------------------------------------
 
@@ -121,54 +119,58 @@ class Service:
         return identity.hello_to(self._ready().hello(self._state))
 
     async def _WatchLoad(self, _: pb.WatchLoadRequest, context: Any) -> None:  # noqa: N802
-        parts = self._ready()
+        components = self._ready()
         while True:
-            await context.write(identity.load_to(parts.load(self._state)))
+            await context.write(identity.load_to(components.load(self._state)))
             await asyncio.sleep(self._state.settings.timers.load)
 
     async def _Cancel(self, request: pb.CancelRequest, _: Any) -> pb.CancelReply:  # noqa: N802
         key = identity.cancel_call_of(request)
-        outcome = await self._ready().host.cancel(key.request_id, key.attempt)
+        outcome = await self._ready().context.cancel(key.request_id, key.attempt)
         return pb.CancelReply(outcome=pb.CancelOutcome.Name(outcome.value))
 
     async def _RenewLeases(  # noqa: N802
         self, request: pb.RenewLeasesRequest, _: Any
     ) -> pb.RenewLeasesReply:
         boot_id, lease_ids = identity.renew_call_of(request)
-        return pb.RenewLeasesReply(gone=self._ready().host.offers.renew(boot_id, lease_ids))
+        return pb.RenewLeasesReply(gone=self._ready().context.transfers.renew(boot_id, lease_ids))
 
     async def _ReleaseLease(  # noqa: N802
         self, request: pb.ReleaseLeaseRequest, _: Any
     ) -> pb.ReleaseLeaseReply:
         boot_id, lease_id = identity.release_call_of(request)
-        self._ready().host.offers.release(boot_id, lease_id)
+        self._ready().context.transfers.release(boot_id, lease_id)
         return pb.ReleaseLeaseReply()
 
     # ---- Encoder -------------------------------------------------------------------------------
 
-    async def _Encode(self, requests: AsyncIterator[pb.EncodeRequest], context: Any) -> None:  # noqa: N802
-        clock = CallClock()
+    async def _Encode(self, _: Any, context: Any) -> None:  # noqa: N802
+        timer = CallTimer()
         role = _loaded(self._ready().encoder, "encoder")
         within = self._state.settings.timers.no_progress
-        first = await _next(requests, within)
-        if first is None:  # it cancelled: gRPC ends the stream before it cancels this task
+        first = await _next(context, within)
+        if first is None:  # cancelled: gRPC ends the stream before it cancels this task
             raise CancelledError("the caller ended the Encode stream before its first message")
         if first.WhichOneof("kind") != "begin":
             raise InvalidRequestError("an Encode stream starts with `begin`")
         call = encode.encode_call_of(first.begin)
-        replies = role.encode(call, _chunks(requests, context, within), clock)
+        replies = role.encode(call, _chunks(context, within), timer)
         await _write_all(replies, encode.encode_reply_to, context)
 
     async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
         await self._send(self._fetched(Fetch.EMBEDDING, identity.fetch_call_of(request)), context)
 
-    async def _send(self, runs: Runs, context: Any) -> None:
-        """Frames, as long as their consumer takes them: its lease does not outlive this."""
+    async def _send(self, runs: FrameBatches, context: Any) -> None:
+        """Send frames over gRPC.
+
+        Raises:
+            PeerLostError: the consumer took no frame for longer than its lease can last.
+        """
         timers = self._state.settings.timers
         within = timers.no_progress + timers.lease
         if self.data_port:
             await context.send_initial_metadata(((DATA_PORT, str(self.data_port)),))
-        async with aclosing(joined(runs)) as frames:
+        async with aclosing(join_frames(runs)) as frames:
             async for frame in frames:
                 try:
                     async with asyncio.timeout(within):
@@ -176,15 +178,15 @@ class Service:
                 except TimeoutError:
                     raise PeerLostError(f"no frame was taken for {within:g} s") from None
 
-    def _fetched(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> Runs:
+    def _fetched(self, fetch: Fetch, call: FetchCall, *, large: bool = False) -> FrameBatches:
         match fetch:
             case Fetch.EMBEDDING:
                 return _loaded(self._ready().encoder, "encoder").fetch(call, large=large)
             case Fetch.KV:
                 return _loaded(self._ready().prefill, "prefill").fetch(call, large=large)
 
-    async def fetched(self, fetch: Fetch, call: FetchCall) -> Runs:
-        """What a consumer asks for over a data connection."""
+    async def fetched(self, fetch: Fetch, call: FetchCall) -> FrameBatches:
+        """Yield the frames of a fetch over a data connection."""
         name = fetch.method
         self.live[name] += 1
         try:
@@ -197,9 +199,9 @@ class Service:
     # ---- Prefill -------------------------------------------------------------------------------
 
     async def _Prefill(self, request: pb.PrefillRequest, context: Any) -> None:  # noqa: N802
-        clock = CallClock()
+        timer = CallTimer()
         role = _loaded(self._ready().prefill, "prefill")
-        replies = role.prefill(prefill.prefill_call_of(request), clock)
+        replies = role.prefill(prefill.prefill_call_of(request), timer)
         await _write_all(replies, prefill.prefill_reply_to, context)
 
     async def _FetchKV(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
@@ -207,9 +209,12 @@ class Service:
 
     # ---- Decode --------------------------------------------------------------------------------
 
-    async def _Reserve(self, request: pb.ReserveRequest, _: Any) -> pb.ReserveReply:  # noqa: N802
+    async def _Reserve(  # noqa: N802
+        self, request: pb.ReserveRequest, context: Any
+    ) -> pb.ReserveReply:
         role = _loaded(self._ready().decode, "decode")
-        reservation = await role.reserve(decode.reserve_call_of(request))
+        peer = _host_of(context.peer())
+        reservation = await role.reserve(decode.reserve_call_of(request), peer=peer)
         return pb.ReserveReply(
             reservation_id=reservation.reservation_id,
             boot_id=reservation.boot_id,
@@ -217,9 +222,9 @@ class Service:
         )
 
     async def _Decode(self, request: pb.DecodeRequest, context: Any) -> None:  # noqa: N802
-        clock = CallClock()
+        timer = CallTimer()
         role = _loaded(self._ready().decode, "decode")
-        replies = role.decode(decode.decode_call_of(request), clock)
+        replies = role.decode(decode.decode_call_of(request), timer)
         await _write_all(replies, decode.decode_reply_to, context)
 
 
@@ -236,6 +241,11 @@ def _rpc_handler(method: Method, handler: Handler) -> Any:
     )
 
 
+def _host_of(peer: str) -> str:
+    """Return the host of gRPC's peer name, `ipv4:10.0.0.1:40312`, without the port."""
+    return peer.rpartition(":")[0]
+
+
 def _loaded(role: T | None, stage: str) -> T:
     if role is None:
         raise IncompatibleError(f"the stage {stage} is not loaded here")
@@ -250,23 +260,38 @@ async def _write_all(
             await context.write(to_message(reply))
 
 
-async def _chunks(
-    requests: AsyncIterator[pb.EncodeRequest], context: Any, within: float
-) -> AsyncIterator[tuple[int, bytes]]:
-    """The chunks; they are asked for when the first one is, which is when the call is taken."""
-    await context.send_initial_metadata(((SEND_PICTURES, "1"),))
-    while (message := await _next(requests, within)) is not None:
-        if message.WhichOneof("kind") != "chunk":
-            raise InvalidRequestError("an Encode stream goes on with chunks")
-        yield message.chunk.item, checks.at_most(message.chunk.data, "chunk.data", CHUNK_BYTES)
+async def _chunks(context: Any, within: float) -> AsyncIterator[tuple[int, bytes]]:
+    """Yield the chunks of an upload as (item, bytes).
+
+    The client sends images after the initial metadata. The metadata is sent when the role asks for
+    the first chunk, after it has accepted the call. Each chunk is deleted before the next read,
+    because its bytes would not be accounted for.
+    """
+    await context.send_initial_metadata(((SEND_IMAGES, "1"),))
+    while (chunk := _chunk_of(await _next(context, within))) is not None:
+        yield chunk
+        del chunk
 
 
-async def _next(
-    requests: AsyncIterator[pb.EncodeRequest], within: float
-) -> pb.EncodeRequest | None:
-    """The next message of an upload, None at its end; PeerLostError after so many seconds."""
+def _chunk_of(message: pb.EncodeRequest | None) -> tuple[int, bytes] | None:
+    if message is None:
+        return None
+    if message.WhichOneof("kind") != "chunk":
+        raise InvalidRequestError("an Encode stream goes on with chunks")
+    return message.chunk.item, checks.at_most(message.chunk.data, "chunk.data", CHUNK_BYTES)
+
+
+async def _next(context: Any, within: float) -> pb.EncodeRequest | None:
+    """Return the next message of an upload, None at its end.
+
+    It reads from the call, because gRPC's iterator keeps a message until it has the next one.
+
+    Raises:
+        PeerLostError: no message arrived within `within` seconds.
+    """
     try:
         async with asyncio.timeout(within):
-            return await anext(aiter(requests), None)
+            message = await context.read()
+            return None if message is grpc.aio.EOF else message
     except TimeoutError:
-        raise PeerLostError(f"no bytes of the pictures came for {within:g} s") from None
+        raise PeerLostError(f"no bytes of the images came for {within:g} s") from None

@@ -1,4 +1,4 @@
-"""What a worker process is and how it is: the source of Hello, /stats, health and readiness."""
+"""State of a worker process: the source of Hello, /stats, health and readiness."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from vlm_worker.core.memory import MemoryKind
-from vlm_worker.core.rates import Rates
+from vlm_worker.core.measurements import Rates
+from vlm_worker.core.process_memory import ProcessMemory
+from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.settings import EngineStats
 from vlm_worker.errors import (
     CancelledError,
@@ -25,7 +26,7 @@ from vlm_worker.settings import WorkerSettings
 
 
 class Phase(enum.StrEnum):
-    """Where a process is in its life."""
+    """Phase of a worker process."""
 
     LOADING = "loading"
     READY = "ready"
@@ -33,8 +34,8 @@ class Phase(enum.StrEnum):
     FAILED = "failed"
 
 
-class Outcome(enum.StrEnum):
-    """How a call ended; the label of `vlm_requests_total`."""
+class CallOutcome(enum.StrEnum):
+    """How a call ended; the label of `triptych_requests_total`."""
 
     OK = "ok"
     INVALID = "invalid"
@@ -45,9 +46,9 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What `/stats` says of the model, known once it is loaded; zeros where it does not apply.
+    """The `model` part of `/stats`, known once the model is loaded; 0 if not applicable.
 
-    `weights` is the type of most linear layers: `int8`, or what the model computes in.
+    `weights` is the type of most linear layers: `int8`, or the type of the computation.
     """
 
     kv_bytes_per_token: int
@@ -58,10 +59,10 @@ class ModelFacts:
 
 
 class WorkerState:
-    """One process. Written by its lifecycle and by the gRPC handlers, on one event loop.
+    """State of one process. Its lifecycle and the gRPC handlers write it, on one event loop.
 
-    `device` is what the model computes on, None before it is loaded. `heartbeat` is when the engine
-    was last seen well, in seconds since 1970; None before it is there.
+    `device` is the device of the model; None before the model is loaded. `heartbeat` is the time of
+    the last check that found the engine healthy, in seconds since 1970; None before the first.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -72,43 +73,43 @@ class WorkerState:
         self.message = "starting"
         self.model: ModelFacts | None = None
         self.device: str | None = None
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[CallOutcome] = Counter()
         self.heartbeat: float | None = None
         self._started = time.monotonic()
         self.rates = Rates(self._started)
 
     @property
     def uptime_seconds(self) -> float:
-        """Since the process came up."""
+        """Seconds since the process started."""
         return time.monotonic() - self._started
 
     @property
     def accepting(self) -> bool:
-        """New work is taken."""
+        """Whether the process accepts new work."""
         return self.phase is Phase.READY
 
     @property
     def serving(self) -> bool:
-        """Requests are worked on: ready, or draining, which still finishes what it has."""
+        """Whether requests run: the process is ready, or drains and finishes its requests."""
         return self.phase in (Phase.READY, Phase.DRAINING)
 
     def enter(self, phase: Phase, message: str) -> None:
-        """Go on to a phase."""
+        """Set the phase."""
         self.phase = phase
         self.message = message
 
-    def beat(self, engine: EngineStats) -> None:
-        """The engine was seen well, now."""
+    def record_heartbeat(self, engine: EngineStats) -> None:
+        """Record that the engine is healthy now, and its counters for the rates."""
         self.heartbeat = time.time()
         self.rates.note(time.monotonic(), growth_of(engine))
 
     def count(self, error: BaseException | None) -> None:
-        """Note how a call ended."""
+        """Count the outcome of a call."""
         self.outcomes[outcome_of(error)] += 1
 
 
 def growth_of(engine: EngineStats) -> dict[str, float]:
-    """The counters whose rates `/stats` tells."""
+    """Return the counters whose rates are in `/stats`."""
     return {
         "requests_per_second": engine.requests,
         "output_tokens_per_second": engine.output_tokens,
@@ -116,26 +117,26 @@ def growth_of(engine: EngineStats) -> dict[str, float]:
     }
 
 
-def outcome_of(error: BaseException | None) -> Outcome:
-    """The label of an ending."""
+def outcome_of(error: BaseException | None) -> CallOutcome:
+    """Return the outcome of a call that ended with `error`."""
     match error:
         case None:
-            return Outcome.OK
+            return CallOutcome.OK
         case InvalidRequestError() | IncompatibleError() | DuplicateError():
-            return Outcome.INVALID
+            return CallOutcome.INVALID
         case OverloadedError() | DrainingError():
-            return Outcome.REJECTED
+            return CallOutcome.REJECTED
         case CancelledError():
-            return Outcome.CANCELLED
+            return CallOutcome.CANCELLED
         case Exception():
-            return Outcome.ERROR
-        case _:  # asyncio.CancelledError: the caller went away
-            return Outcome.CANCELLED
+            return CallOutcome.ERROR
+        case _:  # asyncio.CancelledError: the caller disconnected
+            return CallOutcome.CANCELLED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeaseCounts:
-    """Leases by state, as in `vlm_leases`, and how many ended by their deadline so far."""
+    """Leases by state, as in `triptych_leases`, and the number that expired so far."""
 
     held: int = 0
     reserved: int = 0
@@ -145,7 +146,11 @@ class LeaseCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """Transfers that were void, by what was wrong, and bytes that peers read by themselves."""
+    """Rejected transfers by reason, and bytes of memory exposed to peers.
+
+    `lost_bytes` were abandoned: the consumer never confirmed the end of its reads, so the process
+    does not reuse them.
+    """
 
     refused: Mapping[Refusal, int] = dataclasses.field(default_factory=dict)
     exposed_bytes: int = 0
@@ -154,16 +159,20 @@ class TransferCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryCounts:
-    """Bytes that requests may hold in this process, their shares by kind, and what is in use."""
+    """Limits and use of the memory of requests in this process, in bytes by kind.
 
-    budget_bytes: int = 0
+    `declared` is all memory that the process may use; `resident` is what it uses now.
+    """
+
     limits: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
     used: Mapping[MemoryKind, int] = dataclasses.field(default_factory=dict)
+    declared: ProcessMemory = dataclasses.field(default_factory=ProcessMemory)
+    resident: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the engine and the leases say at one moment; None before the model is loaded."""
+    """Statistics of the engine, leases, transfers and memory at one instant."""
 
     engine: EngineStats
     leases: LeaseCounts

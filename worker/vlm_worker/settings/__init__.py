@@ -1,4 +1,4 @@
-"""argv and environment -> one frozen value per command, validated once (docs/contract.md).
+"""Turns argv and environment into one validated, frozen value per command (docs/contract.md).
 
     vlm-worker encoder|prefill|decode  ->  WorkerSettings
     vlm-worker gateway                 ->  GatewaySettings
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """The settings of one command line; ends the process with code 2 where they are wrong."""
+    """The settings of one command line; ends the process with code 2 if they are wrong."""
     args = command_line().parse_args(argv)
     fail: Callable[[str], NoReturn] = args.parser.error
     model = _model(args, fail)
@@ -108,7 +108,7 @@ def _gateway(
 
 
 def _front(args: argparse.Namespace) -> dict[str, Any]:
-    """What bounds clients; `--max-waiting` of `serve` may be absent."""
+    """The limits for clients; with `serve`, `--max-waiting` may be absent."""
     bounds = {
         "memory_bytes": args.gateway_memory_bytes,
         "max_connections": args.max_connections,
@@ -119,7 +119,10 @@ def _front(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _name_of(model: str) -> str:
-    """The folder that names the model: `shapes` of `examples/shapes/model`, `name` of `hf://org/name`."""
+    """The model's default name, from its path.
+
+    It is `shapes` for `examples/shapes/model`, and `name` for `hf://org/name`.
+    """
     path = Path(model) if model.startswith("hf://") else Path(model).absolute()
     return path.parent.name if path.name == "model" else path.name
 
@@ -174,7 +177,7 @@ def _queues(args: argparse.Namespace) -> QueueSettings:
 
 
 def _data_port(args: argparse.Namespace) -> int:
-    """Two above gRPC's, past HTTP's, where nobody says otherwise: policies know it then."""
+    """The flag, else the gRPC port plus two (HTTP has plus one), so that policies can name it."""
     if args.data_port is not None:
         return int(args.data_port)
     port = args.grpc_port + 2 if args.grpc_port else 0
@@ -196,7 +199,7 @@ def _model(args: argparse.Namespace, fail: Callable[[str], NoReturn]) -> ModelSo
 
 
 def _api_server(environ: Mapping[str, str]) -> str:
-    """As Kubernetes tells every container."""
+    """The API server's address, from the variables that Kubernetes sets in every container."""
     host = environ.get("KUBERNETES_SERVICE_HOST", "")
     port = environ.get("KUBERNETES_SERVICE_PORT", "443")
     host = f"[{host}]" if ":" in host else host

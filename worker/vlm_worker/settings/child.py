@@ -11,7 +11,7 @@ from vlm_worker.types import Role
 
 
 def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int) -> list[str]:
-    """One role with its own stage, on free ports, ending with its parent."""
+    """Arguments of one role with its own stage, on free ports, that ends with its parent."""
     optional = {
         "--kv-memory-bytes": settings.kv_memory_bytes,
         "--kv-memory-percent": settings.kv_memory_percent,
@@ -53,7 +53,7 @@ def worker_argv(settings: WorkerSettings, role: Role, *, bind: str, parent: int)
 
 
 def gateway_argv(settings: GatewaySettings, *, workers: Iterable[str], parent: int) -> list[str]:
-    """The gateway of those workers, ending with its parent."""
+    """Arguments of the gateway of those workers, that ends with its parent."""
     return [
         Role.GATEWAY.value,
         *_common(settings, parent=parent),

@@ -1,4 +1,4 @@
-"""Every flag of every command: its name, its type, its default."""
+"""Defines every flag of every command: its name, its type, its default."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DELAYS = (*STAGES, "kv_transfer")
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of `vlm-worker`; each command leaves itself in `args.parser`."""
+    """The parser of `vlm-worker`; `args.parser` is the parser of the given command."""
     parser = argparse.ArgumentParser(prog="vlm-worker", description="One process of a VLM service.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for role in (Role.ENCODER, Role.PREFILL, Role.DECODE):
@@ -80,7 +80,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_front(serve)
     serve.set_defaults(
         parser=serve,
-        max_waiting=None,  # bounds the gateway and each worker; each has its own default
+        max_waiting=None,  # limits the gateway and each worker; each has its own default
         grpc_port=0,
         data_port=0,
         announced_data_port=None,
@@ -153,7 +153,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         choices=COMPILING,
         default="auto",
         help="layers that torch computes on a GPU are compiled at start: seconds there, and less "
-        "time for each picture",
+        "time for each image",
     )
     parser.add_argument(
         "--jpeg-scaling",
@@ -212,7 +212,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_front(parser: argparse.ArgumentParser) -> None:
-    """What bounds clients: of a gateway, alone or in `serve`."""
+    """Add the limits for clients: flags of the gateway and of `serve`."""
     parser.add_argument(
         "--gateway-memory-bytes",
         type=_at_least(LEAST_MEMORY_BYTES),
@@ -237,16 +237,16 @@ def _add_front(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_queues(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of `QueueSettings`."""
+    """Add one flag for each field of `QueueSettings`."""
     parser.add_argument(
         "--admission-policy", choices=ADMISSION_POLICIES, default="fcfs", help="who enters first"
     )
     for name, least, default, text in (
-        ("--max-wave-text", 1, 32, "of the text lane admitted by one step of dual_queue"),
-        ("--max-wave-vision", 1, 8, "of the vision lane, likewise"),
+        ("--max-round-text", 1, 32, "of the text lane admitted by one step of dual_queue"),
+        ("--max-round-vision", 1, 8, "of the vision lane admitted by one step of dual_queue"),
         ("--max-waiting", 1, 256, "sequences waiting for prefill"),
         ("--max-waiting-tokens", 1, 1 << 20, "their tokens"),
-        ("--max-waiting-images", 1, 256, "pictures waiting for the encoder"),
+        ("--max-waiting-images", 1, 256, "images waiting for the encoder"),
         ("--max-waiting-pixels", 1, 1 << 26, "their pixels"),
         ("--long-prefill-tokens", 16, 1024, "of one prompt in a step while others can use more"),
         ("--target-step-ms", 0, 0, "adapt how many run at once to this; 0: as many as fit"),

@@ -1,11 +1,11 @@
-"""How long anybody waits for anybody: every timer of the data plane, as one value.
+"""Every timer of the data plane, as one value.
 
-    renew < lease          a lost renewal or three do not end a lease
-    wait_frame < no_progress    a producer that has nothing yet is told from one that is gone
-    ping + ping_timeout    a frozen or vanished peer is noticed, whether or not bytes move
+    renew < lease          up to three lost renewals do not end a lease
+    wait_frame < no_progress    distinguishes a producer without units from a lost one
+    ping + ping_timeout    detect a frozen or vanished peer, whether or not bytes move
 
-`scaled` shortens all of them alike, so that a fault test of a tenth is the same test. Gateway and
-workers of one service run at the same scale: each takes the other's pings for what they are.
+`scaled` multiplies all of them, so that a fault test at a tenth of the times is equivalent. Gateway
+and workers of a service use the same scale, because each expects the other's pings in time.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from typing import Final, Self
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timers:
-    """Seconds, all of them.
+    """Timers in seconds.
 
     Attributes:
-        lease: a producer holds KV or an embedding so long after the last renewal.
-        reservation: likewise, a decode worker its room.
-        renew: between two renewals, from the moment the consumer queues the request.
-        sweep: between two looks at what has expired.
-        no_progress: without a frame for so long, a consumer takes its producer for lost; a reader
-            that takes no frame for so long no longer keeps its lease alive.
-        wait_frame: a producer without units says so often that it lives.
-        quarantine: what a peer may still read is kept so long after its request ended.
-        ping: between two pings of an idle connection.
-        ping_timeout: without an answer for so long, the connection is dead.
-        connect: a data connection is made within so long, or the fetch goes over gRPC.
+        lease: time for which a producer holds KV or an embedding after the last renewal.
+        reservation: time for which a decode worker holds a reservation after the last renewal.
+        renew: interval of renewals, from the time when the consumer queues the request.
+        sweep: interval of sweeps for expired leases.
+        no_progress: time without a frame after which a consumer considers its producer lost. A
+            reader that takes no frame for this time no longer keeps its lease alive.
+        wait_frame: interval of keepalive frames from a producer that has no units.
+        quarantine: time for which memory that a peer may still read is kept after its request.
+        ping: interval of pings on an idle connection.
+        ping_timeout: time without an answer after which a connection is dead.
+        connect: time limit for opening a data connection; after it, the fetch uses gRPC.
         control: deadline of a call that is answered at once: Hello, Reserve, Cancel, renewals.
-        cancel: deadline of a Cancel on behalf of a client that has left.
-        idle_connection: a data connection over which nothing was asked for so long is closed.
-        reserved: a reservation ends after so long, however often it is renewed; longer than an
-            Encode, as nothing else comes before its Decode.
-        held: KV or an embedding is offered no longer, however often its lease is renewed; longer
-            than an Encode, a Prefill and a fetch together.
+        cancel: deadline of a Cancel for a client that has left.
+        idle_connection: time without a request after which a data connection is closed.
+        reserved: maximum age of a reservation, however often it is renewed. It exceeds an Encode,
+            the only stage between a reservation and its Decode.
+        held: maximum time for which KV or an embedding is offered, however often its lease is
+            renewed. It exceeds an Encode, a Prefill and a fetch together.
         fetch: deadline of one transfer.
         encode: deadline of an Encode.
         prefill: deadline of a Prefill.
         decode: deadline of a Decode.
-        last_words: what is left at the drain deadline is told so, and has so long to end.
-        load: between two load reports of a worker.
-        silence: a gateway that gets no report for so long takes the worker for lost.
-        hello: a worker that a gateway finds has so long to say who it is.
-        retry, max_retry: between two attempts of a gateway to reach a worker, doubling.
-        heartbeat: between two comments on a stream that waits for a pod to come back.
+        last_words: time in which requests can end after the drain deadline has failed them.
+        load: interval of a worker's load reports.
+        silence: time without a load report after which a gateway considers a worker lost.
+        hello: deadline of a new worker's Hello reply to a gateway.
+        retry, max_retry: first and maximum wait between a gateway's attempts to reach a worker;
+            the wait doubles.
+        heartbeat: interval of comments on a stream that waits for a pod.
     """
 
     lease: float = 10.0
@@ -78,7 +79,7 @@ class Timers:
 
     @property
     def frozen(self) -> float:
-        """A peer that stands still is noticed within so long."""
+        """Seconds within which a frozen peer is detected."""
         return self.ping + self.ping_timeout
 
     def scaled(self, scale: float) -> Self:
@@ -88,4 +89,4 @@ class Timers:
 
 
 PRODUCTION: Final = Timers()
-"""As they are wherever `--timer-scale` is not given."""
+"""The timers if `--timer-scale` is not given."""

@@ -13,18 +13,18 @@ from vlm_worker.types import Role, Stage
 HF_PREFIX = "hf://"
 MAX_PORT: Final = 65535
 DEFAULT_PATIENCE_SECONDS: Final = 20.0
-"""If the only pod of a pool is killed and its model is small, it is back after 11 to 12 s. A
-client's own timeout is 60 s or more."""
+"""If the only pod of a pool is killed and its model is small, a new pod is ready after 11 to 12 s.
+Client timeouts are usually 60 s or more."""
 MAX_IMAGES: Final = 64
-"""Of a request: as many as a worker takes in one call."""
+"""Maximum images of a request: as many as a worker accepts in one call."""
 LEAST_MEMORY_BYTES: Final = 128 << 20
-"""For two bodies of the largest size, of two tenants, each with a copy."""
+"""Minimum memory of a gateway: two bodies of the largest size, of two tenants, each with a copy."""
 DEFAULT_SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  files in it have random names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is in its cluster, from the downward API; empty strings outside of one.
+    """The identity of this process in its cluster, from the downward API; empty outside of one.
 
     `granted_gpus` is what the device plugin gave the container (NVIDIA_VISIBLE_DEVICES).
     """
@@ -41,18 +41,18 @@ class Identity:
 
     @property
     def holds_gpus(self) -> bool:
-        """The container was given GPUs."""
+        """Whether the container was given GPUs."""
         return self.granted_gpus not in ("", "none", "void")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where the model comes from.
+    """The location of the model.
 
     Attributes:
         uri: a directory, or `hf://org/name`.
-        revision: commit of an `hf://` model; of a directory, what its publisher calls it.
-        cache: directory that `hf://` models are downloaded into; None is huggingface_hub's own.
+        revision: commit of an `hf://` model; for a directory, the publisher's name for it.
+        cache: directory into which `hf://` models are downloaded; None is huggingface_hub's own.
     """
 
     uri: str
@@ -61,27 +61,28 @@ class ModelSource:
 
     @property
     def repository(self) -> str | None:
-        """`org/name` of an `hf://` source, None of a directory."""
+        """`org/name` of an `hf://` source; None for a directory."""
         return self.uri.removeprefix(HF_PREFIX) if self.uri.startswith(HF_PREFIX) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """How a worker orders and bounds what waits: a flag of the same name for each field.
+    """How a worker orders and limits its queues; each field has a flag of the same name.
 
     Attributes:
         admission_policy: `fcfs` or `dual_queue` (docs/decisions/0009-first-come-first-served.md).
-        max_wave_text, max_wave_vision: sequences that one step of `dual_queue` admits of each lane.
-        ageing_seconds: who has waited for so long goes before everybody who has not.
-        max_waiting, max_waiting_tokens: bounds of the queue for prefill.
-        max_waiting_images, max_waiting_pixels: bounds of the queue for the encoder.
+        max_round_text, max_round_vision: sequences of a lane that one step of `dual_queue` admits.
+        ageing_seconds: waiting time after which a sequence goes before all that waited less.
+        max_waiting, max_waiting_tokens: limits of the prefill queue.
+        max_waiting_images, max_waiting_pixels: limits of the encoder queue.
         long_prefill_tokens: tokens of one prompt in a step while others can use the rest.
-        target_step_ms: how many run at once follows from this; 0 is as many as fit.
+        target_step_ms: target step time, from which the number of running sequences follows; 0
+            sets no limit.
     """
 
     admission_policy: str = "fcfs"
-    max_wave_text: int = 32
-    max_wave_vision: int = 8
+    max_round_text: int = 32
+    max_round_vision: int = 8
     ageing_seconds: float = 3.0
     max_waiting: int = 256
     max_waiting_tokens: int = 1 << 20
@@ -93,21 +94,21 @@ class QueueSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """One encoder, prefill or decode process. A port of 0 is any free one.
+    """One encoder, prefill or decode process. A port of 0 selects any free one.
 
-    Consumers reach `data_port` at `announced_data_port`, where that is another.
-    `kv_memory_bytes` goes before `kv_memory_percent`; with neither, the runner chooses. `runner`
+    If `announced_data_port` is set, consumers reach `data_port` there.
+    `kv_memory_bytes` overrides `kv_memory_percent`; with neither, the runner chooses. `runner`
     `checksum` replaces the model by arithmetic, for fault tests. With `compile`, layers that torch
     computes on a GPU are compiled at start. With `scaled_jpeg`, a JPEG is decoded no larger than
-    the model needs it: the same for all workers of a service. `delays` holds seconds by stage.
-    `request_memory_bytes` is what requests may hold beside weights and KV (None: the sum of its
-    parts' own bounds). `decode_processes` decode images; 0 follows the number of CPUs.
-    `embedding_cache_bytes` are on the device, `embedding_cold_cache_bytes` behind them on the host
-    (None: it depends on the device). `transport` is how bytes go between workers that both have it,
-    by memory in `shared_memory_dir` for one; they expose at most `exposed_memory_bytes` at a time.
-    With `strict`, a broken promise of the books ends the process instead of being counted. `timers`
-    are all waits on peers, `drain_timeout_seconds` apart. `parent` is the process that this one
-    ends with, where it was started by `serve --split`.
+    the model needs it; all workers of a service must agree. `delays` holds seconds by stage.
+    `request_memory_bytes` limits what requests hold besides weights and KV (None: the sum of the
+    parts' limits). `decode_processes` decode images; 0 derives the number from the CPUs.
+    `embedding_cache_bytes` is the hot tier on the device, `embedding_cold_cache_bytes` the cold
+    tier on the host (None: it depends on the device). `transport` moves bytes between workers that
+    both have it; `shared_memory_dir` is its directory for shared memory. Workers expose at most
+    `exposed_memory_bytes` at a time. With `strict`, an accounting mismatch ends the process instead
+    of being counted. `timers` has all waits for peers except `drain_timeout_seconds`. The process
+    ends with the process `parent`, if `serve --split` started it.
     """
 
     role: Role
@@ -157,14 +158,14 @@ class WorkerSettings:
 class GatewaySettings:
     """One gateway process.
 
-    It finds its workers at the static addresses `workers`, or, where these are empty, by watching
-    the pods of `service` in `namespace`. `config` is the mounted gateway.json; `api_keys_dir` a
-    mounted Secret with one bearer key per file, whose name is the tenant; None is open.
-    `api_server` is the cluster's, as https://host:port; empty outside of one. A request waits
-    `patience_seconds` for a pod after its pool has lost the last one; at most `max_waiting` wait
-    for room at once. Requests hold at most `memory_bytes` together, and there are at most
-    `max_connections` connections; `images_per_request` holds where `config` does not say. With
-    `any_priority`, a client may put its requests before those of others.
+    It finds its workers at the static addresses `workers`. If these are empty, it watches the pods
+    of `service` in `namespace`. `config` is the mounted gateway.json. `api_keys_dir` is a mounted
+    Secret with one bearer key per file, whose name is the tenant; None disables authentication.
+    `api_server` is the cluster's API server, as https://host:port; empty outside of a cluster. If a
+    pool has lost its last pod, a request waits `patience_seconds` for a new one. At most
+    `max_waiting` requests wait for capacity. Requests hold at most `memory_bytes` together, and at
+    most `max_connections` connections are open. `images_per_request` applies if `config` sets no
+    limit. With `any_priority`, a client may raise its requests above those of others.
     """
 
     model: ModelSource
@@ -196,10 +197,9 @@ class GatewaySettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Every role on this machine, behind one port.
+    """All roles on this machine, behind one port.
 
-    `worker` and `gateway` are the settings that the parts start from; with `split`, each role is a
-    child process.
+    The parts start from `worker` and `gateway`; with `split`, each role is a child process.
     """
 
     host: str

@@ -1,7 +1,15 @@
-"""A model without a model: what it says is a checksum of what it reads. And what idle means.
+"""A runner whose tokens are checksums of its inputs, and a check that a worker is idle.
 
-`ChecksumRunner` implements `engine.runner.Runner`; `answer_alone` is the same model, bare.
+`ChecksumRunner` implements `engine.runner.Runner`. `answer_alone` computes the same answer without
+blocks, batches or chunks.
 """
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Protocol
 
 from vlm_worker.testing.arithmetic import (
     IMAGE_TOKEN,
@@ -16,10 +24,6 @@ from vlm_worker.testing.arithmetic import (
     slot_values,
     token_logprobs,
     told,
-)
-from vlm_worker.testing.idle import (
-    Accountable,
-    assert_idle,
 )
 from vlm_worker.testing.runner import (
     ChecksumRunner,
@@ -44,3 +48,29 @@ __all__ = [
     "token_logprobs",
     "told",
 ]
+
+
+class Accountable(Protocol):
+    """A worker that counts what has not ended: `server.worker_server.WorkerServer`."""
+
+    @property
+    def outstanding(self) -> Mapping[str, int]:
+        """Nonzero counts of everything that has not ended, by kind."""
+
+    @property
+    def num_violations(self) -> int:
+        """Accounting mismatches so far."""
+
+
+async def assert_idle(worker: Accountable, *, within_seconds: float = 15.0) -> None:
+    """Wait until a worker has freed everything: blocks, pins, leases, calls, tasks, segments.
+
+    Raises:
+        AssertionError: something is outstanding, with its kind and count, or the worker counted an
+            accounting mismatch.
+    """
+    deadline = time.monotonic() + within_seconds
+    while outstanding := worker.outstanding:
+        assert time.monotonic() < deadline, f"after {within_seconds:g} s: {outstanding}"
+        await asyncio.sleep(0.005)
+    assert not worker.num_violations, f"{worker.num_violations} accounting mismatches"

@@ -1,6 +1,6 @@
-"""The checksum model, bare: what it makes of tokens, pictures, positions, and how it goes on.
+"""The checksum model as plain functions of tokens, images and positions.
 
-`answer_alone` is the whole of it: no blocks, batches or chunks.
+`answer_alone` is the complete model, without blocks, batches or chunks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlm_worker.core.inputs import LogitEdits
+from vlm_worker.core.step_values import LogitEdits
 from vlm_worker.types import ImageItem, PreparedImage, Request, TokenLogprobs
 
 VOCABULARY = 997
@@ -22,7 +22,7 @@ _AXES = np.array([[0x9E3779B1], [0x85EBCA77], [0xC2B2AE3D]], np.int64)
 
 
 def slot_values(contents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """What a KV slot holds: int64 [T] of contents [T] and positions [P, T]."""
+    """The content of KV slots: int64 [T], from contents [T] and positions [P, T]."""
     axes = _AXES[: len(positions)]
     values: np.ndarray = contents.astype(np.int64) * 1_000_003 + (positions * axes).sum(axis=0)
     return values
@@ -31,13 +31,13 @@ def slot_values(contents: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def next_token(
     context: np.ndarray, temperature: float, seed: int, index: int, *, edits: bytes = b""
 ) -> int:
-    """The token after a context; drawn by (seed, index) where the temperature is not 0."""
+    """The token after a context; if the temperature is not 0, it depends on (seed, index)."""
     drawn = f"{seed}/{index}".encode() if temperature else b""
     return zlib.crc32(context.astype(np.int64).tobytes() + drawn + edits) % VOCABULARY
 
 
 def told(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
-    """All that penalties and biases depend on: numbers, biases, and the tokens of the answer."""
+    """The inputs of penalties and biases as bytes: parameters, biases, and the answer's tokens."""
     numbers = (edits.frequency_penalty, edits.presence_penalty, edits.repetition_penalty)
     answer = token_ids[num_prompt:].astype(np.int32)
     arrays = (np.array(numbers, np.float32), edits.bias_ids, edits.bias_values, answer)
@@ -45,20 +45,20 @@ def told(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
 
 
 def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
-    """What it says of the likelihood of a token: exact in float32, the token itself the best."""
+    """Log-probabilities of a token, exact in float32; the token itself is the best."""
     best = -(token_id % 16 + 1) / 8
     top = [((token_id + rank) % VOCABULARY, best - rank) for rank in range(num_top)]
     return TokenLogprobs(best, tuple(top))
 
 
 def embed(image: PreparedImage) -> np.ndarray:
-    """The encoder: int64 [num_tokens]."""
-    digest = zlib.crc32(bytes(image.patches))
+    """Encode an image: int64 [num_tokens]."""
+    digest = zlib.crc32(image.patches)
     return digest * 31 + np.arange(image.num_tokens, dtype=np.int64)
 
 
 def make_image(number: int, *, num_tokens: int) -> PreparedImage:
-    """A picture that differs from those with another number or size."""
+    """An image whose key and patches depend on its number and size."""
     patches = np.full(4 * num_tokens, number, np.float32).tobytes()
     key = hashlib.sha256(b"%d/%d" % (number, num_tokens)).digest()
     return PreparedImage(key, (1, 2, 2 * num_tokens), num_tokens, memoryview(patches))
@@ -73,7 +73,7 @@ def plain_positions(token_ids: Sequence[int], items: Sequence[ImageItem]) -> tup
 def folded_positions(
     token_ids: Sequence[int], items: Sequence[ImageItem]
 ) -> tuple[np.ndarray, int]:
-    """Three rows and a negative delta, as M-RoPE has them: an image advances by one."""
+    """Three rows and a negative delta, as in M-RoPE: an image advances the position by one."""
     steps = np.ones(len(token_ids), np.int64)
     column = np.zeros(len(token_ids), np.int64)
     for item in items:
@@ -94,7 +94,7 @@ def answer_alone(
     max_model_len: int = 2**31,
     eos_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The whole answer to a request, delivered tokens included; no blocks, batches or chunks."""
+    """The whole answer to a request, delivered tokens included."""
     known, delta = positions(request.token_ids, request.items)
     contents = np.array(request.token_ids, np.int64)
     contents[contents == IMAGE_TOKEN] = UNWRITTEN

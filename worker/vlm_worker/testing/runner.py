@@ -1,8 +1,8 @@
-"""The checksum model behind `engine.runner.Runner`: its KV cache holds one number per token.
+"""The checksum model as an `engine.runner.Runner`: its KV cache holds one number per token.
 
-A number is made of the token (or of the encoder row in its place) and of its position. The next
-token is the checksum of the numbers read back through the block table. Any mistake in blocks,
-slots, positions, chunks, images, transfers or preemption changes the text.
+A number is computed from the token (or the encoder row in its place) and its position. The next
+token is the checksum of the numbers read through the block table. Any mistake in blocks, slots,
+positions, chunks, images, transfers or preemption changes the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlm_worker.core.encoding import encode_each
-from vlm_worker.core.inputs import NOT_FINITE, SampleParams, StepInputs, StepOutput
+from vlm_worker.core.step_values import NOT_FINITE, SampleParams, StepInputs, StepOutput
 from vlm_worker.errors import CorruptTransferError, InvalidImageError
 from vlm_worker.testing.arithmetic import (
     IMAGE_TOKEN,
@@ -31,18 +31,18 @@ from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 @dataclasses.dataclass(slots=True)
 class Faults:
-    """What goes wrong, on purpose. Changed by tests while the engine runs.
+    """Injected faults. Tests change them while the engine runs.
 
     Attributes:
-        step_seconds, encode_seconds: how long each call takes.
+        step_seconds, encode_seconds: duration of each call.
         crash_token: a step with this token among its new ones raises.
-        crash_steps: so many coming steps raise, whatever they hold.
+        crash_steps: number of next steps that raise, with any tokens.
         poison_token: the logits of a sequence whose chunk has this token are not finite.
-        bad_images: keys of pictures that fail, each by itself.
-        crash_images: keys of pictures that make the whole encoder call raise.
-        lost_images: keys of pictures for which the encoder returns nothing.
-        encode_error: what every encoder call raises, as a device that is lost or full does.
-        export_error: what every copy of an embedding out of the device raises.
+        bad_images: keys of images that fail, each by itself.
+        crash_images: keys of images that make the whole encoder call raise.
+        lost_images: keys of images for which the encoder returns nothing.
+        encode_error: error of every encoder call, as from a lost or full device.
+        export_error: error of every copy of an embedding from the device.
     """
 
     step_seconds: float = 0.0
@@ -58,15 +58,15 @@ class Faults:
 
 
 class ChecksumRunner:
-    """Runs batches on a KV cache of numbers: one int64 for each slot, block-major, real bytes.
+    """Runs batches on a KV cache of numbers: one int64 per slot, block-major, in real memory.
 
     Attributes:
-        faults: what goes wrong.
+        faults: the injected faults.
         gate: steps and encoder calls wait until it is set; clear it to keep one in flight.
         num_steps: calls of `execute`.
         batch_sizes: images of each encoder call.
-        num_idle_steps: that are left to do while nobody waits.
-        lends_memory: other threads may write into blocks; without it, it is as a GPU.
+        num_idle_steps: remaining calls of `prefault` that report work.
+        lends_memory: other threads may write into blocks; False behaves as a GPU does.
     """
 
     def __init__(self, num_blocks: int = 65, *, block_size: int = 4, has_kv: bool = True) -> None:
@@ -84,7 +84,7 @@ class ChecksumRunner:
 
     @property
     def kv_layout(self) -> KVLayout | None:
-        """One number per slot, in the space of a float32 key and value."""
+        """One number per slot, of the size of a float32 key and value."""
         return self._layout if self._has_kv else None
 
     @property
@@ -99,11 +99,11 @@ class ChecksumRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it may say."""
+        """Number of token ids that it may sample."""
         return VOCABULARY
 
     def execute(self, inputs: StepInputs) -> StepOutput:
-        """Write this step's numbers to their slots and read every sampled context back."""
+        """Write this step's numbers to their slots and read all sampled contexts."""
         self.num_steps += 1
         self._wait(self.faults.step_seconds)
         if self.faults.crash_steps or self.faults.crash_token in inputs.token_ids:
@@ -111,7 +111,7 @@ class ChecksumRunner:
             raise RuntimeError("the step was told to crash")
         _check_whole_images(inputs)
         contents = inputs.token_ids.copy()
-        contents[contents == IMAGE_TOKEN] = UNWRITTEN  # a placeholder alone says nothing
+        contents[contents == IMAGE_TOKEN] = UNWRITTEN  # a placeholder has no content
         for rows in inputs.image_rows:
             taken = rows.embedding[rows.src_start : rows.src_start + rows.num_rows]
             contents[rows.dst_start : rows.dst_start + rows.num_rows] = taken
@@ -121,7 +121,7 @@ class ChecksumRunner:
         return self.choose([self._context(inputs, int(s)) for s in sampled], inputs.sampling)
 
     def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
-        """A token after each of R contexts, the numbers read back; None is one of poison."""
+        """The token after each of R contexts of numbers; None is a context with poison."""
         edits = {one.row: told(one.edits, one.token_ids, one.num_prompt) for one in params.edited}
         drawn = zip(params.temperature.tolist(), params.seed, params.index, strict=True)
         tokens = [
@@ -135,7 +135,7 @@ class ChecksumRunner:
         return _output(tokens, params.num_logprobs)
 
     def encode(self, images: Sequence[PreparedImage]) -> list[np.ndarray | Exception]:
-        """One number per visual token, made of the patches."""
+        """One number per visual token, computed from the patches."""
         return encode_each(self._encode_together, images)
 
     def _encode_together(self, images: Sequence[PreparedImage]) -> list[np.ndarray | Exception]:
@@ -146,7 +146,7 @@ class ChecksumRunner:
         if any(image.image_key in self.faults.crash_images for image in images):
             raise RuntimeError("the encoder was told to crash")
         results: list[np.ndarray | Exception | None] = [
-            InvalidImageError("this picture was told to fail", item=number)
+            InvalidImageError("this image was told to fail", item=number)
             if image.image_key in self.faults.bad_images
             else None
             if image.image_key in self.faults.lost_images
@@ -155,8 +155,8 @@ class ChecksumRunner:
         ]
         return results  # type: ignore[return-value]  # None is the fault that is injected
 
-    def beside(self, call: object) -> None:
-        """Numbers are made in turn with steps."""
+    def encode_async(self, call: object) -> None:
+        """None: the engine makes encoder calls itself, between steps."""
 
     def export_embedding(self, embedding: np.ndarray) -> memoryview:
         """The numbers as bytes."""
@@ -182,7 +182,7 @@ class ChecksumRunner:
     def block_memory(
         self, block_ids: Sequence[int], *, to_write: bool = False
     ) -> list[memoryview] | None:
-        """The numbers' own bytes; any thread may write there."""
+        """The memory of the numbers; any thread may write there."""
         del to_write
         if not self.lends_memory:
             return None
@@ -197,8 +197,8 @@ class ChecksumRunner:
         """Bytes of the numbers."""
         return embedding.nbytes
 
-    def use_idle_time(self) -> bool:
-        """One of `num_idle_steps`."""
+    def prefault(self) -> bool:
+        """Count down `num_idle_steps`."""
         if self.num_idle_steps == 0:
             return False
         self.num_idle_steps -= 1
@@ -235,7 +235,7 @@ def _output(tokens: list[int], num_logprobs: np.ndarray | None) -> StepOutput:
 
 
 def _check_whole_images(inputs: StepInputs) -> None:
-    """Raise where a chunk ends inside an image that may not be cut."""
+    """Raise if a chunk ends inside an image that must not be cut."""
     counts = np.diff(inputs.query_start)
     for spans, context, count in zip(inputs.spans, inputs.context_lens, counts, strict=True):
         for start, end in spans:

@@ -1,5 +1,5 @@
-"""KV blocks and embeddings between pods: the consumer pulls, the producer holds under a lease.
+"""Moves KV blocks and embeddings between pods: the consumer fetches, the producer holds a lease.
 
 consumer   LeaseKeeper.hold ── pull ──▶ checked units, then the commit
-producer   Outgoing: what may be read so far, to whoever asks
+producer   Producer: the units that any consumer may read so far
 """

@@ -1,9 +1,9 @@
-"""Files in memory, mapped: what a file has lost meanwhile reads as zeros, and is told.
+"""Memory-mapped files: pages that a file lost read as zeros, and `is_whole` turns False.
 
-    Mapper.map(file) ─▶ Mapping ─▶ .part(position) ─▶ arrays, memoryviews     unmapped with the last
+    Mapper.map(file) ─▶ Mapping ─▶ .bytes ─▶ arrays, memoryviews    unmapped with the last view
 
-A file that shrinks under a mapping is SIGBUS, which the native library answers
-(`guarded_mapping.cpp`); without that library nothing is mapped.
+If a mapped file shrinks, the kernel sends SIGBUS, which the native library handles
+(`guarded_mapping.cpp`). Without that library no file is mapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNMAP: Final = ctypes.CFUNCTYPE(None, _INT)
 
 
 class Mapper:
-    """Maps files, by the native library in a file."""
+    """Maps files with the native library at a path."""
 
     def __init__(self, library: str) -> None:
         native = ctypes.CDLL(library)
@@ -38,10 +38,10 @@ class Mapper:
         self._unmap = _UNMAP(("triptych_unmap", native))
 
     def map(self, file: int, num_bytes: int, *, is_written: bool) -> Mapping:
-        """The first bytes of an open file, which may be closed.
+        """Map the first bytes of an open file, which may be closed afterwards.
 
         Raises:
-            OSError: it cannot be mapped, or too many are.
+            OSError: it cannot be mapped, or too many are mapped.
         """
         address = ctypes.c_void_p()
         number = self._map(file, num_bytes, is_written, ctypes.byref(address))
@@ -57,7 +57,7 @@ class Mapper:
 
 
 class Mapping:
-    """Bytes of a file. They stay mapped while anything made of `bytes` is used, in any thread."""
+    """Bytes of a file. They stay mapped while any view of `bytes` exists, in any thread."""
 
     def __init__(
         self, mapper: Mapper, number: int, address: int, num_bytes: int, *, is_written: bool
@@ -74,19 +74,19 @@ class Mapping:
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
-        """All of them, uint8 `[num_bytes]`."""
+        """All bytes, uint8 `[num_bytes]`."""
         return np.asarray(self)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file had all that was used; for good: a mapping that lost a page is void."""
+        """Whether no page was lost; False is permanent: such a mapping is void."""
         return self._mapper.is_whole(self._number)
 
 
-class KeptMappings:
+class MappingCache:
     """Mappings of other processes' files between two transfers: at most `capacity_bytes`.
 
-    What its owner has removed is dropped when the next one is taken or kept. For any thread.
+    A mapping of a removed file is dropped at the next `take` or `keep`. Thread-safe.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -96,18 +96,18 @@ class KeptMappings:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are kept."""
+        """Bytes of all cached mappings."""
         return sum(mapping.num_bytes for _, mapping in self._kept.values())
 
     def take(self, file: int, num_bytes: int) -> Mapping | None:
-        """The one of an open file, if it is kept and large enough."""
+        """Remove and return the mapping of an open file, if it is cached and large enough."""
         with self._lock:
             self._drop_removed()
             mapping = self._drop(_identity(file))
         return None if mapping is None or mapping.num_bytes < num_bytes else mapping
 
     def keep(self, file: int, mapping: Mapping) -> None:
-        """For the next transfer through this file; takes the descriptor over."""
+        """Cache a mapping for the next transfer of this file; owns the descriptor."""
         with self._lock:
             self._drop(_identity(file))
             self._kept[_identity(file)] = (file, mapping)
@@ -116,7 +116,7 @@ class KeptMappings:
                 self._drop(next(iter(self._kept)))
 
     def close(self) -> None:
-        """Drop all; keep none from now on."""
+        """Drop all; cache none from now on."""
         with self._lock:
             self._capacity_bytes = 0
             for identity in list(self._kept):
@@ -136,13 +136,13 @@ class KeptMappings:
 
 
 def _identity(file: int) -> tuple[int, int]:
-    """Nobody else's while the file is open, whatever its name."""
+    """Device and inode: unique while the file is open."""
     found = os.fstat(file)
     return found.st_dev, found.st_ino
 
 
 def mapper_of(library: str | None) -> Mapper | None:
-    """None, said in the log, where there is no native library."""
+    """A mapper; None if there is no native library, which is logged."""
     if library is None:
         logger.info("no native library: shared memory is read and written, not mapped")
         return None

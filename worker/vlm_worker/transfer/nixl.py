@@ -1,11 +1,11 @@
-"""Bytes by NIXL: the consumer reads a producer's registered memory, by RDMA where there is any.
+"""A transport over NIXL: the consumer reads a producer's registered memory, by RDMA if possible.
 
     opening = address of the buffer, then the producer agent's metadata
 
-An extra: `pip install triptych[nixl]`. A transfer is gathered once into a registered buffer and
-read from there. An address that a producer names is one of its own memory, held to its own
-registration, and never used against ours. What arrives is held to the frame's digest as ever.
-Source: NIXL's Python interface, nixl._api.
+An extra: `pip install triptych[nixl]`. A transfer is copied once into a registered buffer and read
+from there. An address from a producer refers to the producer's memory. NIXL checks it against the
+producer's registration; it is never used as an address of ours. The frame's digest validates the
+bytes that arrive. Source: NIXL's Python interface, nixl._api.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, Final
 import numpy as np
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
-from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.copying import PLAIN, Memory
-from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_PLACED_BYTES, PLACED_VERSION
+from vlm_worker.transfer.transport import ExposureAccount
+from vlm_worker.wire.buffers import PLAIN, Memory
+from vlm_worker.wire.frames import MAX_OPENING_BYTES, MAX_OUT_OF_BAND_BYTES, OUT_OF_BAND_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ NAME: Final = "nixl"
 _MODULES: Final = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _ADDRESS: Final = struct.Struct("<Q")
 READ_SECONDS: Final = 1.0
-"""One read is of 4 MiB at most; without an end for so long it counts as failed."""
+"""Time limit of one read, of at most `MAX_OUT_OF_BAND_BYTES`; after it, the read has failed."""
 
 
 def nixl_api() -> Any:
     """NIXL's Python interface.
 
     Raises:
-        ImportError: it is not installed, with the fix.
+        ImportError: NIXL is not installed; the text gives the fix.
     """
     for module in _MODULES:
         try:
@@ -50,33 +50,33 @@ def nixl_api() -> Any:
 
 
 class Nixl:
-    """One agent over UCX; `capacity_bytes` bounds what is exposed.
+    """One agent over UCX; `capacity_bytes` limits the exposed bytes.
 
     Raises:
         ImportError: NIXL is not installed.
     """
 
-    name = f"{NAME}/{PLACED_VERSION}"
+    name = f"{NAME}/{OUT_OF_BAND_VERSION}"
 
     def __init__(self, *, capacity_bytes: int, api: Any = None) -> None:
         api = api or nixl_api()
-        self.ledger = Ledger(capacity_bytes)
+        self.account = ExposureAccount(capacity_bytes)
         config = api.nixl_agent_config(backends=["UCX"])
         self._agent = api.nixl_agent(f"triptych-{secrets.token_hex(8)}", config)
         self._peers = _Peers(self._agent)
 
     def invitation(self) -> bytes:
-        """Any consumer with NIXL may read; whether it reaches us, UCX finds out."""
+        """The same for all consumers with NIXL; UCX finds out whether they can reach the buffer."""
         return NAME.encode()
 
     def expose(self, invitation: bytes, num_bytes: int) -> _NixlExposure | None:
-        """A registered buffer; None without room, or for a consumer without NIXL."""
-        if invitation != NAME.encode() or num_bytes == 0 or not self.ledger.take(num_bytes):
+        """A registered buffer; None without capacity, or for a consumer without NIXL."""
+        if invitation != NAME.encode() or num_bytes == 0 or not self.account.take(num_bytes):
             return None
         try:
-            exposure = _NixlExposure(self._agent, num_bytes, ledger=self.ledger)
-        except Exception:  # NIXL raises types of its own, by backend
-            self.ledger.give_back(num_bytes)
+            exposure = _NixlExposure(self._agent, num_bytes, account=self.account)
+        except Exception:  # each backend of NIXL raises its own types
+            self.account.give_back(num_bytes)
             logger.warning("memory not registered: bytes travel in the frames", exc_info=True)
             return None
         if len(exposure.opening) + 1 + len(self.name) > MAX_OPENING_BYTES:
@@ -85,7 +85,7 @@ class Nixl:
         return exposure
 
     def view(self, opening: bytes, num_bytes: int) -> _NixlView:
-        """A producer's buffer.
+        """Open a producer's buffer.
 
         Raises:
             CorruptTransferError: the producer's agent cannot be reached.
@@ -93,14 +93,14 @@ class Nixl:
         return _NixlView(self._agent, self._peers, opening, num_bytes)
 
     def close(self) -> None:
-        """Nothing to give back: each exposure and each view has its own buffer."""
+        """Do nothing: each exposure and each view has its own buffer."""
 
 
 class _Peers:
-    """The producers' agents that ours knows, for as long as a view of theirs is open. Thread-safe.
+    """Remote agents of producers, each kept while a view of it is open. Thread-safe.
 
-    Without an end their number grows with every producer's life, and an address that is used again
-    could meet a registration of before.
+    Otherwise their number would grow with every producer's restart, and a reused address could
+    match an old registration.
     """
 
     def __init__(self, agent: Any) -> None:
@@ -109,7 +109,7 @@ class _Peers:
         self._num_views: Counter[str] = Counter()
 
     def add(self, metadata: bytes) -> str:
-        """The name of an agent that can be read from; raises what NIXL raises."""
+        """Add an agent, or a view of a known one; returns its name. Raises what NIXL raises."""
         with self._lock:
             name = self._agent.add_remote_agent(metadata)
             peer: str = name.decode() if isinstance(name, bytes) else name
@@ -117,7 +117,7 @@ class _Peers:
             return peer
 
     def leave(self, peer: str) -> None:
-        """One view less; with the last one the agent is forgotten."""
+        """Remove one view; with the last one, the agent is removed."""
         with self._lock:
             self._num_views[peer] -= 1
             if self._num_views[peer]:
@@ -125,12 +125,12 @@ class _Peers:
             del self._num_views[peer]
             try:
                 self._agent.remove_remote_agent(peer)
-            except Exception:  # NIXL raises types of its own, by backend
+            except Exception:  # each backend of NIXL raises its own types
                 logger.warning("a producer's agent was not removed", exc_info=True)
 
 
 class _Registered:
-    """A buffer that the agent knows."""
+    """A buffer that is registered with the agent."""
 
     def __init__(self, agent: Any, num_bytes: int) -> None:
         self.data = np.zeros(num_bytes, np.uint8)
@@ -147,42 +147,42 @@ class _Registered:
 class _NixlExposure:
     """A producer's registered buffer for one transfer."""
 
-    def __init__(self, agent: Any, num_bytes: int, *, ledger: Ledger) -> None:
+    def __init__(self, agent: Any, num_bytes: int, *, account: ExposureAccount) -> None:
         self.num_bytes = num_bytes
-        self._ledger = ledger
+        self._account = account
         self._buffer: _Registered | None = _Registered(agent, num_bytes)
         self.opening = _ADDRESS.pack(self._buffer.address) + bytes(agent.get_agent_metadata())
 
-    def room(self, position: int, num_bytes: int) -> None:
+    def buffer(self, position: int, num_bytes: int) -> None:
         """None: units are copied into the registered buffer."""
 
-    def place(self, position: int, data: memoryview) -> memoryview:
-        """Copy; nothing travels."""
+    def write(self, position: int, data: memoryview) -> memoryview:
+        """Copy into the registered buffer; the frame needs no bytes."""
         if self._buffer is None:
-            raise GoneError("the transfer was given up")
+            raise GoneError("the transfer was abandoned")
         self._buffer.data[position : position + data.nbytes] = np.frombuffer(data, np.uint8)
         return memoryview(b"")
 
     def close(self) -> None:
-        """Deregister."""
+        """Deregister the buffer."""
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-            self._ledger.give_back(self.num_bytes)
+            self._account.give_back(self.num_bytes)
 
     def abandon(self) -> None:
-        """Stay registered for good: somebody may be reading."""
+        """Keep the buffer registered for good: a consumer may still read it."""
         if self._buffer is not None:
             _ABANDONED.append(self._buffer)
             self._buffer = None
-            self._ledger.lose(self.num_bytes)
+            self._account.abandon(self.num_bytes)
 
 
 _ABANDONED: Final[list[_Registered]] = []
 
 
 class _NixlView:
-    """A consumer's sight of a producer's buffer."""
+    """The consumer side of a producer's buffer."""
 
     def __init__(self, agent: Any, peers: _Peers, opening: bytes, num_bytes: int) -> None:
         if len(opening) <= _ADDRESS.size:
@@ -195,30 +195,30 @@ class _NixlView:
         self._is_open = True
         try:
             self._peer = peers.add(opening[_ADDRESS.size :])
-        except Exception as error:  # NIXL raises types of its own, by backend
+        except Exception as error:  # each backend of NIXL raises its own types
             raise _failed(f"{type(error).__name__}") from error
         self._landing: _Registered | None = None
         try:
-            self._landing = _Registered(agent, min(num_bytes, MAX_PLACED_BYTES))
+            self._landing = _Registered(agent, min(num_bytes, MAX_OUT_OF_BAND_BYTES))
         except Exception as error:  # as above
             self.close()
             raise _failed(f"{type(error).__name__}") from error
 
-    def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
-        """Read into the landing buffer, and from there into memory of our own."""
-        landing, num_bytes = self._landing, sum(room.nbytes for room in rooms)
+    def read(self, position: int, destinations: Memory, *, head: bytes) -> bytes:
+        """Read into a registered buffer, and copy from there to `destinations`."""
+        landing, num_bytes = self._landing, sum(room.nbytes for room in destinations)
         if landing is None:
             raise _failed("a read failed before")
         try:
             self._read(self._address + position, num_bytes, into=landing)
         except Exception as error:  # as above
-            # what was begun may still write there
+            # the read may still write into the buffer, so it is never reused
             _ABANDONED.append(landing)
             self._landing = None
             if isinstance(error, CorruptTransferError):
                 raise
             raise _failed(f"{type(error).__name__}") from error
-        return PLAIN.copy([landing.data[:num_bytes].data], rooms, head=head)
+        return PLAIN.copy([landing.data[:num_bytes].data], destinations, head=head)
 
     def _read(self, address: int, num_bytes: int, *, into: _Registered) -> None:
         agent = self._agent
@@ -238,7 +238,7 @@ class _NixlView:
             agent.release_xfer_handle(handle)
 
     def close(self) -> None:
-        """Deregister the landing buffer, and forget the producer's agent with its last view."""
+        """Deregister the local buffer, and remove the producer's agent with its last view."""
         if self._landing is not None:
             self._landing.close()
             self._landing = None

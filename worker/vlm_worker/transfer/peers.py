@@ -1,16 +1,17 @@
-"""The workers that this one pulls from, and the leases that it holds there.
+"""The workers from which this one fetches, and the leases that it holds there.
 
     async with peers.hold(source) as peer:      renewed from here on, released at the end
         peer.units(...)                         over a data connection, or over gRPC
 
-One renewal a peer carries all leases held there. Whoever pulls learns from the producer itself that
-a lease is gone: its stream ends with GoneError.
+One renewal call per peer covers all leases held there. If a lease is gone, the producer ends the
+stream of a fetch with GoneError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
@@ -21,15 +22,15 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.core.sources import Sources
 from vlm_worker.errors import WorkerError
 from vlm_worker.settings.timers import Timers
-from vlm_worker.transfer.data_link import DataLink, Threads, UnreachableError
-from vlm_worker.transfer.incoming import checked
-from vlm_worker.transfer.supervising import Supervisor
+from vlm_worker.supervision import AtEnd, Supervisor
+from vlm_worker.transfer.consumer import checked_units
+from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads, UnreachableError
 from vlm_worker.types import Source
-from vlm_worker.wire.calls import FetchCall
 from vlm_worker.wire.checks import MAX_IDS
-from vlm_worker.wire.data import Fetch
+from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Units
+from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
 
@@ -37,24 +38,26 @@ MAX_IDLE_PEERS: Final = 32
 
 
 class Peer:
-    """One producer: the ways to it, what is held there (boot id, transfer id), who renews it."""
+    """One producer: its connections, and the leases (boot id, transfer id) held there."""
 
-    def __init__(self, address: str, threads: Threads, timers: Timers, sources: Sources) -> None:
+    def __init__(
+        self, address: str, threads: FetchThreads, timers: Timers, sources: Sources
+    ) -> None:
         self.client = WorkerClient(address, timers=timers)
         self.held: Counter[tuple[bytes, str]] = Counter()
         self.renewing: asyncio.Task[None] | None = None
-        self._data = DataLink(address, threads, timers)
+        self._data = DataConnectionPool(address, threads, timers)
         self._sources = sources
         self._met: bytes | None = None
         self._meeting = asyncio.Lock()
 
     async def meet(self, boot_id: bytes) -> None:
-        """Have it say who it is before anything else is said to it; once for each of its lives.
+        """Verify its identity before any other call; once for each incarnation.
 
         Raises:
-            IncompatibleError: it is no worker of this service.
-            GoneError: it is in another life.
-            PeerLostError: nobody answers.
+            IncompatibleError: it is not a worker of this service.
+            GoneError: it is in another incarnation.
+            PeerLostError: it does not answer.
         """
         async with self._meeting:
             if self._met == boot_id:
@@ -70,18 +73,18 @@ class Peer:
             self._met = boot_id
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._data.close()
         await self.client.close()
 
     async def units(
         self, fetch: Fetch, call: FetchCall, reader: FrameReader
     ) -> AsyncGenerator[Units]:
-        """A transfer's units, whole and checked; the way to it is this peer's own business.
+        """A transfer's validated units, over a data connection or gRPC.
 
         Raises:
             PeerLostError: no frame in time, or the producer is gone.
-            WorkerError: what the producer raised, or the reader.
+            WorkerError: an error of the producer or of the reader.
         """
         await self.meet(call.boot_id)
         if self._data.is_usable:
@@ -96,7 +99,7 @@ class Peer:
         frames = self.client.fetch(fetch, call, timeout=timers.fetch)
         seconds = timers.no_progress
         async with aclosing(
-            checked(frames, reader, peer=address, no_progress_seconds=seconds)
+            checked_units(frames, reader, peer=address, no_progress_seconds=seconds)
         ) as units:
             async for some in units:
                 yield some
@@ -104,9 +107,9 @@ class Peer:
 
 
 class Peers:
-    """All producers that this worker knows. Owned by one event loop; `close` it.
+    """All producers that this worker knows. Belongs to one event loop; `close` it.
 
-    `sources` says which there may be.
+    `sources` limits their addresses.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Peers:
         self._timers = timers
         self._sources = sources
         self._supervisor = supervisor or Supervisor()
-        self._threads = Threads()
+        self._threads = FetchThreads()
         self._peers: dict[str, Peer] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -137,14 +140,14 @@ class Peers:
 
     @property
     def num_tasks(self) -> int:
-        """Renewals and releases that run."""
+        """Running renewals and releases."""
         return len(self._tasks) + sum(peer.renewing is not None for peer in self._peers.values())
 
     @contextlib.asynccontextmanager
     async def hold(self, source: Source) -> AsyncIterator[Peer]:
-        """Keep the lease of a source while inside; release it at the end, whatever that is.
+        """Renew the lease of a source inside the context; release it at the end.
 
-        Raises IncompatibleError where no worker of this service can be at its address.
+        Raises IncompatibleError if no worker of this service can have its address.
         """
         self._sources.check_address(source.address)
         peer = self._peer(source.address)
@@ -152,7 +155,8 @@ class Peers:
         peer.held[handle] += 1
         if peer.renewing is None:
             name = f"renew leases at {source.address}"
-            peer.renewing = self._supervisor.start(self._renew(peer), name=name, may_end=True)
+            work = functools.partial(self._renew, peer)
+            peer.renewing = self._supervisor.start(work, name=name, at_end=AtEnd.RETURN)
         try:
             yield peer
         finally:
@@ -175,7 +179,7 @@ class Peers:
         return peer
 
     async def _renew(self, peer: Peer) -> None:
-        """Renew all that is held at a peer, until nothing is."""
+        """Renew all leases held at a peer, until none is left."""
         try:
             while peer.held:
                 await asyncio.sleep(self._timers.renew)
@@ -183,17 +187,17 @@ class Peers:
                     held = [transfer for boot, transfer in peer.held if boot == boot_id]
                     for start in range(0, len(held), MAX_IDS):
                         batch = held[start : start + MAX_IDS]
-                        await self._renew_life(peer, boot_id, batch)
+                        await self._renew_incarnation(peer, boot_id, batch)
         finally:
             peer.renewing = None
 
-    async def _renew_life(self, peer: Peer, boot_id: bytes, held: list[str]) -> None:
+    async def _renew_incarnation(self, peer: Peer, boot_id: bytes, held: list[str]) -> None:
         client = peer.client
         try:
             await peer.meet(boot_id)
             gone = await client.renew(boot_id, held, timeout=self._timers.renew)
         except WorkerError as error:
-            # the pull itself notices a dead producer; a lost renewal alone is no reason to give up
+            # the fetch itself detects a dead producer; one lost renewal is no error
             logger.info("leases not renewed", extra={"peer": client.address, "error": str(error)})
             return
         if gone:
@@ -211,5 +215,5 @@ async def _release(peer: Peer, boot_id: bytes, transfer_id: str) -> None:
         await peer.meet(boot_id)
         await client.release(boot_id, transfer_id)
     except WorkerError as error:
-        # the lease ends by itself
+        # the lease expires
         logger.info("lease not released", extra={"peer": client.address, "error": str(error)})

@@ -1,6 +1,6 @@
-"""The files of shared memory: made, locked, used again and removed; those of the dead are found.
+"""The files of shared memory: creates, locks, reuses and removes them, and sweeps leftovers.
 
-`shared_memory.py` has what they are for.
+`shared_memory.py` describes their use.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _DOMAIN: Final = "triptych-domain"
 
 
 class SegmentFile:
-    """A producer's own file, locked while it lives, under a name of its own.
+    """A producer's file with a unique name, locked while the producer runs.
 
-    With a `mapper` it is mapped from its second transfer on: new pages cost less to write.
+    With a `mapper`, it is mapped from its second transfer on: new pages are cheaper to write
+    without a mapping.
     """
 
     def __init__(self, directory: int, mapper: Mapper | None) -> None:
@@ -41,40 +42,40 @@ class SegmentFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nobody took pages from it, as far as we have seen."""
+        """Whether no page of the mapping was lost so far."""
         return self.mapping is None or self.mapping.is_whole
 
     def resize(self, num_bytes: int) -> None:
-        """Not allocated: that would write every page once more. Raises OSError."""
+        """Set the size without allocating, which would write every page twice. Raises OSError."""
         os.ftruncate(self._file, num_bytes)
         has_most_pages, self.num_bytes = num_bytes <= 2 * self.num_bytes, num_bytes
         if self.mapping is not None and self.mapping.num_bytes < num_bytes:
             self.mapping = None
         if self.mapping is None and self._mapper is not None and has_most_pages:
-            with contextlib.suppress(OSError):  # then it is written
+            with contextlib.suppress(OSError):  # without a mapping, `write` is used
                 self.mapping = self._mapper.map(self._file, num_bytes, is_written=True)
 
     def write(self, position: int, data: memoryview) -> None:
-        """Put bytes at a position. Raises OSError where there is no memory for them."""
+        """Write bytes at a position. Raises OSError if memory is exhausted."""
         done = 0
         while done < data.nbytes:
             done += os.pwrite(self._file, data[done:], position + done)
 
     def rename(self) -> None:
-        """To a name that nobody knows."""
+        """Give the file a new random name, which no consumer knows."""
         name = secrets.token_bytes(NAME_BYTES)
         directory = self._directory
         os.rename(path_of(self.name), path_of(name), src_dir_fd=directory, dst_dir_fd=directory)
         self.name = name
 
     def discard(self) -> None:
-        """Give its memory back now: nobody reads it, though somebody may have it mapped."""
+        """Free its memory now, even if a consumer still has the file mapped: none reads it."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
         self.remove()
 
     def remove(self) -> None:
-        """Give its memory back, as soon as nobody has it open."""
+        """Remove the file; its memory is freed when no process has it open."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path_of(self.name), dir_fd=self._directory)
         self.mapping = None
@@ -82,26 +83,26 @@ class SegmentFile:
 
 
 def path_of(name: bytes) -> str:
-    """Of a file, from its directory."""
+    """The path of a file, relative to its directory."""
     return PREFIX + name.hex()
 
 
 def sweep_leftovers(directory: int, *, older_than: float) -> int:
-    """Remove the files of producers that died; returns how many.
+    """Remove the files of producers that died; returns their number.
 
-    A file is its producer's while that one lives and holds the lock. A young one may not be locked
-    yet. `older_than` is in seconds since 1970.
+    A running producer holds the lock of its file. A recent file may not be locked yet.
+    `older_than` is in seconds since 1970.
     """
     num_removed = 0
     for name in os.listdir(directory):
         if not name.startswith(PREFIX) or name == _DOMAIN:
             continue
-        with contextlib.suppress(OSError):  # somebody else removes it, or holds it
+        with contextlib.suppress(OSError):  # another process removes it, or holds the lock
             file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
             try:
                 if os.fstat(file).st_mtime < older_than:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.ftruncate(file, 0)  # somebody may have it mapped
+                    os.ftruncate(file, 0)  # frees the memory even if a consumer has it mapped
                     os.unlink(name, dir_fd=directory)
                     num_removed += 1
             finally:
@@ -110,7 +111,7 @@ def sweep_leftovers(directory: int, *, older_than: float) -> int:
 
 
 def domain_of(directory: int) -> bytes:
-    """The directory's own 16 bytes, made by whoever comes first: a link appears whole or not."""
+    """The directory's 16 random bytes. The first worker creates them, atomically by a link."""
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
             file = os.open(_DOMAIN, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)

@@ -1,19 +1,19 @@
-"""Bytes through files in memory that both sides reach: two workers of one machine or one pod.
+"""A transport through files in memory, for two workers of one machine or one pod.
 
-    DIR/triptych-domain     16 random bytes: who reads the same ones shares the directory
-    DIR/triptych-<hex>      one transfer; made, locked and removed by its producer
+    DIR/triptych-domain     16 random bytes: workers that read the same bytes share the directory
+    DIR/triptych-<hex>      one transfer; created, locked and removed by its producer
 
-A file whose consumer said that it reads no more is kept, under a name that nobody was told, and is
-the next transfer's: getting pages from the system and giving them back costs as much as filling
-them. A consumer that kept it open all the same would find bytes whose digest is not its own.
+If the consumer has confirmed that it reads no more, the file gets a new secret name and is reused
+for the next transfer: allocating and freeing pages costs as much as filling them. If a consumer
+kept the old file open, the digest of its frame would not match the new bytes.
 
-Files that are used again stay mapped on both sides, where the native library is (`mapping.py`): a
-producer makes units in them, a consumer copies each piece once, and checks its copy. New files, and
-all without that library, are read and written. Either way a file that shrinks under its reader is
-an error and no signal. A producer empties what it removes, as others may have it mapped. The
-consumer opens what it was told by a name that can only lie in its own directory, and holds the size
-to what it expects itself. The lock goes with the process, so that `sweep_leftovers` knows the files
-of the dead.
+With the native library, reused files stay mapped on both sides (`mapping.py`). The producer then
+makes units in them, and the consumer copies each part once and validates its copy. New files, and
+all files without that library, are read and written. If a file shrinks during a read, the result is
+an error, not a signal. A producer truncates what it removes, because a consumer may have it mapped.
+A consumer opens a file only by a name inside its own directory, and checks that the size is the
+one that it expects. A lock ends with its process, so `sweep_leftovers` finds files of dead
+producers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Final
 import xxhash
 
 from vlm_worker.errors import CorruptTransferError, GoneError, Refusal
-from vlm_worker.transfer.mapping import KeptMappings, Mapping, mapper_of
+from vlm_worker.transfer.mapping import Mapping, MappingCache, mapper_of
 from vlm_worker.transfer.segment_files import (
     NAME_BYTES,
     SegmentFile,
@@ -39,23 +39,23 @@ from vlm_worker.transfer.segment_files import (
     path_of,
     sweep_leftovers,
 )
-from vlm_worker.transfer.transport import Ledger
-from vlm_worker.wire.copying import COPIED_BYTES, Copier, Memory, address_of, copier_of
-from vlm_worker.wire.frames import PLACED_VERSION
+from vlm_worker.transfer.transport import ExposureAccount
+from vlm_worker.wire.buffers import COPIED_BYTES, Copier, Memory, address_of, copier_of
+from vlm_worker.wire.frames import OUT_OF_BAND_VERSION
 
 NAME: Final = "shared-memory"
 
 
 class SharedMemory:
-    """Files in `directory`, which lies in memory; `capacity_bytes` bounds what is exposed.
+    """Files in `directory`, which is in memory; `capacity_bytes` limits the exposed bytes.
 
-    `native_library` is the file of the kernels in C++; without it no file is mapped.
+    `native_library` is the file of the C++ kernels; without it no file is mapped.
 
     Raises:
-        OSError: the directory cannot be written to.
+        OSError: the directory is not writable.
     """
 
-    name = f"{NAME}/{PLACED_VERSION}"
+    name = f"{NAME}/{OUT_OF_BAND_VERSION}"
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class SharedMemory:
         leftover_seconds: float,
         native_library: str | None = None,
     ) -> None:
-        self.ledger = Ledger(capacity_bytes)
+        self.account = ExposureAccount(capacity_bytes)
         self._mapper = mapper_of(native_library)
         self._copier = copier_of(native_library)
-        self._views = KeptMappings(capacity_bytes)
+        self._views = MappingCache(capacity_bytes)
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._domain = domain_of(self._directory)
@@ -80,44 +80,44 @@ class SharedMemory:
         sweep_leftovers(self._directory, older_than=time.time() - leftover_seconds)
 
     def invitation(self) -> bytes:
-        """The directory's own bytes."""
+        """The directory's random bytes."""
         return self._domain
 
     def expose(self, invitation: bytes, num_bytes: int) -> _Segment | None:
-        """A file of so many bytes; None without room, or for a consumer of another directory."""
+        """A file of `num_bytes`; None without capacity, or for a consumer of another directory."""
         if not secrets.compare_digest(invitation, self._domain) or num_bytes == 0:
             return None
         room = os.fstatvfs(self._directory)
         free = room.f_bavail * room.f_frsize + sum(file.num_bytes for file in self._spares)
-        if num_bytes > free or not self.ledger.take(num_bytes):
+        if num_bytes > free or not self.account.take(num_bytes):
             return None
         file = None
         try:
             file = self._spare(num_bytes) or SegmentFile(self._directory, self._mapper)
             file.resize(num_bytes)
-        except OSError:  # no more files, or no more memory
+        except OSError:  # the limit of open files, or of memory, is reached
             if file is not None:
                 file.discard()
-            self.ledger.give_back(num_bytes)
+            self.account.give_back(num_bytes)
             return None
         self._trim()
-        return _Segment(file, ledger=self.ledger, keep=self._keep)
+        return _Segment(file, account=self.account, keep=self._keep)
 
     def view(self, opening: bytes, num_bytes: int) -> _SegmentView:
-        """A producer's file.
+        """Open a producer's file.
 
         Raises:
-            CorruptTransferError: there is none, or not of this size.
+            CorruptTransferError: it does not exist, or its size differs.
         """
         file = _opened(self._directory, opening, num_bytes)
         mapping = self._views.take(file, num_bytes)
         if mapping is None and self._mapper is not None and num_bytes:
-            with contextlib.suppress(OSError):  # then it is read
+            with contextlib.suppress(OSError):  # without a mapping, the view reads the file
                 mapping = self._mapper.map(file, num_bytes, is_written=False)
         return _SegmentView(file, mapping, copier=self._copier, keep=self._views.keep)
 
     def close(self) -> None:
-        """Leave the directory."""
+        """Remove the spare files and close the directory."""
         if not self._closed:
             self._closed = True
             self._views.close()
@@ -126,7 +126,7 @@ class SharedMemory:
             os.close(self._directory)
 
     def _spare(self, num_bytes: int) -> SegmentFile | None:
-        """The one nearest in size; none that would lose more pages than it keeps."""
+        """The spare file nearest in size, unless it would lose more pages than it keeps."""
         fitting = [file for file in self._spares if file.num_bytes <= 2 * num_bytes]
         if not fitting:
             return None
@@ -135,7 +135,7 @@ class SharedMemory:
         return nearest
 
     def _keep(self, file: SegmentFile) -> None:
-        """For the next transfer; spare files are within the capacity as well."""
+        """Keep a file for the next transfer, within the capacity."""
         try:
             file.rename()
         except OSError:
@@ -145,7 +145,7 @@ class SharedMemory:
         self._trim()
 
     def _trim(self) -> None:
-        left = self.ledger.capacity - self.ledger.used - self.ledger.lost
+        left = self.account.capacity - self.account.used - self.account.abandoned
         while self._spares and sum(file.num_bytes for file in self._spares) > left:
             self._spares.pop(0).discard()
 
@@ -154,28 +154,28 @@ class _Segment:
     """A producer's file during one transfer."""
 
     def __init__(
-        self, file: SegmentFile, *, ledger: Ledger, keep: Callable[[SegmentFile], None]
+        self, file: SegmentFile, *, account: ExposureAccount, keep: Callable[[SegmentFile], None]
     ) -> None:
         self.num_bytes = file.num_bytes
         self.opening = file.name
-        self._ledger = ledger
+        self._account = account
         self._keep = keep
         self._file: SegmentFile | None = file
-        # an object of this transfer's own: it outlives us where somebody still writes to a room
+        # owned by this transfer: buffers keep it alive while a thread still writes to one
         self._memory = None if file.mapping is None else file.mapping.bytes
 
-    def room(self, position: int, num_bytes: int) -> memoryview | None:
-        """Of the mapping; it stays valid, whatever becomes of the transfer."""
+    def buffer(self, position: int, num_bytes: int) -> memoryview | None:
+        """A view of the mapping; it stays valid after the transfer has ended."""
         if self._memory is None:
             return None
         assert 0 <= position <= self.num_bytes - num_bytes
         return self._memory[position : position + num_bytes].data
 
-    def place(self, position: int, data: memoryview) -> memoryview:
-        """Write, unless it was made here; nothing travels."""
+    def write(self, position: int, data: memoryview) -> memoryview:
+        """Write, unless the bytes were made in the mapping; the frame needs no bytes."""
         if self._file is None:
-            raise GoneError("the transfer was given up")
-        room = self.room(position, data.nbytes)
+            raise GoneError("the transfer was abandoned")
+        room = self.buffer(position, data.nbytes)
         if room is None:
             assert 0 <= position <= self.num_bytes - data.nbytes
             try:
@@ -189,10 +189,10 @@ class _Segment:
         return memoryview(b"")
 
     def close(self) -> None:
-        """Take the file for the next transfer: its consumer reads no more."""
+        """Keep the file for the next transfer: its consumer reads no more."""
         file, self._file = self._file, None
         if file is not None:
-            self._ledger.give_back(self.num_bytes)
+            self._account.give_back(self.num_bytes)
             is_free = self._leave_memory()
             if is_free and file.is_whole:
                 self._keep(file)
@@ -200,15 +200,15 @@ class _Segment:
                 file.discard()
 
     def abandon(self) -> None:
-        """Remove the file; its memory stays counted, as somebody may hold it open."""
+        """Remove the file; its memory stays counted, because a consumer may have it open."""
         file, self._file = self._file, None
         if file is not None:
-            self._ledger.lose(self.num_bytes)
+            self._account.abandon(self.num_bytes)
             file.remove()
             self._leave_memory()
 
     def _leave_memory(self) -> bool:
-        """False where a copy that was given up in the middle still goes on into a room of ours."""
+        """Drop the mapping; False if an abandoned copy still writes into a buffer of it."""
         if self._memory is None:
             return True
         memory, self._memory = weakref.ref(self._memory), None
@@ -216,7 +216,7 @@ class _Segment:
 
 
 class _SegmentView:
-    """A consumer's sight of a producer's file."""
+    """The consumer side of a producer's file."""
 
     def __init__(
         self,
@@ -232,15 +232,15 @@ class _SegmentView:
         self._copier = copier
         self._keep = keep
 
-    def take(self, position: int, rooms: Memory, *, head: bytes) -> bytes:
-        """Copy into memory of our own: what is checked is what is used."""
-        end = position + sum(room.nbytes for room in rooms)
+    def read(self, position: int, destinations: Memory, *, head: bytes) -> bytes:
+        """Copy into the consumer's memory; the digest is that of the copy."""
+        end = position + sum(room.nbytes for room in destinations)
         if self._mapping is not None and self._memory is not None and end <= self._memory.nbytes:
-            digest = self._copier.copy([self._memory[position:end]], rooms, head=head)
+            digest = self._copier.copy([self._memory[position:end]], destinations, head=head)
             if self._mapping.is_whole:
                 return digest
         state = xxhash.xxh3_128(head)
-        for room in rooms:
+        for room in destinations:
             for start in range(0, room.nbytes, COPIED_BYTES):
                 part = room[start : start + COPIED_BYTES]
                 self._read(position, part)
@@ -259,7 +259,7 @@ class _SegmentView:
             raise _missing(f"it ends before byte {position + room.nbytes}")
 
     def close(self) -> None:
-        """Leave file and mapping to the next transfer that comes this way."""
+        """Keep file and mapping for the next transfer of this file."""
         file, self._file = self._file, None
         mapping, self._mapping, self._memory = self._mapping, None, None
         if file is not None and mapping is not None and mapping.is_whole:
@@ -269,7 +269,7 @@ class _SegmentView:
 
 
 def _opened(directory: int, opening: bytes, num_bytes: int) -> int:
-    """A producer's file of just this size, by a name that can only lie in the directory."""
+    """Open a producer's file of exactly this size, by a name inside the directory."""
     if len(opening) != NAME_BYTES:
         raise _missing(f"a name of {len(opening)} bytes")
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

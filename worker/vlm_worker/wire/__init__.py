@@ -1,1 +1,1 @@
-"""The wire: bytes and messages <-> values, statuses <-> errors. Nothing else knows protobuf."""
+"""Converts messages to values, and errors to statuses. No other package uses protobuf."""

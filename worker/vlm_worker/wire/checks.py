@@ -1,4 +1,4 @@
-"""What a peer may say: bounds on ids, keys and counts, checked where a message becomes a value."""
+"""Bounds on ids, keys and counts of messages, checked when a message is parsed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from vlm_worker.errors import InvalidRequestError
 
 MAX_ITEMS = 64
 MAX_TOKENS = 1 << 21
-MAX_PICTURE_BYTES = 20 << 20
-"""The decoder takes no larger file (`media.header.ImageLimits`)."""
+MAX_IMAGE_BYTES = 20 << 20
+"""Maximum file size; the decoder accepts no larger file (`media.image_header.ImageLimits`)."""
 MAX_IDS = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_ATTEMPT = 1 << 20
@@ -23,7 +23,7 @@ MAX_SECONDS = 86400.0
 MAX_LABEL = 64
 MAX_TEXT = 1024
 
-# Of sampling; the gateway's own door holds to them too.
+# Limits of sampling parameters; the gateway uses them too.
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
@@ -36,58 +36,60 @@ _MAX_ID = 128
 
 
 def identifier(value: str, name: str) -> str:
-    """An id as the gateway mints them: 1 to 128 of letters, digits and `-_.:/`."""
+    """Check an id of the gateway: 1 to 128 of letters, digits and `-_.:/`."""
     if not 0 < len(value) <= _MAX_ID or not _ID_CHARACTERS.issuperset(value):
         raise InvalidRequestError(f"{name} must be 1 to {_MAX_ID} letters, digits or -_.:/")
     return value
 
 
-def octets(value: bytes, name: str, lengths: Collection[int]) -> bytes:
-    """Bytes of one of the given lengths."""
+def fixed_bytes(value: bytes, name: str, lengths: Collection[int]) -> bytes:
+    """Check bytes of one of the given lengths."""
     if len(value) not in lengths:
         wanted = " or ".join(str(length) for length in sorted(lengths))
         raise InvalidRequestError(f"{name} must have {wanted} bytes, not {len(value)}")
     return value
 
 
-def at_most(value: bytes, name: str, most: int) -> bytes:
-    """Bytes, not too many."""
-    if len(value) > most:
-        raise InvalidRequestError(f"{name} must have at most {most} bytes, not {len(value)}")
+def at_most(value: bytes, name: str, maximum: int) -> bytes:
+    """Check bytes of at most `maximum` length."""
+    if len(value) > maximum:
+        raise InvalidRequestError(f"{name} must have at maximum {maximum} bytes, not {len(value)}")
     return value
 
 
-def text(value: str, name: str, most: int) -> str:
-    """Text, not too long."""
-    if len(value) > most:
-        raise InvalidRequestError(f"{name} must have at most {most} characters, not {len(value)}")
+def text(value: str, name: str, maximum: int) -> str:
+    """Check text of at most `maximum` characters."""
+    if len(value) > maximum:
+        raise InvalidRequestError(
+            f"{name} must have at maximum {maximum} characters, not {len(value)}"
+        )
     return value
 
 
-def measure(value: float, name: str, most: float) -> float:
-    """A number from 0 to `most`; neither NaN nor infinite."""
-    if not 0.0 <= value <= most:  # NaN fails this as well
-        raise InvalidRequestError(f"{name} must be 0 to {most:g}, not {value}")
+def bounded_float(value: float, name: str, maximum: float) -> float:
+    """Check a number from 0 to `maximum`; NaN and infinity fail."""
+    if not 0.0 <= value <= maximum:  # NaN fails this as well
+        raise InvalidRequestError(f"{name} must be 0 to {maximum:g}, not {value}")
     return value
 
 
-def between(value: int, name: str, least: int, most: int) -> int:
-    """An integer within bounds."""
-    if not least <= value <= most:
-        raise InvalidRequestError(f"{name} must be {least} to {most}, not {value}")
+def bounded_int(value: int, name: str, minimum: int, maximum: int) -> int:
+    """Check an integer within bounds."""
+    if not minimum <= value <= maximum:
+        raise InvalidRequestError(f"{name} must be {minimum} to {maximum}, not {value}")
     return value
 
 
-def token_ids(values: Sequence[int], name: str, least: int, most: int) -> tuple[int, ...]:
-    """So many tokens, each of which an int32 holds."""
-    between(len(values), name, least, most)
+def token_ids(values: Sequence[int], name: str, minimum: int, maximum: int) -> tuple[int, ...]:
+    """Check `minimum` to `maximum` token ids, each of int32."""
+    bounded_int(len(values), name, minimum, maximum)
     if values and max(values) > MAX_TOKEN_ID:
         raise InvalidRequestError(f"{name} must be 0 to {MAX_TOKEN_ID}, not {max(values)}")
     return tuple(values)
 
 
 def grid(values: Collection[int], name: str) -> tuple[int, int, int]:
-    """A patch grid (time, height, width)."""
+    """Check a patch grid (time, height, width)."""
     if len(values) != 3 or not all(0 < value < 1 << 16 for value in values):
         raise InvalidRequestError(f"{name} must be three positive numbers")
     time, height, width = values

@@ -1,7 +1,7 @@
-"""Who may talk: the one seam where channels and ports are made secure.
+"""Opens channels and ports; the only module for transport security.
 
-Plaintext until mutual TLS is built here; `WARNING` is logged by every process that opens a port, so
-that nobody takes the digest of a frame for authenticity.
+All connections are plaintext until mutual TLS is built here. A process that opens a port logs a
+`WARNING`: the digest of a frame does not authenticate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 
 from vlm_worker.settings.timers import Timers
 from vlm_worker.wire.listening import bindable, listen
-from vlm_worker.wire.options import channel_options
+from vlm_worker.wire.rpc import channel_options
 
 WARNING = (
     "gRPC and data between pods are plaintext and unauthenticated: keep them inside a NetworkPolicy"
@@ -24,7 +24,7 @@ _BACKLOG: Final = 64
 _TIMEVAL: Final = struct.Struct("@ll")
 _TCP_OPTIONS: Final = (
     (socket.TCP_NODELAY, 1),
-    (socket.TCP_KEEPIDLE, 10),  # seconds, and those between probes
+    (socket.TCP_KEEPIDLE, 10),  # seconds, also between probes
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 2),
 )
@@ -36,9 +36,9 @@ def open_channel(address: str, timers: Timers) -> Any:
 
 
 def add_port(server: Any, address: str, port: int) -> int:
-    """Let a `grpc.aio.Server` listen; returns the port.
+    """Add a listening port to a `grpc.aio.Server`; returns the port.
 
-    gRPC makes its own socket: it cannot be given one.
+    gRPC creates its own socket.
 
     Raises:
         OSError: the address cannot be bound.
@@ -55,7 +55,7 @@ def add_port(server: Any, address: str, port: int) -> int:
 
 
 def open_data_port(address: str, port: int) -> socket.socket:
-    """A socket that listens for data connections, and does not block.
+    """A non-blocking socket that listens for data connections.
 
     Raises:
         OSError: the address cannot be bound.
@@ -69,10 +69,10 @@ def open_data_port(address: str, port: int) -> socket.socket:
 
 
 async def open_data_connection(host: str, port: int, timers: Timers) -> socket.socket:
-    """A data connection to a worker. It blocks.
+    """A data connection to a worker, as a blocking socket.
 
     Raises:
-        OSError: nobody is there.
+        OSError: the worker is not reachable.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
@@ -88,10 +88,10 @@ async def open_data_connection(host: str, port: int, timers: Timers) -> socket.s
 def data_connection(
     connection: socket.socket, *, receive_seconds: float = 0, send_seconds: float = 0
 ) -> socket.socket:
-    """The socket as data connections are: it blocks, so long without a byte; 0 is for ever.
+    """Configure a socket as a data connection: blocking, with timeouts in seconds; 0 is none.
 
-    Buffers are left to the kernel, which makes them larger than it lets us ask for. Between two
-    fetches nothing is sent, and only probes tell a peer whose node is gone from one that idles.
+    The kernel sizes the buffers: it allows itself more than a process may ask for. Between two
+    fetches nothing is sent; only keepalive probes detect a peer whose node is gone.
     """
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

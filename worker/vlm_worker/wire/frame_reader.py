@@ -1,21 +1,22 @@
-"""The consumer's side of frames: each is held to what we ourselves know, or the transfer is void.
+"""The consumer side of frames: validates each frame against the consumer's own request.
 
-    frame ─▶ size ─▶ header: whose, which, where ─▶ payload ─▶ digest ─▶ whole units, or the commit
+    frame ─▶ size ─▶ header: identity, order, range ─▶ payload ─▶ digest ─▶ units, or the commit
 
-Nothing that a frame says is believed and nothing is allocated by it: unit size, first and last unit
-and identity come from our own layout and request, and a part of a unit is at most one unit. A frame
-is read whole, or its head first and its payload into the memory where its units shall lie.
+No field of a frame is trusted or used to allocate memory. Unit size, range and identity come from
+the consumer's layout and request. A frame is read as one message, or its head first and then its
+payload directly into the destination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import numpy as np
 import xxhash
 
 from vlm_worker.errors import CorruptTransferError, IncompatibleError, Refusal
-from vlm_worker.wire.assembly import NOTHING, Assembly
+from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.frames import (
     COMMIT,
     FINISH,
@@ -25,45 +26,162 @@ from vlm_worker.wire.frames import (
     MAX_FRAME_BYTES,
     MAX_LARGE_BYTES,
     MAX_OPENING_BYTES,
+    MAX_OUT_OF_BAND_BYTES,
     MAX_PAYLOAD_BYTES,
-    MAX_PLACED_BYTES,
     NO_TOKEN,
     VERSION,
     Commit,
+    FrameKind,
     Header,
-    Kind,
     TransferId,
     Units,
+    units_per_frame,
 )
-from vlm_worker.wire.rooms import Rooms
+
+NOTHING: Final = memoryview(b"")
+
+Refuse = Callable[[Refusal, str], CorruptTransferError]
+
+
+class UnitAssembler:
+    """Which bytes are due, and their destination; computed from the consumer's own request.
+
+    Args:
+        unit_bytes: size of a unit.
+        first_unit, end_unit: the requested units.
+        into: memory for all of them. Without it, memory is allocated for each batch.
+        refuse: makes the error for a part that is not due.
+
+    Attributes:
+        next_unit: the first unit that is not complete.
+        num_bytes: of complete units.
+    """
+
+    def __init__(
+        self,
+        *,
+        unit_bytes: int,
+        first_unit: int,
+        end_unit: int,
+        into: DestinationBuffers | None,
+        refuse: Refuse,
+    ) -> None:
+        assert into is None or into.num_bytes == (end_unit - first_unit) * unit_bytes
+        self.into = into
+        self.next_unit = first_unit
+        self.num_bytes = 0
+        self._unit_bytes = unit_bytes
+        self._first_unit = first_unit
+        self._end_unit = end_unit
+        self._refuse = refuse
+        self._batch: memoryview | None = None
+        self._batch_bytes = 0
+        self._part_bytes = 0
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether `add` returns units."""
+        return self.into is None or self.into.reports_progress
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no unit is partly received."""
+        return not self._part_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole transfer."""
+        return (self._end_unit - self._first_unit) * self._unit_bytes
+
+    @property
+    def position(self) -> int:
+        """Offset of the next byte in the transfer."""
+        return (self.next_unit - self._first_unit) * self._unit_bytes + self._part_bytes
+
+    def check_due(self, header: Header, num_bytes: int, *, max_bytes: int) -> int:
+        """Check that a payload is due; returns the bytes of the batch of units that it is part of.
+
+        A frame has at most `max_bytes` of payload.
+
+        Raises:
+            CorruptTransferError: another part is due, or the payload is not of one batch.
+        """
+        first_unit, num_units, offset = header.first_unit, header.num_units, header.offset
+        total = num_units * self._unit_bytes
+        if first_unit != self.next_unit or offset != self._part_bytes:
+            due = f"unit {self.next_unit}+{self._part_bytes} is due"
+            raise self._refuse(Refusal.SEQUENCE, f"unit {first_unit}+{offset} where {due}")
+        if not 0 < num_units <= self._end_unit - first_unit or not num_bytes:
+            raise self._refuse(
+                Refusal.RANGE, f"{num_units} units where {self._end_unit} is the end"
+            )
+        if (
+            num_units > units_per_frame(self._unit_bytes, max_bytes=max_bytes)
+            or offset + num_bytes > total
+        ):
+            raise self._refuse(Refusal.RANGE, "it holds more than its units")
+        if self._part_bytes and self._batch_bytes != total:
+            raise self._refuse(Refusal.RANGE, f"{num_units} units after a part of others")
+        return total
+
+    def parts(self, total: int, num_bytes: int) -> list[memoryview]:
+        """The destination of the next bytes; the first part allocates the whole batch."""
+        self._batch_bytes = total
+        if self.into is not None:
+            return list(self.into.parts(self.position, num_bytes))
+        if self._batch is None:
+            self._batch = np.empty(total, np.uint8).data
+        return [self._batch[self._part_bytes : self._part_bytes + num_bytes]]
+
+    def put(self, total: int, payload: memoryview) -> None:
+        """Copy a part to its destination; a part that is a whole batch is kept without a copy."""
+        if payload.nbytes == total and self.into is None:
+            self._batch, self._batch_bytes = payload, total
+            return
+        for part in self.parts(total, payload.nbytes):
+            part[:], payload = payload[: part.nbytes], payload[part.nbytes :]
+
+    def add(self, header: Header, num_bytes: int) -> Units | None:
+        """Count a validated part; returns the units that it completes.
+
+        Units in `into` are returned without bytes, if it reports progress, or not at all.
+        """
+        self._part_bytes += num_bytes
+        if self._part_bytes < self._batch_bytes:
+            return None
+        units = Units(header.first_unit, header.num_units, self._batch or NOTHING)
+        self.num_bytes += self._batch_bytes
+        self._batch, self._part_bytes = None, 0
+        self.next_unit += header.num_units
+        return units if self.reports_progress else None
 
 
 class Memory(Protocol):
-    """Where a producer put the bytes of units; `transfer.transport.View`."""
+    """Memory that a producer exposes: `transfer.transport.View`."""
 
-    def take(self, position: int, rooms: Sequence[memoryview], *, head: bytes) -> bytes:
-        """Fill `rooms` with the bytes from a position on; their digest after that of `head`."""
+    def read(self, position: int, destinations: Sequence[memoryview], *, head: bytes) -> bytes:
+        """Copy bytes from `position` to `destinations`; returns the digest of `head` and data."""
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the view."""
 
 
 Open = Callable[[str, bytes, int], Memory]
-"""`open(transport, opening, num_bytes)`: where a transfer of so many bytes lies."""
+"""`open(transport, opening, num_bytes)`: the exposed memory of a transfer of `num_bytes`."""
 
 
 class FrameReader:
-    """Takes frames in order and gives whole units, or the commit. One transfer, one reader.
+    """Reads frames in order and returns whole units, then the commit. One reader per transfer.
 
     Args:
-        identity: what every frame must carry.
-        unit_bytes: size of a unit, from our own layout.
-        first_unit: where the transfer begins.
-        end_unit: where it ends, from what we ourselves know of the request.
-        open_memory: finds memory that the producer shares; None refuses it.
-        into: memory for all units, from the first one on: that is where they are then, checked or
-            not. If it is followed, they are given without their bytes; if not, none are, and the
-            transfer may not end without all of them. Without it each run has memory of its own.
+        identity: must match every frame.
+        unit_bytes: size of a unit in the consumer's layout.
+        first_unit: first unit of the transfer.
+        end_unit: end of the transfer, from the consumer's request.
+        open_memory: opens memory that the producer exposes; None refuses it.
+        into: destination of all units; bytes are there before they are validated. If it reports
+            progress, units are returned without bytes; if not, none are returned, and the transfer
+            must deliver all units. If None, memory is allocated for each batch.
     """
 
     def __init__(
@@ -74,12 +192,12 @@ class FrameReader:
         first_unit: int,
         end_unit: int,
         open_memory: Open | None = None,
-        into: Rooms | None = None,
+        into: DestinationBuffers | None = None,
     ) -> None:
         self._identity = identity
         self._transfer_hash = identity.transfer_hash
         self._pod_hash = identity.pod_hash
-        self._assembly = Assembly(
+        self._assembler = UnitAssembler(
             unit_bytes=unit_bytes,
             first_unit=first_unit,
             end_unit=end_unit,
@@ -91,45 +209,45 @@ class FrameReader:
         self._memory: Memory | None = None
         self._sequence = 0
         self._head: tuple[Header, bytes] | None = None
-        self._room = NOTHING
+        self._payload = NOTHING
         self._digest: Any = None
-        self._taken: bytes | None = None
-        self._num_come = 0
+        self._fetched_digest: bytes | None = None
+        self._num_received = 0
         self._in_place = False
-        self._most = MAX_PAYLOAD_BYTES
+        self._max_bytes = MAX_PAYLOAD_BYTES
         self.commit: Commit | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of whole units so far."""
-        return self._assembly.num_bytes
+        """Bytes of complete units so far."""
+        return self._assembler.num_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Of all units, by our own reckoning."""
-        return self._assembly.total_bytes
+        """Bytes of all requested units."""
+        return self._assembler.total_bytes
 
     @property
     def is_in_place(self) -> bool:
-        """Whether units come without their bytes, or not at all: nobody has to put them away."""
-        return self._assembly.into is not None
+        """Whether the reader puts all bytes into `into`: the caller stores none."""
+        return self._assembler.into is not None
 
     @property
-    def is_followed(self) -> bool:
-        """Whether units are given as they come."""
-        return self._assembly.is_followed
+    def reports_progress(self) -> bool:
+        """Whether units are returned as they arrive."""
+        return self._assembler.reports_progress
 
     @property
-    def may_wait(self) -> bool:
-        """Whether a frame may have bytes fetched from a producer's memory: nothing for a loop."""
+    def may_block(self) -> bool:
+        """Whether reading a frame may block, because it fetches from exposed memory."""
         return self._open_memory is not None
 
     def read(self, frame: bytes) -> Units | None:
-        """Check a frame; returns the units that it completes, None where there are none.
+        """Validate a frame; returns the units that it completes, or None.
 
         Raises:
             IncompatibleError: the producer has another layout.
-            CorruptTransferError: anything else is not as it must be; the transfer is void.
+            CorruptTransferError: any other check failed; the transfer is void.
         """
         if not HEADER_BYTES <= len(frame) <= MAX_FRAME_BYTES:
             raise CorruptTransferError(f"a frame of {len(frame)} bytes", refusal=Refusal.SIZE)
@@ -139,38 +257,38 @@ class FrameReader:
         return self._end(view[HEADER_BYTES:], len(frame) - HEADER_BYTES)
 
     def begin(self, head: memoryview, num_bytes: int) -> list[memoryview]:
-        """The memory for the payload of `num_bytes` that follows this head, in order; `come` next.
+        """The destination of the `num_bytes` of payload after this head; call `update` next.
 
-        Frames that come this way may be large.
+        These frames may have large payloads.
 
         Raises:
             CorruptTransferError: no such payload is due.
         """
-        self._most = MAX_LARGE_BYTES
+        self._max_bytes = MAX_LARGE_BYTES
         header = self._begin(head)
-        self._in_place = header.flags == Kind.UNITS and self._memory is None
-        most = MAX_LARGE_BYTES if self._in_place else MAX_OPENING_BYTES
-        if not 0 <= num_bytes <= most:
+        self._in_place = header.flags == FrameKind.UNITS and self._memory is None
+        max_bytes = MAX_LARGE_BYTES if self._in_place else MAX_OPENING_BYTES
+        if not 0 <= num_bytes <= max_bytes:
             raise self._refuse(Refusal.SIZE, f"a payload of {num_bytes} bytes")
-        self._num_come = 0
+        self._num_received = 0
         if self._in_place:
-            total = self._assembly.due(header, num_bytes, most=self._most)
-            return self._assembly.parts(total, num_bytes)
-        self._room = memoryview(bytearray(num_bytes))
-        return [self._room]
+            total = self._assembler.check_due(header, num_bytes, max_bytes=self._max_bytes)
+            return self._assembler.parts(total, num_bytes)
+        self._payload = memoryview(bytearray(num_bytes))
+        return [self._payload]
 
-    def come(self, part: memoryview) -> None:
-        """The next bytes are where `begin` said, and in the cache: the time to check them."""
+    def update(self, part: memoryview) -> None:
+        """Digest the next bytes of the payload, which are in the destination and in the cache."""
         self._digest.update(part)
-        self._num_come += part.nbytes
+        self._num_received += part.nbytes
 
     def end(self) -> Units | None:
-        """As `read`, of the payload that has come."""
-        room, self._room = self._room, NOTHING
-        return self._end(room, self._num_come)
+        """Finish a frame; returns as `read` does."""
+        payload, self._payload = self._payload, NOTHING
+        return self._end(payload, self._num_received)
 
     def close(self) -> None:
-        """Let go of the producer's memory, where there is any."""
+        """Close the producer's exposed memory, if it is open."""
         if self._memory is not None:
             self._memory.close()
 
@@ -178,36 +296,36 @@ class FrameReader:
         header = Header(*HEADER.unpack(head[: HEADER.size]))
         self._in_place = False
         self._head = header, bytes(head[HEADER.size :])
-        self._digest, self._taken = xxhash.xxh3_128(head[: HEADER.size]), None
+        self._digest, self._fetched_digest = xxhash.xxh3_128(head[: HEADER.size]), None
         return header
 
     def _end(self, payload: memoryview, num_bytes: int) -> Units | None:
-        """Of a payload of `num_bytes` that is here, or in its place already."""
+        """Validate a payload of `num_bytes`, which may be in its destination already."""
         assert self._head is not None
         header, check = self._head
-        if self._memory is not None and header.flags == Kind.UNITS:
-            num_bytes = self._take(header, num_bytes)
-        if (self._taken or self._digest.digest()) != check:
+        if self._memory is not None and header.flags == FrameKind.UNITS:
+            num_bytes = self._fetch(header, num_bytes)
+        if (self._fetched_digest or self._digest.digest()) != check:
             raise self._refuse(Refusal.DIGEST, "the digest differs")
         self._check(header, num_bytes)
         self._sequence += 1
-        match Kind(header.flags):
-            case Kind.UNITS:
+        match FrameKind(header.flags):
+            case FrameKind.UNITS:
                 if not self._in_place:
-                    total = self._assembly.due(header, num_bytes, most=self._most)
-                    self._assembly.put(total, payload)
-                return self._assembly.add(header, num_bytes)
-            case Kind.COMMIT:
+                    total = self._assembler.check_due(header, num_bytes, max_bytes=self._max_bytes)
+                    self._assembler.put(total, payload)
+                return self._assembler.add(header, num_bytes)
+            case FrameKind.COMMIT:
                 self._read_commit(payload)
-            case Kind.OPEN:
+            case FrameKind.OPEN:
                 self._open(payload)
-            case Kind.WAIT:
+            case FrameKind.WAIT:
                 if payload.nbytes:
                     raise self._refuse(Refusal.RANGE, "a wait frame has a payload")
         return None
 
     def _check(self, header: Header, num_bytes: int) -> None:
-        """Hold a frame, whose digest is right, to the transfer that it is read for."""
+        """Compare a frame with a correct digest to the expected transfer."""
         ours = self._identity
         if self._pod_hash is None:
             self._pod_hash = header.pod
@@ -227,32 +345,32 @@ class FrameReader:
             raise IncompatibleError(f"frame {self._sequence} has another layout than ours")
         if self.commit is not None:
             raise self._refuse(Refusal.SEQUENCE, "it follows the commit")
-        if header.flags not in tuple(Kind):
+        if header.flags not in tuple(FrameKind):
             raise self._refuse(Refusal.SIZE, f"unknown flags {header.flags}")
 
     # ---- units -----------------------------------------------------------------------------------
 
-    def _take(self, header: Header, num_travelled: int) -> int:
-        """Fetch the payload from shared memory; where it lies there is our own reckoning."""
+    def _fetch(self, header: Header, num_in_frame: int) -> int:
+        """Fetch the payload from exposed memory, at the offset that the consumer computes."""
         assert self._memory is not None
-        if num_travelled or header.num_bytes > MAX_PLACED_BYTES:
-            what = f"{num_travelled} of {header.num_bytes} bytes travelled"
+        if num_in_frame or header.num_bytes > MAX_OUT_OF_BAND_BYTES:
+            what = f"{num_in_frame} of {header.num_bytes} bytes are in the frame"
             raise self._refuse(Refusal.MEMORY, what)
-        assembly, position = self._assembly, self._assembly.position
-        total = assembly.due(header, header.num_bytes, most=MAX_PLACED_BYTES)
-        rooms = assembly.parts(total, header.num_bytes)
-        self._taken = self._memory.take(position, rooms, head=HEADER.pack(*header))
+        assembler, position = self._assembler, self._assembler.position
+        total = assembler.check_due(header, header.num_bytes, max_bytes=MAX_OUT_OF_BAND_BYTES)
+        destinations = assembler.parts(total, header.num_bytes)
+        self._fetched_digest = self._memory.read(position, destinations, head=HEADER.pack(*header))
         self._in_place = True
         return header.num_bytes
 
     def _open(self, payload: memoryview) -> None:
         if self._open_memory is None or self._sequence != 1:
-            raise self._refuse(Refusal.SEQUENCE, "shared memory was not asked for")
+            raise self._refuse(Refusal.SEQUENCE, "shared memory was not requested")
         if not 1 <= payload.nbytes <= MAX_OPENING_BYTES:
             raise self._refuse(Refusal.SIZE, f"an opening of {payload.nbytes} bytes")
         length = 1 + payload[0]
         name = bytes(payload[1:length]).decode(errors="replace")
-        total = self._assembly.total_bytes
+        total = self._assembler.total_bytes
         self._memory = self._open_memory(name, bytes(payload[length:]), total)
 
     def _read_commit(self, payload: memoryview) -> None:
@@ -260,12 +378,16 @@ class FrameReader:
             raise self._refuse(Refusal.COMMIT, "a commit of a wrong size")
         fields: tuple[Any, ...] = COMMIT.unpack(payload)
         num_units, num_tokens, token, num_frames, finish = fields
-        if num_frames != self._sequence - 1 or finish >= len(FINISH) or not self._assembly.is_whole:
+        if (
+            num_frames != self._sequence - 1
+            or finish >= len(FINISH)
+            or not self._assembler.is_whole
+        ):
             raise self._refuse(Refusal.COMMIT, "the commit does not fit the frames before it")
         reason = FINISH[finish]
-        if reason is not None and not self._assembly.is_followed:
+        if reason is not None and not self._assembler.reports_progress:
             raise self._refuse(Refusal.COMMIT, f"it ends as {reason.value}, and all units are due")
-        next_unit = self._assembly.next_unit
+        next_unit = self._assembler.next_unit
         if reason is None and (num_units != self._end_unit or next_unit != num_units):
             raise self._refuse(
                 Refusal.COMMIT,

@@ -1,34 +1,36 @@
-"""Frames: bytes of KV blocks or embedding rows on their way, checked before anything uses them.
+"""Frames: KV blocks or embedding rows in transfer, validated before use.
 
     | header 112 | payload ≤ 1 MiB - 112 |     digest = XXH3-128 over the rest of header and payload
-    | header 112 | payload ≤ 4 MiB |           where no gRPC message has to hold it
+    | header 112 | payload ≤ 4 MiB |           on a data connection, without a gRPC message
 
-A transfer is a run of units (blocks or rows) of a size that both sides know: whole units to a
-frame, or one large unit over several frames. While the producer itself waits, a WAIT frame shows
-that it lives. The last frame is the commit: how many units and tokens there were, and the first
-token. Without it nothing of the transfer may be used.
+A transfer is a sequence of units (blocks or rows) of a size that both sides know. A frame carries
+whole units, or a part of one large unit. While the producer waits for units, it sends WAIT frames
+as keepalives. The last frame is the commit: number of units and tokens, and the first token. If it
+is missing, no part of the transfer may be used.
 
-Where producer and consumer share memory, an OPEN frame goes first and says where it is. From then
-on the payload of units lies there, at a place that both work out for themselves, up to 8 MiB to a
-frame; header and digest travel as ever.
+If the consumer can read the producer's memory, an OPEN frame comes first and names the memory.
+After it, the payload of units is out of band: both sides compute its offset there, up to 8 MiB a
+frame. Header and digest stay in the frame.
 
-The digest is integrity, not authenticity: see wire/credentials.py.
+The digest gives integrity, not authenticity: see wire/credentials.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 import hashlib
 import struct
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
 from typing import NamedTuple
 
 import xxhash
 
 from vlm_worker.errors import GoneError
 from vlm_worker.types import FinishReason, RequestKey
-from vlm_worker.wire.copying import PLAIN, Copier, Lying, cut
+from vlm_worker.wire.buffers import PLAIN, BufferViews, Copier, split_views
 
 MAX_FRAME_BYTES = 1 << 20
 VERSION = 2
@@ -38,23 +40,23 @@ _DIGEST_BYTES = 16
 HEADER_BYTES = HEADER.size + _DIGEST_BYTES
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - HEADER_BYTES
 MAX_LARGE_BYTES = 4 << 20
-"""Of a payload that no gRPC message holds: few frames, and what is checked is yet in the cache."""
-MAX_PLACED_BYTES = 8 << 20
-"""Of a payload that does not travel: a picture's rows are most often one."""
-PLACED_VERSION = 3
-"""Of frames whose payload does not travel. Transports have it in their names: where consumer and
-producer are of two versions, payloads travel, and those frames are the same in both."""
+"""Payload of a data connection's frame: large, but still in the cache when it is digested."""
+MAX_OUT_OF_BAND_BYTES = 8 << 20
+"""Out-of-band payload of a frame: the rows of most images need one frame."""
+OUT_OF_BAND_VERSION = 3
+"""Version of frames with out-of-band payloads, part of each transport's name. If consumer and
+producer have different versions, payloads are in the frames, which are the same in both."""
 MAX_OPENING_BYTES = 4096
 # units, tokens, first token, frames before this one, how the answer ended
 COMMIT = struct.Struct("<IIIII")
-# length of the transport's name, which follows; then what the transport itself says
+# length of the transport's name, then the name and the transport's own bytes
 _OPEN = struct.Struct("<B")
 NO_TOKEN = 0xFFFFFFFF
 FINISH = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Header(NamedTuple):
-    """The fields of `HEADER`, of whose payload `num_bytes` speaks wherever it is."""
+    """The fields of `HEADER`; `num_bytes` counts the payload, in the frame or out of band."""
 
     magic: int
     version: int
@@ -71,8 +73,8 @@ class Header(NamedTuple):
     fingerprint: bytes
 
 
-class Kind(enum.IntEnum):
-    """What a frame is; in the header's flags."""
+class FrameKind(enum.IntEnum):
+    """The kind of a frame, in the header's flags."""
 
     UNITS = 0
     COMMIT = 1
@@ -82,12 +84,12 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferId:
-    """Whose bytes these are; every frame carries it and every frame is held to it.
+    """The identity of a transfer; every frame carries it and is checked against it.
 
-    `name` is the transfer's id. `pod_uid` may be None at the consumer, who then holds all frames to
-    that of the first. `content` is what the bytes were made from: `core.prefix.content_of` a
-    request for KV, the picture's content key for an embedding. Each side takes it from its own
-    request, so that KV of other tokens, pictures or tenants is refused.
+    `name` is the transfer's id. `pod_uid` may be None at the consumer; then all frames must have
+    the value of the first. `content` identifies the data: `content_of(request)` for KV, the
+    image's content key for an embedding. Each side computes it from its own request, so KV of other
+    tokens, images or tenants is refused.
     """
 
     key: RequestKey
@@ -99,13 +101,13 @@ class TransferId:
 
     @property
     def transfer_hash(self) -> bytes:
-        """16 bytes for the request, which of its transfers this is, and its content."""
+        """16 bytes: hash of request id, transfer id and content."""
         text = f"{self.key.request_id}\0{self.name}\0".encode()
         return _hash16(text + self.content)
 
     @property
     def pod_hash(self) -> bytes | None:
-        """16 bytes that stand for the pod."""
+        """16 bytes: hash of the pod's uid."""
         return None if self.pod_uid is None else _hash16(self.pod_uid.encode())
 
 
@@ -113,8 +115,8 @@ class TransferId:
 class Commit:
     """The end of a transfer.
 
-    `first_token_id` is None for embeddings. With `finish_reason`, that token ended the answer, and
-    the units may be fewer than were asked for: there is nothing to continue.
+    `first_token_id` is None for embeddings. If `finish_reason` is set, that token ended the answer,
+    and there may be fewer units than requested.
     """
 
     num_units: int
@@ -125,7 +127,7 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Units:
-    """Whole units, checked: `data` is `[num_units, unit_bytes]`; empty where they lie elsewhere."""
+    """Whole units, validated: `data` is `[num_units, unit_bytes]`; empty if they are elsewhere."""
 
     first_unit: int
     num_units: int
@@ -133,7 +135,7 @@ class Units:
 
 
 class Frame(NamedTuple):
-    """Header and digest, and what of the payload travels: a view, good until it is sent."""
+    """Header and digest, and the payload in the frame: a view, valid until it is sent."""
 
     head: bytes
     payload: memoryview
@@ -143,27 +145,26 @@ class Frame(NamedTuple):
         return b"".join(self)
 
 
-Runs = AsyncGenerator[Iterable[Frame]]
-"""The frames of a transfer: each run is to be sent before the next one is asked for.
+FrameBatches = AsyncGenerator[Iterable[Frame]]
+"""The frames of a transfer in batches: send one before asking for the next.
 
-One that is a tuple is made already, and its units lie elsewhere: it takes no thread to send it."""
+A tuple is prebuilt and its payloads are out of band: sending it needs no thread."""
 
-Place = Callable[[int, memoryview], memoryview]
-"""`place(position, data)` puts bytes of units in front of the consumer, `position` counted from the
-transfer's first; returns what of them has to travel in the frame."""
+WriteAt = Callable[[int, memoryview], memoryview]
+"""`write_at(position, data)` exposes bytes of units at an offset from the transfer's first unit;
+returns the bytes that must be in the frame."""
 
 
-def units_per_frame(unit_bytes: int, *, most: int) -> int:
-    """How many whole units fit into `most` bytes; at least 1: a large unit takes several frames."""
-    return max(1, most // unit_bytes)
+def units_per_frame(unit_bytes: int, *, max_bytes: int) -> int:
+    """Whole units in `max_bytes`; at least 1: a large unit takes several frames."""
+    return max(1, max_bytes // unit_bytes)
 
 
 class FrameWriter:
-    """Cuts units into frames, in order. One transfer, one writer. Without `place` all travels.
+    """Splits units into frames, in order. One writer per transfer. `write_at` None: all in frames.
 
-    A payload has at most `most` bytes: `MAX_PAYLOAD_BYTES` in gRPC's messages, `MAX_LARGE_BYTES`
-    over a data connection, `MAX_PLACED_BYTES` where it is placed. `copier` is for units that are
-    copied.
+    A payload has at most `max_bytes`: `MAX_PAYLOAD_BYTES` in gRPC messages, `MAX_LARGE_BYTES` on a
+    data connection, `MAX_OUT_OF_BAND_BYTES` out of band. `copier` copies units in `copy`.
     """
 
     def __init__(
@@ -172,13 +173,13 @@ class FrameWriter:
         *,
         unit_bytes: int,
         first_unit: int = 0,
-        place: Place | None = None,
-        most: int = MAX_PAYLOAD_BYTES,
+        write_at: WriteAt | None = None,
+        max_bytes: int = MAX_PAYLOAD_BYTES,
         copier: Copier = PLAIN,
     ) -> None:
         assert identity.pod_hash is not None
-        self._most = most
-        self._place = place
+        self._max_bytes = max_bytes
+        self._write_at = write_at
         self._copier = copier
         self._position = 0
         self._identity = identity
@@ -193,31 +194,31 @@ class FrameWriter:
         for payload, num_units, offset in self._cut(data):
             yield self._frame(payload, num_units=num_units, offset=offset)
 
-    def copy(self, lying: Lying, room: memoryview) -> list[Frame]:
-        """As `write`, of units that are copied into `room`, of as many bytes, and digested there.
+    def copy(self, views: BufferViews, destination: memoryview) -> list[Frame]:
+        """As `write`, for units that are first copied to `destination`, of equal size.
 
         Raises:
-            GoneError: of `lying`; it is as if this had not been called.
+            GoneError: from `views.check`; the writer is unchanged.
         """
         mark = self._position, self._next_unit, self._sequence
-        cuts = list(self._cut(room))
-        all_parts = cut(lying.parts, (payload.nbytes for payload, _, _ in cuts))
+        cuts = list(self._cut(destination))
+        all_parts = split_views(views.parts, (payload.nbytes for payload, _, _ in cuts))
         try:
             frames = [
                 self._frame(payload, num_units=num_units, offset=offset, parts=parts)
                 for (payload, num_units, offset), parts in zip(cuts, all_parts, strict=True)
             ]
-            lying.check()
+            views.check()
         except GoneError:
             self._position, self._next_unit, self._sequence = mark
             raise
         return frames
 
     def _cut(self, data: memoryview) -> Iterator[tuple[memoryview, int, int]]:
-        """Payloads, each with the number of units in its run and where it begins there."""
+        """Payloads, each with the number of units in its batch and its offset there."""
         flat = data.cast("B") if data.nbytes else data
         assert flat.nbytes % self._unit_bytes == 0
-        count, limit = units_per_frame(self._unit_bytes, most=self._most), self._most
+        count, limit = units_per_frame(self._unit_bytes, max_bytes=self._max_bytes), self._max_bytes
         for start in range(0, flat.nbytes, count * self._unit_bytes):
             run = flat[start : start + count * self._unit_bytes]
             num_units = run.nbytes // self._unit_bytes
@@ -225,14 +226,14 @@ class FrameWriter:
                 yield run[offset : offset + limit], num_units, offset
 
     def open(self, transport: str, opening: bytes) -> Frame:
-        """The first frame, where units lie in memory that both reach."""
+        """The first frame, if payloads are out of band."""
         name = transport.encode()
         payload = _OPEN.pack(len(name)) + name + opening
-        return self._frame(memoryview(payload), num_units=0, offset=0, kind=Kind.OPEN)
+        return self._frame(memoryview(payload), num_units=0, offset=0, kind=FrameKind.OPEN)
 
     def wait(self) -> Frame:
-        """A frame without units: the producer lives, and has nothing yet."""
-        return self._frame(memoryview(b""), num_units=0, offset=0, kind=Kind.WAIT)
+        """A keepalive frame: the producer has no unit yet."""
+        return self._frame(memoryview(b""), num_units=0, offset=0, kind=FrameKind.WAIT)
 
     def commit(self, commit: Commit) -> Frame:
         """The last frame."""
@@ -244,7 +245,7 @@ class FrameWriter:
             self._sequence,
             FINISH.index(commit.finish_reason),
         )
-        return self._frame(memoryview(payload), num_units=0, offset=0, kind=Kind.COMMIT)
+        return self._frame(memoryview(payload), num_units=0, offset=0, kind=FrameKind.COMMIT)
 
     def _frame(
         self,
@@ -252,10 +253,10 @@ class FrameWriter:
         *,
         num_units: int,
         offset: int,
-        kind: Kind = Kind.UNITS,
+        kind: FrameKind = FrameKind.UNITS,
         parts: list[memoryview] | None = None,
     ) -> Frame:
-        """Of a payload that lies there, or of parts that are copied there first."""
+        """The frame of a payload; `parts`, if given, are copied to it first."""
         header = HEADER.pack(
             MAGIC,
             VERSION,
@@ -272,21 +273,21 @@ class FrameWriter:
             self._identity.fingerprint,
         )
         self._sequence += 1
-        if kind is Kind.UNITS and offset + payload.nbytes == num_units * self._unit_bytes:
+        if kind is FrameKind.UNITS and offset + payload.nbytes == num_units * self._unit_bytes:
             self._next_unit += num_units
         if parts is None:
             head = header + digest(header, payload)
         else:
             head = header + self._copier.copy(parts, [payload], head=header)
-        if kind is Kind.UNITS and self._place is not None:
-            travels = self._place(self._position, payload)
+        if kind is FrameKind.UNITS and self._write_at is not None:
+            in_frame = self._write_at(self._position, payload)
             self._position += payload.nbytes
-            return Frame(head, travels)
+            return Frame(head, in_frame)
         return Frame(head, payload)
 
 
 def digest(header: memoryview | bytes, payload: memoryview) -> bytes:
-    """XXH3-128 over both."""
+    """XXH3-128 of both."""
     state = xxhash.xxh3_128(header)
     state.update(payload)
     found: bytes = state.digest()
@@ -295,3 +296,17 @@ def digest(header: memoryview | bytes, payload: memoryview) -> bytes:
 
 def _hash16(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+async def join_frames(batches: FrameBatches) -> AsyncGenerator[bytes]:
+    """The frames of all batches, in order, one message each."""
+    async with aclosing(batches):
+        async for batch in batches:
+            frames = iter(batch)
+            while (frame := await asyncio.to_thread(_next_message, frames)) is not None:
+                yield frame
+
+
+def _next_message(batch: Iterator[Frame]) -> bytes | None:
+    frame = next(batch, None)
+    return None if frame is None else frame.joined()

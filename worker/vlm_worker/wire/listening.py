@@ -1,4 +1,4 @@
-"""How every port of a worker and a gateway is opened, so that all answer at the same addresses.
+"""Opens the ports of a worker and a gateway, all at the same addresses.
 
 --bind=::       IPv4 and IPv6 through one socket; IPv4 alone if the kernel has no IPv6
 other values    that address and no other
@@ -36,6 +36,6 @@ def listen(address: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
         raise OSError(
             f"cannot listen on {host} port {port}: {why}; choose another address or port"
         ) from None
-    # asyncio does so only for sockets that it made itself; each token would wait 40 ms for an ACK.
+    # asyncio sets it only for its own sockets; without it, each token would wait 40 ms for an ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

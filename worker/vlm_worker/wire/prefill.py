@@ -1,24 +1,24 @@
-"""pb <-> values of Prefill, both ways."""
+"""Converts Prefill between protobuf and values."""
 
 from __future__ import annotations
 
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.wire import calls, checks, sampling, values
+from vlm_worker.wire import checks, messages, sampling, values
 
 
-def prefill_call_of(message: pb.PrefillRequest) -> calls.PrefillCall:
+def prefill_call_of(message: pb.PrefillRequest) -> messages.PrefillCall:
     """A Prefill call."""
-    return calls.PrefillCall(
+    return messages.PrefillCall(
         request=values.request_of(message),
         transfer_id=checks.identifier(message.transfer_id, "transfer_id"),
         sources=tuple(values.source_of(item.source) for item in message.items),
-        hand_over=message.hand_over,
+        handoff=message.handoff,
         last_resort=message.last_resort,
     )
 
 
-def prefill_call_to(call: calls.PrefillCall) -> pb.PrefillRequest:
+def prefill_call_to(call: messages.PrefillCall) -> pb.PrefillRequest:
     """The message of a Prefill call."""
     request = call.request
     assert not request.adapter, "no message carries one"
@@ -32,18 +32,18 @@ def prefill_call_to(call: calls.PrefillCall) -> pb.PrefillRequest:
         sampling=sampling.sampling_to(request.sampling),
         cache_salt=request.cache_salt,
         last_resort=call.last_resort,
-        hand_over=call.hand_over,
+        handoff=call.handoff,
         priority=request.priority,
     )
 
 
-def prefill_reply_to(reply: calls.Reply[calls.PrefillEvent]) -> pb.PrefillReply:
+def prefill_reply_to(reply: messages.Reply[messages.PrefillEvent]) -> pb.PrefillReply:
     """The message of a prefill worker's reply."""
     message = pb.PrefillReply(
         spans=values.spans_to(reply.spans), clock_us=values.micros(reply.clock)
     )
     event = reply.event
-    if isinstance(event, calls.Accepted):
+    if isinstance(event, messages.Accepted):
         accepted = pb.PrefillAccepted(
             transfer_id=event.transfer_id,
             boot_id=event.boot_id,
@@ -51,7 +51,7 @@ def prefill_reply_to(reply: calls.Reply[calls.PrefillEvent]) -> pb.PrefillReply:
             lease_milliseconds=round(event.lease_seconds * 1000),
         )
         message.accepted.CopyFrom(accepted)
-    elif isinstance(event, calls.FirstToken):
+    elif isinstance(event, messages.FirstToken):
         first = pb.FirstToken(
             index=event.index,
             token_id=event.token_id,
@@ -65,35 +65,37 @@ def prefill_reply_to(reply: calls.Reply[calls.PrefillEvent]) -> pb.PrefillReply:
     return message
 
 
-def prefill_reply_of(message: pb.PrefillReply) -> calls.Reply[calls.PrefillEvent]:
+def prefill_reply_of(message: pb.PrefillReply) -> messages.Reply[messages.PrefillEvent]:
     """A prefill worker's reply."""
-    event: calls.PrefillEvent
+    event: messages.PrefillEvent
     kind = message.WhichOneof("kind")
     if kind == "accepted":
         accepted = message.accepted
-        event = calls.Accepted(
+        event = messages.Accepted(
             transfer_id=checks.identifier(accepted.transfer_id, "transfer_id"),
-            boot_id=checks.octets(accepted.boot_id, "boot_id", (16,)),
-            layout_fingerprint=checks.octets(
+            boot_id=checks.fixed_bytes(accepted.boot_id, "boot_id", (16,)),
+            layout_fingerprint=checks.fixed_bytes(
                 accepted.layout_fingerprint, "layout_fingerprint", (16,)
             ),
             lease_seconds=values.lease_of(accepted.lease_milliseconds),
         )
     elif kind == "first_token":
         first = message.first_token
-        event = calls.FirstToken(
-            index=checks.between(first.index, "first_token.index", 0, checks.MAX_TOKENS),
-            token_id=checks.between(first.token_id, "first_token.token_id", 0, checks.MAX_TOKEN_ID),
-            num_cached_tokens=checks.between(
+        event = messages.FirstToken(
+            index=checks.bounded_int(first.index, "first_token.index", 0, checks.MAX_TOKENS),
+            token_id=checks.bounded_int(
+                first.token_id, "first_token.token_id", 0, checks.MAX_TOKEN_ID
+            ),
+            num_cached_tokens=checks.bounded_int(
                 first.num_cached_tokens, "first_token.num_cached_tokens", 0, checks.MAX_TOKENS
             ),
             finish_reason=values.finish_of(first.finish_reason) if first.finish_reason else None,
             logprobs=(sampling.logprobs_of(first.logprobs) if first.HasField("logprobs") else None),
         )
     elif kind == "done":
-        event = calls.PrefillDone()
+        event = messages.PrefillDone()
     else:
         raise InvalidRequestError("a reply of prefill says accepted, first_token or done")
-    return calls.Reply(
+    return messages.Reply(
         event, values.spans_of(message.spans), values.seconds_of(message.clock_us, "clock_us")
     )

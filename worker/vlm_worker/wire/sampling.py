@@ -1,7 +1,7 @@
-"""pb <-> values of sampling and of log-probabilities.
+"""Converts sampling parameters and log-probabilities between protobuf and values.
 
-What stands for unset on the wire (0) becomes what means it here. Every number has its bounds;
-NaN lies outside all of them.
+The wire's value for unset (0) becomes the value that means unset here. Every number is checked
+against its bounds; NaN fails all checks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MAX_TEMPERATURE = 100.0
 
 def sampling_of(message: pb.Sampling) -> SamplingParams:
     """Sampling parameters; InvalidRequestError names the one that is out of bounds."""
-    checks.between(message.max_tokens, "sampling.max_tokens", 1, checks.MAX_TOKENS)
-    checks.between(message.top_k, "sampling.top_k", 0, checks.MAX_TOKEN_ID)
+    checks.bounded_int(message.max_tokens, "sampling.max_tokens", 1, checks.MAX_TOKENS)
+    checks.bounded_int(message.top_k, "sampling.top_k", 0, checks.MAX_TOKEN_ID)
     stops = checks.token_ids(message.stop_token_ids, "sampling.stop_token_ids", 0, MAX_STOP_TOKENS)
-    checks.between(message.num_logprobs, "sampling.num_logprobs", 0, checks.MAX_LOGPROBS + 1)
+    checks.bounded_int(message.num_logprobs, "sampling.num_logprobs", 0, checks.MAX_LOGPROBS + 1)
     _number(message, "temperature", 0.0, MAX_TEMPERATURE)
     _number(message, "top_p", 0.0, 1.0)
     _number(message, "min_p", 0.0, 1.0)
@@ -79,19 +79,19 @@ def logprobs_of(message: pb.TokenLogprobs) -> TokenLogprobs:
         raise InvalidRequestError(
             f"logprobs must name up to {checks.MAX_LOGPROBS} tokens, each with its value"
         )
-    # A distribution's logarithm: neither NaN nor above zero, but for rounding.
+    # The logarithm of a probability: not NaN, and at most 0 apart from rounding.
     if not all(value <= 1.0 for value in (message.logprob, *values)):
         raise InvalidRequestError("logprobs must be logarithms of probabilities")
     return TokenLogprobs(message.logprob, tuple(zip(ids, values, strict=True)))
 
 
-def _number(message: pb.Sampling, name: str, least: float, most: float) -> None:
-    if not least <= getattr(message, name) <= most:
-        raise InvalidRequestError(f"sampling.{name} must be {least:g} to {most:g}", param=name)
+def _number(message: pb.Sampling, name: str, minimum: float, maximum: float) -> None:
+    if not minimum <= getattr(message, name) <= maximum:
+        raise InvalidRequestError(f"sampling.{name} must be {minimum:g} to {maximum:g}", param=name)
 
 
 def _logit_bias_of(message: pb.Sampling) -> tuple[tuple[int, float], ...]:
-    checks.between(len(message.logit_bias), "sampling.logit_bias", 0, checks.MAX_LOGIT_BIASES)
+    checks.bounded_int(len(message.logit_bias), "sampling.logit_bias", 0, checks.MAX_LOGIT_BIASES)
     if not all(
         -checks.MAX_LOGIT_BIAS <= bias <= checks.MAX_LOGIT_BIAS
         for bias in message.logit_bias.values()

@@ -1,7 +1,6 @@
-"""pb <-> values that several calls share: keys, sources, spans, requests.
+"""Converts values that several calls share: keys, sources, spans, requests.
 
-Towards us everything is checked: lengths, bounds, ids. What is wrong raises InvalidRequestError
-and names the field.
+Received messages are checked: lengths, bounds, ids. InvalidRequestError names the invalid field.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ def key_of(
     """Request id and attempt of any call that has them."""
     return RequestKey(
         checks.identifier(message.request_id, "request_id"),
-        checks.between(message.attempt, "attempt", 0, checks.MAX_ATTEMPT),
+        checks.bounded_int(message.attempt, "attempt", 0, checks.MAX_ATTEMPT),
     )
 
 
 def source_of(message: pb.Source) -> Source:
-    """Where to pull from."""
+    """Where to fetch from."""
     host, _, port = message.address.rpartition(":")
     if not host or not port.isdecimal() or len(message.address) > 300:
         raise InvalidRequestError("source.address must read host:port")
     return Source(
         address=message.address,
-        boot_id=checks.octets(message.boot_id, "source.boot_id", (16,)),
+        boot_id=checks.fixed_bytes(message.boot_id, "source.boot_id", (16,)),
         transfer_id=checks.identifier(message.transfer_id, "source.transfer_id"),
-        fingerprint=checks.octets(message.fingerprint, "source.fingerprint", FINGERPRINTS),
+        fingerprint=checks.fixed_bytes(message.fingerprint, "source.fingerprint", FINGERPRINTS),
     )
 
 
@@ -67,14 +66,14 @@ def source_to(source: Source) -> pb.Source:
 
 
 def spans_of(messages: Sequence[pb.StageSpan]) -> tuple[StageSpan, ...]:
-    """Spans in seconds; a stage that we do not know, of a newer worker, is left out."""
-    checks.between(len(messages), "spans", 0, checks.MAX_SPANS)
+    """Spans in seconds; an unknown stage, from a newer worker, is dropped."""
+    checks.bounded_int(len(messages), "spans", 0, checks.MAX_SPANS)
     return tuple(
         StageSpan(
             m.stage,
             seconds_of(m.start_us, "spans.start_us"),
             seconds_of(m.end_us, "spans.end_us"),
-            checks.between(m.item, "spans.item", 0, checks.MAX_ITEMS),
+            checks.bounded_int(m.item, "spans.item", 0, checks.MAX_ITEMS),
         )
         for m in messages
         if m.stage in _STAGES
@@ -82,12 +81,12 @@ def spans_of(messages: Sequence[pb.StageSpan]) -> tuple[StageSpan, ...]:
 
 
 def seconds_of(microseconds: int, name: str) -> float:
-    """Seconds of one day at most."""
-    return checks.measure(microseconds / MICRO, name, checks.MAX_SECONDS)
+    """Seconds, at most those of one day; InvalidRequestError beyond."""
+    return checks.bounded_float(microseconds / MICRO, name, checks.MAX_SECONDS)
 
 
 def spans_to(spans: Iterable[StageSpan]) -> list[pb.StageSpan]:
-    """Spans in microseconds; what began before the call arrived begins with it."""
+    """Spans in microseconds; one that began before the call's arrival starts at 0."""
     return [
         pb.StageSpan(stage=s.stage, start_us=micros(s.start), end_us=micros(s.end), item=s.item)
         for s in spans
@@ -95,12 +94,12 @@ def spans_to(spans: Iterable[StageSpan]) -> list[pb.StageSpan]:
 
 
 def lease_of(milliseconds: int) -> float:
-    """How long a lease is, in seconds."""
-    return checks.measure(milliseconds / 1000, "lease_milliseconds", checks.MAX_SECONDS)
+    """Duration of a lease in seconds."""
+    return checks.bounded_float(milliseconds / 1000, "lease_milliseconds", checks.MAX_SECONDS)
 
 
 def micros(seconds: float) -> int:
-    """Microseconds, not below zero."""
+    """Microseconds, at least 0."""
     return max(0, round(seconds * MICRO))
 
 
@@ -108,7 +107,7 @@ def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
     """The request of a Prefill or Decode call."""
     token_ids = checks.token_ids(message.token_ids, "token_ids", 1, checks.MAX_TOKENS)
     num_tokens = len(token_ids)
-    checks.between(message.num_prompt_tokens, "num_prompt_tokens", 1, num_tokens)
+    checks.bounded_int(message.num_prompt_tokens, "num_prompt_tokens", 1, num_tokens)
     if len(message.items) > checks.MAX_ITEMS:
         raise InvalidRequestError(f"items must be at most {checks.MAX_ITEMS}")
     items = tuple(_item_of(item, num_tokens) for item in message.items)
@@ -121,19 +120,21 @@ def request_of(message: pb.PrefillRequest | pb.DecodeRequest) -> Request:
         num_prompt_tokens=message.num_prompt_tokens,
         sampling=sampling_of(message.sampling),
         items=items,
-        cache_salt=checks.octets(message.cache_salt, "cache_salt", SALTS),
+        cache_salt=checks.fixed_bytes(message.cache_salt, "cache_salt", SALTS),
         priority=priority_of(message),
     )
 
 
 def priority_of(message: pb.EncodeBegin | pb.PrefillRequest | pb.DecodeRequest) -> int:
     """A priority within bounds."""
-    return checks.between(message.priority, "priority", -checks.MAX_PRIORITY, checks.MAX_PRIORITY)
+    return checks.bounded_int(
+        message.priority, "priority", -checks.MAX_PRIORITY, checks.MAX_PRIORITY
+    )
 
 
 def _item_of(message: pb.ImageItem, num_tokens: int) -> ImageItem:
     item = ImageItem(
-        image_key=checks.octets(message.image_key, "items.image_key", (32,)),
+        image_key=checks.fixed_bytes(message.image_key, "items.image_key", (32,)),
         offset=message.offset,
         num_tokens=message.num_tokens,
         grid_thw=checks.grid(message.grid_thw, "items.grid_thw"),
@@ -144,7 +145,7 @@ def _item_of(message: pb.ImageItem, num_tokens: int) -> ImageItem:
 
 
 def items_to(request: Request, sources: Sequence[Source] = ()) -> list[pb.ImageItem]:
-    """The messages of the pictures; without sources towards decode, which pulls no embedding."""
+    """The messages of the images; without sources for decode, which fetches no embedding."""
     return [
         pb.ImageItem(
             image_key=item.image_key,

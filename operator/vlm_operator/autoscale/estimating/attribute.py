@@ -127,7 +127,7 @@ def owner(stage: str, present: Collection[Role]) -> Role | None:
     return next((item for item in POOL_ROLES[POOL_ROLES.index(role) :] if item in present), None)
 
 
-def guilt(
+def bottleneck_share(
     attributions: Iterable[Attribution],
     alone: Mapping[str, float],
     present: Collection[Role],

@@ -2,23 +2,19 @@
 
 B(pool) = max(wait_floor, target - Σ floor(s)) · w(pool)      Σ w = 1
 
-The weights begin as below and move towards each pool's share of slow requests' time, by a tenth of
-themselves at most on each slow tick: where time is lost, more of it is allowed for.
+The weights are constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from vlm_operator.autoscale.estimating.attribute import owner
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.names import POOL_ROLES, Role
+from vlm_operator.names import Role
 
 WEIGHTS: Mapping[Role, float] = {Role.ENCODER: 0.35, Role.PREFILL: 0.50, Role.DECODE: 0.15}
-STEP = 0.1  # of a weight, that one slow tick may change
-LEAST_WEIGHT = 0.05
-PICTURES = frozenset({"image", "video"})  # modalities that pass the encoder
+IMAGES = frozenset({"image", "video"})  # modalities that pass the encoder
 
 
 def target_seconds(
@@ -34,12 +30,11 @@ def target_seconds(
 def wait_budget(
     policy: ServicePolicy,
     attributions: Sequence[Attribution],
-    weights: Mapping[Role, float],
     role: Role,
 ) -> float | None:
     """B in seconds; None where no target concerns the pool."""
     least = policy.tuning.wait_floor_seconds
-    weight = weights.get(role, WEIGHTS[role])
+    weight = WEIGHTS[role]
     left = [
         max(least, item.target_seconds - sum(item.service_seconds.values()))
         for item in attributions
@@ -51,27 +46,5 @@ def wait_budget(
     return max(least, min(left)) * weight
 
 
-def reweighted(
-    weights: Mapping[Role, float],
-    attributions: Sequence[Attribution],
-    present: Collection[Role],
-) -> dict[Role, float]:
-    """Move the weights one step towards the shares of slow requests' time."""
-    spent = dict.fromkeys(POOL_ROLES, 0.0)
-    for item in attributions:
-        for stage, share in item.shares.items():
-            role = owner(stage, present)
-            if role is not None:
-                spent[role] += share * item.count
-    total = sum(spent.values())
-    found = {role: weights.get(role, WEIGHTS[role]) for role in POOL_ROLES}
-    if total > 0:
-        for role, weight in found.items():
-            step = min(max(spent[role] / total - weight, -STEP * weight), STEP * weight)
-            found[role] = max(LEAST_WEIGHT, weight + step)
-    whole = sum(found.values())
-    return {role: round(weight / whole, 6) for role, weight in found.items()}
-
-
 def _passes(modality: str, role: Role) -> bool:
-    return role is not Role.ENCODER or modality in PICTURES
+    return role is not Role.ENCODER or modality in IMAGES

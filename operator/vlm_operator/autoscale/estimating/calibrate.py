@@ -1,7 +1,7 @@
 """How long work takes on each node type, fitted to what its pods report. Pure.
 
-kind      a row is the difference of `Busy` between two ticks; fitted by weighted least squares
-encode    seconds / items = c0 + c1 · P + c2 · P²             P  patches of a picture
+kind      a row is the difference of `WorkCounters` of two ticks; weighted least squares
+encode    seconds / items = c0 + c1 · P + c2 · P²             P  patches of an image
 prefill   seconds / calls = c0 + c1 · n + c2 · n·(h + n/2)    n  tokens computed after h cached ones
 decode    seconds / calls = B + A · k                         k  KV tokens of a step: ITL(k)
 
@@ -23,7 +23,7 @@ from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.state import Busy
+from vlm_operator.state import WorkCounters
 
 MAX_ROWS = 64  # beyond, neighbours are added up: a sum of rows is a row
 SHIFT_ROWS = 5  # newest, that a change of shape must show in
@@ -105,7 +105,7 @@ def with_rows(
     now: float,
 ) -> dict[str, FitMemory]:
     """Add what this tick's answers say; keys are "role/variant/kind"."""
-    sums: dict[str, list[Busy]] = {}
+    sums: dict[str, list[WorkCounters]] = {}
     for pool in pools:
         for pod in pool.pods:
             for kind, did in pod.did.items():

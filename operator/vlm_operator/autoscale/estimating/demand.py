@@ -42,7 +42,7 @@ class DemandMemory:
     Attributes:
         at: of the last tick that was known.
         erlangs: smoothed, in units, as pods predicted it; the newest ratio goes for all of it.
-        encode_erlangs: the same of pictures alone.
+        encode_erlangs: the same of images alone.
         tokens: KV tokens in use or asked for, smoothed.
         waiting: work seconds that wait, of decode KV tokens, smoothed.
         tick_mean, tick_variance: of work seconds a second at single ticks, over a window; the
@@ -72,7 +72,7 @@ class Demand:
 
     Attributes:
         erlangs: work seconds admitted a second, smoothed; 0 before two answers.
-        encode_erlangs: of these, pictures.
+        encode_erlangs: of these, images.
         queued_seconds: work that waits.
         tokens: KV tokens in use or asked for, chance apart; `queued_tokens` of them wait.
         tokens_each: of them, those of a mean request.
@@ -139,7 +139,7 @@ def demand_of(
     weight = _weight(elapsed, policy.tuning.smoothing_seconds)
     # a tick does not weigh upon itself: more work at it must never look like less variance
     ratio = _ratio(pool)
-    variability = _variability(memory, service_seconds, policy.tick_seconds, ratio=ratio)
+    variability = _variability(memory, service_seconds, policy.interval_seconds, ratio=ratio)
     tokens, waiting, each = _tokens(pool, held, flow)
     queued = sum((last.queued_seconds * pod.unit_seconds for pod, last in loads), 0.0)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
@@ -242,10 +242,12 @@ def _ratio(pool: PoolReading) -> float:
 
 
 def _variability(
-    memory: DemandMemory, service_seconds: float | None, tick_seconds: float, *, ratio: float
+    memory: DemandMemory, service_seconds: float | None, interval_seconds: float, *, ratio: float
 ) -> float:
     """Of rates: Var(work)/(2·S·mean(work)) = tick · Var(rate)/(2·S·mean(rate))."""
     if memory.ticks < PHI_TICKS or not service_seconds or memory.tick_mean <= 0:
         return 1.0
-    found = tick_seconds * memory.tick_variance / (2.0 * service_seconds * memory.tick_mean) * ratio
+    found = (
+        interval_seconds * memory.tick_variance / (2.0 * service_seconds * memory.tick_mean) * ratio
+    )
     return min(max(found, PHI_LEAST), PHI_MOST)

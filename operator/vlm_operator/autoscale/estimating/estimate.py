@@ -3,9 +3,8 @@
 samples ─▶ readings ─▶ calibrate ─▶ demand ─▶ horizon ─┐
         └▶ window   ─▶ attribute ─▶ budget ────────────┴▶ size ─▶ zero ─▶ Need of each pool
 
-Every tick adds counters and loads; fits and weights move on the slow tick. What is remembered is
-bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20 starts, two hours of
-minutes, a day of hours.
+Every tick adds counters and loads; fits move on the slow tick. What is remembered is
+bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20 starts.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from vlm_operator.autoscale.estimating.attribute import alone_shares, attribute, itl_p95
-from vlm_operator.autoscale.estimating.budget import WEIGHTS, reweighted
 from vlm_operator.autoscale.estimating.calibrate import (
     Fit,
     FitMemory,
@@ -24,17 +22,15 @@ from vlm_operator.autoscale.estimating.calibrate import (
 from vlm_operator.autoscale.estimating.correct import Measured, corrected, measured
 from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory
 from vlm_operator.autoscale.estimating.horizon import (
-    GrowthMemory,
     Phases,
-    SeasonMemory,
     StartupMemory,
     startup_phases,
     startup_seconds,
     time_startups,
 )
-from vlm_operator.autoscale.estimating.needs import Turn
+from vlm_operator.autoscale.estimating.needs import PoolInputs
 from vlm_operator.autoscale.estimating.readings import LastAnswer, read_pools
-from vlm_operator.autoscale.estimating.size import Signals
+from vlm_operator.autoscale.estimating.size import LoadSignals
 from vlm_operator.autoscale.estimating.window import Window
 from vlm_operator.autoscale.outcome import Attribution, Need
 from vlm_operator.autoscale.policy import ServicePolicy
@@ -51,7 +47,7 @@ class EstimateMemory:
         answers: what each pod last said, by uid.
         window: what gateways counted.
         fits: by "role/variant/kind".
-        demands, seasons, growths, weights: by role.
+        demands: by role.
         slow_at: when the last slow tick was.
         measured: how long work took, and was predicted to take, by "role/variant".
     """
@@ -60,28 +56,20 @@ class EstimateMemory:
     window: Window = dataclasses.field(default_factory=Window)
     fits: Mapping[str, FitMemory] = dataclasses.field(default_factory=dict)
     demands: Mapping[Role, DemandMemory] = dataclasses.field(default_factory=dict)
-    seasons: Mapping[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
-    growths: Mapping[Role, GrowthMemory] = dataclasses.field(default_factory=dict)
-    weights: Mapping[Role, float] = dataclasses.field(default_factory=lambda: dict(WEIGHTS))
     startups: StartupMemory = dataclasses.field(default_factory=StartupMemory)
     slow_at: float | None = None
     measured: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
 
     @property
     def lasting(self) -> EstimateMemory:
-        """What is worth keeping beyond this process: fits, starts, hours and weights.
+        """What is worth keeping beyond this process: fits and starts.
 
         Counters and loads are not in it: they are known again after two ticks, and would change
         at each.
         """
         fits = {key: FitMemory((), item.fit) for key, item in self.fits.items() if item.fit}
         starts = dataclasses.replace(self.startups, starting={})
-        whole = {
-            role: dataclasses.replace(item, hour=None, total=0.0, ticks=0)
-            for role, item in self.seasons.items()
-            if item.since is not None
-        }
-        return EstimateMemory(fits=fits, seasons=whole, weights=self.weights, startups=starts)
+        return EstimateMemory(fits=fits, startups=starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +96,7 @@ class Estimate:
     missing_seconds: float
     startup: Mapping[tuple[Role, str], float]
     itl_p95_seconds: float | None = None
-    signals: Mapping[Role, Signals] = dataclasses.field(default_factory=dict)
+    signals: Mapping[Role, LoadSignals] = dataclasses.field(default_factory=dict)
     absurd: tuple[str, ...] = ()
     counted: bool = False
     fits: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
@@ -145,7 +133,6 @@ def estimate(
     totals = window.total(now=now, window=policy.window_seconds)
     alone = alone_shares(policy, totals, memory.fits, now=now)
     attributions = attribute(policy, window, totals, alone, now=now)
-    weights = memory.weights
     slow_at = memory.slow_at
     if slow_at is None or not 0 <= now - slow_at < policy.tuning.slow_seconds:
         last, slow_at = slow_at, now
@@ -155,17 +142,13 @@ def estimate(
             else item
             for key, item in fits.items()
         }
-        weights = reweighted(weights, attributions, present)
     startup = startup_seconds(policy, startups)
-    turn = Turn(
+    turn = PoolInputs(
         policy=policy,
         pools=pools,
         fits=memory.fits,
         memories=memory.demands,
-        seasons=memory.seasons,
-        growths=memory.growths,
         attributions=attributions,
-        weights=weights,
         present=present,
         alone=alone,
         startup=startup,
@@ -194,9 +177,6 @@ def estimate(
         window=window,
         fits=fits,
         demands=turn.memories_after,
-        seasons=turn.seasons_after,
-        growths=turn.growths_after,
-        weights=weights,
         startups=startups,
         slow_at=slow_at,
         measured=taken,

@@ -1,4 +1,4 @@
-"""What every pool needs at one tick: demand, horizon, budget and guilt brought together for `size`.
+"""What each pool needs at one tick: joins demand, horizon, budget and bottleneck share.
 
 decode ─▶ prefill ─▶ encoder      the encoder last: it depends on who encodes in its stead
 """
@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.estimating.attribute import guilt
+from vlm_operator.autoscale.estimating.attribute import bottleneck_share
 from vlm_operator.autoscale.estimating.budget import target_seconds, wait_budget
 from vlm_operator.autoscale.estimating.calibrate import (
     FitMemory,
@@ -24,16 +24,9 @@ from vlm_operator.autoscale.estimating.demand import (
     demand_of,
     with_trend,
 )
-from vlm_operator.autoscale.estimating.horizon import (
-    GrowthMemory,
-    SeasonMemory,
-    planned,
-    warm_load,
-    with_hour,
-    with_minute,
-)
+from vlm_operator.autoscale.estimating.horizon import planned
 from vlm_operator.autoscale.estimating.readings import PoolReading
-from vlm_operator.autoscale.estimating.size import Signals, hold_upstream, size
+from vlm_operator.autoscale.estimating.size import LoadSignals, size
 from vlm_operator.autoscale.estimating.zero import Inline, with_zero
 from vlm_operator.autoscale.outcome import Attribution, Need
 from vlm_operator.autoscale.policy import ServicePolicy
@@ -47,7 +40,7 @@ ITEMS: Mapping[Role, str] = {
 
 
 @dataclasses.dataclass
-class Turn:
+class PoolInputs:
     """One tick over all pools. `needs` alone writes it, once.
 
     Attributes:
@@ -55,26 +48,21 @@ class Turn:
         present: roles with pods.
         alone: by stage, the share of its time that is its own work.
         held: requests that gateways hold, by the pool that they wait for.
-        memories, seasons, growths: as the last tick left them; `…_after`: for the next.
+        memories: as the last tick left them; `memories_after`: for the next.
     """
 
     policy: ServicePolicy
     pools: Mapping[Role, PoolReading]
     fits: Mapping[str, FitMemory]
     memories: Mapping[Role, DemandMemory]
-    seasons: Mapping[Role, SeasonMemory]
-    growths: Mapping[Role, GrowthMemory]
     attributions: tuple[Attribution, ...]
-    weights: Mapping[Role, float]
     present: frozenset[Role]
     alone: Mapping[str, float]
     startup: Mapping[tuple[Role, str], float]
     held: Mapping[Role, int]
     now: float
     memories_after: dict[Role, DemandMemory] = dataclasses.field(default_factory=dict)
-    seasons_after: dict[Role, SeasonMemory] = dataclasses.field(default_factory=dict)
-    growths_after: dict[Role, GrowthMemory] = dataclasses.field(default_factory=dict)
-    signals: dict[Role, Signals] = dataclasses.field(default_factory=dict)
+    signals: dict[Role, LoadSignals] = dataclasses.field(default_factory=dict)
 
     def needs(self) -> dict[Role, Need]:
         """Size every pool, the encoder last: it depends on who encodes in its stead."""
@@ -101,10 +89,10 @@ class Turn:
                     inline=inline,
                 )
             needs[role] = need
-        return hold_upstream(needs, self.pools, demands)
+        return needs
 
     def _demand(self, pool: PoolReading, inline: Inline | None) -> Demand:
-        """Add one tick; an encoder at zero has the pictures that are encoded in its stead."""
+        """Add one tick; an encoder at zero has the images that are encoded in its stead."""
         known, elsewhere, encoder = None, 0.0, pool.role is Role.ENCODER
         if encoder and not pool.pods and inline is not None:
             known, elsewhere = inline.pool.known, inline.demand.encode_erlangs
@@ -131,7 +119,7 @@ class Turn:
             return share  # what waits, waits for decode's own steps
         for role in (Role.ENCODER, Role.PREFILL):
             pool = self.pools.get(role)
-            budget = wait_budget(self.policy, self.attributions, self.weights, role)
+            budget = wait_budget(self.policy, self.attributions, role)
             if pool is None or budget is None:
                 continue
             queued = sum(last.queued_seconds * pod.speed for pod, last in pool.loads)
@@ -139,7 +127,7 @@ class Turn:
                 share = min(share, budget * pool.ready_units / queued)
         return share
 
-    def _signals(self, pool: PoolReading, demand: Demand) -> Signals:
+    def _signals(self, pool: PoolReading, demand: Demand) -> LoadSignals:
         """Everything that the pool's size follows from."""
         role, policy = pool.role, self.policy
         horizon = max((self.startup[key] for key in self.startup if key[0] is role), default=0.0)
@@ -149,41 +137,30 @@ class Turn:
             load = demand.encode_erlangs
         # a ratio that is learnt is no growth
         ratio = 1.0 if role is Role.DECODE else demand.ratio
-        season = self.seasons.get(role, SeasonMemory())
-        growth = self.growths.get(role, GrowthMemory())
         memory = self.memories_after[role]
         if pool.known:
             memory = self.memories_after[role] = with_trend(memory, load / ratio, now=self.now)
-            self.seasons_after[role] = with_hour(season, load, now=self.now)
-            self.growths_after[role] = with_minute(growth, load, now=self.now)
-        else:
-            self.seasons_after[role], self.growths_after[role] = season, growth
         lag = policy.tuning.smoothing_seconds  # by which a smoothed load is behind a slope
-        warm = warm_load(policy, growth, startup=horizon)
         chance = self._chance(role, demand, load)
         ahead = planned(
             policy,
             load,
             [(at, value * ratio) for at, value in memory.trend],
-            season,
             startup=horizon + lag,
-            now=self.now,
-            warm=warm,
             chance=chance,
         )
         if role is Role.DECODE:
             ahead += demand.tokens - load
-        return Signals(
+        return LoadSignals(
             demand=demand,
             planned=ahead,
-            warm=warm,
             chance=chance,
             credible=credible(policy.tuning, self.fits, role, ITEMS[role]),
             planned_work=demand.erlangs,
             service_seconds=self._each(role),
-            budget_seconds=wait_budget(policy, self.attributions, self.weights, role),
+            budget_seconds=wait_budget(policy, self.attributions, role),
             target_seconds=target_seconds(policy, self.attributions, role),
-            guilt=guilt(self.attributions, self.alone, self.present, role),
+            bottleneck_share=bottleneck_share(self.attributions, self.alone, self.present, role),
             itl_tokens=self._itl_tokens(pool) if role is Role.DECODE else None,
         )
 
@@ -210,17 +187,11 @@ class Turn:
         return tokens / units if units else None
 
     def _inline(self, demands: Mapping[Role, Demand]) -> Inline | None:
-        """Who encodes pictures while no encoder does."""
+        """Who encodes images while no encoder does."""
         for role in (Role.PREFILL, Role.DECODE):
             rules, pool = self.policy.pools.get(role), self.pools.get(role)
             if rules is not None and pool is not None and rules.inline:
-                return Inline(
-                    rules=rules,
-                    pool=pool,
-                    demand=demands[role],
-                    service_seconds=self._each(role),
-                    budget_seconds=wait_budget(self.policy, self.attributions, self.weights, role),
-                )
+                return Inline(rules=rules, pool=pool, demand=demands[role])
         return None
 
     def _each(self, role: Role) -> float | None:

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.state import Busy, Sample
+from vlm_operator.state import Sample, WorkCounters
 
 ABSURD = 1e12  # no pod has so many seconds, tokens or calls
 MAX_RATE = 64.0  # work seconds admitted in a second by one pod, beyond which nobody believes it
 KINDS = ("encode", "prefill", "decode")
-NO_WORK = Busy(0.0, 0, 0, 0, 0.0)
+NO_WORK = WorkCounters(0.0, 0, 0, 0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LastAnswer:
     queued_tokens: int
     capacity: int
     encode_rate: float
-    busy: Mapping[str, Busy]
+    busy: Mapping[str, WorkCounters]
 
     @property
     def tokens(self) -> int:
@@ -74,7 +74,7 @@ class PodReading:
     speed: float
     answered: bool
     last: LastAnswer | None
-    did: Mapping[str, Busy] = dataclasses.field(default_factory=dict)
+    did: Mapping[str, WorkCounters] = dataclasses.field(default_factory=dict)
     began: float | None = None
     ratio: float = 1.0
 
@@ -171,7 +171,7 @@ def plausible(sample: Sample) -> bool:
     ):
         return False
     if not (
-        0.0 <= sample.queued_work_seconds < ABSURD and 0.0 <= sample.admitted_work_seconds < ABSURD
+        0.0 <= sample.queued_work_seconds < ABSURD and 0.0 <= sample.started_work_seconds < ABSURD
     ):
         return False
     for busy in sample.busy.values():
@@ -202,7 +202,7 @@ def _possible(before: LastAnswer | None, sample: Sample, now: float) -> bool:
     """Whether a process can have admitted so much since its last answer."""
     if before is None or before.boot_id != sample.boot_id or now <= before.at:
         return True
-    return sample.admitted_work_seconds - before.admitted <= MAX_RATE * (now - before.at)
+    return sample.started_work_seconds - before.admitted <= MAX_RATE * (now - before.at)
 
 
 def _pod(
@@ -215,18 +215,18 @@ def _pod(
     now: float,
 ) -> PodReading:
     if sample is None:
-        stale = policy.tuning.stale_ticks * policy.tick_seconds
+        stale = policy.tuning.stale_ticks * policy.interval_seconds
         last = before if before is not None and now - before.at <= stale else None
         return PodReading(pod.uid, pod.variant, speed, False, last)
     # what a process without a past does is unknown for one tick: as much as the one before it
     rate = before.rate if before is not None else None
     encoding = before.encode_rate if before is not None else 0.0
-    did: Mapping[str, Busy] = {}
+    did: Mapping[str, WorkCounters] = {}
     began = None
     if before is not None and before.boot_id == sample.boot_id and now > before.at:
         elapsed = now - before.at
-        if sample.admitted_work_seconds >= before.admitted:
-            began = sample.admitted_work_seconds - before.admitted
+        if sample.started_work_seconds >= before.admitted:
+            began = sample.started_work_seconds - before.admitted
             rate = (began + sample.queued_work_seconds - before.queued_seconds) / elapsed
         did = _difference(before.busy, sample.busy)
         if "encode" in did:
@@ -235,7 +235,7 @@ def _pod(
     last = LastAnswer(
         at=now,
         boot_id=sample.boot_id,
-        admitted=sample.admitted_work_seconds,
+        admitted=sample.started_work_seconds,
         rate=rate,
         queued_seconds=sample.queued_work_seconds,
         inflight=sample.inflight,
@@ -249,13 +249,15 @@ def _pod(
     return PodReading(pod.uid, pod.variant, speed, True, last, did, began)
 
 
-def _difference(before: Mapping[str, Busy], now: Mapping[str, Busy]) -> dict[str, Busy]:
+def _difference(
+    before: Mapping[str, WorkCounters], now: Mapping[str, WorkCounters]
+) -> dict[str, WorkCounters]:
     found = {}
     for kind in KINDS:
         if kind not in now:
             continue
         old, new = before.get(kind, NO_WORK), now[kind]
-        grown = Busy(
+        grown = WorkCounters(
             new.seconds - old.seconds,
             new.calls - old.calls,
             new.items - old.items,

@@ -1,14 +1,14 @@
 """An encoder pool between zero and one: when it wakes, and when it may go. Pure.
 
-asleep   pictures are encoded inline, waited for or refused, as onDemand says
+asleep   images are encoded inline, waited for or refused, as whileAtZero says
 wake     a request is held for the pool: at once
          a_v · T_up · cost(inline) > T_up · cost(encoder): what is encoded inline within one
          start-up is worth more than the start-up
-         a_inline / units > band_down · its target, and pictures are guilty_share of it: an encoder
+         a_inline / units > band_down · its target, and images have bottleneck_share: an encoder
          takes a start-up to come, and until then that pool fills up
-awake    one replica at least while pictures come
-idle     no picture since the last tick and, where they would be encoded inline, that pool's use is
-         below band_down and its W95 with them within consolidation · B; pace waits idleSeconds
+awake    one replica at least while images come
+idle     no image since the last tick and, where they would be encoded inline, that pool's use is
+         below band_down; pace waits idleSeconds
 
 a_v is what pods encode inline (`busy.encode`), in work seconds a second; T_up cancels out.
 """
@@ -17,28 +17,24 @@ from __future__ import annotations
 
 import dataclasses
 
-from vlm_operator.api.enums import OnDemand
+from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.autoscale.estimating.demand import Demand
 from vlm_operator.autoscale.estimating.readings import PoolReading
-from vlm_operator.autoscale.estimating.waiting import wait_p95
 from vlm_operator.autoscale.outcome import Candidate, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, ZeroPolicy
 
 
 @dataclasses.dataclass(frozen=True)
 class Inline:
-    """The pool that encodes pictures while no encoder does.
+    """The pool that encodes images while no encoder does.
 
     Attributes:
-        demand: its own, pictures included.
-        service_seconds, budget_seconds: as for any pool, None where unknown.
+        demand: its own, images included.
     """
 
     rules: PoolPolicy
     pool: PoolReading
     demand: Demand
-    service_seconds: float | None
-    budget_seconds: float | None
 
 
 def with_zero(
@@ -68,7 +64,7 @@ def with_zero(
     one = min((item.speed for item in rules.variants), default=1.0)
     if held > 0:
         text = f"{held} requests wait for an encoder"
-        return _awake(need, one, Candidate("held", 1), text, known=True, urgent=True)
+        return _awake(need, one, Candidate("held", 1), text, known=True, wakes=True)
     if pool.replicas == 0:
         why = _wakes(policy, rules, demand, inline)
         if why is None:
@@ -78,11 +74,10 @@ def with_zero(
                 least_units=0.0,
                 known=inline is None or inline.pool.known,
                 idle=True,
-                urgent=False,
-                guilty=False,
-                message="pictures do not pay for an encoder",
+                bottleneck=False,
+                message="images do not pay for an encoder",
             )
-        return _awake(need, one, Candidate("inlineEncode", 1), why, known=True, urgent=False)
+        return _awake(need, one, Candidate("inlineEncode", 1), why, known=True, wakes=True)
     if not pool.pods:  # it has just been woken
         return _awake(need, one, Candidate("notIdle", 1), "an encoder starts", known=True)
     if not need.known or demand.idle_seconds <= 0:
@@ -90,24 +85,21 @@ def with_zero(
     keeps = _keeps(policy, zero, inline)
     if keeps is not None:
         return _awake(need, one, Candidate("notIdle", 1), keeps, known=need.known)
-    message = f"no picture for {demand.idle_seconds:.0f} s, and {need.message}"
-    return dataclasses.replace(
-        need, units=0.0, least_units=0.0, idle=True, urgent=False, message=message
-    )
+    message = f"no image for {demand.idle_seconds:.0f} s, and {need.message}"
+    return dataclasses.replace(need, units=0.0, least_units=0.0, idle=True, message=message)
 
 
 def _awake(
-    need: Need, one: float, why: Candidate, message: str, *, known: bool, urgent: bool | None = None
+    need: Need, one: float, why: Candidate, message: str, *, known: bool, wakes: bool = False
 ) -> Need:
     return dataclasses.replace(
         need,
         units=max(need.units, one),
         least_units=max(need.least_units, one),
         candidates=(*need.candidates, why),
-        guilty=need.guilty or urgent is not None,
+        bottleneck=need.bottleneck or wakes,
         known=known,
         idle=False,
-        urgent=need.urgent if urgent is None else urgent,
         message=message,
     )
 
@@ -122,17 +114,17 @@ def _wakes(
     mine, theirs = _cost(rules), _cost(inline.rules)
     ratio = mine / theirs if mine is not None and theirs else 1.0
     if virtual > ratio:
-        return f"{virtual:.2g} s of pictures a second are encoded inline; an encoder is cheaper"
+        return f"{virtual:.2g} s of images a second are encoded inline; an encoder is cheaper"
     use = inline.demand.erlangs / max(inline.pool.ready_units, 1e-9)
-    pictures = virtual >= policy.tuning.guilty_share * inline.demand.erlangs > 0
-    if use > policy.tuning.band_down * inline.rules.utilization and pictures:
-        return f"{inline.rules.role} is busy to {use:.0%}, and encodes pictures"
+    images = virtual >= policy.tuning.bottleneck_share * inline.demand.erlangs > 0
+    if use > policy.tuning.band_down * inline.rules.utilization and images:
+        return f"{inline.rules.role} is busy to {use:.0%}, and encodes images"
     return None
 
 
 def _keeps(policy: ServicePolicy, zero: ZeroPolicy, inline: Inline | None) -> str | None:
     """Why an idle encoder stays, None where it may go."""
-    if zero.on_demand is not OnDemand.INLINE_AT_PREFILL:
+    if zero.while_at_zero is not WhileAtZero.INLINE_AT_PREFILL:
         return None
     if inline is None or not inline.pool.known:
         return "nobody is known to encode in its stead"
@@ -140,12 +132,6 @@ def _keeps(policy: ServicePolicy, zero: ZeroPolicy, inline: Inline | None) -> st
     role = inline.rules.role
     if load > policy.tuning.band_down * units:
         return f"{role} is too busy to encode in its stead"
-    each, budget = inline.service_seconds, inline.budget_seconds
-    if each is None or budget is None:
-        return None
-    wait = wait_p95(max(1, int(units)), load, seconds=each, variability=inline.demand.variability)
-    if wait > policy.tuning.consolidation * budget:
-        return f"prompts would wait {wait:.2g} s if {role} encoded in its stead"
     return None
 
 

@@ -4,7 +4,10 @@ import dataclasses
 import math
 
 import pytest
-from estimating_support import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.estimates import (
     BOUNDS,
     NOW,
     TICK,
@@ -14,10 +17,7 @@ from estimating_support import (
     policy,
     ttft,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, guilt, owner
+from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, bottleneck_share, owner
 from vlm_operator.autoscale.estimating.window import Tally, Window, percentile, tail_mean
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.tuning import Tuning
@@ -170,11 +170,11 @@ def test_the_remedy_of_waiting_for_a_promise_is_decode():
     assert "decode" in REMEDIES["decode_reserve"]
 
 
-def test_only_the_pool_whose_queue_it_is_is_guilty():
+def test_only_the_pool_that_owns_the_queue_is_the_bottleneck():
     slow = {"decode_reserve": 3.0, "prefill": 0.3}
     window, now = after({"text": ttft([], 1.5)}, {"text": ttft([slow] * 60, 1.5)})
     found = tuple(said(policy(), window, now).values())
-    share = {role: guilt(found, {}, frozenset(POOL_ROLES), role) for role in POOL_ROLES}
+    share = {role: bottleneck_share(found, {}, frozenset(POOL_ROLES), role) for role in POOL_ROLES}
     assert share[Role.DECODE] == pytest.approx(3.0 / 3.3)
     assert share[Role.PREFILL] == share[Role.ENCODER] == 0
 
@@ -184,7 +184,7 @@ def test_work_that_slows_other_work_down_is_waiting_too():
     window, now = after({"text": ttft([], 1.5)}, {"text": ttft([slow] * 60, 1.5)})
     alone = {"prefill": 0.1}
     found = tuple(said(policy(), window, now, **alone).values())
-    assert guilt(found, alone, frozenset(POOL_ROLES), Role.PREFILL) == pytest.approx(0.9)
+    assert bottleneck_share(found, alone, frozenset(POOL_ROLES), Role.PREFILL) == pytest.approx(0.9)
     (one,) = found
     assert one.attainable, "a prompt alone takes 0.4 s"
 
@@ -196,7 +196,7 @@ def test_a_target_below_the_service_time_is_unattainable_and_says_what_is_missin
     assert not found.attainable
     assert found.blocking_stage == "prefill"
     assert found.lacking_seconds > 0.4
-    assert guilt((found,), {}, frozenset(POOL_ROLES), Role.PREFILL) == 0
+    assert bottleneck_share((found,), {}, frozenset(POOL_ROLES), Role.PREFILL) == 0
 
 
 def test_attributions_reach_the_estimate_and_disappear_with_the_traffic():

@@ -4,10 +4,10 @@ import dataclasses
 import random
 
 import pytest
-from estimating_support import NOW, PLAIN, Pod, Service, policy, rules
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.estimates import NOW, PLAIN, Pod, Service, policy, rules
 from vlm_operator.autoscale.estimating.calibrate import (
     MAX_ROWS,
     Fit,

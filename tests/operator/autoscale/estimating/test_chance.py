@@ -3,12 +3,12 @@
 import math
 
 import pytest
-from estimating_support import Service, busy, policy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.estimates import Service, busy, policy
 from vlm_operator.autoscale.estimating.demand import NOISE
-from vlm_operator.autoscale.estimating.horizon import SeasonMemory, planned
+from vlm_operator.autoscale.estimating.horizon import planned
 from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
@@ -23,9 +23,7 @@ def test_a_rise_is_planned_for_as_far_as_it_is_more_than_chance(load, slope, cha
     points = [(float(second), load + slope * second) for second in range(0, 60, 5)]
 
     def ahead(allowed: float) -> float:
-        return planned(
-            policy(), load, points, SeasonMemory(), startup=startup, now=60.0, chance=allowed
-        )
+        return planned(policy(), load, points, startup=startup, chance=allowed)
 
     assert load <= ahead(chance) <= ahead(0.0) <= load * (1 + Tuning().growth_cap) * (1 + 1e-9)
     if slope * startup <= chance:
@@ -45,7 +43,7 @@ def test_kv_that_swings_by_chance_alone_asks_for_no_pod(seed, pods):
         found = service.tick()
     need = found.needs[Role.DECODE]
     assert need.units <= pods
-    assert not need.guilty
+    assert not need.bottleneck
 
 
 def test_an_overrun_that_is_over_makes_nothing_grow():
@@ -55,14 +53,14 @@ def test_an_overrun_that_is_over_makes_nothing_grow():
         pod.queued = 2.0
     service.tick(3)
     service.finish("text", 60, prefill_queue=4.0, prefill=0.3)
-    assert service.tick().needs[Role.PREFILL].guilty
+    assert service.tick().needs[Role.PREFILL].bottleneck
     for _ in range(14):  # 70 s in which all meet the target; the window still shows the others
         service.finish("text", 10, prefill=0.3)
         found = service.tick()
     (text,) = [item for item in found.attributions if item.modality == "text"]
     assert text.overrun_seconds > 0
     assert not text.exceeds()
-    assert not found.needs[Role.PREFILL].guilty
+    assert not found.needs[Role.PREFILL].bottleneck
 
 
 def test_a_backlog_that_is_being_worked_off_asks_for_no_further_pod():

@@ -1,10 +1,10 @@
 """Needs follow what work took, whatever the pods predicted."""
 
 import pytest
-from estimating_support import Service, busy, policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.estimates import Service, busy, policy
 from vlm_operator.autoscale.estimating.correct import LEAST, MOST, Measured
 from vlm_operator.names import Role
 
@@ -18,7 +18,7 @@ def lived(role: Role, *, factor: float, rate: float, queued: float, ticks: int =
     for _ in range(ticks):
         for pod in service.of(role):
             pod.queued = queued
-            seconds = rate * factor * service.policy.tick_seconds
+            seconds = rate * factor * service.policy.interval_seconds
             pod.work(KIND[role], seconds=seconds, calls=1, items=1, units=100)
         found = service.tick()
     return found.demands[role], service.memory.measured[f"{role}/plain"].ratio
@@ -56,6 +56,6 @@ def test_work_that_waits_has_come_though_it_has_not_begun():
     busy(service, Role.PREFILL, 1.0)
     for _ in range(60):
         for pod in service.of(Role.PREFILL):
-            pod.queued += 1.5 * service.policy.tick_seconds
+            pod.queued += 1.5 * service.policy.interval_seconds
         found = service.tick()
     assert found.demands[Role.PREFILL].erlangs == pytest.approx(2.5, rel=0.05)

@@ -4,8 +4,8 @@ import dataclasses
 import random
 
 import pytest
-from estimating_support import NOW, Pod, Service, busy, policy, signals
 
+from support.estimates import NOW, Pod, Service, busy, policy, signals
 from vlm_operator.autoscale.estimating.demand import DemandMemory, demand_of
 from vlm_operator.autoscale.estimating.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.estimating.readings import LastAnswer, PodReading, PoolReading
@@ -26,7 +26,7 @@ def test_between_the_bands_nothing_moves():
     need = service.tick(60).needs[Role.PREFILL]
     assert need.units == pytest.approx(4)
     assert need.least_units > 4
-    assert not need.guilty
+    assert not need.bottleneck
 
 
 def test_beyond_the_upper_band_a_pool_grows_to_its_target():
@@ -34,7 +34,7 @@ def test_beyond_the_upper_band_a_pool_grows_to_its_target():
     busy(service, Role.PREFILL, 0.9)
     need = service.tick(60).needs[Role.PREFILL]
     assert need.units == pytest.approx(3.6 / 0.75, rel=0.01)
-    assert need.guilty
+    assert need.bottleneck
     assert signals(need)["utilization"] == 5
     assert "utilization needs" in need.message
 
@@ -59,7 +59,6 @@ def test_a_backlog_is_worked_off_within_half_a_minute():
     need = service.tick(30).needs[Role.PREFILL]
     # ten times the text target is 15 s: 0.2 + 60 / 15
     assert need.units == pytest.approx(4.2, rel=0.01)
-    assert need.urgent
 
 
 def test_work_is_counted_in_seconds_of_speed_one():
@@ -83,10 +82,10 @@ def test_an_image_burst_grows_the_encoder_and_nothing_else():
         encoder.queued += 5.0  # what comes beyond what it can begin
         found = service.tick()
     assert found.needs[Role.ENCODER].units > 2
-    assert found.needs[Role.ENCODER].guilty
+    assert found.needs[Role.ENCODER].bottleneck
     for role in (Role.PREFILL, Role.DECODE):
         assert found.needs[role].units <= 2
-        assert not found.needs[role].guilty
+        assert not found.needs[role].bottleneck
 
 
 def test_long_answers_grow_decode_and_nothing_else():
@@ -98,9 +97,8 @@ def test_long_answers_grow_decode_and_nothing_else():
     service.finish("text", 60, decode_reserve=4.0, prefill=0.3)
     found = service.tick(3)
     assert found.needs[Role.DECODE].units == pytest.approx(25_000 / 8_000, rel=0.01)
-    assert found.needs[Role.DECODE].urgent
     assert found.needs[Role.PREFILL].units <= 2
-    assert not found.needs[Role.PREFILL].guilty
+    assert not found.needs[Role.PREFILL].bottleneck
     assert signals(found.needs[Role.DECODE])["kvTokensWithQueue"] == 4
 
 
@@ -156,14 +154,14 @@ def test_a_breach_with_all_queues_short_raises_nothing():
     (text,) = found.attributions
     assert not text.attainable
     assert text.blocking_stage == "prefill"
-    assert units(found) == {
-        role: pytest.approx(count, abs=count)
-        for role, count in ((Role.ENCODER, 1), (Role.PREFILL, 2), (Role.DECODE, 2))
-    }
-    assert not any(need.guilty for need in found.needs.values())
+    present = {Role.ENCODER: 1, Role.PREFILL: 2, Role.DECODE: 2}
+    assert units(found).keys() == present.keys()
+    for role, needed in units(found).items():
+        assert 0 <= needed <= present[role], role
+    assert not any(need.bottleneck for need in found.needs.values())
 
 
-def test_a_guilty_pool_with_a_queue_that_models_do_not_explain_gets_one_more():
+def test_a_bottleneck_pool_with_a_queue_that_models_do_not_explain_gets_one_more():
     service = Service(policy(QUICK), prefill=2)
     busy(service, Role.PREFILL, 0.3)
     for pod in service.of(Role.PREFILL):
@@ -177,32 +175,14 @@ def test_a_guilty_pool_with_a_queue_that_models_do_not_explain_gets_one_more():
     assert service.tick().needs[Role.PREFILL].units == 3, "what starts is not asked for again"
 
 
-def test_waiting_speaks_only_where_the_pool_is_guilty():
-    service = Service(policy(QUICK), prefill=2)
-    for pod in service.of(Role.PREFILL):
-        pod.rate = 0.75
-    for _ in range(30):
-        for pod in service.of(Role.PREFILL):
-            pod.work("prefill", seconds=3.75, calls=2, items=2, units=2000, squares=1e6)
-        found = service.tick()
-    need = found.needs[Role.PREFILL]
-    assert signals(need)["waiting"] > 2
-    assert need.units == pytest.approx(2)
-    service.finish("text", 60, prefill_queue=3.0, prefill=0.2)
-    assert service.tick().needs[Role.PREFILL].units == signals(need)["waiting"]
-
-
-def test_while_decode_lacks_room_prefill_does_not_grow():
+def test_what_decode_lacks_and_what_prefill_lacks_are_ordered_in_one_tick():
     service = Service(policy(QUICK), prefill=1, decode=1)
     busy(service, Role.PREFILL, 0.95)
     (decode,) = service.of(Role.DECODE)
     decode.tokens, decode.queued_tokens = 9_000, 4_000
     found = service.tick(20)
     assert found.needs[Role.DECODE].units > 1
-    assert found.needs[Role.PREFILL].units == 1
-    assert "decode has no KV room" in found.needs[Role.PREFILL].message
-    service.pods.append(Pod("coming", Role.DECODE, phase="starting"))
-    assert service.tick().needs[Role.PREFILL].units > 1, "decode has what it needs, on its way"
+    assert found.needs[Role.PREFILL].units > 1, "a start-up later would be a second wave"
 
 
 def test_a_decode_pool_without_prefill_is_sized_by_its_prompts_too():

@@ -7,16 +7,16 @@ import random
 from typing import Any
 
 import pytest
-from estimating_support import BOUNDS, NOW, TICK, ZERO, Pod, Service, gateway, policy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.estimates import BOUNDS, NOW, TICK, ZERO, Pod, Service, gateway, policy
 from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.policy import VariantPolicy
 from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.state import Busy, Gaps, KvTokens, Sample, StageSeconds, Ttft
+from vlm_operator.state import ItlHistogram, KvTokens, Sample, StageSeconds, Ttft, WorkCounters
 
 EPSILON = 1e-9
 
@@ -36,7 +36,7 @@ stages = st.dictionaries(
 )
 
 
-def service(found, requests, *, ticks: int, zero: bool = False, guilty: bool = True) -> Service:
+def service(found, requests, *, ticks: int, zero: bool = False, bottleneck: bool = True) -> Service:
     """A service that has lived for some ticks under such loads."""
     encoder = {"zero": ZERO, "minimum": 0} if zero else {}
     living = Service(
@@ -54,7 +54,7 @@ def service(found, requests, *, ticks: int, zero: bool = False, guilty: bool = T
             kind = "encode" if pod.role is Role.ENCODER else pod.role.value
             pod.work(kind, seconds=1.0, calls=5, items=5, units=500, squares=1e5)
         living.tick()
-    if guilty:
+    if bottleneck:
         for stage in requests:
             living.finish("image", 10, **stage)
     return living
@@ -88,14 +88,13 @@ def test_more_load_never_needs_less(found, asked, ticks, role, more, zero):
     less, much = living.tick().needs, heavy.tick().needs
     assert much[role].units >= less[role].units - EPSILON
     assert much[role].least_units >= less[role].least_units - EPSILON
-    assert much[role].urgent >= less[role].urgent
 
 
 @given(pools, st.integers(1, 20), st.integers(2, 5))
 def test_twice_the_pods_with_twice_the_load_need_twice_the_units(found, ticks, times):
-    one = service(found, (), ticks=ticks, guilty=False)
+    one = service(found, (), ticks=ticks, bottleneck=False)
     many = service(
-        {role: items * times for role, items in found.items()}, (), ticks=ticks, guilty=False
+        {role: items * times for role, items in found.items()}, (), ticks=ticks, bottleneck=False
     )
     needs = many.tick().needs
     for role, need in one.tick().needs.items():
@@ -124,7 +123,7 @@ def test_an_absurd_answer_is_worth_no_answer(found, asked, ticks, value, role):
 
 @given(pools, st.integers(4, 20), st.data())
 def test_silence_changes_no_demand_for_as_long_as_it_is_short(found, ticks, data):
-    living = service(found, (), ticks=ticks, guilty=False)
+    living = service(found, (), ticks=ticks, bottleneck=False)
     before = living.tick()
     for pod in living.pods:
         pod.answers = data.draw(st.booleans())
@@ -202,14 +201,14 @@ class Chaos:
         return dataclasses.replace(
             found,
             queued_work_seconds=number(draw.random() * 9),
-            admitted_work_seconds=number(pod.admitted),
+            started_work_seconds=number(pod.admitted),
             kv=KvTokens(
                 number(10_000), number(draw.randint(0, 9000)), 0, 0, 0, number(draw.randint(0, 9))
             )
             if pod.role is not Role.ENCODER
             else None,
             busy={
-                kind: Busy(
+                kind: WorkCounters(
                     number(item.seconds), item.calls, item.items, number(item.units), item.squares
                 )
                 for kind, item in found.busy.items()
@@ -230,7 +229,7 @@ class Chaos:
         found = Ttft(number(count), number(count // 3), 0.0, buckets, spent)
         said = gateway(boot=draw.choice("aaaaab"), text=found, image=found)
         held = {"encoder": number(draw.randint(0, 1))}
-        return dataclasses.replace(said, gaps=Gaps(number(count), buckets), held_for=held)
+        return dataclasses.replace(said, gaps=ItlHistogram(number(count), buckets), held_for=held)
 
 
 def nonsense(found: Estimate) -> list[str]:

@@ -3,24 +3,19 @@
 import dataclasses
 
 import pytest
-from estimating_support import NOW, PLAIN, Pod, Service, policy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.estimates import NOW, PLAIN, Pod, Service, policy
 from vlm_operator.autoscale.estimating.horizon import (
-    SeasonMemory,
     StartupMemory,
-    forecast,
-    ninth_tenth,
+    percentile_90,
     planned,
     rising_slope,
     time_startups,
-    with_hour,
 )
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import Role
-
-HOUR = 3600.0
 
 
 def test_a_start_is_timed_from_creation_to_readiness_and_only_once():
@@ -51,8 +46,8 @@ def test_twenty_starts_are_kept_and_nine_of_ten_are_faster():
         service.tick()
         service.pods.remove(pod)
     assert len(service.memory.startups.seconds["decode/plain"]) == 20
-    assert ninth_tenth(range(1, 11)) == 9
-    assert ninth_tenth([5.0]) == 5.0
+    assert percentile_90(range(1, 11)) == 9
+    assert percentile_90([5.0]) == 5.0
 
 
 def test_a_node_class_says_what_is_not_measured():
@@ -77,38 +72,10 @@ def test_noise_around_a_level_foresees_little(values):
 def test_growth_is_foreseen_up_to_the_cap():
     rising = [(10.0 * index, 1.0 + 0.1 * index) for index in range(13)]
     asked = policy()
-    now = planned(asked, 2.2, rising, SeasonMemory(), startup=60.0, now=NOW)
+    now = planned(asked, 2.2, rising, startup=60.0)
     assert now == pytest.approx(2.2 + 0.01 * 60)
-    far = planned(asked, 2.2, rising, SeasonMemory(), startup=10_000.0, now=NOW)
+    far = planned(asked, 2.2, rising, startup=10_000.0)
     assert far == pytest.approx(4.4)
-
-
-def day(hour: int) -> float:
-    """More work in the afternoon."""
-    return 8.0 if 12 <= hour % 24 < 18 else 1.0
-
-
-def test_the_same_hour_of_other_days_is_a_floor_once_two_days_are_known():
-    asked, memory = policy(), SeasonMemory()
-    start = NOW - NOW % (24 * HOUR)
-    for hour in range(24 * 3):
-        for minute in range(0, 60, 20):
-            memory = with_hour(memory, day(hour), now=start + hour * HOUR + minute * 60)
-        if hour == 24:
-            assert forecast(asked, memory, start + 37 * HOUR) == 0, "one day is not enough"
-    morning = start + 3 * 24 * HOUR + 11.95 * HOUR
-    ahead = planned(asked, 1.0, (), memory, startup=600.0, now=morning)
-    assert ahead == pytest.approx(8.0, rel=0.05)
-    assert planned(asked, 20.0, (), memory, startup=600.0, now=morning) == 20.0
-
-
-def test_a_quiet_day_lowers_the_floor():
-    memory = SeasonMemory()
-    start = NOW - NOW % (24 * HOUR)
-    for hour in range(24 * 4):
-        level = 0.25 if hour >= 72 else 1.0
-        memory = with_hour(memory, level * day(hour), now=start + hour * HOUR)
-    assert forecast(policy(), memory, start + 13 * HOUR) < 4.0
 
 
 def test_a_start_is_timed_by_phase_where_pods_say_when_they_got_their_node():
@@ -122,24 +89,6 @@ def test_a_start_is_timed_by_phase_where_pods_say_when_they_got_their_node():
     phases = found.phases[Role.DECODE, "plain"]
     assert (phases.unplaced, phases.loading) == (40.0, 58.0)
     assert service.memory.lasting.startups.loading == {"decode/plain": (58.0, 20.0)}
-
-
-def test_a_week_has_its_own_season_once_two_were_seen():
-    """Quiet on two days of seven: the days before say nothing of the first of them."""
-
-    def load(hour: int) -> float:
-        return 1.0 if hour // 24 % 7 in (5, 6) else 8.0
-
-    memory, start = SeasonMemory(), NOW - NOW % (24 * HOUR)
-    eve = {}
-    for hour in range(24 * 7 * 4):
-        memory = with_hour(memory, load(hour), now=start + hour * HOUR)
-        if hour % (24 * 7) == 24 * 5:  # the first hour of the quiet days
-            eve[hour // (24 * 7)] = forecast(policy(), memory, start + (hour + 2) * HOUR)
-    assert eve[0] == pytest.approx(8.0, rel=0.05), "by the hour of the day alone"
-    assert eve[3] < 2.5
-    monday = start + 24 * 7 * 4 * HOUR
-    assert forecast(policy(), memory, monday + HOUR) > 4.0
 
 
 def test_a_container_that_starts_again_is_no_start_of_a_pod():

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from estimating_support import TICK, Pod, Service, busy, policy
 
+from support.estimates import TICK, Pod, Service, busy, policy
 from vlm_operator.autoscale.estimating.estimate import EstimateMemory, estimate
 from vlm_operator.names import Role
 

@@ -2,15 +2,14 @@
 
 import dataclasses
 
-from estimating_support import TICK, ZERO, Pod, Service, busy, policy, signals
-
-from vlm_operator.api.enums import OnDemand
+from support.estimates import TICK, ZERO, Pod, Service, busy, policy, signals
+from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.autoscale.policy import VariantPolicy
 from vlm_operator.names import Role
 
 
-def zero_service(on_demand=OnDemand.INLINE_AT_PREFILL, *, encoder=0, **changes) -> Service:
-    zero = dataclasses.replace(ZERO, on_demand=on_demand)
+def zero_service(while_at_zero=WhileAtZero.INLINE_AT_PREFILL, *, encoder=0, **changes) -> Service:
+    zero = dataclasses.replace(ZERO, while_at_zero=while_at_zero)
     rules = {"zero": zero, "minimum": 0, **changes}
     return Service(policy(encoder=rules), encoder=encoder, prefill=2)
 
@@ -21,23 +20,22 @@ def encode_inline(service: Service, seconds: float) -> None:
         pod.work("encode", seconds=share, calls=1, items=1, units=100, squares=1e4)
 
 
-def test_at_zero_and_without_pictures_it_stays_there():
+def test_at_zero_and_without_images_it_stays_there():
     need = zero_service().tick(10).needs[Role.ENCODER]
     assert (need.units, need.least_units, need.idle, need.known) == (0, 0, True, True)
 
 
 def test_a_request_that_is_held_wakes_it_at_once():
-    service = zero_service(OnDemand.QUEUE)
+    service = zero_service(WhileAtZero.QUEUE)
     service.held = 1
     need = service.tick().needs[Role.ENCODER]
     assert need.units == 1
-    assert need.urgent
-    assert need.guilty
+    assert need.bottleneck
     assert need.known
     assert signals(need)["held"] == 1
 
 
-def test_a_few_pictures_do_not_pay_for_an_encoder():
+def test_a_few_images_do_not_pay_for_an_encoder():
     service = zero_service()
     for _ in range(60):
         encode_inline(service, 0.1)
@@ -46,7 +44,7 @@ def test_a_few_pictures_do_not_pay_for_an_encoder():
     assert need.known
 
 
-def test_pictures_that_cost_more_inline_than_an_encoder_wake_it():
+def test_images_that_cost_more_inline_than_an_encoder_wake_it():
     cheap = VariantPolicy("plain", cost_per_hour=1.0)
     dear = VariantPolicy("plain", cost_per_hour=8.0)
     rules = {"zero": ZERO, "minimum": 0, "variants": (cheap,)}
@@ -59,7 +57,7 @@ def test_pictures_that_cost_more_inline_than_an_encoder_wake_it():
     assert "an encoder is cheaper" in need.message
 
 
-def test_pictures_that_keep_prefill_busy_wake_it():
+def test_images_that_keep_prefill_busy_wake_it():
     service = zero_service()
     busy(service, Role.PREFILL, 0.8)
     for _ in range(60):
@@ -87,7 +85,7 @@ def test_one_that_starts_is_not_sent_away():
     assert (need.units, need.known, need.idle) == (1, True, False)
 
 
-def test_it_is_idle_without_pictures_while_prefill_could_encode():
+def test_it_is_idle_without_images_while_prefill_could_encode():
     service = zero_service(encoder=1)
     (encoder,) = service.of(Role.ENCODER)
     encoder.rate = 0.1

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.core.inputs import ImageRows, SampleParams, StepInputs
+from vlm_worker.core.step_values import ImageRows, SampleParams, StepInputs
 from vlm_worker.model.gpu.decode_steps import graph_sizes, is_decode, size_for, static_steps
 from vlm_worker.model.gpu.graphs import total_bytes
 

@@ -13,7 +13,7 @@ from worker.identity.stepper import Stepper
 from worker.model.gpu.watched import WatchedQueues
 
 from vlm_worker.model.build import RunnerSettings, build_runner
-from vlm_worker.model.gpu.streams import OneStream, TwoStreams, streams_for
+from vlm_worker.model.gpu.streams import OverlappedStreams, SingleStream, streams_for
 from vlm_worker.model.runner import ModelRunner
 from vlm_worker.types import Stage
 
@@ -41,7 +41,7 @@ def answers(runner: ModelRunner, seen: Question) -> list[list[int]]:
     stepper = Stepper(runner)
     text = stepper.start(TEXT, (), max_tokens=MAX_TOKENS)
     stepper.generate([text], max_tokens=1, chunk=64, eos=None)
-    future = runner.beside(lambda: runner.encode(seen.pictures))
+    future = runner.encode_async(lambda: runner.encode(seen.pictures))
     stepper.generate([text], max_tokens=MAX_TOKENS, chunk=64, eos=None)
     embeddings = runner.encode(seen.pictures) if future is None else future.result()
     bytes(runner.export_embedding(embeddings[0]))
@@ -53,12 +53,12 @@ def answers(runner: ModelRunner, seen: Question) -> list[list[int]]:
     return [text.answer, asked.answer]
 
 
-class NeverWaiting(TwoStreams):
+class NeverWaiting(OverlappedStreams):
     def take(self, x: torch.Tensor, made: Any) -> None:
         self._queues.keep(x)
 
 
-class NeverKeeping(TwoStreams):
+class NeverKeeping(OverlappedStreams):
     def take(self, x: torch.Tensor, made: Any) -> None:
         self._queues.wait(made)
 
@@ -66,10 +66,10 @@ class NeverKeeping(TwoStreams):
 def test_pictures_beside_steps_change_no_answer_and_race_with_nothing(
     runner: ModelRunner, seen: Question
 ) -> None:
-    runner.use_streams(OneStream())
+    runner.use_streams(SingleStream())
     want = answers(runner, seen)
     queues = WatchedQueues()
-    runner.use_streams(TwoStreams(queues))
+    runner.use_streams(OverlappedStreams(queues))
     assert answers(runner, seen) == want
     assert queues.races == []
     steps, pictures = queues.num_operations[1], queues.num_operations[2]
@@ -85,7 +85,7 @@ def test_pictures_beside_steps_change_no_answer_and_race_with_nothing(
     ],
 )
 def test_a_hand_over_without_its_parts_is_a_race(
-    runner: ModelRunner, seen: Question, streams: type[TwoStreams], said: str
+    runner: ModelRunner, seen: Question, streams: type[OverlappedStreams], said: str
 ) -> None:
     queues = WatchedQueues()
     runner.use_streams(streams(queues))
@@ -98,18 +98,18 @@ def test_weights_are_there_before_either_stream_begins() -> None:
     loading = queues.stream(priority=0)
     with queues.on(loading):
         weights = torch.ones(4) * 2
-        streams = TwoStreams(queues)
-    for queue in (streams.steps, streams.pictures):
+        streams = OverlappedStreams(queues)
+    for queue in (streams.steps, streams.images):
         with queue():
             assert weights.sum() == 8
     assert queues.races == []
 
 
 def test_a_call_beside_steps_has_a_thread_of_its_own_and_tells_what_it_raised() -> None:
-    streams = TwoStreams(WatchedQueues())
+    streams = OverlappedStreams(WatchedQueues())
     may_go_on = threading.Event()
-    first = streams.beside(may_go_on.wait)
-    second = streams.beside(lambda: 1 // 0)
+    first = streams.encode_async(may_go_on.wait)
+    second = streams.encode_async(lambda: 1 // 0)
     assert first is not None
     assert second is not None
     assert not first.done()
@@ -124,6 +124,6 @@ def test_a_call_beside_steps_has_a_thread_of_its_own_and_tells_what_it_raised() 
 )
 def test_one_half_and_a_cpu_need_one_stream(device: str, has_encoder: bool, has_lm: bool) -> None:
     streams = streams_for(torch.device(device), has_encoder=has_encoder, has_lm=has_lm)
-    assert type(streams) is OneStream
-    assert streams.beside(lambda: 1) is None
+    assert type(streams) is SingleStream
+    assert streams.encode_async(lambda: 1) is None
     assert streams.made() is None

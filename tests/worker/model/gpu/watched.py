@@ -53,7 +53,7 @@ class Memory:
 
 
 class WatchedQueues:
-    """As `CudaQueues`; `races` says what is wrong."""
+    """As `CudaStreams`; `races` says what is wrong."""
 
     def __init__(self) -> None:
         self.races: list[str] = []

@@ -1,12 +1,12 @@
-"""What differs between model families: one table for gateway, media, engine and model. No torch.
+"""Model families: what differs between models, for gateway, media, engine and model. No torch.
 
-    config.json ──┐                      ┌─▶ gateway   tokens of a picture, from its header alone
+    config.json ──┐                      ┌─▶ gateway   tokens of an image, from its header alone
                   ├─ load_family(DIR) ──▶│   media     target size and patches
     processor ────┘     a Family         ├─▶ engine    positions, whether images stay whole
                                          └─▶ model     names of the modules of each half
 
-A new family is a module here with its facts, a line in `FAMILIES`, and, where geometry or positions
-differ, a class or a function beside those of the others.
+To add a family, add a module with its `FamilySpec` and a line in `FAMILIES`. If its geometry or
+positions differ, add a `Processor` to `image_geometry` or a function to `positions`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from vlm_worker.core.families import gemma3, llava, qwen_vl
 from vlm_worker.core.families.family import Detail, Family, FamilySpec, Files
-from vlm_worker.core.geometry import Geometry, Processor
-from vlm_worker.core.model_files import Fields, ModelConfigError, read_json
+from vlm_worker.core.image_geometry import Geometry, Processor
+from vlm_worker.core.model_files import ConfigFields, ModelConfigError, read_json
 
 FAMILIES: Mapping[str, FamilySpec] = {
     "gemma3": gemma3.SPEC,
@@ -29,14 +29,14 @@ FAMILIES: Mapping[str, FamilySpec] = {
 
 
 def load_family(model_dir: str | Path) -> Family:
-    """Read a model directory's `config.json` and its processor's files.
+    """Read `config.json` and the processor's files of a model directory.
 
-    As in transformers, `image_processor` in `processor_config.json` goes before
+    As in transformers, `image_processor` in `processor_config.json` has precedence over
     `preprocessor_config.json`.
 
     Raises:
-        ModelConfigError: a file is missing or malformed, a field has a value that is not built, or
-            the files disagree.
+        ModelConfigError: a file is missing or malformed, a field has an unsupported value, or the
+            files disagree.
     """
     root = Path(model_dir)
     config = read_json(root / "config.json")
@@ -46,7 +46,7 @@ def load_family(model_dir: str | Path) -> Family:
     if image_processor is None:
         image_processor = read_json(root / "preprocessor_config.json")
     elif not isinstance(image_processor, Mapping):
-        raise Fields(str(combined), processor).error("image_processor", "must be an object")
+        raise ConfigFields(str(combined), processor).error("image_processor", "must be an object")
     return parse_family(config, image_processor, processor)
 
 
@@ -55,11 +55,11 @@ def parse_family(
     image_processor: Mapping[str, Any],
     processor: Mapping[str, Any] | None = None,
 ) -> Family:
-    """The family of parsed files; raises ModelConfigError as `load_family` does."""
+    """Build a Family from parsed files; raises ModelConfigError as `load_family` does."""
     files = Files(
-        config=Fields("config.json", config),
-        image_processor=Fields("image processor", image_processor),
-        processor=Fields("processor_config.json", processor or {}),
+        config=ConfigFields("config.json", config),
+        image_processor=ConfigFields("image processor", image_processor),
+        processor=ConfigFields("processor_config.json", processor or {}),
     )
     model_type = files.config.text("model_type")
     spec = FAMILIES.get(model_type)
@@ -74,8 +74,8 @@ def parse_family(
     return spec.parse(spec, files)
 
 
-def _check_not_quantized(config: Fields) -> None:
-    """Raise where the weights are those of a quantization library (AWQ, GPTQ, FP8, ...)."""
+def _check_not_quantized(config: ConfigFields) -> None:
+    """Raise ModelConfigError if a quantization library wrote the weights (AWQ, GPTQ, FP8, ...)."""
     for part in (config, config.child("text_config")):
         for name in ("quantization_config", "compression_config"):
             if name not in part:

@@ -1,4 +1,4 @@
-"""What every family says of itself, and what the rest of the worker asks it."""
+"""The interface of a model family: its facts, image geometry, prompt expansion and positions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from vlm_worker.core import positions as position_rules
-from vlm_worker.core.geometry import Geometry, Processor
-from vlm_worker.core.model_files import Fields
+from vlm_worker.core.image_geometry import Geometry, Processor
+from vlm_worker.core.model_files import ConfigFields
 from vlm_worker.errors import InvalidRequestError
 from vlm_worker.types import ImageItem
 
@@ -22,29 +22,29 @@ Int8Part = Literal["encoder", "layers", "head"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Files:
-    """A model's files; `processor` is empty where there is no `processor_config.json`."""
+    """The parsed files of a model; `processor` is empty without a `processor_config.json`."""
 
-    config: Fields
-    image_processor: Fields
-    processor: Fields
+    config: ConfigFields
+    image_processor: ConfigFields
+    processor: ConfigFields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FamilySpec:
-    """What code knows about a `model_type`.
+    """The facts that all models of a `model_type` share.
 
     Attributes:
-        module: the one transformers module to import.
-        model_class: the class in it that holds both halves.
+        module: the transformers module to import.
+        model_class: its class that contains the vision tower and the language model.
         encoder_children: children of `model.model` that only the stage `encoder` needs.
         lm_children: children of `model.model` that only the stages `prefill` and `decode` need.
-        head: the language model's head, a child of the model itself.
-        int8: whose linear layers `--weights=int8` rounds; what the others hold loses more by it.
+        head: name of the language model's head, a child of the model itself.
+        int8: parts whose linear layers `--weights=int8` rounds; the others lose more accuracy.
         positions: `mrope` has three rows of positions, `rope` one.
-        bidirectional_spans: the tokens of one picture see each other in both directions.
-        embed_levels: levels beside the main embedding (DeepStack).
-        image_processors: values of `image_processor_type` that mean the geometry implemented here.
-        parse: a model of this family from its files; raises ModelConfigError.
+        bidirectional_spans: whether the tokens of one image attend to each other both ways.
+        embed_levels: embedding levels in addition to the main one (DeepStack).
+        image_processors: supported values of `image_processor_type`.
+        parse: builds a Family from a model's files; raises ModelConfigError.
     """
 
     module: str
@@ -62,19 +62,19 @@ class FamilySpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """One model's facts, as far as they are known without its weights.
+    """The facts of one model that are known without its weights.
 
     Attributes:
-        model_type: of `config.json`.
-        spec: what all models of the family share.
-        processor: how pictures are prepared and counted.
-        image_token_id: the placeholder, as often as a picture has tokens.
-        marker_token_id: what a chat template writes where a picture stands.
-        picture_text: what that becomes, in order: text, or ids of control tokens. One of them is
-            `image_token_id`, which `expand` repeats.
+        model_type: from `config.json`.
+        spec: the facts that all models of the family share.
+        processor: preprocessing and token counts of images.
+        image_token_id: the placeholder; an expanded prompt has one per visual token.
+        marker_token_id: the token that a chat template writes for an image.
+        image_text: the replacement of the marker, in order: text, or ids of control tokens. One of
+            them is `image_token_id`, which `expand` repeats.
         vocab_size: ids below it have an embedding.
         hidden_size: of the language model.
-        max_position_embeddings: tokens that it can tell apart by place.
+        max_position_embeddings: the longest sequence of the language model, in tokens.
     """
 
     model_type: str
@@ -82,7 +82,7 @@ class Family:
     processor: Processor
     image_token_id: int
     marker_token_id: int
-    picture_text: tuple[int | str, ...]
+    image_text: tuple[int | str, ...]
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
@@ -93,46 +93,46 @@ class Family:
         return 3 if self.spec.positions == "mrope" else 1
 
     def geometry(self, height: int, width: int, *, max_pixels: int = 0) -> Geometry:
-        """Size, grid and tokens of a picture, from its oriented size.
+        """Size, grid and tokens of an image, from its oriented size.
 
         Args:
             height: in pixels, after the EXIF orientation.
-            width: likewise.
-            max_pixels: the request's own cap (see `max_pixels_of`), 0 for none.
+            width: in pixels, after the EXIF orientation.
+            max_pixels: the request's cap (see `max_pixels_of`), 0 for none.
 
         Raises:
-            InvalidRequestError: a side is 0, or the model cannot take so narrow a picture.
+            InvalidRequestError: a side is 0, or the image is too narrow for the model.
         """
         return self.processor.capped(max_pixels).geometry(height, width)
 
     def max_pixels_of(self, detail: Detail) -> int:
-        """The pixel cap that OpenAI's `detail` asks for; 0 where it is the model's own.
+        """The pixel cap for OpenAI's `detail`; 0 if it is the model's own.
 
         | detail                     | budget in pixels                                        |
         |----------------------------|---------------------------------------------------------|
         | `auto`, `high`, `original` | the model's own                                         |
         | `low`                      | 512 * 512, or a quarter of the model's own if less      |
 
-        `original` keeps every pixel that the model can take; nothing goes beyond its own maximum.
-        A family with one size for all pictures has no lower detail.
+        `original` is resized, too, if it exceeds the model's maximum. A family with one size for
+        all images has no lower detail.
         """
         return self.processor.low_detail_pixels(LOW_DETAIL_PIXELS) if detail == "low" else 0
 
     def expand(
         self, token_ids: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Replace the k-th image placeholder by `counts[k]` of them.
+        """Replace the k-th image placeholder by `counts[k]` placeholders.
 
         Returns:
-            The expanded tokens, and for each picture the index of its first placeholder.
+            The expanded tokens, and for each image the index of its first placeholder.
 
         Raises:
-            InvalidRequestError: the prompt has more or fewer placeholders than there are pictures.
+            InvalidRequestError: the number of placeholders is not the number of images.
         """
         places = [i for i, token in enumerate(token_ids) if token == self.image_token_id]
         if len(places) != len(counts):
             raise InvalidRequestError(
-                f"the prompt has {len(places)} image placeholders for {len(counts)} pictures",
+                f"the prompt has {len(places)} image placeholders for {len(counts)} images",
                 param="messages",
             )
         expanded: list[int] = []
@@ -149,18 +149,18 @@ class Family:
     def positions(
         self, token_ids: Sequence[int], items: Sequence[ImageItem]
     ) -> tuple[np.ndarray, int]:
-        """Positions of a sequence's tokens, and of those that will follow.
+        """Positions of a sequence's tokens, and the delta of later tokens.
 
         Args:
-            token_ids: T tokens, placeholders expanded; the prompt and any delivered tokens.
-            items: the pictures, in order.
+            token_ids: T tokens with expanded placeholders: the prompt and any delivered tokens.
+            items: the images, in order.
 
         Returns:
-            `[P, T]` int64, P = `num_position_rows`; and delta: token i >= T stands at i + delta.
+            `[P, T]` int64, P = `num_position_rows`; and delta: token i >= T has position i + delta.
 
         Raises:
-            InvalidRequestError: an item overlaps, lies outside, or is unlike its grid or tokens; or
-                a token has no embedding.
+            InvalidRequestError: an item overlaps another, exceeds the tokens, or does not match its
+                grid or its placeholders; or a token has no embedding.
         """
         ids = np.asarray(token_ids, dtype=np.int64)
         position_rules.check_items(

@@ -1,9 +1,9 @@
-r"""Gemma 3: one size for all pictures, whose tokens see each other in both directions.
+r"""Gemma 3: one size for all images; the tokens of an image attend to each other both ways.
 
     "\n\n" <start_of_image> <image_soft_token> x 256 <end_of_image> "\n\n"
 
-A chat template writes <start_of_image> alone; the processor puts the rest around it, as text, so
-that line breaks join those beside them. Pan and scan is not built.
+A chat template writes only <start_of_image>. The processor adds the rest as text before
+tokenization, so line breaks merge with adjacent ones. Pan and scan is not implemented.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import math
 
 from vlm_worker.core.families.family import Family, FamilySpec, Files
 from vlm_worker.core.families.pixels import HALF, Normalisation, must_equal
-from vlm_worker.core.geometry import FixedProcessor
-from vlm_worker.core.model_files import Fields
+from vlm_worker.core.image_geometry import FixedProcessor
+from vlm_worker.core.model_files import ConfigFields
 
 
 def _parse(spec: FamilySpec, files: Files) -> Family:
     config = files.config
     text, vision = config.child("text_config"), config.child("vision_config")
     vision.must_be("model_type", "siglip_vision_model")
-    # transformers' own model leaves the caps out of its computation, so they cannot be honoured
+    # transformers' model ignores these caps, so they cannot be served
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         text.must_be(name, None)
     text.must_be("use_bidirectional_attention", False, None)
@@ -42,7 +42,7 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
         processor=processor,
         image_token_id=image_token_id,
         marker_token_id=start,
-        picture_text=("\n\n", start, image_token_id, end, "\n\n"),
+        image_text=("\n\n", start, image_token_id, end, "\n\n"),
         vocab_size=text.count("vocab_size", 262_208),
         hidden_size=text.count("hidden_size", 2304),
         max_position_embeddings=text.count("max_position_embeddings", 131_072),
@@ -50,7 +50,7 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
 
 
 def _check_tokens(files: Files, num_tokens: int) -> None:
-    """Raise unless the processor writes as many placeholders as a picture has tokens."""
+    """Raise ModelConfigError if the processor's number of placeholders is not `num_tokens`."""
     for fields in (files.processor, files.image_processor):
         if "image_seq_length" in fields and fields.count("image_seq_length") != num_tokens:
             raise fields.error(
@@ -60,7 +60,7 @@ def _check_tokens(files: Files, num_tokens: int) -> None:
 
 
 def _processor(
-    fields: Fields, spec: FamilySpec, *, patch_size: int, num_tokens: int
+    fields: ConfigFields, spec: FamilySpec, *, patch_size: int, num_tokens: int
 ) -> FixedProcessor:
     normal = Normalisation.parse(fields, spec, resample=2, mean=HALF, std=HALF)
     fields.must_be("do_convert_rgb", True, None)

@@ -1,16 +1,16 @@
-"""LLaVA-1.5: one size for all pictures, plain positions, causal attention.
+"""LLaVA-1.5: one size for all images, plain positions, causal attention.
 
-    <image> x 576       a 336x336 picture in patches of 14: 24 x 24, CLIP's class token left out
+    <image> x 576       a 336x336 image in patches of 14: 24 x 24, without CLIP's class token
 
-The tower is CLIP's and the language model Llama's, the shape of LLaVA-1.5.
+Only models with CLIP's tower and Llama's language model are supported, as in LLaVA-1.5.
 """
 
 from __future__ import annotations
 
 from vlm_worker.core.families.family import Family, FamilySpec, Files
 from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, Normalisation, must_equal
-from vlm_worker.core.geometry import FixedProcessor
-from vlm_worker.core.model_files import Fields
+from vlm_worker.core.image_geometry import FixedProcessor
+from vlm_worker.core.model_files import ConfigFields
 
 
 def _parse(spec: FamilySpec, files: Files) -> Family:
@@ -27,7 +27,7 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
         processor=processor,
         image_token_id=image_token_id,
         marker_token_id=image_token_id,
-        picture_text=(image_token_id,),
+        image_text=(image_token_id,),
         vocab_size=text.count("vocab_size", 32_000),
         hidden_size=text.count("hidden_size", 4096),
         max_position_embeddings=text.count("max_position_embeddings", 2048),
@@ -64,8 +64,8 @@ def _processor(files: Files, spec: FamilySpec, *, patch_size: int) -> FixedProce
     return processor
 
 
-def _num_extra_tokens(config: Fields) -> int:
-    """1 where CLIP's class token goes along with the patches."""
+def _num_extra_tokens(config: ConfigFields) -> int:
+    """1 if the embedding includes CLIP's class token, else 0."""
     strategies = {"default": 0, "full": 1}
     strategy = config.text("vision_feature_select_strategy", "default")
     if strategy not in strategies:
@@ -75,8 +75,8 @@ def _num_extra_tokens(config: Fields) -> int:
     return strategies[strategy]
 
 
-def _check_processor(fields: Fields, processor: FixedProcessor) -> None:
-    """Where `processor_config.json` counts tokens, it must count as the tower does."""
+def _check_processor(fields: ConfigFields, processor: FixedProcessor) -> None:
+    """Raise ModelConfigError if `processor_config.json` counts other tokens than the tower."""
     if "patch_size" not in fields:
         return
     patch_size = fields.count("patch_size")
@@ -87,7 +87,7 @@ def _check_processor(fields: Fields, processor: FixedProcessor) -> None:
     if num_tokens != processor.max_tokens:
         raise fields.error(
             "num_additional_image_tokens",
-            f"makes {num_tokens} tokens of a picture, the vision tower {processor.max_tokens}",
+            f"makes {num_tokens} tokens of an image, the vision tower {processor.max_tokens}",
         )
 
 

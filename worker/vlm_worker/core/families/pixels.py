@@ -1,4 +1,4 @@
-"""What all image processors have in common: the fields of resizing and normalising."""
+"""The fields of resizing and normalisation that all image processors share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from vlm_worker.core.families.family import FamilySpec
-from vlm_worker.core.model_files import Fields
+from vlm_worker.core.model_files import ConfigFields
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -15,7 +15,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Normalisation:
-    """From bytes to what the tower was trained with."""
+    """The parameters that map bytes to the values that the vision tower reads."""
 
     resample: int
     rescale_factor: float
@@ -24,30 +24,30 @@ class Normalisation:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As arguments of a `Processor`."""
+        """The fields as keyword arguments of a `Processor`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def parse(
         cls,
-        fields: Fields,
+        fields: ConfigFields,
         spec: FamilySpec,
         *,
         resample: int,
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
     ) -> Normalisation:
-        """Of an image processor's file.
+        """Parse the file of an image processor.
 
         Args:
             fields: the file.
-            spec: for the types of processor that the family knows.
-            resample: what transformers has where the file is silent.
-            mean: likewise.
-            std: likewise.
+            spec: names the processor types of the family.
+            resample: transformers' default.
+            mean: transformers' default, per channel.
+            std: transformers' default, per channel.
 
         Raises:
-            ModelConfigError: another type, or a value that is not built.
+            ModelConfigError: the type or a value is not supported.
         """
         kind = fields.text("image_processor_type")
         if kind not in spec.image_processors:
@@ -70,8 +70,8 @@ class Normalisation:
         return normal
 
 
-def must_equal(vision: Fields, name: str, value: int, *, default: int) -> None:
-    """Raise unless a field of the vision tower is what the image processor has."""
+def must_equal(vision: ConfigFields, name: str, value: int, *, default: int) -> None:
+    """Raise ModelConfigError unless a field of the vision tower equals the processor's `value`."""
     found = vision.count(name, default)
     if found != value:
         raise vision.error(name, f"is {found}, but the image processor's is {value}")

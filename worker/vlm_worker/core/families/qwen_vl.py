@@ -1,9 +1,9 @@
-"""Qwen2-VL and Qwen2.5-VL: pictures of their own size, M-RoPE.
+"""Qwen2-VL and Qwen2.5-VL: native image resolution, M-RoPE.
 
     <|vision_start|> <|image_pad|> x n <|vision_end|>      n grows with the pixels
 
-Both have one processor and one rule of positions; their vision towers differ, which is the
-modelling module's affair.
+Both have the same processor and positions. Their vision towers differ, which only the modelling
+module implements.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import dataclasses
 
 from vlm_worker.core.families.family import Family, FamilySpec, Files
 from vlm_worker.core.families.pixels import CLIP_MEAN, CLIP_STD, Normalisation, must_equal
-from vlm_worker.core.geometry import DynamicProcessor
-from vlm_worker.core.model_files import Fields
+from vlm_worker.core.image_geometry import DynamicProcessor
+from vlm_worker.core.model_files import ConfigFields
 
 
 def _parse(spec: FamilySpec, files: Files) -> Family:
@@ -31,14 +31,14 @@ def _parse(spec: FamilySpec, files: Files) -> Family:
         processor=processor,
         image_token_id=image_token_id,
         marker_token_id=image_token_id,
-        picture_text=(image_token_id,),
+        image_text=(image_token_id,),
         vocab_size=text.count("vocab_size"),
         hidden_size=text.count("hidden_size"),
         max_position_embeddings=text.count("max_position_embeddings"),
     )
 
 
-def _processor(fields: Fields, spec: FamilySpec) -> DynamicProcessor:
+def _processor(fields: ConfigFields, spec: FamilySpec) -> DynamicProcessor:
     fields.must_be("do_convert_rgb", True)
     normal = Normalisation.parse(fields, spec, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
     size = fields.child("size")

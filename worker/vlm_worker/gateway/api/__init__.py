@@ -1,1 +1,1 @@
-"""OpenAI's API as values: what comes in, checked to the last field, and what goes out."""
+"""OpenAI's API as values: validated requests, answers and errors."""

@@ -1,17 +1,60 @@
-"""What goes out: whole answers and chunks, as OpenAI's own client reads them.
+"""Builds answers and stream chunks in the format that OpenAI's client reads.
 
-One field is ours: `timing`, on a whole answer and on the last chunks of a stream.
+One field is an extension: `timing`, on a whole answer and on the last chunks of a stream.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from vlm_worker.gateway.api.logprobs import ChosenToken, chat_body, completion_body
+LEAST_LOGPROB: Final = -9999.0
+"""OpenAI's value for a token of probability 0, because JSON has no infinity."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LikelyToken:
+    """A token and its natural log-probability; `utf8_bytes` are its bytes in UTF-8."""
+
+    text: str
+    utf8_bytes: bytes
+    logprob: float
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The token as JSON of a chat."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.utf8_bytes)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenToken:
+    """A token of the answer, the most likely tokens at its position, and its text offset."""
+
+    chosen: LikelyToken
+    top: tuple[LikelyToken, ...]
+    offset: int
+
+
+def chat_body(tokens: Sequence[ChosenToken]) -> dict[str, Any]:
+    """Return `logprobs` of a chat's choice."""
+    content = [one.chosen.body | {"top_logprobs": [t.body for t in one.top]} for one in tokens]
+    return {"content": content, "refusal": None}
+
+
+def completion_body(tokens: Sequence[ChosenToken]) -> dict[str, Any]:
+    """Return `logprobs` of a completion's choice; `top_logprobs` include the chosen token."""
+    return {
+        "tokens": [one.chosen.text for one in tokens],
+        "token_logprobs": [one.chosen.logprob for one in tokens],
+        "top_logprobs": [
+            {likely.text: likely.logprob for likely in (*one.top, one.chosen)} for one in tokens
+        ],
+        "text_offset": [one.offset for one in tokens],
+    }
+
 
 _encoder = msgspec.json.Encoder()
 
@@ -21,9 +64,9 @@ PING = b": ping\n\n"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request; placeholders of pictures are image tokens.
+    """Tokens of a request; image tokens are the placeholders of images.
 
-    The prompt counts once, however many choices there are; their tokens are added up.
+    The prompt counts once for all choices; their completion tokens are added up.
     """
 
     image_tokens: int
@@ -33,7 +76,7 @@ class Usage:
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's `usage`, details included."""
+        """OpenAI's `usage`, with details."""
         prompt_tokens = self.image_tokens + self.text_tokens
         return {
             "prompt_tokens": prompt_tokens,
@@ -55,7 +98,7 @@ class Usage:
 
 
 def timing(ttft_seconds: float, stages: dict[str, float]) -> dict[str, Any]:
-    """The extension `timing`: milliseconds; the stages sum to `ttft_ms` but for rounding."""
+    """Return the extension `timing` in milliseconds. The rounded stages add up to `ttft_ms`."""
     return {
         "ttft_ms": round(ttft_seconds * 1000, 3),
         "stages": {stage: round(seconds * 1000, 3) for stage, seconds in stages.items()},
@@ -63,23 +106,23 @@ def timing(ttft_seconds: float, stages: dict[str, float]) -> dict[str, Any]:
 
 
 Tokens = Sequence[ChosenToken] | None
-"""The tokens that a text shows, with their log-probabilities; None where nobody asked for them."""
+"""The tokens of a text with their log-probabilities; None if not requested."""
 
 
 class Shape(Protocol):
-    """One endpoint's bodies: the choice `index` of an answer, piece by piece or whole."""
+    """Format of one endpoint's choices; `index` is the choice."""
 
     def first(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
-        """The choice of its first chunk."""
+        """Return the choice of its first chunk."""
 
     def next(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
-        """The choice of a chunk with more text."""
+        """Return the choice of a chunk with more text."""
 
     def last(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """The choice of the chunk that ends it."""
+        """Return the choice of the chunk that ends it."""
 
     def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
+        """Return the choice of a whole answer."""
 
     @property
     def chunk_object(self) -> str:
@@ -91,62 +134,55 @@ class Shape(Protocol):
 
     @property
     def id_prefix(self) -> str:
-        """Before the request's id."""
+        """Prefix of the answer's id."""
 
 
 class ChatShape:
-    """`/v1/chat/completions`."""
+    """Format of `/v1/chat/completions`."""
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
 
     def first(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
-        """The first delta names the role."""
+        """Return the first delta, which has the role."""
         delta = {"role": "assistant", "content": text}
         return _choice(index, delta=delta, logprobs=_chat(tokens))
 
     def next(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
-        """A delta of content."""
         return _choice(index, delta={"content": text}, logprobs=_chat(tokens))
 
     def last(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """An empty delta."""
         return _choice(index, delta={}, finish_reason=finish_reason)
 
     def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
-        """A message."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return _choice(index, message=message, logprobs=_chat(tokens), finish_reason=finish_reason)
 
 
 class CompletionShape:
-    """`/v1/completions`."""
+    """Format of `/v1/completions`."""
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
     id_prefix = "cmpl-"
 
     def first(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
-        """As any other."""
         return self.next(index, text, tokens)
 
     def next(self, index: int, text: str, tokens: Tokens) -> dict[str, Any]:
-        """A piece of text."""
         return _choice(index, text=text, logprobs=_completion(tokens))
 
     def last(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """No more text."""
         return _choice(index, text="", finish_reason=finish_reason)
 
     def whole(self, index: int, text: str, tokens: Tokens, finish_reason: str) -> dict[str, Any]:
-        """The text."""
         return _choice(index, text=text, logprobs=_completion(tokens), finish_reason=finish_reason)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all chunks of one answer share."""
+    """The common fields of all chunks of one answer."""
 
     shape: Shape
     request_id: str
@@ -155,15 +191,15 @@ class Envelope:
     include_usage: bool
 
     def chunk(self, choice: dict[str, Any], *, extra: dict[str, Any] | None = None) -> bytes:
-        """One chunk as a server-sent event."""
+        """Return one chunk as a server-sent event."""
         return self._event([choice], None, extra)
 
     def usage_chunk(self, usage: Usage, *, extra: dict[str, Any]) -> bytes:
-        """The chunk with the usage and no choice."""
+        """Return the chunk with the usage and without choices."""
         return self._event([], usage.body, extra)
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage, *, extra: dict[str, Any]) -> bytes:
-        """A whole answer."""
+        """Return a whole answer as JSON."""
         body = self._body(self.shape.whole_object, choices) | {"usage": usage.body}
         return _encoder.encode(body | extra)
 
@@ -191,12 +227,12 @@ class Envelope:
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """JSON."""
+    """Return `body` as JSON."""
     return _encoder.encode(body)
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Return `body` as a server-sent event."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
 
 

@@ -1,14 +1,15 @@
-"""The images of a body, taken out of it before it is parsed: they stay bytes and are never copied.
+"""Takes the images out of a body before it is parsed, as views without a copy.
 
     {"model":"m", ... "url":"data:image/png;base64,iVBOR..."}       up to 32 MiB
     {"model":"m", ... "url":"6f2c...1a.0"}    6f2c...1a.0 -> view   up to 4 MiB, and the images
 
-Only a long data URL that is the value of a key "url" is taken out. What is left is parsed.
+Only long data URLs that are values of a key "url" are taken out. The rest is parsed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import re
 import secrets
 from collections.abc import Mapping
@@ -18,15 +19,20 @@ from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.turns import Steps
 
 MAX_REST_BYTES: Final = 4 * 2**20
-"""Of a body without its images: more text than this fits in no context."""
+"""Limit on a body without its images; no context fits more text."""
+MAX_DATA_STRINGS: Final = 16_384
+"""Limit on strings that begin with "data:"; equals the limit on values of a body."""
 LEAST_BYTES: Final = 4096
-"""No field but an image's takes a `url` of so many bytes; shorter ones are parsed as they are."""
+"""Minimum size of a URL that is taken out. Shorter ones are parsed with the rest."""
+
+BodyBytes = bytes | bytearray | mmap.mmap
+"""The bytes of a body; a large one is in an anonymous memory map."""
 
 _OPENING = b'"data:'
 _URL_KEY = re.compile(rb'"url"[ \t\r\n]*:[ \t\r\n]*\Z')
 _KEY_BYTES = 64
 _BACKSLASH = 0x5C
-# A search through so much takes a fraction of a millisecond.
+# Searching this many bytes takes a fraction of a millisecond.
 _WINDOW = 2**17
 _YIELD_EVERY = 256
 
@@ -36,9 +42,9 @@ class Body:
     """A body without its images.
 
     Attributes:
-        rest: JSON with a stand-in for each image's URL.
-        images: by stand-in, what stands between the quotes of its URL; JSON escapes remain.
-        token: what every stand-in begins with; random, so that no client can write one.
+        rest: JSON with a placeholder for each image's URL.
+        images: by placeholder, the bytes between the quotes of the URL, with JSON escapes.
+        token: random prefix of every placeholder, so that no client can forge one.
     """
 
     rest: bytes
@@ -46,11 +52,11 @@ class Body:
     token: str
 
 
-def take_images(body: bytes | bytearray) -> Steps[Body]:
+def take_images(body: BodyBytes) -> Steps[Body]:
     """Take the images out of a body.
 
     Raises:
-        ApiError: 400; more than 4 MiB are left.
+        ApiError: 400; more than 4 MiB remain, or too many strings begin with "data:".
     """
     view = memoryview(body)
     token = secrets.token_hex(16)
@@ -58,13 +64,19 @@ def take_images(body: bytes | bytearray) -> Steps[Body]:
     kept: list[memoryview | bytes] = []
     num_kept = kept_to = at = num_seen = 0
     while num_kept + at - kept_to <= MAX_REST_BYTES:
-        # If no image begins before this, too much is left.
+        # If no image begins before this limit, the rest is too large.
         limit = kept_to + MAX_REST_BYTES - num_kept
         start = yield from _find(body, _OPENING, at, limit)
         if start < 0:
             break
         at = start + 1
         num_seen += 1
+        if num_seen > MAX_DATA_STRINGS:
+            raise invalid(
+                f'The body has more than {MAX_DATA_STRINGS} strings that begin with "data:".',
+                param=None,
+                code="invalid_json",
+            )
         if num_seen % _YIELD_EVERY == 0:
             yield
         end = yield from _find(body, b'"', at, len(body))
@@ -80,10 +92,10 @@ def take_images(body: bytes | bytearray) -> Steps[Body]:
     return Body(b"".join((*kept, view[kept_to:])), images, token)
 
 
-def _is_image(body: bytes | bytearray, start: int, end: int) -> bool:
-    """Whether the string from the quote at `start` to the one at `end` is an image's URL.
+def _is_image(body: BodyBytes, start: int, end: int) -> bool:
+    """Whether the string between the quotes at `start` and `end` is a long data URL.
 
-    A quote before which a backslash stands ends no string; no base64 has one.
+    A quote after a backslash does not end a string; base64 contains no quote.
     """
     return (
         end - start > LEAST_BYTES
@@ -92,8 +104,8 @@ def _is_image(body: bytes | bytearray, start: int, end: int) -> bool:
     )
 
 
-def _find(body: bytes | bytearray, what: bytes, at: int, limit: int) -> Steps[int]:
-    """As `body.find(what, at)`, of what begins before `limit`."""
+def _find(body: BodyBytes, what: bytes, at: int, limit: int) -> Steps[int]:
+    """Return `body.find(what, at)` for matches that begin before `limit`, else -1."""
     end = min(limit, len(body))
     while at < end:
         found = body.find(what, at, min(at + _WINDOW, end) + len(what) - 1)

@@ -1,6 +1,6 @@
 """Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, never a 422.
 
-Messages are ours to the last word: no text of a library, no path, no address reaches a client.
+The gateway writes all messages. They contain no library text, file path or address.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Final
 from vlm_worker import errors as worker_errors
 
 ENCODER_RETRY_SECONDS: Final = 10.0
-"""When to come back to a service without encoders: to start one takes longer than a moment."""
+"""`Retry-After` of a service without encoders: the start of one takes a while."""
 
 
 class ApiError(Exception):
-    """What the client is told.
+    """An error response.
 
     Attributes:
         status: the HTTP status.
         kind: OpenAI's `type`.
-        param: the part of the request at fault, `messages[1].content[2].image_url`.
-        code: a stable word for programs.
+        param: the invalid part of the request, as in `messages[1].content[2].image_url`.
+        code: a stable identifier for programs.
         retry_after_seconds: sent as `Retry-After`, rounded up.
     """
 
@@ -45,7 +45,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body; all four keys, always."""
+        """The JSON body; it always has all four keys."""
         return {
             "error": {
                 "message": self.message,
@@ -57,14 +57,14 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers beside the body's own."""
+        """Headers in addition to those of the body."""
         if self.retry_after_seconds is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_seconds)))}
 
     @property
     def outcome(self) -> str:
-        """The `outcome` label of `vlm_requests_total`."""
+        """The `outcome` label of `triptych_requests_total`."""
         if self.status == 429:
             return "rejected"
         return "invalid" if self.status < 500 else "error"
@@ -76,7 +76,7 @@ def invalid(message: str, *, param: str | None, code: str | None = None) -> ApiE
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """400: OpenAI knows the parameter, this server does not act on it and says so."""
+    """400: OpenAI has the parameter, but this server does not support it."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -86,7 +86,7 @@ def too_large(message: str, *, param: str | None, code: str) -> ApiError:
 
 
 def unauthorized() -> ApiError:
-    """401, without saying whether a key was missing or wrong."""
+    """401: the key is missing or wrong; the message does not distinguish them."""
     return ApiError(
         401,
         "This server needs a key that it knows: send the header 'Authorization: Bearer KEY'.",
@@ -95,7 +95,7 @@ def unauthorized() -> ApiError:
 
 
 def unavailable(message: str, *, retry_after_seconds: float = 1.0) -> ApiError:
-    """503: nobody can do it now."""
+    """503: no worker can serve the request now."""
     return ApiError(
         503,
         message,
@@ -106,18 +106,18 @@ def unavailable(message: str, *, retry_after_seconds: float = 1.0) -> ApiError:
 
 
 def no_encoder(*, held_seconds: float) -> ApiError:
-    """503: pictures have to wait for an encoder, and the wait is over, or there is to be none."""
-    why = "and this service takes no pictures until one does"
+    """503: no encoder is ready, and the wait for one is over or not allowed."""
+    why = "and this service takes no images until one does"
     if held_seconds > 0:
         why = f"and none came within the {held_seconds:g} seconds that a request may wait for it"
     return unavailable(
-        f"No encoder runs now, {why}. Send the request again later, or without pictures.",
+        f"No encoder runs now, {why}. Send the request again later, or without images.",
         retry_after_seconds=ENCODER_RETRY_SECONDS,
     )
 
 
 def too_late() -> ApiError:
-    """504: the client's own deadline has passed."""
+    """504: the client's timeout is over."""
     return ApiError(
         504,
         "The time that X-Request-Timeout gives this request is over.",
@@ -127,7 +127,7 @@ def too_late() -> ApiError:
 
 
 def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
-    """429: there is no room now."""
+    """429: no capacity is free now."""
     return ApiError(
         429,
         message,
@@ -138,12 +138,12 @@ def overloaded(message: str, *, retry_after_seconds: float) -> ApiError:
 
 
 def full(error: worker_errors.OverloadedError) -> ApiError:
-    """429: a bound of this gateway; the message is its own."""
+    """429: a limit of this gateway is reached; the message is that of `error`."""
     return overloaded(str(error), retry_after_seconds=error.retry_after_seconds)
 
 
 def internal(request_id: str) -> ApiError:
-    """500: a defect; the log has the details under the request's id."""
+    """500: an internal error; the log has the details under the request's id."""
     return ApiError(
         500,
         f"The server failed on this request; its log says why under {request_id}.",
@@ -153,7 +153,7 @@ def internal(request_id: str) -> ApiError:
 
 
 def of_worker(error: worker_errors.WorkerError, request_id: str) -> ApiError:
-    """What a client is told of a worker's error that no other worker could mend."""
+    """Return the client's error for a worker's error, after all retries."""
     match error:
         case worker_errors.InvalidRequestError():
             return invalid(str(error), param=error.param, code=error.code or "invalid_request")

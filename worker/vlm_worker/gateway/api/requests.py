@@ -1,32 +1,251 @@
-"""The bodies of `/v1/chat/completions` and `/v1/completions` as values, checked to the last field.
+"""Validates the bodies of `/v1/chat/completions` and `/v1/completions`.
 
-Pure: nothing is decoded, fetched or counted here, so a bad request costs next to nothing.
+Pure: it decodes and fetches no image and counts no tokens, so an invalid request is cheap.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
-from vlm_worker.gateway.api import parameters
-from vlm_worker.gateway.api.errors import invalid, unsupported
-from vlm_worker.gateway.api.fields import Fields, check_text
-from vlm_worker.gateway.api.messages import (
-    MAX_PARTS,
-    MAX_TEXT,
-    ImagePart,
-    Message,
-    parse_message,
-)
-from vlm_worker.gateway.api.parameters import refuse
-from vlm_worker.gateway.api.sampling import (
-    SamplingOptions,
-    chat_logprobs,
-    completion_logprobs,
-    parse_sampling,
-)
+from vlm_worker.core.families import Detail
+from vlm_worker.gateway.api import schema
+from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.api.schema import Fields, check_text, refuse
 from vlm_worker.gateway.turns import Steps
+from vlm_worker.wire.checks import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+)
+
+# Limit on the parts of one message, and of all together; a string is one part.
+MAX_PARTS = 1024
+MAX_TEXT = 4 * 2**20
+MAX_URL = 64 * 2**20  # the body's own limit is smaller
+
+ChatRole = Literal["system", "user", "assistant"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text in a message."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in a message; `path` is its name in errors.
+
+    If the data URL is long, `url` is its placeholder in `JsonBody.images`.
+    """
+
+    url: str
+    detail: Detail
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One message. A string stays a string: chat templates render it unlike a list of one text."""
+
+    role: ChatRole
+    content: str | tuple[TextPart | ImagePart, ...]
+
+    @property
+    def parts(self) -> tuple[TextPart | ImagePart, ...]:
+        """The content as parts."""
+        return (TextPart(self.content),) if isinstance(self.content, str) else self.content
+
+
+def parse_message(path: str, value: Any) -> Steps[Message]:
+    """Check one message. Raises ApiError that names the invalid part under `path`."""
+    fields = Fields(path, value)
+    role = fields.required_text("role", max_length=32)
+    if role in ("tool", "function"):
+        raise unsupported(f"{path}.role", f"'{path}.role' is '{role}': tools are not built.")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise invalid(
+            f"'{path}.role' must be one of 'system', 'developer', 'user', 'assistant'.",
+            param=f"{path}.role",
+            code="invalid_value",
+        )
+    refuse(fields, schema.MESSAGE)
+    content = fields.take("content")
+    fields.done()
+    known = cast(ChatRole, "system" if role == "developer" else role)
+    return Message(known, (yield from _content(f"{path}.content", content, known)))
+
+
+def _content(
+    path: str, value: Any, role: ChatRole
+) -> Steps[str | tuple[TextPart | ImagePart, ...]]:
+    if value is None:
+        raise invalid(f"'{path}' is required.", param=path, code="missing_required_parameter")
+    if isinstance(value, str):
+        return check_text(value, path, max_length=MAX_TEXT)
+    if not isinstance(value, list):
+        raise invalid(
+            f"'{path}' must be a string or an array of parts.", param=path, code="invalid_type"
+        )
+    if not 1 <= len(value) <= MAX_PARTS:
+        raise invalid(
+            f"'{path}' must have 1 to {MAX_PARTS} parts, it has {len(value)}.",
+            param=path,
+            code="invalid_value",
+        )
+    parts = []
+    for index, item in enumerate(value):
+        parts.append(_part(f"{path}[{index}]", item, role))
+        yield
+    return tuple(parts)
+
+
+def _part(path: str, value: Any, role: ChatRole) -> TextPart | ImagePart:
+    fields = Fields(path, value)
+    kind = fields.required_text("type", max_length=64)
+    if kind == "text":
+        text = fields.text("text", max_length=MAX_TEXT)
+        if text is None:
+            raise fields.missing("text")
+        fields.done()
+        return TextPart(text)
+    if kind != "image_url":
+        raise _unknown_part(path, kind)
+    if role != "user":
+        raise invalid(
+            f"'{path}' is an image in a {role} message; images go into user messages.",
+            param=path,
+            code="invalid_value",
+        )
+    # Ignored: cache keys depend on the content only, never on a client's name for an image.
+    fields.text("uuid", max_length=128)
+    image = fields.child("image_url")
+    if image is None:
+        raise fields.missing("image_url")
+    url = image.required_text("url", max_length=MAX_URL)
+    detail = image.choice("detail", ("auto", "low", "high", "original")) or "auto"
+    image.done()
+    fields.done()
+    return ImagePart(url, cast(Detail, detail), f"{path}.image_url")
+
+
+def _unknown_part(path: str, kind: str) -> ApiError:
+    if kind in ("input_audio", "file", "refusal", "video_url", "image_embeds"):
+        return unsupported(f"{path}.type", f"'{path}.type' is '{kind}', which is not built.")
+    return invalid(
+        f"'{path}.type' must be 'text' or 'image_url'.", param=f"{path}.type", code="invalid_value"
+    )
+
+
+MAX_TOP_K = 2**31 - 1
+_MIN_REPETITION_PENALTY = 0.01
+# vLLM's value for an unset `top_k`.
+_ALL_TOKENS = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """Sampling parameters of a request. None selects the model's default.
+
+    `logit_bias` has (token id, bias) pairs in the order of their ids. `num_logprobs` is the number
+    of most likely tokens to return with the chosen one; None returns no log-probabilities. Requests
+    of a larger `priority` run first.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    priority: int = 0
+
+
+def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
+    """Take the parameters of both endpoints. Raises ApiError that names the invalid one."""
+
+    def penalty(name: str) -> float:
+        return fields.number(name, minimum=-MAX_PENALTY, maximum=MAX_PENALTY) or 0.0
+
+    top_k = fields.integer("top_k", minimum=_ALL_TOKENS, maximum=MAX_TOP_K)
+    priority = fields.integer("priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    return SamplingOptions(
+        temperature=fields.number("temperature", minimum=0, maximum=2),
+        top_p=fields.number("top_p", minimum=0, maximum=1),
+        top_k=0 if top_k == _ALL_TOKENS else top_k,
+        min_p=fields.number("min_p", minimum=0, maximum=1),
+        seed=fields.integer("seed", minimum=-(2**63), maximum=2**63 - 1),
+        frequency_penalty=penalty("frequency_penalty"),
+        presence_penalty=penalty("presence_penalty"),
+        repetition_penalty=fields.number(
+            "repetition_penalty", minimum=_MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY
+        ),
+        logit_bias=_logit_bias(fields),
+        ignore_eos=fields.boolean("ignore_eos") or False,
+        num_logprobs=num_logprobs,
+        # In vLLM's API the smaller value runs first; internally the larger does.
+        priority=-(priority or 0),
+    )
+
+
+def chat_logprobs(fields: Fields) -> int | None:
+    """Return `num_logprobs` from `logprobs` and `top_logprobs` of a chat."""
+    wanted = fields.boolean("logprobs") or False
+    num_top = fields.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    if num_top is not None and not wanted:
+        raise invalid(
+            "'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value"
+        )
+    return (num_top or 0) if wanted else None
+
+
+def completion_logprobs(fields: Fields) -> int | None:
+    """Return `num_logprobs` from `logprobs` of a completion, a number."""
+    return fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    biases = fields.child("logit_bias")
+    if biases is None:
+        return ()
+    names = list(biases.names())
+    if len(names) > MAX_LOGIT_BIASES:
+        raise _wrong(f"'logit_bias' may have up to {MAX_LOGIT_BIASES} pairs, it has {len(names)}.")
+    pairs = {}
+    for name in names:
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+            raise _wrong("'logit_bias' must have token ids as its keys.")
+        pairs[int(name)] = _bias(biases.take(name))
+    if len(pairs) < len(names):
+        raise _wrong("'logit_bias' names a token twice.")
+    return tuple(sorted(pairs.items()))
+
+
+def _bias(value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (math.isfinite(value) and abs(value) <= MAX_LOGIT_BIAS):
+        raise _wrong(
+            f"'logit_bias' must map token ids to numbers between {-MAX_LOGIT_BIAS:g} and "
+            f"{MAX_LOGIT_BIAS:g}."
+        )
+    return float(value)
+
+
+def _wrong(message: str) -> ApiError:
+    return invalid(message, param="logit_bias", code="invalid_value")
+
 
 MAX_MESSAGES = 1024
 MAX_TOKENS = 2**20
@@ -37,7 +256,7 @@ MAX_STOP_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What both endpoints share. None = the client did not say."""
+    """The parameters of both endpoints. None = not set by the client."""
 
     model: str
     max_tokens: int | None
@@ -52,30 +271,30 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """`/v1/chat/completions`."""
+    """A request to `/v1/chat/completions`."""
 
     options: Options
     messages: tuple[Message, ...]
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
-        """All pictures, in order."""
+        """All images, in order."""
         return tuple(part for m in self.messages for part in m.parts if isinstance(part, ImagePart))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """`/v1/completions`."""
+    """A request to `/v1/completions`."""
 
     options: Options
     prompt: str
 
 
 def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
-    """Check a chat request; raises ApiError naming the part."""
+    """Check a chat request. Raises ApiError that names the invalid part."""
     fields = Fields("", body)
-    refuse(fields, parameters.CHAT)
-    refuse(fields, parameters.EXTRA)
+    refuse(fields, schema.CHAT)
+    refuse(fields, schema.EXTRA)
     messages = fields.array("messages", min_length=1, max_length=MAX_MESSAGES)
     if messages is None:
         raise fields.missing("messages")
@@ -86,10 +305,10 @@ def parse_chat(body: dict[str, Any]) -> Steps[ChatRequest]:
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
-    """Check a completion request; raises ApiError naming the part."""
+    """Check a completion request. Raises ApiError that names the invalid part."""
     fields = Fields("", body)
-    refuse(fields, parameters.COMPLETION)
-    refuse(fields, parameters.EXTRA)
+    refuse(fields, schema.COMPLETION)
+    refuse(fields, schema.EXTRA)
     prompt = _prompt(fields)
     max_tokens, param = _max_tokens(fields, ("max_tokens",))
     sampling = parse_sampling(fields, completion_logprobs(fields))

@@ -1,6 +1,6 @@
-"""One request over three pools: encode beside reserve, prefill, decode; elsewhere on a loss.
+"""Runs one request over three pools: encode, reserve, prefill, decode; retries on losses.
 
 Generation.run ─ attempt 1 ─ lost ─ attempt 2 (with the tokens already delivered) ─▶ FinishReason
 Attempt.run    Encode ══╗
-               Reserve ─╨─▶ Prefill ═ Accepted ─▶ Decode ═▶ Answer, token by token
+               Reserve ─╨─▶ Prefill ═ Accepted ─▶ Decode ═▶ DeliveredTokens, token by token
 """

@@ -1,34 +1,53 @@
-"""One attempt at a request, on one route: ends in a finish reason or raises who was lost.
+"""One attempt at a request, on one route: ends with a finish reason or raises.
 
-_pictures ─ decoded ─┐
-_reserve  ───────────┴▶ _prefill ─ accepted ─▶ _decode ─▶ Answer
-_renew    keeps the reservation and the embeddings until their consumer has queued the request
+_reserve ─▶ _encode_images ─ decoded ─▶ _prefill ─ accepted ─▶ _decode ─▶ DeliveredTokens
+_renew   keeps the reservation and the embeddings until their consumer has queued the request
+
+The attempt reserves KV before it sends images, so a request that waits for decode uses no encoder.
+Reservations have no queue: each attempt retries, on the routed decode pod or on another one. While
+it waits it counts in `held_for`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from vlm_worker.errors import DrainingError, GoneError, PeerLostError, WorkerError
-from vlm_worker.gateway.orchestrate.background import Background
-from vlm_worker.gateway.orchestrate.encoding import Encoding
-from vlm_worker.gateway.orchestrate.engaged import Engaged
-from vlm_worker.gateway.orchestrate.job import Answer, Job, build_request
-from vlm_worker.gateway.orchestrate.recovery import Place
-from vlm_worker.gateway.orchestrate.reserving import reserve
-from vlm_worker.gateway.orchestrate.trace import Trace
-from vlm_worker.gateway.registry import Registry
-from vlm_worker.route import Choice, Route
-from vlm_worker.types import FinishReason, Request, RequestKey, Source
-from vlm_worker.wire.calls import (
+from vlm_worker.client import WorkerClient
+from vlm_worker.errors import (
+    DrainingError,
+    EngineError,
+    GoneError,
+    InvalidImageError,
+    OverloadedError,
+    PeerLostError,
+    WorkerError,
+)
+from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks, PodsInUse
+from vlm_worker.gateway.orchestrate.prepared_request import (
+    DeliveredTokens,
+    PreparedRequest,
+    build_request,
+)
+from vlm_worker.gateway.orchestrate.retry_policy import AdmissionTicket
+from vlm_worker.gateway.orchestrate.ttft_trace import Trace
+from vlm_worker.gateway.pod_registry import Registry
+from vlm_worker.route import Choice, Demand, Route, another_decode
+from vlm_worker.types import FinishReason, Request, RequestKey, Role, Source
+from vlm_worker.wire.messages import (
     Accepted,
     DecodeCall,
+    Decoded,
+    DecodedItem,
+    EncodeCall,
+    EncodeItem,
     Finished,
     FirstToken,
+    ItemFailed,
+    ItemReady,
     PrefillCall,
     Reservation,
     ReserveCall,
@@ -37,51 +56,51 @@ from vlm_worker.wire.calls import (
 
 
 class Attempt:
-    """One try; `run` is called once."""
+    """One attempt; `run` is called once."""
 
     def __init__(
         self,
-        job: Job,
+        prepared: PreparedRequest,
         route: Route,
         *,
         number: int,
-        answer: Answer,
+        delivered: DeliveredTokens,
         trace: Trace,
         registry: Registry,
-        background: Background,
-        place: Place,
+        background: BackgroundTasks,
+        ticket: AdmissionTicket,
     ) -> None:
-        self._job = job
+        self._prepared = prepared
         self._route = route
         self._decode_choice = route.decode
-        self._key = RequestKey(job.request_id, number)
-        self._answer = answer
+        self._key = RequestKey(prepared.request_id, number)
+        self._delivered = delivered
         self._trace = trace
         self._registry = registry
         self._timers = registry.timers
-        self._place = place
+        self._ticket = ticket
         self._ended: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pods = Engaged(self._key, registry=registry, background=background)
+        self._pods = PodsInUse(self._key, registry=registry, background=background)
+        self._encoding: Encoding | None = None
         self._reservation: Reservation | None = None
         self._accepted = False
         self._clean = False
 
     @property
-    def blamed(self) -> set[bytes]:
+    def failed_boot_ids(self) -> set[bytes]:
         """After a failure, the boot ids of the pods to avoid next time."""
-        return self._pods.blamed
+        return self._pods.failed_boot_ids
 
     async def run(self) -> FinishReason:
-        """Serve; every call is over when this returns or raises.
+        """Run the attempt; raises the WorkerError of the call that failed first.
 
-        Raises:
-            WorkerError: of the call that failed first.
+        All its calls have ended when it returns or raises.
         """
         with self._pods:
             try:
                 if self._route.decode is not None:
-                    # counted before anybody else chooses, so that requests of one moment spread
+                    # count it before other requests choose a route, so that they spread
                     self._pods.client(self._route.decode.pod)
                 self._start(self._serve())
                 return await self._ended
@@ -95,32 +114,33 @@ class Attempt:
     # ---- the steps -----------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        encoding = None
-        if self._route.encoder is not None:
-            encoding = Encoding(self._job, self._key, self._route.encoder, self._trace)
-            self._start(self._pictures(encoding, self._route.encoder))
-        self._start(self._renew(encoding))
+        self._start(self._renew())
         self._trace.gateway_waits()
         if self._route.reserve:
             await self._reserve()
-            self._place.leave()
+            self._ticket.leave()
+        encoding = None
+        if self._route.encoder is not None:
+            encoding = Encoding(self._prepared, self._key, self._route.encoder, self._trace)
+            self._encoding = encoding
+            self._start(self._encode_images(encoding, self._route.encoder))
         items = await encoding.decoded if encoding is not None else ()
         self._trace.gateway_works()
-        request, kept = build_request(self._job, self._key, self._answer, items)
+        request, kept = build_request(self._prepared, self._key, self._delivered, items)
         sources = tuple(encoding.source(item) for item in kept) if encoding is not None else ()
         await self._prefill(request, sources)
 
-    async def _pictures(self, encoding: Encoding, choice: Choice) -> None:
-        with self._pods.blame(choice.pod):
+    async def _encode_images(self, encoding: Encoding, choice: Choice) -> None:
+        with self._pods.record_failure(choice.pod):
             await encoding.run(self._pods.client(choice.pod))
 
     async def _reserve(self) -> None:
-        demand = self._job.demand(len(self._answer.token_ids))
-        deadline = self._trace.clock() + self._job.max_wait_seconds
+        demand = self._prepared.demand(len(self._delivered.token_ids))
+        deadline = self._trace.clock() + self._prepared.max_wait_seconds
 
         async def reserve_on(choice: Choice) -> Reservation:
             call = ReserveCall(self._key, demand.num_tokens, last_resort=choice.last_resort)
-            with self._pods.blame(choice.pod):
+            with self._pods.record_failure(choice.pod):
                 return await self._pods.client(choice.pod).reserve(call)
 
         with self._trace.stage("decode_reserve"):
@@ -138,13 +158,13 @@ class Attempt:
             request=request,
             transfer_id=f"{self._key.request_id}.{self._key.attempt}.kv",
             sources=sources,
-            hand_over=self._decode_choice is not None,
+            handoff=self._decode_choice is not None,
             last_resort=choice.last_resort,
         )
         self._trace.gateway_waits()
         open_call = self._trace.call()
         encoder = (self._route.encoder.pod,) if self._route.encoder else ()
-        with self._pods.blame(choice.pod, *encoder):
+        with self._pods.record_failure(choice.pod, *encoder):
             client = self._pods.client(choice.pod)
             first_token = False
             async with aclosing(client.prefill(call, timeout=self._timers.prefill)) as replies:
@@ -158,7 +178,7 @@ class Attempt:
                                 first_token = True
                                 await self._take_first(first)
                 except PeerLostError:
-                    # From here on decode knows best whether it has all it needs.
+                    # After the first token, decode detects a failed transfer itself.
                     if not first_token:
                         raise
             if not first_token:
@@ -166,16 +186,16 @@ class Attempt:
 
     def _hand_over(self, request: Request, accepted: Accepted) -> None:
         self._accepted = True
-        self._place.leave()
+        self._ticket.leave()
         if self._decode_choice is not None:
             self._start(self._decode(request, accepted, self._decode_choice))
 
     async def _take_first(self, first: FirstToken) -> None:
         self._trace.gateway_works()
         if first.index == 0:
-            self._answer.num_cached_tokens = first.num_cached_tokens
-        await self._answer.take(first.index, (first.token_id,), (first.logprobs,))
-        if self._answer.complete:
+            self._delivered.num_cached_tokens = first.num_cached_tokens
+        await self._delivered.deliver(first.index, (first.token_id,), (first.logprobs,))
+        if self._delivered.complete:
             self._end(FinishReason.STOP)
         elif first.finish_reason is not None:
             self._end(first.finish_reason)
@@ -187,7 +207,7 @@ class Attempt:
         reservation = self._reservation
         call = DecodeCall(
             request=request,
-            # Where it was prefilled the KV stays where it is, and nothing was reserved.
+            # If prefill and decode are one pod, the KV stays there and nothing was reserved.
             reservation_id=reservation.reservation_id if reservation else accepted.transfer_id,
             kv=Source(
                 address=prefill.address,
@@ -198,17 +218,17 @@ class Attempt:
             boot_id=reservation.boot_id if reservation else choice.pod.boot_id,
         )
         self._reservation = None
-        with self._pods.blame(choice.pod, prefill):
+        with self._pods.record_failure(choice.pod, prefill):
             client = self._pods.client(choice.pod)
             async with aclosing(client.decode(call, timeout=self._timers.decode)) as replies:
                 async for reply in replies:
                     match reply.event:
                         case Tokens() as tokens:
                             self._pods.decoding = True
-                            await self._answer.take(
+                            await self._delivered.deliver(
                                 tokens.first_index, tokens.token_ids, tokens.logprobs
                             )
-                            if self._answer.complete:
+                            if self._delivered.complete:
                                 self._end(FinishReason.STOP)
                                 return
                         case Finished() as finished:
@@ -221,25 +241,26 @@ class Attempt:
             raise DrainingError("the decode pod reached its drain deadline")
         try:
             async with asyncio.timeout(self._timers.control):
-                await self._answer.wait_for(finished.num_tokens)
+                await self._delivered.wait_for(finished.num_tokens)
         except TimeoutError:
             raise PeerLostError("decode finished, but a token of the answer is missing") from None
         self._clean = True
         self._end(finished.reason)
 
-    async def _renew(self, encoding: Encoding | None) -> None:
-        """Until the consumers take over, when they have queued the request."""
+    async def _renew(self) -> None:
+        """Renew the leases until the consumers do, once they have queued the request."""
         while not self._accepted:
             await asyncio.sleep(self._timers.renew)
             if self._reservation is not None and self._decode_choice is not None:
                 held = self._reservation
                 client = self._pods.client(self._decode_choice.pod)
-                with self._pods.blame(self._decode_choice.pod):
+                with self._pods.record_failure(self._decode_choice.pod):
                     if await client.renew(held.boot_id, [held.reservation_id]):
                         raise GoneError("the reservation on the decode pod is gone")
+            encoding = self._encoding
             if encoding is not None and self._route.encoder is not None and not self._accepted:
                 pod = self._route.encoder.pod
-                # What is gone here, prefill will notice.
+                # Prefill reports lost embeddings itself.
                 with contextlib.suppress(WorkerError):
                     await self._pods.client(pod).renew(pod.boot_id, encoding.transfer_ids)
 
@@ -259,3 +280,147 @@ class Attempt:
     def _end(self, reason: FinishReason) -> None:
         if not self._ended.done():
             self._ended.set_result(reason)
+
+
+# Error codes of invalid images; any other code is a failure of the encoder.
+IMAGE_CODES = frozenset(
+    {
+        "invalid_image",
+        "image_too_large",
+        "image_aspect_ratio",
+        "image_type_mismatch",
+        "unsupported_image_format",
+        "animated_not_supported",
+    }
+)
+
+
+class Encoding:
+    """One Encode call. `decoded` is set before the images are encoded; prefill may then start."""
+
+    def __init__(
+        self, prepared: PreparedRequest, key: RequestKey, choice: Choice, trace: Trace
+    ) -> None:
+        self._prepared = prepared
+        self._choice = choice
+        self._trace = trace
+        self._key = key
+        self.transfer_ids = tuple(
+            f"{key.request_id}.{key.attempt}.e{i}" for i in range(len(prepared.images))
+        )
+        self.decoded: asyncio.Future[tuple[DecodedItem, ...]] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    async def run(self, client: WorkerClient) -> None:
+        """Send the images and wait until every image is ready.
+
+        Raises:
+            InvalidImageError: an image is invalid and may not be skipped.
+            WorkerError: the encoder rejected the call or was lost.
+        """
+        call = self._trace.call(outbound="media")
+        images = [image.data for image in self._prepared.images]
+        replies = client.encode(self._call(), images, timeout=client.timers.encode)
+        num_left: int | None = None
+        async with aclosing(replies):
+            async for reply in replies:
+                call.report(reply)
+                match reply.event:
+                    case Decoded() as decoded:
+                        num_left = self._take(decoded)
+                    case ItemReady() if num_left is not None:
+                        num_left -= 1
+                    case ItemFailed() as failed:
+                        raise _of_item(failed)
+                if num_left == 0:
+                    return
+        raise PeerLostError("the encoder ended its stream before every image was ready")
+
+    def source(self, item: int) -> Source:
+        """Return the location of an image's embedding."""
+        pod = self._choice.pod
+        return Source(
+            address=pod.address,
+            boot_id=pod.boot_id,
+            transfer_id=self.transfer_ids[item],
+            fingerprint=pod.embed_fingerprint,
+        )
+
+    def _call(self) -> EncodeCall:
+        return EncodeCall(
+            key=self._key,
+            items=tuple(
+                EncodeItem(
+                    transfer_id=transfer_id,
+                    num_bytes=len(image.data),
+                    width=image.width,
+                    height=image.height,
+                    num_tokens=image.num_tokens,
+                    max_pixels=image.max_pixels,
+                    format=image.format,
+                )
+                for transfer_id, image in zip(self.transfer_ids, self._prepared.images, strict=True)
+            ),
+            cache_salt=self._prepared.cache_salt,
+            last_resort=self._choice.last_resort,
+            skip_corrupt=self._prepared.skip_corrupt,
+            priority=self._prepared.priority,
+        )
+
+    def _take(self, decoded: Decoded) -> int:
+        """Set `decoded`; return the number of images to encode. Raises as `run` does."""
+        if len(decoded.items) != len(self._prepared.images):
+            raise EngineError("the encoder answered for another number of images")
+        errors = [item.error for item in decoded.items if item.error is not None]
+        if errors and not self._prepared.skip_corrupt:
+            raise errors[0]
+        self.decoded.set_result(decoded.items)
+        return len(decoded.items) - len(errors)
+
+
+def _of_item(failed: ItemFailed) -> Exception:
+    if failed.code in IMAGE_CODES:
+        return InvalidImageError(failed.message, item=failed.item, code=failed.code)
+    return EngineError(f"image {failed.item}: {failed.code}: {failed.message}")
+
+
+MIN_WAIT_SECONDS = 0.02
+MAX_WAIT_SECONDS = 1.0
+
+
+def wait_seconds(error: OverloadedError) -> float:
+    """Return the retry time of an overloaded pod in seconds, from 0.02 to 1."""
+    return min(max(error.retry_after_seconds, MIN_WAIT_SECONDS), MAX_WAIT_SECONDS)
+
+
+async def reserve(
+    route: Route,
+    demand: Demand,
+    reserve_on: Callable[[Choice], Awaitable[Reservation]],
+    *,
+    registry: Registry,
+    may_wait: Callable[[], bool],
+) -> tuple[Choice, Reservation]:
+    """Reserve KV on the first decode pod that accepts; if all are overloaded, wait and retry.
+
+    Raises:
+        WorkerError: the error of the last pod, if the request may not wait or no pod is left.
+    """
+    assert route.decode is not None
+    choice = route.decode
+    refused: set[bytes] = set()
+    while True:
+        try:
+            return choice, await reserve_on(choice)
+        except (OverloadedError, DrainingError, PeerLostError) as error:
+            refused.add(choice.pod.boot_id)
+            other = another_decode(registry.candidates(), demand, route, frozenset(refused))
+            if other is None:
+                if not isinstance(error, OverloadedError) or not may_wait():
+                    raise
+                with registry.held_for_pool(Role.DECODE):
+                    await asyncio.sleep(wait_seconds(error))
+                refused.clear()
+                other = another_decode(registry.candidates(), demand, route, frozenset())
+            choice = other or choice

@@ -1,12 +1,12 @@
-"""What the model path does otherwise on a GPU; asked for where `vlm_kernels.gpu.serves` a device.
+"""Replaces parts of the model path on GPUs that `vlm_kernels.gpu.serves`.
 
-layers         products joined, additions and rotations inside the kernels beside them
-quantised      int8 or int4 weights
-walk           through a model, as both replace its parts
-decode_steps   which steps are decode alone, and the memory that they are read from
-graphs         those steps, captured once and replayed
-streams        pictures beside steps, and how their rows are handed over
-compiled       layers that stay torch's, compiled by it at start
+layers         joined matrix products, fused additions and rotary embeddings
+quantised      linear layers with int8 or int4 weights
+walk           iterates over the modules of a model while they are replaced
+decode_steps   decode-only steps, and the static memory that graphs read
+graphs         CUDA graphs of these steps, captured once and replayed
+streams        image encoding overlapped with steps
+compiled       torch.compile for the layers that are not replaced
 
-What of it a GPU has yet to show stands in `docs/decisions/0017`.
+`docs/decisions/0017` says what the tests cannot show without a GPU.
 """

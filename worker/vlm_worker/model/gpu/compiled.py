@@ -1,15 +1,15 @@
-"""Layers that stay torch's own on a GPU, compiled: each class once, before anything is served.
+"""Compiles the layers that torch computes on a GPU, once per class, during warm-up.
 
-    a tower's layer             for any number of patches; of one picture, and of several
-    a merger or a projector     likewise
-    the MLP of a decoder layer  for one token, and for any number; where it is not fused already
+    a tower's layer             for any number of patches; of one image, and of several
+    a merger or a projector     for any number of patches; of one image, and of several
+    the MLP of a decoder layer  for one token, and for any number; if it is not fused already
 
-    warm-up   what a class meets for the first time is compiled
-    frozen    and from then on is computed as it is written
+    warm-up   a new shape is compiled
+    frozen    a new shape runs the module's own forward
 
-Layers of one class share what is compiled: weights are its arguments. Kernels are single operations
-in it (`vlm_kernels.opaque`). Values are rounded where the modules round them, so that what is
-compiled differs from them by the order of sums.
+Layers of one class share compiled code: weights are its arguments. Our kernels are opaque
+operations in it (`vlm_kernels.opaque`). Compiled code rounds where the modules round, so results
+differ only by the order of sums.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ CLASSES = frozenset(
         *("LlavaMultiModalProjector", "Gemma3MultiModalProjector"),
     }
 )
-"""Ours and transformers', of the encoder."""
+"""Classes of the encoder that are compiled, ours and transformers'."""
 
 OPTIONS = {"emulate_precision_casts": True}
-"""Of torch's compiler: what is fused rounds as it did apart."""
+"""Options of torch's compiler: fused operations round like separate ones."""
 
 
 class CompiledLayers:
-    """Layers of one class. While it is not frozen, one thread calls them.
+    """Layers of one class. Until it is frozen, only one thread may call them.
 
     Args:
         layers: at least one.
-        compiler: of a function; raises anything where it cannot, at the function's first call.
+        compiler: returns the compiled form of a function; may raise anything at the first call.
     """
 
     def __init__(self, layers: Sequence[nn.Module], compiler: Callable[..., Any]) -> None:
@@ -58,18 +58,18 @@ class CompiledLayers:
         self._use(self._warm)
 
     def freeze(self) -> None:
-        """Compile nothing any more: a shape that was not met computes as it is written."""
+        """Stop compiling: a new shape runs the module's own forward."""
         if self._compiled is not None:
             self._use(torch._dynamo.run(self._compiled))
 
     @property
     def is_compiled(self) -> bool:
-        """Whether there is anything but what was written."""
+        """Whether the compiler has not failed for this class."""
         return self._compiled is not None
 
     def _warm(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            # else two sizes that are equal at first, of pictures and of weights, are one for ever
+            # otherwise two sizes that are equal in the first call are assumed to be equal always
             with shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 return self._compiled(layer, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  a compiler may raise anything
@@ -89,14 +89,19 @@ class CompiledLayers:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether compiled layers are worth their seconds at start, and their kernels stand alone."""
+    """Whether layers on this device are compiled: a GPU that `vlm_kernels.gpu` serves."""
     return device.type == "cuda" and gpu.serves(device)
 
 
 def compile_layers(
     model: nn.Module, compiler: Callable[..., Any] | None = None
 ) -> list[CompiledLayers]:
-    """Have the layers of a model compiled at their next calls, until `freeze`."""
+    """Compile the layers of a model at their next calls, until `freeze`.
+
+    Args:
+        model: its layers are changed in place.
+        compiler: see `CompiledLayers`; None is `torch.compile`.
+    """
     compiler = compiler or functools.partial(
         torch.compile, fullgraph=True, dynamic=True, options=OPTIONS
     )
@@ -107,7 +112,7 @@ def compile_layers(
 
 
 def freeze(parts: Sequence[CompiledLayers]) -> None:
-    """Serve with what is compiled by now; the log says what is."""
+    """Freeze all classes, and log those that are compiled."""
     for part in parts:
         part.freeze()
     if parts:
@@ -117,7 +122,7 @@ def freeze(parts: Sequence[CompiledLayers]) -> None:
 
 
 def _found(parent: nn.Module) -> Iterator[nn.Module]:
-    """The outermost: what is inside of one is compiled with it."""
+    """Yield the outermost layers to compile; their children are compiled with them."""
     for child in parent.children():
         gated = isinstance(child, Mlp) and isinstance(child.up, GatedLinear)
         if gated or type(child).__name__ in CLASSES:

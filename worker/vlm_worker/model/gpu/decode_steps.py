@@ -1,10 +1,10 @@
-"""Steps of decode alone, padded to sizes that graphs exist for, in arrays that stay where they are.
+"""Decode-only steps, padded to the sizes of graphs, in arrays at fixed addresses.
 
     3 sequences in size 4     ids  [a b c 0]   slots  [s t u -1]   limit  [9 4 7 1]   table  [.. 0]
 
-A row of padding is token 0 at position 0. It reads one position of the null block, which is zero,
-and its KV is written nowhere (slot -1), so it is finite, and nobody's. Which steps and sizes there
-are is numpy alone; a `StaticStep` is the memory of one size, on the host and on the device.
+A padding row is token 0 at position 0. It reads one position of the null block, which is zero, so
+its values are finite. Its KV is not written (slot -1). The choice of steps and sizes uses only
+numpy; a `StaticStep` is the memory of one size, on the host and on the device.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import torch
 from vlm_kernels import AttentionPlan
 from vlm_kernels.segments import seen_by
 from vlm_kernels.tiled_attention import check_blocks, plan_captured
-from vlm_worker.core.inputs import StepInputs
+from vlm_worker.core.step_values import StepInputs
 
 T = TypeVar("T")
 
 SMALL_SIZES, STRIDE = (1, 2, 4), 8
-"""Sizes, and the distance of those above them: what is read for weights costs more than 7 rows."""
+"""The small sizes, and the stride of larger ones: 7 rows of padding cost less than the weights."""
 
 NUM_WINDOWS = 2
-"""Kinds of layers that see differently far: no family has more."""
+"""Number of different attention windows of a model's layers; no family has more."""
 
 NUM_LONG = 3
-"""Of a step's arrays, the first so many are int64."""
+"""The first NUM_LONG arrays of a step are int64, the others int32."""
 
 NO_SLOT, NULL_BLOCK = -1, 0
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, ... up to `max_num_seqs`, which is one itself; none of 0."""
+    """The sizes 1, 2, 4, 8, 16, 24, ... and `max_num_seqs`; empty if that is 0."""
     sizes = {*SMALL_SIZES, *range(STRIDE, max_num_seqs, STRIDE), max_num_seqs}
     return tuple(sorted(size for size in sizes if 0 < size <= max_num_seqs))
 
 
 def size_for(num_seqs: int, sizes: tuple[int, ...]) -> int | None:
-    """The least that so many sequences fit into; None where none is so large."""
+    """The smallest size of at least `num_seqs`; None if there is none."""
     return min((size for size in sizes if size >= num_seqs), default=None)
 
 
 def is_decode(inputs: StepInputs) -> bool:
-    """Whether each sequence has one new token, that is sampled, and none is of a picture."""
+    """Whether each sequence has exactly one new token, sampled, and no image is involved."""
     num_seqs = len(inputs.context_lens)
     return (
         len(inputs.token_ids) == num_seqs
@@ -57,16 +57,16 @@ def is_decode(inputs: StepInputs) -> bool:
     )
 
 
-class Fields(NamedTuple, Generic[T]):
-    """What a step of one size reads: arrays on the host, or tensors on the device.
+class StepFields(NamedTuple, Generic[T]):
+    """The inputs of a step of one size: arrays on the host, or tensors on the device.
 
     Attributes:
         ids: int64 `[S]`.
-        slots: int64 `[S]`; -1 of padding.
+        slots: int64 `[S]`; -1 for padding.
         positions: int64 `[P, S]`.
-        firsts: int32 `[NUM_WINDOWS, S]`, the least position seen, by kind of layer.
-        limit: int32 `[S]`, one behind the greatest.
-        table: int32 `[S, B]`.
+        firsts: int32 `[NUM_WINDOWS, S]`, the first position that a layer attends to, by window.
+        limit: int32 `[S]`, the last position that it attends to, plus 1.
+        table: int32 `[S, B]`, the block table.
     """
 
     ids: T
@@ -78,14 +78,14 @@ class Fields(NamedTuple, Generic[T]):
 
 
 class StaticStep:
-    """One size: `load` fills its arrays on the host and copies them; a graph reads the copy."""
+    """The memory of one size: `load` fills the host arrays and copies them; a graph reads those."""
 
     def __init__(
         self, host: torch.Tensor, device: torch.Tensor, shapes: Sequence[tuple[int, ...]]
     ) -> None:
         self._host, self._device = host, device
-        self._arrays = Fields(*(part.numpy() for part in _cut(host, shapes)))
-        self.fields = Fields(*_cut(device, shapes))
+        self._arrays = StepFields(*(part.numpy() for part in _cut(host, shapes)))
+        self.fields = StepFields(*_cut(device, shapes))
         self._windows: list[int | None] = []
 
     @property
@@ -96,7 +96,10 @@ class StaticStep:
     def plan(
         self, window: int | None, kv_cache: torch.Tensor, *, head_dim: int, num_heads: int
     ) -> AttentionPlan:
-        """What layers with this window read; every `load` from now on fills it."""
+        """The attention plan of layers with this window; each later `load` fills it.
+
+        At most NUM_WINDOWS different windows are supported.
+        """
         if window not in self._windows:
             self._windows.append(window)
         assert len(self._windows) <= NUM_WINDOWS, f"windows {self._windows}"
@@ -110,11 +113,11 @@ class StaticStep:
         )
 
     def fits(self, inputs: StepInputs) -> bool:
-        """Whether the table has room for the blocks of every sequence."""
+        """Whether the block table of `inputs` is not wider than that of this size."""
         return inputs.block_table.shape[1] <= self._arrays.table.shape[1]
 
     def load(self, inputs: StepInputs, kv_cache: torch.Tensor, *, head_dim: int) -> None:
-        """Fill, with padding behind, and copy to the device.
+        """Fill the arrays, pad them, and copy them to the device.
 
         Raises:
             ValueError: a block is not in the cache, or a sequence is longer than its blocks.
@@ -132,11 +135,11 @@ class StaticStep:
         self._pad(count)
 
     def clear(self) -> None:
-        """Padding alone, as a capture needs it."""
+        """Load only padding, for a capture."""
         self._pad(0)
 
     def _pad(self, count: int) -> None:
-        """Fill the rows behind `count`, and copy all."""
+        """Pad the rows from `count` on, and copy all arrays to the device."""
         to = self._arrays
         to.ids[count:], to.slots[count:], to.positions[:, count:] = 0, NO_SLOT, 0
         to.firsts[:, count:], to.limit[count:], to.table[count:, 0] = 0, 1, NULL_BLOCK
@@ -146,9 +149,10 @@ class StaticStep:
 def static_steps(
     sizes: Sequence[int], *, num_position_rows: int, table_width: int, device: torch.device
 ) -> dict[int, StaticStep]:
-    """Of each size, all in the memory of the largest: one at a time is in use.
+    """Make a StaticStep per size. They share the memory of the largest: one is used at a time.
 
-    A step's tokens are waited for before the next is loaded, so the copy has ended by then.
+    The runner waits for the tokens of a step before it loads the next, so the asynchronous copy has
+    ended by then.
     """
     shapes = {
         size: (
@@ -167,13 +171,13 @@ def static_steps(
 
 
 def _num_words(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Of 8 bytes; the first `NUM_LONG` arrays are int64, the others int32."""
+    """Words of 8 bytes that arrays of these shapes need."""
     longs, shorts = map(math.prod, shapes[:NUM_LONG]), map(math.prod, shapes[NUM_LONG:])
     return sum(longs) + -(-sum(shorts) // 2)
 
 
 def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Views of int64 memory."""
+    """Cut int64 memory into views of these shapes."""
     counts = [math.prod(shape) for shape in shapes]
     num_longs = sum(counts[:NUM_LONG])
     longs, shorts = flat[:num_longs], flat[num_longs:].view(torch.int32)

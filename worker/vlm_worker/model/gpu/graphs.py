@@ -1,11 +1,11 @@
-"""Steps of decode as CUDA graphs: captured once per size, replayed with one copy and one launch.
+"""CUDA graphs of decode steps: captured once per size, replayed with one copy and one launch.
 
-    warm-up    each size: run it, capture it         Python calls some ten kernels a layer
-    decode     load the arrays, replay               Python calls none of them
-    others     a chunk of a prompt, too many sequences, too long ones: the model itself
+    warm-up    each size: run it, capture it         Python launches about ten kernels per layer
+    decode     load the arrays, replay               Python launches no kernel
+    others     prompt chunks, too many or too long sequences: run without a graph
 
-The answer is that of the same kernels in the same order, on arrays of the next larger size. What a
-token is chosen by is not captured: requests differ in it.
+A graph runs the same kernels in the same order, on arrays of the next larger size. Sampling is not
+captured, because its parameters differ between requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vlm_kernels import gpu
-from vlm_worker.core.inputs import StepInputs
+from vlm_worker.core.step_values import StepInputs
 from vlm_worker.model.attention import StepContext
 from vlm_worker.model.gpu.decode_steps import StaticStep, is_decode, size_for, static_steps
 from vlm_worker.types import KVLayout
@@ -31,13 +31,13 @@ Forward = Callable[[torch.Tensor, torch.Tensor, StepContext], torch.Tensor]
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-"""Runs a callable, which makes its plans and compiles its kernels, then captures it.
+"""Runs a callable once, which makes its plans and compiles its kernels, then captures it.
 
-What is given launches the same kernels on the same memory again, and runs no Python."""
+The returned Replay launches the same kernels on the same memory, without Python."""
 
 
 class DecodeGraphs:
-    """The graphs of one model and one KV cache. Called by the runner's thread."""
+    """The graphs of one model and one KV cache. Only the runner's thread calls them."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """That are captured."""
+        """The captured sizes, ascending."""
         return tuple(sorted(self._replays))
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
-        """Capture every size, the largest first: the others find room in its memory."""
+        """Capture each size, the largest first, so that the others reuse its memory."""
         for size in sorted(self._steps, reverse=True):
             self._capture(self._steps[size], capture)
 
     @torch.inference_mode()
     def needed_bytes(self, capture: Capture, *, free_bytes: Callable[[], int]) -> int:
-        """What `capture` is going to take, by trying the two largest sizes."""
+        """Estimate the bytes that all graphs need, from captures of the two largest sizes."""
         free = [free_bytes()]
         for size in sorted(self._steps, reverse=True)[:2]:
             self._capture(self._steps[size], capture)
@@ -84,10 +84,13 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Logits `[S, vocabulary]`, until the next step; None where no graph serves this one.
+        """Replay a step; None if no graph supports it.
+
+        Returns:
+            Logits `[S, vocabulary]`, valid until the next step.
 
         Raises:
-            ValueError: as of `plan_attention`.
+            ValueError: as `StaticStep.load`.
         """
         size = size_for(len(inputs.context_lens), self.sizes)
         if size is None or not is_decode(inputs) or not self._steps[size].fits(inputs):
@@ -113,7 +116,7 @@ class DecodeGraphs:
 
         def run() -> None:
             logits = self._forward(fields.ids, fields.positions, context)
-            if self._logits is None:  # of the largest size, which is the first
+            if self._logits is None:  # the first capture is of the largest size
                 self._logits = torch.empty_like(logits)
             self._logits[: step.size].copy_(logits)
 
@@ -121,14 +124,14 @@ class DecodeGraphs:
 
 
 class GpuCapture:
-    """Captures on a stream of its own; all graphs share one pool of memory, one runs at a time."""
+    """Captures on a separate stream. All graphs share one pool, because one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Run once on that stream, so that libraries have their workspaces there; then capture."""
+        """Run once on the stream, so that libraries allocate their workspaces, then capture."""
         here = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -142,12 +145,12 @@ class GpuCapture:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether steps on this device are kernels that a graph can hold."""
+    """Whether all kernels of a step on this device can be captured."""
     return device.type == "cuda" and gpu.serves(device)
 
 
 def trial_bytes(graphs: DecodeGraphs, device: torch.device) -> int:
-    """What such graphs are going to take of a GPU's memory; 0 where they cannot be captured."""
+    """Estimate the GPU memory of graphs in bytes; 0 if they cannot be captured."""
 
     def free_bytes() -> int:
         torch.cuda.synchronize(device)
@@ -162,11 +165,11 @@ def trial_bytes(graphs: DecodeGraphs, device: torch.device) -> int:
 
 
 def captured(graphs: DecodeGraphs, device: torch.device) -> DecodeGraphs | None:
-    """Capture on a GPU; None, and a line in the log, where a step does what a graph cannot."""
+    """Capture all graphs; returns None and logs a warning if a step cannot be captured."""
     began = time.perf_counter()
     try:
         graphs.capture(GpuCapture(device))
-    except RuntimeError as error:  # torch's of CUDA are, want of memory included
+    except RuntimeError as error:  # CUDA errors of torch, out of memory included
         logger.warning(
             "decode is not captured in CUDA graphs: Python launches each kernel, slower",
             extra={"error": repr(error)},
@@ -180,6 +183,11 @@ def captured(graphs: DecodeGraphs, device: torch.device) -> DecodeGraphs | None:
 
 
 def total_bytes(taken: Sequence[int], num_graphs: int) -> int:
-    """What all graphs take, by what the largest took, and then one more that shares its pool."""
+    """Extrapolate the bytes of all graphs.
+
+    Args:
+        taken: bytes of the largest graph, and of the next one in the same pool, if there is one.
+        num_graphs: number of graphs.
+    """
     largest, *another = (max(0, num_bytes) for num_bytes in taken)
     return largest + sum(another) * (num_graphs - 1)

@@ -1,11 +1,11 @@
-"""Decoder layers on a GPU: fewer kernels between the products, and fewer products.
+"""Decoder layers on a GPU: joined matrix products, and fused kernels between them.
 
     x, r ─▶ r = x + r, norm ─▶ q, k, v ─▶ rope, k and v into the cache ─▶ attention ─▶ o ─▶ x
          ─▶ r = x + r, norm ─▶ gate, up ─▶ silu(gate) * up ─▶ down ─▶ x
 
-Each comma or pair here is one kernel. What a layer computed, x, and what went in, r, are added in
-the norm of the layer behind it; so all layers are one module to transformers' loop, which knows no
-r. Each step rounds as `model.layers` does, in the same order.
+Operations that a comma or "and" joins are one kernel. The norm of the next layer adds a layer's
+output x to the residual r. So all layers are one module for transformers' loop, which has no r.
+Each operation rounds like `model.layers`, in the same order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ PLANES_ATTENTION = frozenset({"CLIPAttention", "SiglipAttention"})
 
 
 def use_gpu_kernels(model: Any) -> None:
-    """Join what `use_kernels` left side by side, and fuse the decoder's layers where all can be.
+    """Join the products that `use_kernels` left separate, and fuse the decoder's layers.
 
-    Those of Gemma 3 stay: norms of queries, and behind products, stand between what is fused here.
+    The layers are fused only if all can be. Gemma 3's cannot: it has norms of queries and of
+    outputs between the operations that are fused here.
     """
     for parent, name, child in modules_in(model):
         if isinstance(child, JointLinear):
-            setattr(parent, name, Joined(child))
+            setattr(parent, name, FusedLinear(child))
         elif isinstance(child, GatedLinear) and child.activation == Activation.SILU:
             setattr(parent, name, JoinedGate(child))
         elif type(child).__name__ in PLANES_ATTENTION:
@@ -53,20 +54,20 @@ def _can_fuse(layer: nn.Module) -> bool:
     )
 
 
-class Joined(nn.Module):
-    """Linear layers of one input as one product."""
+class FusedLinear(nn.Module):
+    """Linear layers with the same input as one product."""
 
     def __init__(self, joint: JointLinear) -> None:
         super().__init__()
         self.product, self._sizes = _join(joint.parts)
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`[T, K]` to `[T, N]` per layer; their rows lie side by side."""
+        """`[T, K]` to `[T, N]` per layer, as views of one `[T, sum of N]`."""
         return self.product(x_TD).split(self._sizes, dim=-1)
 
 
 class JoinedGate(nn.Module):
-    """silu(gate(x)) * up(x): one product, and one kernel."""
+    """silu(gate(x)) * up(x): one product and one kernel."""
 
     def __init__(self, gated: GatedLinear) -> None:
         super().__init__()
@@ -78,19 +79,19 @@ class JoinedGate(nn.Module):
 
 
 class PlanesAttention(nn.Module):
-    """Attention of a tower over pictures of one size; its queries, keys and values one product."""
+    """Attention of a tower over images of one size; one product for queries, keys and values."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
         parts = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv, self.o = Joined(JointLinear(parts)), attention.out_proj
+        self.qkv, self.o = FusedLinear(JointLinear(parts)), attention.out_proj
         self._head_dim: int = attention.head_dim
         self._scaling: float = attention.scale
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **_unused: Any
     ) -> tuple[torch.Tensor, None]:
-        """`[B, T, D]` to the same shape, called as transformers' layers call theirs."""
+        """`[B, T, D]` to the same shape, with the signature of transformers' attention."""
         q, k, v = (
             x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for x in self.qkv(hidden_states)
         )
@@ -99,7 +100,7 @@ class PlanesAttention(nn.Module):
 
 
 def _join(parts: nn.ModuleList) -> tuple[nn.Module, list[int]]:
-    """One linear layer with the outputs of all, and how many each has."""
+    """One linear layer with the concatenated outputs, and the number of outputs of each part."""
     linears: list[Any] = list(parts)
     weight, bias = joined(linears)
     product = nn.Linear(1, 1, bias=bias is not None, device="meta")
@@ -111,7 +112,7 @@ def _join(parts: nn.ModuleList) -> tuple[nn.Module, list[int]]:
 
 
 class FusedLayers(nn.Module):
-    """All layers of a decoder."""
+    """All layers of a decoder as one module."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class FusedLayers(nn.Module):
         step: StepContext,
         **_unused: Any,
     ) -> torch.Tensor:
-        """`[1, T, D]` to `[1, T, D]`, called as transformers' models call a layer."""
+        """`[1, T, D]` to `[1, T, D]`, with the signature of one of transformers' layers."""
         cos_TD, sin_TD = (x[0] for x in position_embeddings)
         x_TD, residual_TD = hidden_states[0], None
         for layer in self.layers:
@@ -134,7 +135,7 @@ class FusedLayers(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """One of them; takes over the modules of the layer that it replaces."""
+    """One decoder layer; it reuses the modules of the layer that it replaces."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class FusedLayer(nn.Module):
         sin_TD: torch.Tensor,
         step: StepContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it computes, and what that is yet to be added to; `[T, D]` each, as what goes in."""
+        """Compute the layer's output and its residual, both `[T, D]`; the caller adds them."""
         y_TD, residual_TD = _add_norm(self.attention_norm, x_TD, residual_TD)
         attended = self._attend(y_TD, cos_TD, sin_TD, step)
         y_TD, residual_TD = _add_norm(self.mlp_norm, self.o(attended), residual_TD)
@@ -162,7 +163,7 @@ class FusedLayer(nn.Module):
     def _attend(
         self, y_TD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
-        """Attention's answer for each token, heads side by side."""
+        """The attention output, `[T, num_heads * head_dim]`."""
         q_THD, k_THD, v_THD = (x.unflatten(-1, (-1, self._head_dim)) for x in self.qkv(y_TD))
         cache, layer = step.kv_cache, self._layer_idx
         rope_store_kv(q_THD, k_THD, v_THD, cos_TD, sin_TD, cache, layer, step.slot_mapping)
@@ -173,7 +174,7 @@ class FusedLayer(nn.Module):
 def _add_norm(
     norm: Norm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum's norm, and the sum; the first layer has nothing to add."""
+    """The norm of x + residual, and this sum; the first layer has no residual."""
     if residual_TD is None:
         return norm(x_TD), x_TD
     return add_rms_norm(x_TD, residual_TD, norm.weight, eps=norm.eps)

@@ -1,8 +1,8 @@
-"""Linear layers on a GPU whose weights are int8 or int4, what they multiply staying as it is.
+"""Linear layers on a GPU with int8 or int4 weights; activations are not rounded.
 
-A step of decode waits for weights to be read, and reads a half or a quarter of the bytes; a chunk
-of a prompt gains nothing, and its products may take longer. `docs/decisions/0016` has int8 of CPUs,
-which rounds both factors.
+A decode step is bound by reading weights, and reads a half or a quarter of the bytes. A prompt
+chunk gains nothing, and its products may be slower. On CPUs, int8 rounds weights and activations
+(`docs/decisions/0016`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlm_worker.model.linear import Packing
 
 
 class QuantisedLinear(nn.Module):
-    """`nn.Linear` up to the rounding of its weights."""
+    """`nn.Linear` with rounded weights."""
 
     def __init__(self, linear: nn.Linear, *, group: int | None) -> None:
         super().__init__()
@@ -34,19 +34,19 @@ class QuantisedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """As `nn.Linear` shows itself."""
+        """The fields that `repr` prints, as for `nn.Linear`."""
         kind = f"int4 by {self.weights.group}" if self.weights.is_int4 else "int8"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
 def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights: str) -> Packing:
-    """Round the linear layers of some parts of a model, on the device where they are.
+    """Round the linear layers of some parts of a model, on their device.
 
     Args:
-        model: as loaded. A head that shares its weights with the table of embeddings stays.
-        parts: whose linear layers are rounded.
-        weights: `int8`, with a scale per output; or `int4`, with one per 128 or 32 inputs, where a
-            layer's inputs can be so divided: one whose cannot gets int8.
+        model: as loaded. A head that shares its weights with the embedding table is not rounded.
+        parts: their linear layers are rounded.
+        weights: `int8`, with a scale per output; or `int4`, with a scale per 128 or 32 inputs. If
+            neither divides the inputs of a layer, that layer gets int8.
     """
     rounded = {id(module) for part in parts for module in part.modules()}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -63,7 +63,7 @@ def quantise_linears(model: nn.Module, parts: Collection[nn.Module], *, weights:
 
 
 def _group(linear: nn.Linear) -> int | None:
-    """The largest that divides a layer's inputs; None is int8."""
+    """The largest group size that divides a layer's inputs; None means int8."""
     return max((group for group in GROUPS if linear.in_features % group == 0), default=None)
 
 

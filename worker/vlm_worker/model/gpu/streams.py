@@ -1,14 +1,14 @@
-"""Steps and pictures of one GPU beside each other: a stream for each, and a thread for pictures.
+"""Overlaps steps and image encoding on one GPU: a stream for each, and a thread for images.
 
     engine thread     steps      ─ step ─ step ─ step ─ wait ─ a step that reads the rows ─
-    encoder thread    pictures   ─ tower ─ ─ ─ rows ─ event ─┘
+    encoder thread    images   ─ tower ─ ─ ─ rows ─ event ─┘
 
-A tower reads sizes back from the device, and Python launches its kernels one by one: a thread of
-its own waits for both. Kernels of steps go before those of pictures that have not begun yet.
+A tower copies sizes back from the device, and Python launches its kernels one by one. A separate
+thread waits for both. Kernels of steps have priority over those of images that have not begun.
 
-Rows are handed over by an event, which the stream of steps waits for and no thread does. Their
-memory belongs to the stream of pictures, which would give it to the next ones as soon as nobody
-holds it; a step that reads rows keeps it from that until the step is over.
+An event hands over embedding rows: the stream of steps waits for it, no thread does. The allocator
+would reuse the memory of rows for later images as soon as no tensor references it. A step that
+reads rows prevents this until it has ended (`record_stream`).
 """
 
 from __future__ import annotations
@@ -23,116 +23,119 @@ import torch
 T = TypeVar("T")
 
 FIRST, LAST = -1, 0
-"""Priorities of streams, as CUDA counts them; the default stream has the last."""
+"""CUDA priorities of streams: a lower number goes first; the default stream has LAST."""
 
 
-class Queues(Protocol):
-    """What a device has of streams and events; their types are its own."""
+class DeviceStreams(Protocol):
+    """Streams and events of a device; their types are opaque."""
 
     def stream(self, *, priority: int) -> Any:
-        """A new one."""
+        """Make a stream."""
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """This thread launches there, inside."""
+        """A context in which this thread launches on `stream`."""
 
     def record(self) -> Any:
-        """An event behind all that the current stream was given so far."""
+        """An event after all work that was launched on the current stream."""
 
     def wait(self, event: Any) -> None:
-        """What the current stream is given from now on begins after an event."""
+        """Make later work of the current stream wait for an event."""
 
     def keep(self, x: torch.Tensor) -> None:
-        """Give its memory to nobody before all is over that the current stream has when x goes."""
+        """Delay reuse of x's memory until the current stream has ended its work.
+
+        This is the work that is on the stream when x is freed.
+        """
 
 
-class OneStream:
-    """One thing after the other on the stream that is current: CPUs, and workers of one half."""
+class SingleStream:
+    """Runs steps and images in turn on the current stream: on CPUs, or with one half of a model."""
 
     def steps(self) -> contextlib.AbstractContextManager[Any]:
-        """What is launched inside is part of a step, or stands between two."""
+        """A context to launch the work of steps, and work between steps, in."""
         return contextlib.nullcontext()
 
-    def pictures(self) -> contextlib.AbstractContextManager[Any]:
-        """What is launched inside is part of the encoder's work."""
+    def images(self) -> contextlib.AbstractContextManager[Any]:
+        """A context to launch the encoder's work in."""
         return contextlib.nullcontext()
 
-    def beside(self, call: Callable[[], T]) -> Future[T] | None:
-        """Begin a call beside steps; None where it has to be made in turn with them."""
+    def encode_async(self, call: Callable[[], T]) -> Future[T] | None:
+        """Start `call` overlapped with steps; None if the caller must run it between steps."""
         del call
         return None
 
     def made(self) -> Any:
-        """An event behind what was launched, to hand it over by; None where none is needed."""
+        """An event after the launched work, to pass to `take`; None if none is needed."""
         return None
 
     def take(self, x: torch.Tensor, made: Any) -> None:
-        """Before x is read: wait for the event, and keep the memory for as long as that takes."""
+        """Call before a read of x: the stream waits for the event, and keeps the memory of x."""
 
 
-class TwoStreams(OneStream):
-    """Pictures beside steps. Begins behind what the current stream has been given."""
+class OverlappedStreams(SingleStream):
+    """Encodes images concurrently with steps, after the work of the current stream."""
 
-    def __init__(self, queues: Queues) -> None:
+    def __init__(self, queues: DeviceStreams) -> None:
         self._queues = queues
-        self._steps, self._pictures = (queues.stream(priority=at) for at in (FIRST, LAST))
+        self._steps, self._images = (queues.stream(priority=at) for at in (FIRST, LAST))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         loaded = queues.record()
-        for stream in (self._steps, self._pictures):
+        for stream in (self._steps, self._images):
             with queues.on(stream):
                 queues.wait(loaded)
 
     def steps(self) -> contextlib.AbstractContextManager[Any]:
-        """See `OneStream`."""
+        """See `SingleStream`."""
         return self._queues.on(self._steps)
 
-    def pictures(self) -> contextlib.AbstractContextManager[Any]:
-        """See `OneStream`."""
-        return self._queues.on(self._pictures)
+    def images(self) -> contextlib.AbstractContextManager[Any]:
+        """See `SingleStream`."""
+        return self._queues.on(self._images)
 
-    def beside(self, call: Callable[[], T]) -> Future[T] | None:
-        """See `OneStream`; one call after the other."""
+    def encode_async(self, call: Callable[[], T]) -> Future[T] | None:
+        """See `SingleStream`; calls run one after the other."""
         return self._thread.submit(call)
 
     def made(self) -> Any:
-        """See `OneStream`; asked for inside `pictures`."""
+        """See `SingleStream`; called inside `images`."""
         return self._queues.record()
 
     def take(self, x: torch.Tensor, made: Any) -> None:
-        """See `OneStream`; called inside `steps`."""
+        """See `SingleStream`; called inside `steps`."""
         if made is not None:
             self._queues.wait(made)
             self._queues.keep(x)
 
 
-class CudaQueues:
-    """Of a GPU."""
+class CudaStreams:
+    """The streams of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def stream(self, *, priority: int) -> Any:
-        """See `Queues`."""
+        """See `DeviceStreams`."""
         return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """See `Queues`; its GPU is the current one, too."""
+        """See `DeviceStreams`; also makes its GPU the current device."""
         return torch.cuda.stream(stream)
 
     def record(self) -> Any:
-        """See `Queues`."""
+        """See `DeviceStreams`."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, event: Any) -> None:
-        """See `Queues`."""
+        """See `DeviceStreams`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def keep(self, x: torch.Tensor) -> None:
-        """See `Queues`."""
+        """See `DeviceStreams`."""
         x.record_stream(torch.cuda.current_stream(self._device))
 
 
-def streams_for(device: torch.device, *, has_encoder: bool, has_lm: bool) -> OneStream:
-    """Two where a GPU has both halves of a model, else one."""
+def streams_for(device: torch.device, *, has_encoder: bool, has_lm: bool) -> SingleStream:
+    """Overlapped streams if a GPU has both halves of a model, else a single stream."""
     if device.type == "cuda" and has_encoder and has_lm:
-        return TwoStreams(CudaQueues(device))
-    return OneStream()
+        return OverlappedStreams(CudaStreams(device))
+    return SingleStream()

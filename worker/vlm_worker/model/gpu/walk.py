@@ -1,4 +1,4 @@
-"""Walk through a model whose modules are replaced on the way."""
+"""Iterates over the modules of a model while the caller replaces them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 def modules_in(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Each module below, with the one that holds it and its name there; what replaces it, too.
+    """Yield each descendant as (parent, name, module); replacements are descended into, too.
 
-    A module that was replaced is let go of before the next comes, so that a model whose weights are
-    copied one layer after the other is never on a GPU twice.
+    The iterator drops a replaced module before it yields the next. So a model whose weights are
+    copied layer by layer is never on a GPU twice.
     """
     for name in [name for name, _ in parent.named_children()]:
         yield parent, name, getattr(parent, name)

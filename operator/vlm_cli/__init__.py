@@ -1,0 +1,21 @@
+"""`vlm`, also `kubectl vlm`: the command line for users of a service.
+
+status        pods, blocking causes, TTFT     chat      ask about an image; TTFT by stage
+bench         open-loop load, percentiles     demo      the whole system on this machine
+why           reasons for sizes of pools      simulate  an autoscaling policy in simulated time
+rollout-plan  steps between two manifests     render    the objects of a manifest
+doctor        what a cluster lacks            release-finalizers  deletion without an operator
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    """Entry point of the console scripts `vlm` and `kubectl-vlm`."""
+    from vlm_cli.app import run
+
+    # A background job of a script inherits an ignored SIGINT. Restore it, so that SIGINT ends vlm.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()

@@ -1,0 +1,131 @@
+"""Open-loop load: each request is sent at its scheduled time, independent of earlier answers.
+
+Poisson arrivals are drawn in advance, so a slow server cannot reduce its load (coordinated
+omission). The same seed gives the same requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import itertools
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import aiohttp
+
+from vlm_cli.client import Answer, ApiError, failure_kind
+
+
+class Outcome(enum.StrEnum):
+    """Outcome of a request; each sent request has exactly one."""
+
+    OK = "ok"
+    REJECTED = "rejected"  # 429 or 503: the client may retry later
+    FAILED = "failed"
+    CANCELLED = "cancelled"  # by us, because the run ended first
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """One scheduled request.
+
+    Attributes:
+        at: time of sending, in seconds from the start.
+        number: index of the request in the run.
+        image: whether the request has an image.
+    """
+
+    at: float
+    number: int
+    image: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Result of one request.
+
+    Attributes:
+        lag: seconds between scheduled and real sending: the load generator's delay.
+        error: kind of failure; "" if answered.
+        answer: None unless the outcome is OK.
+    """
+
+    arrival: Arrival
+    outcome: Outcome
+    lag: float
+    error: str = ""
+    answer: Answer | None = None
+
+
+def poisson(rate: float, duration: float, image_share: float, seed: int) -> list[Arrival]:
+    """Return Poisson arrivals within `duration` seconds at a mean of `rate` per second."""
+    rng = random.Random(seed)  # noqa: S311 - a schedule, not a secret
+    arrivals: list[Arrival] = []
+    at = 0.0
+    for number in itertools.count():
+        at += rng.expovariate(rate)
+        if at >= duration:
+            return arrivals
+        arrivals.append(Arrival(at, number, rng.random() < image_share))
+    raise AssertionError("count() never ends")
+
+
+async def run_load(
+    arrivals: Sequence[Arrival],
+    ask: Callable[[Arrival], Awaitable[Answer]],
+    *,
+    drain_seconds: float,
+    on_result: Callable[[Result], None] | None = None,
+) -> list[Result]:
+    """Send each request at its time, then wait for answers for at most `drain_seconds`.
+
+    A cancellation (Ctrl-C) ends the run early: requests in flight are cancelled and counted,
+    unsent ones are not counted. Requests that outlast the drain are cancelled too.
+
+    Returns:
+        One result for each sent request.
+    """
+    start = time.perf_counter()
+    results: list[Result] = []
+    running: set[asyncio.Task[None]] = set()
+
+    async def one(arrival: Arrival) -> None:
+        lag = time.perf_counter() - start - arrival.at
+        result = await _ask(arrival, ask, lag)
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+
+    try:
+        for arrival in arrivals:
+            await asyncio.sleep(start + arrival.at - time.perf_counter())
+            task = asyncio.create_task(one(arrival))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        if running:
+            await asyncio.wait(running, timeout=drain_seconds)
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        assert current is not None
+        current.uncancel()  # the caller still prints the report
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    return results
+
+
+async def _ask(arrival: Arrival, ask: Callable[[Arrival], Awaitable[Answer]], lag: float) -> Result:
+    """Send one request and return its result, also if it is cancelled."""
+    try:
+        answer = await ask(arrival)
+    except asyncio.CancelledError:
+        return Result(arrival, Outcome.CANCELLED, lag, "cancelled")
+    except ApiError as error:
+        outcome = Outcome.REJECTED if error.retry else Outcome.FAILED
+        return Result(arrival, outcome, lag, failure_kind(error))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return Result(arrival, Outcome.FAILED, lag, failure_kind(error))
+    return Result(arrival, Outcome.OK, lag, answer=answer)

@@ -1,0 +1,122 @@
+"""`vlm chat`: sends one question, streams the answer, and prints TTFT by stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from vlm_cli.client import Answer, ApiError, chat_body, read_image, stream_chat
+from vlm_cli.errors import CliError
+from vlm_cli.output import Format, console, emit, notes
+from vlm_cli.target import Options, open_target
+from vlm_cli.ttft_breakdown import ordered, ttft_breakdown
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question, its images and its sampling parameters."""
+
+    text: str
+    images: Sequence[Path]
+    detail: str | None
+    max_tokens: int
+    temperature: float
+
+
+async def chat(options: Options, question: Question, *, form: Format, timeout: float) -> None:
+    """Ask one question and print the answer, TTFT by stage, and usage.
+
+    `timeout` is in seconds, for the whole answer.
+
+    Raises:
+        CliError: an image cannot be read, or the gateway refuses or does not answer in time.
+    """
+    images = [read_image(path) for path in question.images]
+    out = console()
+    quiet = form is not Format.TABLE
+    async with open_target(options) as target:
+        if target.note:
+            notes().print(f"warning: {target.note}", markup=False, style="yellow")
+        body = chat_body(
+            target.model,
+            question.text,
+            images,
+            max_tokens=question.max_tokens,
+            temperature=question.temperature,
+            detail=question.detail,
+        )
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=10)
+        try:
+            async with aiohttp.ClientSession(timeout=limits) as session:
+                answer = await stream_chat(
+                    session, target, body, on_text=None if quiet else _printer(out)
+                )
+        except ApiError as error:
+            raise CliError(f"the gateway answered {error.kind}: {error}") from error
+        except TimeoutError as error:
+            raise CliError(
+                f"no answer within {timeout:g} s", "give it more with --timeout"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise CliError(f"the connection to {target.url} failed: {error}") from error
+    if quiet:
+        emit(answer_view(answer), form)
+    else:
+        out.print()
+        print_times(answer, out)
+
+
+def answer_view(answer: Answer) -> dict[str, Any]:
+    """Return the output of `-o json`: the answer, both TTFTs in milliseconds, stages, usage."""
+    return {
+        "answer": answer.text,
+        "finishReason": answer.finish_reason,
+        "ttftMilliseconds": _round(answer.ttft_ms),
+        "clientTtftMilliseconds": _milliseconds(answer.first_token),
+        "totalMilliseconds": _milliseconds(answer.total),
+        "stagesMilliseconds": {s: _round(answer.stages[s]) for s in ordered(answer.stages)},
+        "usage": answer.usage,
+    }
+
+
+def print_times(answer: Answer, out: Console) -> None:
+    """Print the TTFT breakdown, the client's times, and the usage."""
+    out.print()
+    if answer.stages:
+        out.print(ttft_breakdown(answer.stages))
+    else:
+        out.print("The server reports no stage times.")
+    seen = f"first token after {(answer.first_token or answer.total) * 1e3:.0f} ms here"
+    out.print(f"{seen}, all of it after {answer.total * 1e3:.0f} ms", style="dim")
+    if usage := answer.usage:
+        details = usage.get("prompt_tokens_details") or {}
+        parts = ", ".join(
+            f"{details[f'{kind}_tokens']} {kind}"
+            for kind in ("image", "text", "cached")
+            if details.get(f"{kind}_tokens") is not None
+        )
+        prompt = f"{usage.get('prompt_tokens')} prompt tokens" + (f" ({parts})" if parts else "")
+        out.print(f"{prompt}, {usage.get('completion_tokens')} answer tokens", style="dim")
+    if answer.finish_reason == "length":
+        out.print("The answer was cut at --max-tokens.", style="yellow")
+
+
+def _printer(out: Console) -> Any:
+    def piece(text: str) -> None:
+        out.file.write(text)
+        out.file.flush()
+
+    return piece
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else _round(seconds * 1e3)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

@@ -1,0 +1,60 @@
+"""Runs `vlm doctor` and prints one line per finding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from vlm_cli.access import open_cluster
+from vlm_cli.doctor.checks import examine
+from vlm_cli.doctor.facts import Finding, Level
+from vlm_cli.doctor.gather import gather
+from vlm_cli.errors import CliError
+from vlm_cli.output import Format, console, emit
+
+_COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+
+
+async def examine_cluster(
+    *,
+    namespace: str | None,
+    kubeconfig: str | None,
+    context: str | None,
+    form: Format,
+    now: float,
+    probe: bool,
+) -> None:
+    """Examine a cluster and print the findings.
+
+    `now` is in seconds since the epoch. `probe` also fetches the metrics of one gateway.
+
+    Raises:
+        typer.Exit: status 1, if a finding has level `fail`.
+    """
+    try:
+        async with open_cluster(kubeconfig, namespace, context) as access:
+            found = examine(await gather(access, namespace, now=now, probe=probe))
+    except CliError as error:
+        found = [Finding("api", Level.FAIL, error.problem, error.remedy)]
+    if form is Format.TABLE:
+        print_findings(found, console())
+    else:
+        emit([dataclasses.asdict(item) for item in found], form)
+    if any(item.level is Level.FAIL for item in found):
+        raise typer.Exit(1)
+
+
+def print_findings(found: Sequence[Finding], out: Console) -> None:
+    """Print each finding with its remedy below it, then the counts by level."""
+    wide = max((len(item.check) for item in found), default=0)
+    for item in found:
+        colour = _COLOURS[item.level]
+        out.print(f"[{colour}]{item.level.value:4}[/]  {item.check:{wide}}  {escape(item.message)}")
+        if item.remedy:
+            out.print(f"{'':4}  {'':{wide}}  → {escape(item.remedy)}")
+    counts = {level: sum(item.level is level for item in found) for level in Level}
+    out.print("\n" + ", ".join(f"{count} {level.value}" for level, count in counts.items()))

@@ -1,0 +1,148 @@
+"""Checks that there are nodes for services and node classes. Pure.
+
+For existing pods, services.py reports the scheduler's message, which is more exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from vlm_cli.doctor.facts import Facts, Finding, Level
+from vlm_cli.doctor.kinds import NODE, VLM_NODE_CLASS, VLM_SERVICE
+from vlm_operator.api import Variant, VLMService, parse, quantity
+from vlm_operator.cluster import Manifest
+from vlm_operator.errors import SpecError
+from vlm_operator.names import Role
+from vlm_operator.observe import node_class
+from vlm_operator.pods import place
+from vlm_operator.state import NodeClassState
+
+
+def ready(facts: Facts) -> Iterator[Finding]:
+    """Check that there are nodes, and that they accept pods."""
+    if NODE in facts.unread:
+        return
+    nodes = facts.all(NODE)
+    if not nodes:
+        message = "the cluster has no node: every pod stays Pending"
+        yield Finding("nodes", Level.FAIL, message, "add one")
+        return
+    taking = [node for node in nodes if _takes(node)]
+    names = ", ".join(sorted(_name(node) for node in nodes if not _takes(node))[:3])
+    message = f"{len(taking)} of {len(nodes)} nodes take pods"
+    if not taking:
+        yield Finding("nodes", Level.FAIL, message, f"kubectl describe node {names.split(',')[0]}")
+    elif names:
+        yield Finding("nodes", Level.WARN, f"{message}, not {names}", "kubectl get nodes")
+    else:
+        yield Finding("nodes", Level.OK, message)
+
+
+def classes(facts: Facts) -> Iterator[Finding]:
+    """Check that each VLMNodeClass has nodes with its devices."""
+    if NODE in facts.unread:
+        return
+    used = {
+        variant["nodeClassRef"]["name"]
+        for service in facts.all(VLM_SERVICE)
+        for pool in service["spec"].get("pools", {}).values()
+        for variant in pool.get("variants", [])
+        if variant.get("nodeClassRef")
+    }
+    for item in facts.all(VLM_NODE_CLASS):
+        found = node_class(item)
+        devices = {found.accelerator: found.accelerators} if found.accelerator else {}
+        problem, remedy = _lacking(facts.all(NODE), found.node_selector, devices)
+        level = Level.OK if not problem else Level.FAIL if found.name in used else Level.WARN
+        message = problem or f"{len(_matching(facts.all(NODE), found.node_selector))} nodes"
+        note = "" if found.name in used else " (no service uses it)"
+        yield Finding("node-classes", level, f"{found.name}: {message}{note}", remedy)
+
+
+def variants(facts: Facts) -> Iterator[Finding]:
+    """Check that each variant with its own placement has nodes, and that named classes exist."""
+    if not facts.all(NODE) or VLM_NODE_CLASS in facts.unread:
+        return
+    known = {_name(item): node_class(item) for item in facts.all(VLM_NODE_CLASS)}
+    fine = 0
+    for manifest in facts.all(VLM_SERVICE):
+        meta = manifest["metadata"]
+        where = f"{meta['namespace']}/{meta['name']}"
+        try:
+            problems = _problems(parse(manifest), known, facts.all(NODE))
+        except SpecError as error:
+            problems = [(str(error), f"correct it: kubectl -n {meta['namespace']} edit vlm")]
+        fine += not problems
+        for problem, remedy in problems:
+            yield Finding("placement", Level.FAIL, f"{where}: {problem}", remedy)
+    if fine:
+        count = len(facts.all(VLM_SERVICE))
+        yield Finding("placement", Level.OK, f"{fine} of {count} services: each variant has nodes")
+
+
+def _problems(
+    service: VLMService, known: Mapping[str, NodeClassState], nodes: Sequence[Manifest]
+) -> list[tuple[str, str]]:
+    placed = place(service, known)
+    found = []
+    for role, pool in placed.spec.pools.present.items():
+        for variant in pool.variants:
+            if variant.node_class_ref is None and variant.placement is not None:
+                devices = _devices_of(variant)
+                problem, remedy = _lacking(nodes, variant.placement.node_selector, devices)
+                if problem:
+                    found.append((f"{_path(role, variant)}: {problem}", remedy))
+    return found
+
+
+def _lacking(
+    nodes: Sequence[Manifest], selector: Mapping[str, str], devices: Mapping[str, int]
+) -> tuple[str, str]:
+    """Return why no node can take such a pod, and the remedy; both are "" if one can."""
+    matching = _matching(nodes, selector)
+    if not matching:
+        pairs = " ".join(f"{key}={value}" for key, value in sorted(selector.items()))
+        if not pairs:
+            return "the cluster has no node", "add one"
+        return f"no node has {pairs.replace(' ', ', ')}", f"kubectl label node NAME {pairs}"
+    for resource, count in devices.items():
+        most = max(_allocatable(node, resource) for node in matching)
+        if most == 0:
+            message = f"none of the {len(matching)} nodes has {resource}"
+            return message, "is its device plugin running there?"
+        if most < count:
+            message = f"a pod takes {count} {resource}, the largest of its nodes has {most}"
+            return message, "ask for fewer, or add larger nodes"
+    if not any(_takes(node) for node in matching):
+        return f"none of the {len(matching)} nodes is Ready and schedulable", "kubectl get nodes"
+    return "", ""
+
+
+def _matching(nodes: Sequence[Manifest], selector: Mapping[str, str]) -> list[Manifest]:
+    return [
+        node for node in nodes if selector.items() <= node["metadata"].get("labels", {}).items()
+    ]
+
+
+def _takes(node: Manifest) -> bool:
+    conditions = node.get("status", {}).get("conditions", [])
+    up = any(item["type"] == "Ready" and item["status"] == "True" for item in conditions)
+    return up and not node.get("spec", {}).get("unschedulable", False)
+
+
+def _allocatable(node: Manifest, resource: str) -> int:
+    return int(quantity.parse(str(node.get("status", {}).get("allocatable", {}).get(resource, 0))))
+
+
+def _devices_of(variant: Variant) -> dict[str, int]:
+    """Return the extended resources of one pod: their names contain a domain."""
+    limits = variant.resources.limits.items()
+    return {name: int(quantity.parse(value)) for name, value in limits if "/" in name}
+
+
+def _path(role: Role, variant: Variant) -> str:
+    return f"spec.pools.{role}.variants[{variant.name}]"
+
+
+def _name(item: Manifest) -> str:
+    return str(item["metadata"]["name"])

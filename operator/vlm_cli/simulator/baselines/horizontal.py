@@ -1,0 +1,166 @@
+"""The HorizontalPodAutoscaler's arithmetic (autoscaling/v2, defaults of Kubernetes 1.34).
+
+every 15 s:  ratio ─▶ tolerance 0.1 ─▶ ceil ─▶ greatest of the last 300 s when shrinking
+             ─▶ at most max(+4, +100 %) in 15 s when growing ─▶ min, max
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vlm_cli.simulator.run import Choice, Reading
+from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
+from vlm_operator.autoscale.view import PoolView
+from vlm_operator.names import Role
+
+SYNC_SECONDS = 15.0
+TOLERANCE = 0.1
+UP_PODS, UP_SHARE = 4, 1.0  # in each sync period
+GRID = dict[str, tuple[Any, ...]]
+
+
+@dataclasses.dataclass
+class Horizontal:
+    """One HPA. `settle` is its only writer.
+
+    Attributes:
+        down_seconds: stabilisation when shrinking.
+    """
+
+    policy: PoolPolicy
+    down_seconds: float = 300.0
+    _advised: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+
+    def settle(self, now: float, current: int, advised: int) -> int:
+        """Turn one recommendation into a number of replicas; the first one is what there is."""
+        if not self._advised:
+            self._advised = [(now, current)]
+        recent = [(at, count) for at, count in self._advised if now - at < self.down_seconds]
+        self._advised = [*recent, (now, advised)]
+        wanted = advised
+        if advised < current:
+            wanted = min(current, max(count for _, count in self._advised))
+        elif advised > current:
+            wanted = min(advised, max(current + UP_PODS, math.floor(current * (1 + UP_SHARE))))
+        return bounded(self.policy, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """What one HPA was asked, in replicas: those that stand, those of the metric, the outcome."""
+
+    policy: PoolPolicy
+    current: int
+    advised: int
+    count: int
+
+
+class Hpas:
+    """An HPA for each pool, all of them asked every so many seconds. `ask` is the only writer."""
+
+    def __init__(
+        self, policy: ServicePolicy, *, down_seconds: float, every: float = SYNC_SECONDS
+    ) -> None:
+        self._hpas = {role: Horizontal(pool, down_seconds) for role, pool in policy.pools.items()}
+        self._every, self._next = every, 0.0
+
+    def ask(self, reading: Reading, advise: Callable[[Role, int], int]) -> dict[Role, Settled]:
+        """Settle each pool's metric, `advise(role, current)`; nothing before it is time."""
+        now = reading.view.now
+        if now < self._next:
+            return {}
+        self._next = now + self._every
+        found = {}
+        for role, hpa in self._hpas.items():
+            current = current_of(reading, role)
+            advised = advise(role, current)
+            count = hpa.settle(now, current, advised)
+            found[role] = Settled(hpa.policy, current, advised, count)
+        return found
+
+    def decide(self, reading: Reading, advise: Callable[[Role, int], int]) -> Mapping[Role, Choice]:
+        """The same as replicas."""
+        return {
+            role: choose(item.policy, item.count)
+            for role, item in self.ask(reading, advise).items()
+        }
+
+
+def bounded(policy: PoolPolicy, count: int) -> int:
+    """Within min and max, and never zero: an HPA does not scale to zero."""
+    return min(max(count, policy.minimum, 1), policy.maximum)
+
+
+def by_total(total: float, target: float, current: int) -> int:
+    """An external metric of type AverageValue: `total` over all pods, `target` for each."""
+    ratio = total / (target * max(1, current))
+    if abs(ratio - 1) <= TOLERANCE:
+        return current
+    return math.ceil(total / target - 1e-9)
+
+
+def by_pods(values: Mapping[str, float], target: float, pool: PoolView, current: int) -> int:
+    """A metric of type Pods: the mean over ready pods.
+
+    Pods without one count as 0 where it would grow and as the target where it would shrink; where
+    that turns the direction, nothing changes. Pods that are not ready count as 0 when growing.
+    """
+    ready = pool.of("ready")
+    known = [values[pod.uid] for pod in ready if pod.uid in values]
+    if not known:
+        return current
+    ratio = sum(known) / len(known) / target
+    missing = len(ready) - len(known)
+    starting = len(pool.of("starting")) + len(pool.of("pending"))
+    if abs(ratio - 1) <= TOLERANCE:
+        return current
+    if ratio > 1:
+        count = len(known) + missing + starting
+        again = sum(known) / count / target
+        if again <= 1 + TOLERANCE:
+            return current
+        return max(current, math.ceil(again * count - 1e-9))
+    count = len(known) + missing
+    again = (sum(known) + missing * target) / count / target
+    if again >= 1 - TOLERANCE:
+        return current
+    return min(current, math.ceil(again * count - 1e-9))
+
+
+def choose(policy: PoolPolicy, count: int) -> Choice:
+    """All replicas on the first variant."""
+    return Choice({policy.variants[0].name: count})
+
+
+def current_of(reading: Reading, role: Role) -> int:
+    """Replicas that the pool is asked for now."""
+    return reading.view.pools[role].replicas or 0
+
+
+def inflight(reading: Reading, role: Role) -> float:
+    """Requests at the pods of a role, and those that wait for one."""
+    return _sum(reading, role, "inflight") + reading.waiting.get(role, 0)
+
+
+def queued(reading: Reading, role: Role) -> float:
+    """Requests that wait: at the pods of a role, or for one."""
+    return _sum(reading, role, "queued_requests") + reading.waiting.get(role, 0)
+
+
+def kv_shares(reading: Reading, role: Role) -> dict[str, float]:
+    """KV occupancy of each ready pod, 0..1."""
+    found = {}
+    for pod in reading.view.pools[role].of("ready"):
+        sample = reading.view.samples.get(pod.uid)
+        if sample is not None and sample.kv is not None and sample.kv.capacity:
+            found[pod.uid] = (sample.kv.running + sample.kv.reserved) / sample.kv.capacity
+    return found
+
+
+def _sum(reading: Reading, role: Role, field: str) -> float:
+    pods = reading.view.pools[role].pods
+    samples = (reading.view.samples.get(pod.uid) for pod in pods)
+    return float(sum(getattr(sample, field) for sample in samples if sample is not None))

@@ -1,0 +1,244 @@
+"""The simulated gateway: routes requests, and counts TTFT by stage as the real gateway does.
+
+arrive ─┬─ images ─▶ encoder (or prefill, inline) ─┬─▶ prefill ─▶ first token ─▶ decode ─▶ end
+        └─ KV reservation on a decode pod ─────────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from vlm_cli.simulator.clock import Clock
+from vlm_cli.simulator.computer import Computer
+from vlm_cli.simulator.decoder import Decoder
+from vlm_cli.simulator.hardware import Hardware
+from vlm_cli.simulator.job import Job
+from vlm_cli.simulator.meters import Meters
+from vlm_cli.simulator.trace import Request
+from vlm_operator.api.enums import WhileAtZero
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.names import Role
+
+_PAST = 4  # limit of requests without a reservation that later ones may bypass
+
+
+class Gateway:
+    """Routes every job; the pods call back. Its one writer is the simulation's clock.
+
+    Args:
+        encoders, prefills, decoders: return the pods that accept work now.
+    """
+
+    def __init__(
+        self,
+        policy: ServicePolicy,
+        hardware: Hardware,
+        clock: Clock,
+        *,
+        encoders: Callable[[], Sequence[Computer]],
+        prefills: Callable[[], Sequence[Computer]],
+        decoders: Callable[[], Sequence[Decoder]],
+    ) -> None:
+        self._hardware, self._clock = hardware, clock
+        self._encoders, self._prefills, self._decoders = encoders, prefills, decoders
+        self.meters = Meters(policy.ttft_seconds)
+        self.jobs: list[Job] = []
+        self.inline_images = 0
+        self._while_at_zero = _while_at_zero(policy)
+        self._room: dict[Job, Decoder] = {}
+        self._inline: dict[Job, Computer] = {}
+        self._without_encoder: deque[Job] = deque()
+        self._without_room: deque[Job] = deque()
+        self._without_prefill: deque[Job] = deque()
+
+    @property
+    def waiting(self) -> Mapping[Role, int]:
+        """Number of requests that no pod has accepted, by the role that they wait for."""
+        return {
+            Role.ENCODER: len(self._without_encoder),
+            Role.PREFILL: len(self._without_prefill),
+            Role.DECODE: len(self._without_room),
+        }
+
+    @property
+    def held(self) -> Mapping[Role, int]:
+        """Part of `waiting` that a gateway reports as `held_for`: no pod, or no free KV blocks."""
+        taking = {
+            Role.ENCODER: self._encoders(),
+            Role.PREFILL: self._prefills(),
+        }
+        return {role: count for role, count in self.waiting.items() if not taking.get(role)}
+
+    def arrive(self, request: Request) -> None:
+        """Accept one request now."""
+        job = Job(
+            request,
+            visual_tokens=self._hardware.visual_tokens(request.patches),
+            cached_tokens=request.cached_tokens,
+        )
+        self.jobs.append(job)
+        job.mark("gateway", self._hardware.gateway_seconds)
+        self._clock.after(self._hardware.gateway_seconds, lambda: self._route(job))
+
+    def changed(self) -> None:
+        """Route all waiting requests again after the pods that accept work changed."""
+        for waiting, again in (
+            (self._without_encoder, self._encode),
+            (self._without_prefill, self._prefill),
+        ):
+            for _ in range(len(waiting)):
+                again(waiting.popleft())
+        self.freed()
+
+    def freed(self) -> None:
+        """Reserve KV for waiting requests in their order, after KV tokens were freed."""
+        passed: list[Job] = []
+        while self._without_room and len(passed) < _PAST:
+            job = self._without_room.popleft()
+            if not self._reserve(job):
+                passed.append(job)
+        self._without_room.extendleft(reversed(passed))
+
+    def encoded(self, job: Job) -> None:
+        """Transfer the embeddings of a job whose images are all encoded."""
+        seconds = 0.0 if job in self._inline else self._hardware.transfer_seconds
+        job.mark("embed_transfer", seconds)
+        self._clock.after(seconds, lambda: self._embedded(job))
+
+    def prefilled(self, job: Job) -> None:
+        """Deliver the first token of a computed prompt, and start decoding."""
+        self._inline.pop(job, None)
+        job.delivered += 1
+        job.cached_tokens = 0
+        if job.first_token_at is None:
+            job.first_token_at = self._clock.now
+            self.meters.first_token(job)
+        decoder = self._room.pop(job, None)
+        if job.left <= 0:
+            if decoder is not None:
+                decoder.release(job)
+            self.ended(job)
+            self.freed()
+        elif decoder is not None:
+            decoder.start(job)
+        else:
+            self.again(job)
+
+    def again(self, job: Job) -> None:
+        """Prefill a job that lost its KV again, including its delivered tokens."""
+        if job.left <= 0:
+            self.ended(job)
+            return
+        job.reserved_at = None
+        self._ask_for_room(job)
+
+    def moved(self, jobs: Sequence[Job], role: Role) -> None:
+        """Route the jobs of a pod of `role` that was drained or crashed to other pods."""
+        for job in jobs:
+            self._inline.pop(job, None)
+            if role is Role.DECODE:
+                # if its prompt is still being computed, `prefilled` reserves KV again
+                if self._room.pop(job, None) is None:
+                    self.again(job)
+            elif job.images_left:
+                self._encode(job)
+            else:
+                self._prefill(job)
+
+    def ended(self, job: Job) -> None:
+        """Record the end of a job, after its last token or its refusal."""
+        assert job.ended_at is None, "a request ends once"
+        job.ended_at = self._clock.now
+
+    def _route(self, job: Job) -> None:
+        if job.request.patches:
+            job.images_left = len(job.request.patches)
+            seconds = self._hardware.media_seconds
+            job.mark("media", seconds)
+            self._clock.after(seconds, lambda: self._encode(job))
+        else:
+            job.embedded_at = self._clock.now
+        self._ask_for_room(job)
+
+    def _encode(self, job: Job) -> None:
+        pods = self._encoders()
+        if not pods and self._while_at_zero is WhileAtZero.INLINE_AT_PREFILL:
+            pods = self._prefills()
+            if pods:
+                self.inline_images += job.images_left
+                self._inline[job] = pod = _least(pods)
+                pod.encode(job)
+                return
+        if pods:
+            _least(pods).encode(job)
+        elif self._while_at_zero is WhileAtZero.REJECT:
+            self._refuse(job)
+        else:
+            job.queued_at = self._clock.now
+            self._without_encoder.append(job)
+
+    def _refuse(self, job: Job) -> None:
+        job.refused = True
+        decoder = self._room.pop(job, None)
+        if decoder is not None:
+            decoder.release(job)
+        elif job in self._without_room:
+            self._without_room.remove(job)
+        self.ended(job)
+
+    def _embedded(self, job: Job) -> None:
+        job.embedded_at = self._clock.now
+        self._ready_for_prefill(job)
+
+    def _ask_for_room(self, job: Job) -> None:
+        job.queued_at = self._clock.now
+        if self._without_room or not self._reserve(job):
+            self._without_room.append(job)
+
+    def _reserve(self, job: Job) -> bool:
+        tokens = job.prompt_tokens
+        pod = max(self._decoders(), key=lambda pod: pod.room(tokens), default=None)
+        if pod is None or pod.room(tokens) < 0:
+            return False
+        pod.reserve(job)
+        self._room[job] = pod
+        job.reserved_at = self._clock.now
+        self._ready_for_prefill(job)
+        return True
+
+    def _ready_for_prefill(self, job: Job) -> None:
+        """Prefill once embeddings and reservation exist; the later one owns the time until then."""
+        if job.embedded_at is None or job.reserved_at is None:
+            return
+        if job.reserved_at > job.embedded_at and job.first_token_at is None:
+            begun = job.request.at + self._hardware.gateway_seconds
+            job.marks = {"gateway": self._hardware.gateway_seconds}
+            job.mark("decode_reserve", job.reserved_at - begun)
+        self._prefill(job)
+
+    def _prefill(self, job: Job) -> None:
+        pods = self._prefills()
+        inline = self._inline.get(job)
+        if inline is not None and inline.life.accepting:
+            inline.prefill(job)
+        elif pods:
+            _least(pods).prefill(job)
+        else:
+            self._without_prefill.append(job)
+
+
+def _least(pods: Sequence[Computer]) -> Computer:
+    """Return the pod with the least queued work."""
+    return min(pods, key=lambda pod: pod.queued_seconds)
+
+
+def _while_at_zero(policy: ServicePolicy) -> WhileAtZero:
+    """Return how images are handled if no encoder accepts work."""
+    encoder, prefill = policy.pools.get(Role.ENCODER), policy.pools.get(Role.PREFILL)
+    if encoder is None:
+        return WhileAtZero.INLINE_AT_PREFILL
+    if encoder.zero is not None:
+        return encoder.zero.while_at_zero
+    inline = prefill is not None and prefill.inline
+    return WhileAtZero.INLINE_AT_PREFILL if inline else WhileAtZero.QUEUE

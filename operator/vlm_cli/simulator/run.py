@@ -1,0 +1,193 @@
+"""Runs a trace through the simulated service under one autoscaler, tick by tick."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from vlm_cli.simulator.cluster import Cluster
+from vlm_cli.simulator.hardware import Hardware
+from vlm_cli.simulator.job import Job
+from vlm_cli.simulator.noise import Noise
+from vlm_cli.simulator.pool import Drains
+from vlm_cli.simulator.trace import Trace
+from vlm_operator.autoscale.outcome import Decision
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.view import View
+from vlm_operator.names import Role
+
+EPOCH = 1_767_225_600.0  # 2026-01-01: start of simulated time
+_OVERTIME_SECONDS = 3600.0  # limit after the trace's end, for requests in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Input of an autoscaler.
+
+    Attributes:
+        waiting: number of requests that no pod has accepted, by the role that they wait for.
+        latencies: returns each pod's p95 latency of the last minute, in seconds, by uid.
+    """
+
+    view: View
+    waiting: Mapping[Role, int]
+    latencies: Callable[[], Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Wanted replicas of a pool's Deployments.
+
+    Attributes:
+        variants: replicas by variant.
+        claim: value of `VLMPool.spec.replicas`; None means their sum.
+        decision: the autoscaler's decision, if it has one.
+    """
+
+    variants: Mapping[str, int]
+    claim: int | None = None
+    decision: Decision | None = None
+
+
+class Autoscaler(Protocol):
+    """Decides the sizes of all pools; may keep state between calls."""
+
+    def decide(self, reading: Reading) -> Mapping[Role, Choice]:
+        """Return the choice for each pool; a missing pool is not changed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """The service and its hardware, the same for all compared autoscalers.
+
+    Attributes:
+        start: number of ready pods at the start of the trace, by role, of the first variant.
+        crashes: pairs of time in the trace, in seconds, and role of the pod that crashes.
+    """
+
+    policy: ServicePolicy
+    hardware: Hardware
+    start: Mapping[Role, int]
+    noise: Noise = dataclasses.field(default_factory=Noise)
+    drains: Drains = dataclasses.field(default_factory=Drains)
+    crashes: tuple[tuple[float, Role], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """State after one tick.
+
+    Attributes:
+        wanted, taking: wanted replicas, and pods that accept work, by role.
+        accelerators, cost_per_hour: sums over scheduled pods.
+        waiting: number of requests that no pod has accepted.
+    """
+
+    at: float
+    wanted: Mapping[Role, int]
+    taking: Mapping[Role, int]
+    accelerators: int
+    cost_per_hour: float
+    waiting: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Result of a run.
+
+    Attributes:
+        seconds: length of the trace.
+        jobs: every request of the trace, in the order of arrival.
+        moments: one per tick, overtime included.
+        gaps: counts of ITL, by `decoder.GAP_BUCKETS`.
+        inline_images: number of images that prefill pods encoded, because no encoder was ready.
+    """
+
+    trace: str
+    seconds: float
+    jobs: tuple[Job, ...]
+    moments: tuple[Moment, ...]
+    gaps: tuple[float, ...]
+    inline_images: int
+
+
+def simulate(setup: Setup, trace: Trace, autoscaler: Autoscaler, *, seed: int = 0) -> Run:
+    """Send a trace through the service.
+
+    Args:
+        setup: the service and its hardware.
+        trace: requests of the users.
+        autoscaler: called at every tick of the policy.
+        seed: seed of start times and noise; equal arguments give equal runs.
+    """
+    cluster = Cluster(
+        setup.policy,
+        setup.hardware,
+        seed=seed,
+        epoch=EPOCH,
+        noise=setup.noise,
+        drains=setup.drains,
+    )
+    for role, pool in cluster.pools.items():
+        pool.start_with({pool.policy.variants[0].name: setup.start.get(role, 1)})
+    _arrivals(cluster, trace)
+    for at, role in setup.crashes:
+        cluster.clock.at(at, cluster.pools[role].crash)
+    moments: list[Moment] = []
+    tick, now = setup.policy.interval_seconds, 0.0
+    while now < trace.seconds or (_unended(cluster) and now < trace.seconds + _OVERTIME_SECONDS):
+        now += tick
+        cluster.clock.run(now)
+        reading = Reading(cluster.view(), cluster.gateway.waiting, cluster.latencies)
+        chosen = autoscaler.decide(reading)
+        # pools that shrink come first, so that their devices are free for pools that grow
+        for role in sorted(chosen, key=lambda role: _growth(cluster, role, chosen[role])):
+            cluster.pools[role].scale(chosen[role].variants, claim=chosen[role].claim)
+        cluster.settle()
+        moments.append(_moment(cluster, now))
+    return Run(
+        trace=trace.name,
+        seconds=trace.seconds,
+        jobs=tuple(cluster.gateway.jobs),
+        moments=tuple(moments),
+        gaps=tuple(cluster.gateway.meters.gaps),
+        inline_images=cluster.gateway.inline_images,
+    )
+
+
+def _arrivals(cluster: Cluster, trace: Trace) -> None:
+    """Schedule one arrival at a time, so that the heap stays small."""
+    requests = iter(trace.requests)
+
+    def arrive_next() -> None:
+        request = next(requests, None)
+        if request is not None:
+
+            def arrive() -> None:
+                cluster.gateway.arrive(request)
+                arrive_next()
+
+            cluster.clock.at(request.at, arrive)
+
+    arrive_next()
+
+
+def _unended(cluster: Cluster) -> bool:
+    return any(job.ended_at is None for job in reversed(cluster.gateway.jobs))
+
+
+def _growth(cluster: Cluster, role: Role, choice: Choice) -> int:
+    return sum(choice.variants.values()) - sum(cluster.pools[role].wanted.values())
+
+
+def _moment(cluster: Cluster, now: float) -> Moment:
+    return Moment(
+        at=now,
+        wanted={role: sum(pool.wanted.values()) for role, pool in cluster.pools.items()},
+        taking={role: len(pool.taking) for role, pool in cluster.pools.items()},
+        accelerators=cluster.accelerators,
+        cost_per_hour=cluster.cost_per_hour,
+        waiting=sum(cluster.gateway.waiting.values()),
+    )

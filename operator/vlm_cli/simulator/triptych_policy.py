@@ -1,0 +1,52 @@
+"""Runs the operator's autoscaler on the simulated service: same function, same memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vlm_cli.simulator.run import Choice, Reading
+from vlm_operator.autoscale.decide import Memory, Outcome, decide
+from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.view import View
+from vlm_operator.names import Role
+
+Watch = Callable[[View, Memory, Outcome], None]
+
+# Tuned settings of our autoscaler: fields of every pool's policy.
+GRID: Mapping[str, tuple[Any, ...]] = {
+    "utilization": (0.7, 0.75, 0.8),
+    "kv_occupancy": (0.54, 0.6),
+    "down_seconds": (180.0,),
+}
+
+
+def adjusted(policy: ServicePolicy, settings: Mapping[str, Any]) -> ServicePolicy:
+    """Return the policy with `settings` (fields in `GRID`) in every pool."""
+    pools = {role: dataclasses.replace(pool, **settings) for role, pool in policy.pools.items()}
+    return dataclasses.replace(policy, pools=pools)
+
+
+class TriptychAutoscaler:
+    """Calls `decide`, as `reconcile` does.
+
+    Args:
+        watch: called after every decision with view, memory before it, and outcome.
+    """
+
+    def __init__(self, policy: ServicePolicy, *, watch: Watch | None = None) -> None:
+        self._policy, self._watch = policy, watch
+        self._memory = Memory()
+
+    def decide(self, reading: Reading) -> Mapping[Role, Choice]:
+        """See `run.Autoscaler`."""
+        before = self._memory
+        outcome = decide(self._policy, reading.view, before)
+        self._memory = outcome.memory
+        if self._watch is not None:
+            self._watch(reading.view, before, outcome)
+        return {
+            role: Choice(decision.variants, decision.claim, decision)
+            for role, decision in outcome.decisions.items()
+        }

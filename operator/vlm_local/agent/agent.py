@@ -1,0 +1,174 @@
+"""The agent: all simulated nodes of one cluster, in one process."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from vlm_local.client import Access, Client, Object
+from vlm_local.pki import Authority
+
+from .addresses import KUBELET_PORT, Addresses
+from .cgroups import Cgroups
+from .command import Facts, Images
+from .container import Backoff
+from .events import Recorder
+from .kubelet_api import KubeletApi, server_context
+from .node import Node, Runner
+from .nodes import NodeType
+from .pod import Pod
+from .process import no_identities
+from .script import ScriptedPod
+
+logger = logging.getLogger(__name__)
+
+SHARED_NETWORK = (
+    "pods share this machine's network namespace, as on no real cluster: "
+    "--bind=:: becomes --bind=<address of the pod>"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentConfig:
+    """What an agent is started from, as JSON between processes.
+
+    Attributes:
+        server: The API server's URL.
+        version: Kubernetes' version, shown as the nodes' own.
+        pki: The folder of the cluster's CA.
+        folder: Where pods keep their files; removed by whoever made it.
+        node_types: What nodes to register.
+        images: What image names stand for.
+        environment: What every container finds in its environment, PATH for one.
+        backoff: Between restarts.
+    """
+
+    server: str
+    version: str
+    pki: Path
+    folder: Path
+    node_types: Sequence[NodeType]
+    images: Images
+    environment: Mapping[str, str]
+    backoff: Backoff
+
+    def write(self, path: Path) -> Path:
+        """Write it for the agent's process to read."""
+        path.write_text(json.dumps(dataclasses.asdict(self), default=str))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> "AgentConfig":
+        """Read what `write` wrote."""
+        fields = json.loads(path.read_text())
+        types = [
+            NodeType(**{**one, "taints": tuple(one["taints"])}) for one in fields["node_types"]
+        ]
+        places = {name: Path(fields[name]) for name in ("pki", "folder")}
+        backoff = Backoff(**fields["backoff"])
+        return cls(**{**fields, **places, "node_types": types, "backoff": backoff})
+
+
+class Agent:
+    """Runs the nodes of a config until cancelled."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._addresses = Addresses()
+        self._cgroups = Cgroups()
+        self._no_identities = no_identities()
+        self._nodes: list[Node] = []
+        self._recorders: dict[str, Recorder] = {}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def run(self) -> None:
+        """Register the nodes and run what is bound to them, until cancelled."""
+        if self._cgroups.problem:
+            logger.warning(self._cgroups.problem)
+        logger.info(SHARED_NETWORK)
+        if self._no_identities:
+            logger.warning("containers run as root: %s", self._no_identities)
+        try:
+            async with AsyncExitStack() as stack:
+                self._http = await stack.enter_async_context(aiohttp.ClientSession())
+                await self._serve(stack)
+                async with asyncio.TaskGroup() as group:
+                    for node in self._nodes:
+                        group.create_task(node.run())
+        finally:
+            self._cgroups.close()
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        """Make the nodes and open their kubelet endpoints."""
+        authority = Authority(self._config.pki, self._config.environment)
+        wanted = [(kind, name) for kind in self._config.node_types for name in kind.nodes]
+        real = [index for index, (kind, _) in enumerate(wanted) if not kind.status_only]
+        pair = authority.issue(
+            "triptych-nodes", addresses=[self._addresses.node(index) for index in real or [0]]
+        )
+        sockets = [self._addresses.take_node_socket(index) for index in real]
+        api = KubeletApi(self._find_pod)
+        await stack.enter_async_context(api.serve(sockets, server_context(authority, pair)))
+        for index, (node_type, name) in enumerate(wanted):
+            client = await stack.enter_async_context(self._client(authority, name))
+            self._nodes.append(self._node(node_type, name, client, self._addresses.node(index)))
+
+    def _client(self, authority: Authority, node: str) -> Client:
+        """A node is itself to the API server, which shows it its own pods' things alone."""
+        pair = authority.issue(f"system:node:{node}", groups=["system:nodes"])
+        return Client(
+            Access(
+                self._config.server,
+                authority.certificate,
+                pair.certificate.read_text(),
+                pair.key.read_text(),
+            )
+        )
+
+    def _node(self, node_type: NodeType, name: str, client: Client, address: str) -> Node:
+        self._recorders[name] = Recorder(client, name)
+        return Node(
+            name,
+            node_type,
+            client=client,
+            address=address,
+            port=KUBELET_PORT,
+            version=self._config.version,
+            make_runner=self._make_runner,
+        )
+
+    def _make_runner(self, node: Node, pod: Object) -> Runner:
+        facts = Facts(self._addresses.pod(), node.address, node.name)
+        if node.node_type.status_only:
+            return ScriptedPod(pod, client=node.client, pod_ip=facts.pod_ip, host_ip=facts.host_ip)
+        assert self._http is not None
+        return Pod(
+            pod,
+            facts,
+            client=node.client,
+            recorder=self._recorders[node.name],
+            http=self._http,
+            images=self._config.images,
+            base_environment=self._config.environment,
+            cgroups=self._cgroups,
+            backoff=self._config.backoff,
+            folder=self._config.folder / pod["metadata"]["uid"],
+            identities=not self._no_identities,
+        )
+
+    def _find_pod(self, namespace: str, name: str) -> Pod | None:
+        runners: list[Any] = [one for node in self._nodes for one in node.runners.values()]
+        for runner in runners:
+            metadata = runner.pod["metadata"]
+            if isinstance(runner, Pod) and (namespace, name) == (
+                metadata["namespace"],
+                metadata["name"],
+            ):
+                return runner
+        return None

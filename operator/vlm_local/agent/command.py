@@ -1,0 +1,205 @@
+"""What a container runs: its image's command, arguments and environment. Pure.
+
+image ─▶ entrypoint ┐
+command, args ──────┴─▶ $(VAR) expanded ─▶ argv          env, envFrom, downward API ─▶ environment
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import quantity
+
+Images = Mapping[str, Sequence[str]]
+IMAGE_USER = 65532  # of both Dockerfiles
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
+_EVERY_ADDRESS = ("--bind=::", "--bind=0.0.0.0")
+_SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
+
+
+class ConfigError(Exception):
+    """The container asks for what is not there: CreateContainerConfigError, says a kubelet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a container may ask about the pod that it is in, apart from the pod itself."""
+
+    pod_ip: str
+    host_ip: str
+    node: str
+
+
+def entrypoint(image: str, images: Images) -> Sequence[str] | None:
+    """Return what an image stands for, whatever its registry and tag, or None."""
+    repository = image.partition("@")[0]
+    head, slash, last = repository.rpartition("/")
+    repository = head + slash + last.partition(":")[0]
+    for name, command in images.items():
+        if repository == name or repository.endswith(f"/{name}"):
+            return command
+    return None
+
+
+def arguments(
+    container: Mapping[str, Any], start: Sequence[str], environment: Mapping[str, str]
+) -> list[str]:
+    """Return argv: `command` replaces the image's start, `args` follow, `$(VAR)` is filled in."""
+    given = container.get("command") or start
+    return [expand(word, environment) for word in [*given, *container.get("args", [])]]
+
+
+def identity(container: Mapping[str, Any], pod: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the uid and gid that a container runs as; None for root.
+
+    An image that must not run as root says a number itself: here it is that of our own images.
+    """
+    asked = {
+        **(pod["spec"].get("securityContext") or {}),
+        **(container.get("securityContext") or {}),
+    }
+    uid = asked.get("runAsUser", IMAGE_USER if asked.get("runAsNonRoot") else 0)
+    return (uid, asked.get("runAsGroup", uid)) if uid else None
+
+
+def on_shared_network(argv: Sequence[str], pod_ip: str) -> list[str]:
+    """Return argv with the pod's own address where it asks for all addresses.
+
+    The pods of a local cluster share one network namespace: with `::`, two of them would ask for
+    the same port. This is a difference to a real node, whose pods bind what they are told to.
+    """
+    return [f"--bind={pod_ip}" if word in _EVERY_ADDRESS else word for word in argv]
+
+
+def expand(text: str, environment: Mapping[str, str]) -> str:
+    """Fill in `$(VAR)`; an unknown one stays as it is, `$$` stands for a dollar."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        return "$" if name is None else environment.get(name, match[0])
+
+    return _REFERENCE.sub(replace, text)
+
+
+def environment(
+    container: Mapping[str, Any],
+    pod: Mapping[str, Any],
+    facts: Facts,
+    *,
+    base: Mapping[str, str],
+    objects: Mapping[tuple[str, str], Mapping[str, str]],
+) -> dict[str, str]:
+    """Return the environment: `base`, then envFrom, then env in its order.
+
+    Args:
+        container: From the pod's spec.
+        pod: The Pod.
+        facts: What the pod does not say itself.
+        base: What every container has.
+        objects: The data of `("ConfigMap" | "Secret", name)`, of those that exist.
+
+    Raises:
+        ConfigError: A required object or key is missing, or a field path is unknown.
+    """
+    env = dict(base)
+    for source in container.get("envFrom") or []:
+        for kind, field in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
+            if reference := source.get(field):
+                data = objects.get((kind, reference["name"]))
+                if data is None and not reference.get("optional"):
+                    raise ConfigError(_missing(kind, reference["name"]))
+                prefix = source.get("prefix", "")
+                env |= {prefix + name: value for name, value in (data or {}).items()}
+    for entry in container.get("env") or []:
+        if "valueFrom" in entry:
+            value = _value_from(entry["valueFrom"], container, pod, facts, objects)
+        else:
+            value = expand(entry.get("value", ""), env)
+        if value is not None:
+            env[entry["name"]] = value
+    return env
+
+
+def references(container: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Return the `(kind, name)` of each ConfigMap and Secret that its environment is made of."""
+    found = set()
+    for source in container.get("envFrom") or []:
+        for kind, field in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
+            if reference := source.get(field):
+                found.add((kind, reference["name"]))
+    for entry in container.get("env") or []:
+        for kind, field in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
+            if reference := entry.get("valueFrom", {}).get(field):
+                found.add((kind, reference["name"]))
+    return found
+
+
+def pod_field(path: str, pod: Mapping[str, Any], facts: Facts) -> str:
+    """Return one field of the downward API, such as `metadata.labels['app']`.
+
+    Raises:
+        ConfigError: No such field.
+    """
+    metadata, spec = pod["metadata"], pod["spec"]
+    if match := _SUBSCRIPT.fullmatch(path):
+        return str(metadata.get(match[1], {}).get(match[2], ""))
+    if path in ("metadata.labels", "metadata.annotations"):
+        entries = metadata.get(path.partition(".")[2], {})
+        return "\n".join(f'{name}="{value}"' for name, value in sorted(entries.items()))
+    values = {
+        "metadata.name": metadata["name"],
+        "metadata.namespace": metadata["namespace"],
+        "metadata.uid": metadata["uid"],
+        "spec.nodeName": facts.node,
+        "spec.serviceAccountName": spec.get("serviceAccountName", "default"),
+        "status.podIP": facts.pod_ip,
+        "status.podIPs": facts.pod_ip,
+        "status.hostIP": facts.host_ip,
+        "status.hostIPs": facts.host_ip,
+    }
+    if path not in values:
+        raise ConfigError(f"fieldPath {path!r} is not supported by the downward API")
+    return str(values[path])
+
+
+def container_resource(reference: Mapping[str, Any], container: Mapping[str, Any]) -> str:
+    """Return one of the container's own requests or limits, in units of `divisor`."""
+    kind, _, name = reference["resource"].partition(".")
+    value = container.get("resources", {}).get(kind, {}).get(name, "0")
+    return str(quantity.in_units(value, reference.get("divisor", "1")))
+
+
+def executable(argv: Sequence[str], path: str) -> bool:
+    """Whether the first word can be started."""
+    return bool(argv) and shutil.which(argv[0], path=path) is not None
+
+
+def _value_from(
+    source: Mapping[str, Any],
+    container: Mapping[str, Any],
+    pod: Mapping[str, Any],
+    facts: Facts,
+    objects: Mapping[tuple[str, str], Mapping[str, str]],
+) -> str | None:
+    if "fieldRef" in source:
+        return pod_field(source["fieldRef"]["fieldPath"], pod, facts)
+    if "resourceFieldRef" in source:
+        return container_resource(source["resourceFieldRef"], container)
+    kind = "ConfigMap" if "configMapKeyRef" in source else "Secret"
+    reference = source.get("configMapKeyRef") or source["secretKeyRef"]
+    data = objects.get((kind, reference["name"]))
+    if data is not None and reference["key"] in data:
+        return data[reference["key"]]
+    if reference.get("optional"):
+        return None
+    if data is None:
+        raise ConfigError(_missing(kind, reference["name"]))
+    where = f"{kind} {pod['metadata']['namespace']}/{reference['name']}"
+    raise ConfigError(f"couldn't find key {reference['key']} in {where}")
+
+
+def _missing(kind: str, name: str) -> str:
+    """Kubelet's words, which the operator reads."""
+    return f'{kind.lower()} "{name}" not found'

@@ -1,0 +1,270 @@
+"""One pod from its binding to its end: volumes, init containers, containers, status, removal.
+
+bound ─▶ volumes ─▶ init containers, one by one ─▶ containers, together ─▶ done
+  └ deletionTimestamp: preStop, SIGTERM, grace, SIGKILL ─▶ last status ─▶ object deleted
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from vlm_local.client import STRATEGIC, ApiError, Client, Object
+
+from . import command, probes, status
+from .cgroups import Cgroups
+from .container import Backoff, Container
+from .events import Recorder
+from .objects import RETRY_SECONDS, let_go, path_of
+from .process import Process
+from .runs import RunMaker
+from .volumes import VolumeError, Volumes
+
+logger = logging.getLogger(__name__)
+LONGEST_RETRY_SECONDS = 5.0
+HOOK_SECONDS = 2.5  # what a preStop hook that took the whole grace leaves for SIGTERM, and a bit
+
+
+class Pod:
+    """One pod on one node. `seen` tells it what the API server says; its task does the rest.
+
+    Args:
+        pod: As it was when bound.
+        facts: Its addresses.
+        client: Of the node.
+        recorder: Of the node.
+        http: For probes.
+        images: What image names stand for.
+        base_environment: What every container finds in its environment.
+        cgroups: Where limits are set.
+        backoff: Between restarts.
+        folder: Its own, removed at its end.
+        identities: Whether containers get the uid and gid that they ask for.
+    """
+
+    def __init__(
+        self,
+        pod: Object,
+        facts: command.Facts,
+        *,
+        client: Client,
+        recorder: Recorder,
+        http: aiohttp.ClientSession,
+        images: command.Images,
+        base_environment: Mapping[str, str],
+        cgroups: Cgroups,
+        backoff: Backoff,
+        folder: Path,
+        identities: bool,
+    ) -> None:
+        self.pod = pod
+        self.facts = facts
+        self._client = client
+        self._recorder = recorder
+        self._http = http
+        self._folder = folder
+        self._volumes = Volumes(pod, facts, client, folder / "volumes")
+        self._runs = RunMaker(
+            facts,
+            self._volumes,
+            images=images,
+            base=base_environment,
+            cgroups=cgroups,
+            folder=folder,
+            identities=identities,
+        )
+        self._backoff = backoff
+        self._started_at = time.time()
+        self._dirty = asyncio.Event()
+        self._deleted = asyncio.Event()
+        self._gone = False
+        self._set_up = False  # kubelet mounts the volumes before a pod gets its address
+        self._writing = asyncio.Lock()
+        self._written: Object = {"conditions": []}
+        spec = pod["spec"]
+        self.init_containers = [self._container(one) for one in spec.get("initContainers") or []]
+        self.containers = [self._container(one) for one in spec["containers"]]
+
+    @property
+    def everyone(self) -> list[Container]:
+        """All containers, those of the start first."""
+        return [*self.init_containers, *self.containers]
+
+    @property
+    def _path(self) -> str:
+        return path_of(self.pod)
+
+    def seen(self, pod: Object) -> None:
+        """Take the newest state of the object: gates, deletion, a shorter grace."""
+        self.pod = self._volumes.pod = pod
+        if "deletionTimestamp" in pod["metadata"]:
+            self._deleted.set()
+        self._dirty.set()
+
+    def gone(self) -> None:
+        """The object is no more: end now, write nothing."""
+        self._gone = True
+        self._deleted.set()
+        for container in self.everyone:
+            container.kill()
+
+    async def run(self) -> None:
+        """Live the whole life of the pod; cancelled, it leaves no process either."""
+        publishing = asyncio.create_task(self._publish())
+        living = asyncio.create_task(self._live())
+        try:
+            await self._deleted.wait()
+            await self._terminate(living)
+            if not self._gone:
+                await self._last_words()
+        finally:
+            for container in self.everyone:
+                container.kill()
+            for task in (living, publishing):
+                task.cancel()
+            await asyncio.gather(living, publishing, return_exceptions=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def view(self) -> status.PodView:
+        """What is to be said of it now."""
+        return status.PodView(
+            containers=[one.view for one in self.containers],
+            init_containers=[one.view for one in self.init_containers],
+            pod_ip=self.facts.pod_ip if self._set_up else None,
+            host_ip=self.facts.host_ip,
+            started_at=self._started_at,
+            terminating=self._deleted.is_set(),
+        )
+
+    def container(self, name: str) -> Container | None:
+        """Return the container of that name."""
+        return next((one for one in self.everyone if one.view.name == name), None)
+
+    async def _live(self) -> None:
+        self._dirty.set()
+        self._runs.binds = await self._mounted()
+        self._set_up = True
+        self._dirty.set()
+        refreshing = asyncio.create_task(self._volumes.refresh())
+        try:
+            for container in self.init_containers:
+                await container.run()
+                ended = container.view.state
+                if not (isinstance(ended, status.Terminated) and ended.exit_code == 0):
+                    return
+            await asyncio.gather(*(container.run() for container in self.containers))
+        except Exception:
+            logger.exception("pod failed", extra={"pod": self._path})
+            raise
+        finally:
+            refreshing.cancel()
+            await asyncio.gather(refreshing, return_exceptions=True)
+
+    async def _mounted(self) -> dict[str, Path]:
+        """Return the volumes once all can be had; a deleted pod waits no longer.
+
+        Whatever keeps them away is told, and they are asked for again.
+        """
+        wait = RETRY_SECONDS
+        while not self._deleted.is_set():
+            try:
+                return await self._volumes.prepare()
+            except (VolumeError, command.ConfigError, OSError) as error:
+                problem = str(error)
+            except Exception as error:  # a defect of ours
+                logger.exception("volumes failed", extra={"pod": self._path})
+                problem = repr(error)
+            if wait > 1:  # the first moments after binding are no event
+                await self._record("FailedMount", problem, warning=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._deleted.wait()
+            wait = min(wait * 2, LONGEST_RETRY_SECONDS)
+        return {}
+
+    async def _terminate(self, living: asyncio.Task[None]) -> None:
+        """End all containers within the grace, which a second deletion may shorten."""
+        began = time.monotonic()
+        if not self._gone:
+            for container in self.everyone:
+                if container.process is not None and container.process.running:
+                    await self._record("Killing", f"Stopping container {container.view.name}")
+        grace = self._grace_seconds
+        stops = [asyncio.create_task(container.stop(grace)) for container in self.everyone]
+        while not living.done():
+            await asyncio.wait([living], timeout=RETRY_SECONDS)
+            if self._gone or time.monotonic() - began > self._grace_seconds + HOOK_SECONDS:
+                for container in self.everyone:
+                    container.kill()
+        await asyncio.gather(*stops)
+
+    @property
+    def _grace_seconds(self) -> float:
+        return float(self.pod["metadata"].get("deletionGracePeriodSeconds", 30))
+
+    async def _last_words(self) -> None:
+        """Write the final status, then let the object go."""
+        with contextlib.suppress(ApiError):
+            await self._write_status()
+        await let_go(self._client, self.pod)
+
+    async def _publish(self) -> None:
+        """Write the status whenever it is another."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            try:
+                await self._write_status()
+            except ApiError as error:
+                if error.status not in (404, 409):
+                    logger.info(
+                        "status not written", extra={"pod": self._path, "error": str(error)}
+                    )
+                    self._dirty.set()
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _write_status(self) -> None:
+        async with self._writing:
+            conditions = self._written["conditions"]
+            computed = status.pod_status(self.pod, self.view(), conditions, now=time.time())
+            if computed != self._written or status.overwritten(self.pod, computed):
+                body = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": computed}
+                stored = await self._client.patch(f"{self._path}/status", body, kind=STRATEGIC)
+                self.pod = {**self.pod, "status": stored.get("status", {})}
+                self._written = computed
+
+    def _container(self, spec: Mapping[str, Any]) -> Container:
+        init = spec in (self.pod["spec"].get("initContainers") or [])
+        policy = self.pod["spec"].get("restartPolicy", "Always")
+        return Container(
+            spec,
+            restart_policy="OnFailure" if init and policy == "Always" else policy,
+            prepare=lambda number: self._runs.prepare(self.pod, spec, number),
+            prober=self._prober,
+            changed=self._dirty.set,
+            record=self._record,
+            backoff=self._backoff,
+            grace_seconds=self.pod["spec"].get("terminationGracePeriodSeconds", 30),
+            num_restarts=_earlier_restarts(self.pod, spec["name"]),
+        )
+
+    def _prober(self, process: Process) -> probes.Prober:
+        ports = probes.ports_of(self.pod["spec"]["containers"])
+        return probes.Prober(self.facts.pod_ip, ports, process.run_inside, self._http)
+
+    async def _record(self, reason: str, message: str, *, warning: bool = False) -> None:
+        await self._recorder.record(self.pod, reason, message, warning=warning)
+
+
+def _earlier_restarts(pod: Mapping[str, Any], name: str) -> int:
+    """A container that ran under an earlier agent starts again as a restart."""
+    for one in pod.get("status", {}).get("containerStatuses") or []:
+        if one["name"] == name and one.get("containerID"):
+            return int(one["restartCount"]) + 1
+    return 0

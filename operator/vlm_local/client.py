@@ -1,0 +1,224 @@
+"""A small client of the Kubernetes API: JSON over HTTPS, for the local cluster.
+
+Paths are those of the API (`/api/v1/namespaces/default/pods`); objects are dicts.
+"""
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import json
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+Object = dict[str, Any]
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+APPLY = "application/apply-patch+yaml"
+
+
+class ApiError(Exception):
+    """The API server's answer was not a success.
+
+    Attributes:
+        status: The HTTP status; 0 if the server is unreachable.
+        reason: `reason` of the Status object, such as `NotFound`.
+    """
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message or f"{status} {reason}")
+        self.status = status
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Address of a cluster and credentials for it; certificates and keys are PEM texts."""
+
+    server: str
+    ca: str | None
+    certificate: str | None = None
+    key: str | None = None
+    token: str | None = None
+    namespace: str = "default"
+
+    def write(self, kubeconfig: Path) -> Path:
+        """Write a kubeconfig of mode 0600 that refers to no other file."""
+        user = {"token": self.token} if self.token else {}
+        for name, text in (("client-certificate", self.certificate), ("client-key", self.key)):
+            if text:
+                user[f"{name}-data"] = base64.b64encode(text.encode()).decode()
+        cluster = {"server": self.server}
+        if self.ca:
+            cluster["certificate-authority-data"] = base64.b64encode(self.ca.encode()).decode()
+        context = {"cluster": "triptych", "user": "triptych", "namespace": self.namespace}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "triptych",
+            "contexts": [{"name": "triptych", "context": context}],
+            "clusters": [{"name": "triptych", "cluster": cluster}],
+            "users": [{"name": "triptych", "user": user}],
+        }
+        kubeconfig.touch(mode=0o600)
+        kubeconfig.write_text(yaml.safe_dump(config, sort_keys=False))
+        return kubeconfig
+
+    def ssl_context(self) -> ssl.SSLContext | bool:
+        """Return a TLS context with the CA and the client certificate; True for plain HTTP."""
+        if not self.server.startswith("https"):
+            return True
+        context = ssl.create_default_context(cadata=self.ca)
+        if self.certificate and self.key:
+            # the ssl module reads key pairs only from files
+            with tempfile.NamedTemporaryFile("w", suffix=".pem") as pem:
+                pem.write(self.key + "\n" + self.certificate)
+                pem.flush()
+                context.load_cert_chain(pem.name)
+        return context
+
+
+class Client:
+    """A session with one API server; an async context manager."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Client":
+        """Open the session."""
+        token = self.access.token
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self.access.ssl_context(), limit=64),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=30),
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Close the session."""
+        assert self._http is not None
+        await self._http.close()
+
+    async def get(self, path: str, **params: str) -> Object:
+        """Read one object or one list."""
+        return await self.request("GET", path, params=params)
+
+    async def create(self, path: str, body: Object) -> Object:
+        """Create `body` in the collection at `path`."""
+        return await self.request("POST", path, body=body)
+
+    async def patch(self, path: str, body: Object, *, kind: str = MERGE, **params: str) -> Object:
+        """Patch an object; `kind` is `MERGE`, `STRATEGIC` or `APPLY`."""
+        return await self.request("PATCH", path, body=body, kind=kind, params=params)
+
+    async def delete(self, path: str, body: Object | None = None) -> Object:
+        """Delete the object at `path`, with `body` as DeleteOptions."""
+        return await self.request("DELETE", path, body=body)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        params: Mapping[str, str] | None = None,
+        kind: str = "application/json",
+    ) -> Object:
+        """Send one request and return the JSON of the answer.
+
+        Raises:
+            ApiError: the status is 400 or above, or there is no answer.
+        """
+        assert self._http is not None
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": kind} if data else {}
+        try:
+            async with self._http.request(
+                method, self.access.server + path, data=data, params=params, headers=headers
+            ) as answer:
+                return _accept(answer.status, await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, "Unreachable", f"{method} {path}: {error}") from error
+
+    async def text(self, path: str, **params: str) -> str:
+        """Read something that is not JSON, such as `/readyz` or a pod's log."""
+        assert self._http is not None
+        async with self._http.get(self.access.server + path, params=params) as answer:
+            body = await answer.text()
+            if answer.status >= 400:
+                raise ApiError(answer.status, answer.reason or "", body)
+            return body
+
+    async def watch(self, path: str, **params: str) -> AsyncIterator[tuple[str, Object]]:
+        """List a collection and yield its changes, without end.
+
+        Yields `("SYNC", list)` at the start and after 410 Gone, then
+        `("ADDED" | "MODIFIED" | "DELETED", object)`. A lost connection is resumed.
+
+        Raises:
+            ApiError: the API server answers 401, 403 or 404.
+        """
+        version: str | None = None
+        while True:
+            try:
+                if version is None:
+                    listed = await self.get(path, **params)
+                    version = listed["metadata"]["resourceVersion"]
+                    yield "SYNC", listed
+                async for event, thing in self._changes(path, params, version):
+                    version = thing["metadata"]["resourceVersion"]
+                    if event != "BOOKMARK":
+                        yield event, thing
+            except ApiError as error:
+                if error.status in (401, 403, 404):
+                    raise
+                version = None if error.status == 410 else version
+                await asyncio.sleep(0.2)
+
+    async def _changes(
+        self, path: str, params: Mapping[str, str], version: str
+    ) -> AsyncIterator[tuple[str, Object]]:
+        assert self._http is not None
+        query = {**params, "watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=600)
+        with _as_api_error(path):
+            async with self._http.get(
+                self.access.server + path, params=query, timeout=timeout
+            ) as answer:
+                if answer.status >= 400:
+                    _accept(answer.status, await answer.read())
+                buffer = b""
+                async for chunk in answer.content.iter_any():
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    for line in lines:
+                        change = json.loads(line)
+                        if change["type"] == "ERROR":
+                            status = change["object"]
+                            raise ApiError(status["code"], status["reason"], status["message"])
+                        yield change["type"], change["object"]
+
+
+@contextlib.contextmanager
+def _as_api_error(path: str) -> Any:
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ApiError(0, "Unreachable", f"watch {path}: {error}") from error
+
+
+def _accept(status: int, body: bytes) -> Object:
+    try:
+        answer: Object = json.loads(body)
+    except ValueError:
+        answer = {"message": body.decode(errors="replace")}
+    if status >= 400:
+        raise ApiError(status, answer.get("reason", ""), answer.get("message", ""))
+    return answer

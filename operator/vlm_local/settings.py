@@ -1,0 +1,41 @@
+"""Settings that the local cluster reads from its environment, once."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import StartError
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSettings:
+    """Folders and environment of this machine.
+
+    Attributes:
+        cache: Folder of built control planes; `$XDG_CACHE_HOME/triptych`, else `~/.cache/triptych`.
+        assets: `$KUBEBUILDER_ASSETS`, a folder with ready-made binaries, or None.
+        environment: The environment that started processes inherit.
+    """
+
+    cache: Path
+    assets: Path | None
+    environment: Mapping[str, str]
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> "LocalSettings":
+        """Read `environment`, by default that of this process."""
+        env = dict(os.environ if environment is None else environment)  # noqa: TID251
+        cache = Path(env.get("XDG_CACHE_HOME") or _home(env) / ".cache")
+        assets = env.get("KUBEBUILDER_ASSETS")
+        return cls(cache / "triptych", Path(assets) if assets else None, env)
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    try:
+        return Path(environment.get("HOME") or Path.home())
+    except RuntimeError:
+        raise StartError(
+            f"HOME is not set, and the user database has no entry of uid {os.getuid()}.",
+            "Set HOME or XDG_CACHE_HOME.",
+        ) from None

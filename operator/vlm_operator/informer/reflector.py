@@ -1,0 +1,167 @@
+"""Keeps a store up to date: lists once, then watches repeatedly.
+
+list ─▶ watch for `seconds` ─▶ watch from where it ended ─▶ ... ─▶ after `relist`: list again
+          └── an error, 410 Gone, or silence ─▶ list again
+
+The API server ends a watch after `seconds`. The next watch resumes at the version of the last event
+or bookmark, so a quiet cluster is not listed. A list every `relist` seconds repairs lost events.
+After an error, turns read the store for `GRACE_SECONDS`. Then a turn waits for the next complete
+list, or fails because the API server is unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Mapping
+
+from vlm_operator import names, pauses
+from vlm_operator.cluster import VLM_POOL, Kind, Manifest, Source, WatchEventType
+from vlm_operator.errors import ClusterError, UnavailableError
+from vlm_operator.informer.store import Service, Store
+
+logger = logging.getLogger(__name__)
+
+LIST_WAIT_SECONDS = 5.0  # a read waits for a list as long as a request may take
+GRACE_SECONDS = 10.0  # less than the longest age of an idle turn's view
+LEAST_SECONDS = 1.0  # least time between two lists, if watches end at once
+LONGEST_PAUSE_SECONDS = 5.0
+RELIST_SECONDS = 1800.0
+
+
+def label_of(kind: Kind) -> str:
+    """Return the label that selects the watched objects of a kind; "" selects all.
+
+    All VLMPools are watched, because those that users create lack our label.
+    """
+    return names.LABEL_SERVICE if kind.namespaced and kind != VLM_POOL else ""
+
+
+class Informer:
+    """Watches one kind, in one namespace or in all.
+
+    Args:
+        source: client that lists and watches.
+        kind: kind of the watched objects.
+        namespace: watched namespace; None for all.
+        labelled: label that selects objects; "" selects all.
+        notify: called with each service whose objects changed.
+        seconds: longest duration of one watch.
+        relist: seconds after which all objects are listed again.
+        silence: seconds without an event after which a watch counts as broken.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        labelled: str,
+        notify: Callable[[Service], None],
+        seconds: float = 60.0,
+        relist: float = RELIST_SECONDS,
+        silence: float = 70.0,
+    ) -> None:
+        self._source = source
+        self._kind = kind
+        self._namespace = namespace
+        self._labelled = labelled
+        self._notify = notify
+        self._seconds = seconds
+        self._relist = relist
+        self._silence = silence
+        self._whole = asyncio.Event()
+        self._readable_until = float("-inf")  # by the clock of the event loop
+        self._problem = "not listed yet"
+        self.store = Store(kind)
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        clock, failures = asyncio.get_running_loop().time, 0
+        list_at = float("-inf")
+        while True:
+            due = clock() + LEAST_SECONDS
+            try:
+                if clock() >= list_at:
+                    await self._list()
+                    # jitter: kinds and operators must not list at the same moment
+                    list_at = clock() + self._relist * random.uniform(0.7, 1.0)  # noqa: S311
+                failures = 0
+                await self._watch(self.store.version)
+            except ClusterError as error:
+                failures += 1
+                list_at = float("-inf")
+                self._lost(error)
+                if failures > 1:  # after one broken watch, list without a pause
+                    await asyncio.sleep(pauses.growing(failures - 1, longest=LONGEST_PAUSE_SECONDS))
+            await asyncio.sleep(max(0.0, due - clock()))
+
+    async def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:
+        """Return objects of the store; if it may lack events, wait for the next list.
+
+        Raises:
+            UnavailableError: no list was complete within `LIST_WAIT_SECONDS`.
+        """
+        if asyncio.get_running_loop().time() > self._readable_until:
+            try:
+                async with asyncio.timeout(LIST_WAIT_SECONDS):
+                    await self._whole.wait()
+            except TimeoutError:
+                text = f"{self._kind.plural} are not listed: {self._problem}"
+                raise UnavailableError(0, "Unseen", text) from None
+        return self.store.list(namespace, labels)
+
+    async def _list(self) -> None:
+        """List all objects into the store."""
+        uids: set[str] = set()
+        version = 0
+        async with contextlib.aclosing(
+            self._source.pages(self._kind, self._namespace, labelled=self._labelled)
+        ) as pages:
+            async for page in pages:
+                version = page.version
+                uids.update(item["metadata"]["uid"] for item in page.items)
+                self._notify_all(self.store.page(page.items))
+        self._notify_all(self.store.only(uids, version))
+        self._readable_until = float("inf")
+        self._whole.set()
+
+    async def _watch(self, since: int) -> None:
+        """Apply events to the store until the watch ends."""
+        async with contextlib.aclosing(
+            self._source.watch(
+                self._kind,
+                self._namespace,
+                labelled=self._labelled,
+                since=since,
+                # jitter, as for lists
+                seconds=self._seconds * random.uniform(0.7, 1.0),  # noqa: S311
+                silence=self._silence,
+            )
+        ) as events:
+            async for event in events:
+                self._apply(event.type, event.item)
+
+    def _lost(self, error: ClusterError) -> None:
+        """Allow reads only for the grace period, because events may be missing."""
+        if self._whole.is_set():
+            self._whole.clear()
+            self._readable_until = asyncio.get_running_loop().time() + GRACE_SECONDS
+        self._problem = str(error)
+        logger.info("watch broken", extra={"kind": self._kind.kind, "error": str(error)})
+
+    def _apply(self, kind: WatchEventType, item: Manifest) -> None:
+        match kind:
+            case WatchEventType.BOOKMARK:
+                self.store.advance(int(item["metadata"]["resourceVersion"]))
+            case WatchEventType.DELETED:
+                self._notify_all(self.store.gone(item))
+            case _:
+                self._notify_all(self.store.changed(item))
+
+    def _notify_all(self, services: set[Service]) -> None:
+        for service in services:
+            self._notify(service)

@@ -1,0 +1,300 @@
+"""Runs the control loop of one service.
+
+turn() ─▶ observe, scrape ─▶ plan_turn ─▶ execute ─▶ status, events, memory
+       ◀─ seconds until the next one
+
+A turn may be interrupted between any two writes. The next turn, in this process or another,
+observes the objects and continues. The loop's state only saves work; if lost, all is read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+from vlm_operator import names
+from vlm_operator.api import VLMService, parse
+from vlm_operator.apply import Learned, SyncState, apply_pod_patches
+from vlm_operator.autoscale.decide import Memory
+from vlm_operator.autoscale.outcome import Attribution
+from vlm_operator.cluster import Cluster, Manifest
+from vlm_operator.errors import ClusterError, SpecError
+from vlm_operator.metrics import forget
+from vlm_operator.observe import observe
+from vlm_operator.reconcile.accepted_spec import AcceptedSpec
+from vlm_operator.reconcile.decisions import Options, TurnPlan, hold_drains, plan_turn
+from vlm_operator.reconcile.deletion import Deletion, gateway_nodes
+from vlm_operator.reconcile.node_classes import NodeClassUsage
+from vlm_operator.reconcile.report import Reporter, stored_memory
+from vlm_operator.reconcile.retries import Retries
+from vlm_operator.reconcile.tracking import Tracker
+from vlm_operator.reconcile.writing import ExecutionResult, execute
+from vlm_operator.scrape import Scraper
+from vlm_operator.state import Observed
+from vlm_operator.status import (
+    Event,
+    Failure,
+    StatusInputs,
+    build_status,
+    class_uses,
+    events,
+    refusal,
+    refused_status,
+)
+
+DRAIN_TICK_SECONDS = 1.0
+WAKE_TICK_SECONDS = 1.0  # while gateways may queue requests for a pool with zero replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A manifest, the view of the cluster, and the plan that follows from both."""
+
+    observed: Observed
+    written: VLMService
+    turn_plan: TurnPlan
+
+
+class ServiceReconciler:
+    """Reconciles one VLMService. Not shared between tasks.
+
+    Args:
+        namespace: namespace of the service.
+        name: name of the service.
+        cluster: cluster of the service; the lease fences its writes.
+        scraper: reads the pods' /stats.
+        options: the operator's settings.
+        clock: seconds since the epoch.
+        resync: longest time between two full reads, in seconds.
+        epoch: returns the Lease's leaseTransitions, for decision records.
+        learned: defaults that the API server adds to objects; all loops share it.
+        book: records which node classes the pods use.
+        gate: limits the number of turns that decide and write at once. Scraping pods is outside
+            of the gate, because it may take its whole timeout.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        name: str,
+        *,
+        cluster: Cluster,
+        scraper: Scraper,
+        options: Options,
+        clock: Callable[[], float],
+        resync: float = 60.0,
+        epoch: Callable[[], int] = lambda: 0,
+        learned: Learned | None = None,
+        book: NodeClassUsage | None = None,
+        gate: asyncio.Semaphore | None = None,
+    ) -> None:
+        self._namespace = namespace
+        self._name = name
+        self._cluster = cluster
+        self._scraper = scraper
+        self._options = options
+        self._clock = clock
+        self._resync = resync
+        self._epoch = epoch
+        self._book = book or NodeClassUsage()
+        self._gate = gate or asyncio.Semaphore(1)
+        self._seen: Observed | None = None
+        self._memory: Memory | None = None
+        self._slo: tuple[Attribution, ...] = ()
+        self._sync_state = SyncState(learned=learned or Learned())
+        self._retries = Retries()
+        self._tracker = Tracker()
+        self._report = Reporter(cluster, namespace=namespace, name=name)
+
+    async def turn(self, *, woken: bool = True) -> float:
+        """Take one turn; returns the seconds until the next one.
+
+        If `woken` is False, nothing is known to have changed: the turn reuses a recent view with
+        fresh samples.
+
+        Raises:
+            ClusterError: the API server is unreachable, or another writer changed an object.
+            LeaseLostError: this process no longer leads.
+        """
+        observed = await self._observe(woken)
+        async with self._gate:
+            return await self._act(observed)
+
+    async def _act(self, observed: Observed) -> float:
+        body = observed.service
+        if body is None or "deletionTimestamp" in body["metadata"]:
+            return self._resync
+        self._retries.begin(int(body["metadata"]["generation"]))
+        try:
+            turn = self._intend(body, observed)
+        except SpecError as error:
+            failure = refusal(error, body.get("status", {}), now=observed.now)
+            last = self._last_accepted(body, observed)
+            if last is None:
+                return await self._refuse(observed, body, failure)
+            done = await self._carry_out(last)
+            return await self._finish(body, last, dataclasses.replace(done, failure=failure))
+        done = await self._carry_out(turn)
+        if done.failure is not None and not done.failure.accepted:
+            last = self._last_accepted(body, observed)
+            if last is not None:
+                again = await self._carry_out(last)
+                wrote = again.wrote or done.wrote
+                done = dataclasses.replace(again, failure=done.failure, wrote=wrote)
+                turn = last
+        elif not turn.written.spec.paused and not self._sync_state.ends:
+            accepted = AcceptedSpec.of(body, turn.written, observed)
+            if await self._report.accepted(turn.written, accepted, observed):
+                done = dataclasses.replace(done, wrote=True)
+            conflict = self._report.name_conflict()
+            done = dataclasses.replace(done, failure=done.failure or conflict)
+        return await self._finish(body, turn, done)
+
+    def _intend(self, body: Manifest, observed: Observed) -> _Turn:
+        """Parse `body` and plan the turn.
+
+        Raises:
+            SpecError: the manifest, or an object that it names, is invalid.
+        """
+        written = parse(body)
+        memory = self._memory or stored_memory(observed, self._name)
+        since = self._tracker.progressed(body.get("status", {}), now=observed.now)
+        turn_plan = plan_turn(written, observed, memory, options=self._options, progressed=since)
+        return _Turn(observed, written, turn_plan)
+
+    def _last_accepted(self, body: Manifest, observed: Observed) -> _Turn | None:
+        """Plan the turn for the last accepted manifest; None if there is no valid one."""
+        last = AcceptedSpec.stored(observed, self._name)
+        if last is None:
+            return None
+        try:
+            return self._intend(last.instead_of(body), last.seen_in(observed))
+        except SpecError:
+            return None
+
+    async def _carry_out(self, turn: _Turn) -> ExecutionResult:
+        return await execute(
+            self._cluster,
+            turn.turn_plan,
+            turn.observed,
+            sync_state=self._sync_state,
+            retries=self._retries,
+        )
+
+    async def _finish(self, body: Manifest, turn: _Turn, done: ExecutionResult) -> float:
+        """Report a turn; returns the seconds until the next one."""
+        observed, written, turn_plan = turn.observed, turn.written, turn.turn_plan
+        previous: Manifest = body.get("status", {})
+        self._book.note((self._namespace, self._name), class_uses(written, observed))
+        if done.wrote:
+            self._seen = None  # our writes made the view stale
+        # events of our own writes start no turn, so this status includes the written children
+        view = self._view(written, turn_plan, observed.with_children(done.answers), done.failure)
+        view = dataclasses.replace(view, pending=done.pending)
+        view = self._tracker.view(view, self._sync_state.write_conflicts)
+        status = build_status(view, previous, now=observed.now)
+        notices = self._report.notices(self._sync_state, observed)
+        ends = self._sync_state.ends  # a namespace that is being deleted takes no Event
+        news = () if ends else (*events(previous, status, turn_plan.decisions.items()), *notices)
+        await self._tell(body, status, news)
+        self._note(await self._report.pools(view))
+        if not ends and not written.spec.paused and await self._report.memory(turn_plan, observed):
+            self._seen = None
+        self._report.count(view, turn_plan)
+        self._memory = turn_plan.sizing.outcome.memory
+        return self._next(turn_plan)
+
+    async def drain(self) -> float | None:
+        """Drain a deleted service; returns seconds until the next call, None if it is finished.
+
+        Raises:
+            ClusterError, LeaseLostError: as in `turn`.
+        """
+        observed = await self._observe(True)
+        body = observed.service
+        if body is None or "deletionTimestamp" not in body["metadata"]:
+            # deleted; another service with its own loop may already have the name
+            self._forget()
+            return None
+        deletion = Deletion(observed, await gateway_nodes(self._cluster, observed))
+        await deletion.stop_gateway(self._cluster, namespace=self._namespace)
+        previous: Manifest = body.get("status", {})
+        status = deletion.status(previous)
+        news = events(previous, status)
+        if not deletion.finished:
+            await self._tell(body, status, news)
+            return DRAIN_TICK_SECONDS
+        if deletion.overdue and deletion.foreign:  # other finalizers keep the object
+            with contextlib.suppress(ClusterError):
+                await self._tell(body, status, news)
+        self._forget()  # a failed status write must not keep our finalizer
+        return None
+
+    def _forget(self) -> None:
+        forget(self._namespace, self._name)
+        self._book.forget((self._namespace, self._name))
+
+    async def _refuse(self, observed: Observed, body: Manifest, failure: Failure) -> float:
+        """Report the refusal and change no child: there is no accepted manifest."""
+        pod_patches = hold_drains(observed)
+        if await apply_pod_patches(
+            self._cluster, pod_patches, namespace=self._namespace, now=observed.now
+        ):
+            self._seen = None
+        previous: Manifest = body.get("status", {})
+        generation = int(body["metadata"]["generation"])
+        status = refused_status(failure, previous, observed, generation=generation)
+        await self._tell(body, status, events(previous, status))
+        return self._resync
+
+    async def _observe(self, woken: bool) -> Observed:
+        now = self._clock()
+        seen = self._seen
+        if woken or seen is None or now - seen.now >= self._resync:
+            seen = await observe(self._cluster, self._namespace, self._name, now=now)
+            self._seen = seen
+        samples = await self._scraper.scrape(seen.pods)
+        return dataclasses.replace(seen, samples=samples, now=now)
+
+    async def _tell(self, body: Manifest, status: Manifest, news: tuple[Event, ...]) -> None:
+        status = await self._report.status(body, status, news, now=self._clock())
+        if self._seen is not None and status != body.get("status"):
+            service = {**body, "status": status}
+            self._seen = dataclasses.replace(self._seen, service=service)
+
+    def _note(self, written: dict[tuple[str, str], Manifest]) -> None:
+        """Update the view with children that this turn wrote."""
+        if self._seen is not None and written:
+            children = {**self._seen.children, **written}
+            self._seen = dataclasses.replace(self._seen, children=children)
+
+    def _view(
+        self, written: VLMService, turn_plan: TurnPlan, observed: Observed, failure: Failure | None
+    ) -> StatusInputs:
+        found = turn_plan.sizing.outcome.estimate
+        if found.counted or not found.attributions:
+            # without new requests the window only moves; an unchanged slo avoids a write
+            self._slo = found.attributions
+        domain, port = self._options.cluster_domain, turn_plan.service.spec.gateway.service.port
+        return StatusInputs(
+            written=written,
+            service=turn_plan.service,
+            observed=observed,
+            revisions=turn_plan.revisions,
+            policy=turn_plan.sizing.policy,
+            outcome=turn_plan.sizing.outcome,
+            desired=turn_plan.desired,
+            step=turn_plan.step,
+            slo=self._slo,
+            url=names.api_url(self._name, self._namespace, domain=domain, port=port),
+            epoch=self._epoch(),
+            failure=failure,
+        )
+
+    def _next(self, turn_plan: TurnPlan) -> float:
+        if turn_plan.draining:
+            return DRAIN_TICK_SECONDS
+        tick = float(turn_plan.service.spec.autoscaling.interval_seconds)
+        return min(tick, WAKE_TICK_SECONDS) if turn_plan.asleep else tick

@@ -1,0 +1,199 @@
+"""The state that the API server returns: pods, node classes, the objects of a service."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vlm_operator import names
+from vlm_operator.names import Role
+from vlm_operator.state.containers import ContainerState
+from vlm_operator.state.deployments import DeploymentState, Manifest
+from vlm_operator.state.pod_stats import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class PodState:
+    """One pod as the API server returns it. Times are seconds since the epoch.
+
+    Attributes:
+        created: creation time.
+        scheduled: the pod has a node.
+        accepting: value of the readiness gate; None until it is set.
+        gate_since: time of the gate's last transition.
+        deleting: the pod has a deletion timestamp.
+        finished: the pod's phase is Succeeded or Failed.
+        restarts: restarts of all containers, init containers excluded.
+        blocked: the cause that keeps the pod from becoming ready; "" if none is known.
+        ready_since: time of the last transition to ready; None if it is not ready.
+        unready_since: time of the last transition to not ready; None if it is ready or has no such
+            condition.
+        scheduled_since: time at which it got its node; None without a node.
+        containers: states of the containers, init containers first.
+        unscheduled: the scheduler's message while the pod has no node; "" otherwise.
+        mount_failure: kubelet's last message about a volume that it cannot mount; "" without one.
+    """
+
+    name: str
+    uid: str
+    role: Role
+    variant: str
+    revision: str
+    node: str | None
+    ip: str | None
+    created: float
+    scheduled: bool
+    containers_ready: bool
+    ready: bool
+    accepting: bool | None
+    gate_since: float | None
+    deleting: bool
+    finished: bool
+    restarts: int
+    deletion_cost: int
+    blocked: str
+    ready_since: float | None = None
+    unready_since: float | None = None
+    compat: str = ""
+    scheduled_since: float | None = None
+    containers: tuple[ContainerState, ...] = ()
+    unscheduled: str = ""
+    mount_failure: str = ""
+
+    @property
+    def waiting_since(self) -> float:
+        """Time of the last change: it was created, got its node, or stopped being ready."""
+        return max(self.created, self.scheduled_since or 0.0, self.unready_since or 0.0)
+
+    @property
+    def lost_its_node(self) -> bool:
+        """Whether the node controller, not kubelet, set Ready to False.
+
+        Kubelet sets Ready to True if all containers are ready and the gate is True. If both still
+        hold and Ready turned False after the gate turned True, kubelet did not set it.
+        """
+        turned, opened = self.unready_since, self.gate_since
+        return (
+            self.containers_ready
+            and self.accepting is True
+            and not self.ready
+            and turned is not None
+            and opened is not None
+            and turned > opened
+        )
+
+    @property
+    def draining(self) -> bool:
+        """Whether its gate is closed or it is being deleted: it accepts no new work."""
+        return self.deleting or self.accepting is False
+
+    @property
+    def accepting_since(self) -> float | None:
+        """Time at which it began to accept work; None if it is not ready.
+
+        Readiness may flap and a drain may be cancelled, so the earlier of both transitions counts.
+        """
+        began = [at for at in (self.ready_since, self.gate_since) if at is not None]
+        return min(began) if self.ready and began else None
+
+    @property
+    def served(self) -> bool:
+        """Whether its containers were ever ready; the operator sets the gate only then."""
+        return self.ready or self.containers_ready or self.accepting is not None
+
+    @property
+    def starting(self) -> bool:
+        """Whether it has a node and is not ready yet."""
+        return self.scheduled and not self.ready and not self.draining and not self.finished
+
+    @property
+    def pending(self) -> bool:
+        """Whether it has no node yet."""
+        return not self.scheduled and not self.draining and not self.finished
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeClassState:
+    """The fields of a VLMNodeClass that decisions need.
+
+    Attributes:
+        accelerator: resource name of its devices; None without devices.
+        accelerators: devices of one pod.
+        cost_per_hour: cost of one replica, the spot price on spot nodes; None if unknown.
+        speed: work per second by role, relative to other classes; a role without an entry has 1.0.
+        roles: roles that may run on these nodes; empty for all.
+        startup_seconds: time from a pod's creation to ready: the measured 90th percentile, else
+            the expected value.
+    """
+
+    name: str
+    node_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    accelerator: str | None = None
+    accelerators: int = 0
+    cost_per_hour: float | None = None
+    spot: bool = False
+    speed: Mapping[Role, float] = dataclasses.field(default_factory=dict)
+    roles: frozenset[Role] = frozenset()
+    startup_seconds: float = 180.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """The state that one turn of the loop reads.
+
+    Attributes:
+        service: the VLMService; None if it does not exist.
+        children: objects that the service controls, by kind and name.
+        samples: /stats samples by pod uid.
+        now: seconds since the epoch at which the read began.
+        foreign: objects, pods included, that carry the service's label but belong to another owner,
+            by kind and name. Decisions ignore them.
+    """
+
+    service: Manifest | None
+    children: Mapping[tuple[str, str], Manifest]
+    pods: tuple[PodState, ...]
+    node_classes: Mapping[str, NodeClassState]
+    samples: Mapping[str, Sample]
+    now: float
+    foreign: Mapping[tuple[str, str], Manifest] = dataclasses.field(default_factory=dict)
+
+    def of(self, role: Role) -> tuple[PodState, ...]:
+        """Return all pods of a role that have not ended, oldest first."""
+        found = [pod for pod in self.pods if pod.role is role and not pod.finished]
+        return tuple(sorted(found, key=lambda pod: (pod.created, pod.name)))
+
+    def child(self, kind: str, name: str) -> Manifest | None:
+        """Return one child; None if it does not exist."""
+        return self.children.get((kind, name))
+
+    def with_children(self, newer: Mapping[tuple[str, str], Manifest]) -> Observed:
+        """Return a copy in which these children replace those of the same kind and name."""
+        return dataclasses.replace(self, children={**self.children, **newer})
+
+    def of_kind(self, kind: str) -> Iterator[Manifest]:
+        """Yield all children of a kind, ordered by name."""
+        for (found, _), manifest in sorted(self.children.items(), key=lambda item: item[0]):
+            if found == kind:
+                yield manifest
+
+    def deployments(self) -> tuple[DeploymentState, ...]:
+        """Return the Deployments of all roles, gateway included."""
+        read = (DeploymentState.of(manifest) for manifest in self.of_kind("Deployment"))
+        return tuple(item for item in read if item is not None)
+
+    def impostors(self) -> frozenset[tuple[str, str]]:
+        """Return kind and name of foreign Deployments and pods whose labels claim a role."""
+        return frozenset(
+            key
+            for key, item in self.foreign.items()
+            if key[0] in ("Deployment", "Pod")
+            and item["metadata"].get("labels", {}).get(names.LABEL_ROLE) in tuple(Role)
+        )
+
+    def pool_replicas(self, service: str, role: Role) -> int | None:
+        """Return `spec.replicas` of the role's VLMPool; None if it does not exist."""
+        pool = self.child(names.KIND_POOL, names.child(service, role))
+        return None if pool is None else int(pool["spec"]["replicas"])

@@ -1,0 +1,30 @@
+"""A pod's volumes never hide the code that its image stands for."""
+
+from pathlib import Path
+
+from vlm_local.agent import code_mounts
+from vlm_local.agent.process import Bind
+
+
+def test_code_below_a_mount_path_is_shown_again_read_only(tmp_path: Path):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    code = tmp_path / "tmp" / "checkout" / ".venv"
+    code.mkdir(parents=True)
+    scratch = Bind(volume, str(tmp_path / "tmp"))
+
+    kept = code_mounts.keep([scratch], [code, Path("/usr")])
+
+    assert kept == [scratch, Bind(code, str(code), read_only=True)]
+    assert (volume / "checkout" / ".venv").is_dir()
+
+
+def test_a_folder_inside_one_that_is_shown_needs_no_place_of_its_own(tmp_path: Path):
+    scratch = Bind(tmp_path, "/data")
+    kept = code_mounts.keep([scratch], [Path("/data/code"), Path("/data/code/lib")])
+    assert [bind.path for bind in kept] == ["/data", "/data/code"]
+
+
+def test_nothing_is_added_where_nothing_is_hidden(tmp_path: Path):
+    binds = [Bind(tmp_path, "/somewhere/else")]
+    assert code_mounts.keep(binds, code_mounts.code()) == binds

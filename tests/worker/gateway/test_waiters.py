@@ -1,0 +1,120 @@
+"""A change of the pods wakes those whom it helps, in their order, and asks hardly anybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from worker.gateway.stack import COLOCATED, stack
+
+from vlm_worker.gateway.pod_registry import Waiters
+
+
+@dataclasses.dataclass
+class Pods:
+    """Free places, which those who are woken take."""
+
+    free: int = 0
+    num_asked: int = 0
+
+    def has_room(self) -> bool:
+        self.num_asked += 1
+        return self.free > 0
+
+
+async def asleep(waiters: Waiters, tasks: list[asyncio.Task[int]]) -> None:
+    async with asyncio.timeout(30):
+        while sum(map(len, waiters._groups.values())) < sum(not t.done() for t in tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def woken(waiters: Waiters) -> None:
+    """The wake-ups of the last change are over."""
+    assert waiters._waking is not None
+    async with asyncio.timeout(30):
+        await waiters._waking
+
+
+async def test_as_many_are_woken_as_find_room_in_the_order_in_which_they_came() -> None:
+    waiters, pods, served = Waiters(), Pods(), []
+
+    async def request(number: int) -> int:
+        assert await waiters.wait_until(pods.has_room, timeout=60, group="encoder")
+        pods.free -= 1
+        served.append(number)
+        return number
+
+    tasks = [asyncio.create_task(request(number)) for number in range(512)]
+    await asleep(waiters, tasks)
+    for _ in range(20):
+        waiters.notify()
+        await woken(waiters)
+    assert pods.num_asked == 512 + 20, "one of a group is asked at a change that helps nobody"
+    pods.num_asked, pods.free = 0, 5
+    waiters.notify()
+    await woken(waiters)
+    assert served == list(range(5))
+    assert pods.free == 0
+    assert pods.num_asked == 6
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not waiters._groups
+
+
+async def test_those_who_lack_something_else_are_asked_for_themselves() -> None:
+    waiters, none, some = Waiters(), Pods(), Pods()
+    tasks = [
+        asyncio.create_task(waiters.wait_until(none.has_room, timeout=60, group="encoder")),
+        asyncio.create_task(waiters.wait_until(some.has_room, timeout=60, group="prefill")),
+        asyncio.create_task(waiters.wait_until(some.has_room, timeout=60)),
+    ]
+    await asyncio.sleep(0)
+    some.free = 2
+    waiters.notify()
+    await woken(waiters)
+    async with asyncio.timeout(30):
+        assert await tasks[1]
+        assert await tasks[2]
+    assert not tasks[0].done()
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+
+
+async def test_a_change_while_others_are_woken_is_not_lost() -> None:
+    waiters, first, second = Waiters(), Pods(free=0), Pods(free=0)
+
+    async def request() -> None:
+        assert await waiters.wait_until(first.has_room, timeout=60, group="a")
+        second.free = 1
+        waiters.notify()
+
+    tasks = [
+        asyncio.create_task(waiters.wait_until(second.has_room, timeout=60, group="b")),
+        asyncio.create_task(request()),
+    ]
+    await asyncio.sleep(0)
+    first.free = 1
+    waiters.notify()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*tasks)
+
+
+async def test_who_is_not_helped_in_time_is_told_so() -> None:
+    assert not await Waiters().wait_until(lambda: False, timeout=0)
+
+
+async def test_load_reports_ask_nobody() -> None:
+    async with stack(*COLOCATED) as served:
+        registry, pods = served.gateway.service.registry, Pods()
+        task = asyncio.create_task(registry.wait_until(pods.has_room, timeout=60))
+        await asyncio.sleep(0)
+        (peer,) = registry.by_name.values()
+        before = peer.load
+        async with asyncio.timeout(30):
+            while peer.load is before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        assert pods.num_asked == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

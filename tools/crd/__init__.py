@@ -1,0 +1,1 @@
+"""Writes the CustomResourceDefinitions and docs/api.md from the API's types."""

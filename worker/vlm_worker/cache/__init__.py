@@ -1,1 +1,0 @@
-"""Tiers that hold opaque buffers; which of them are kept is decided in `core/`."""

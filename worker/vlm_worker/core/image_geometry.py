@@ -1,0 +1,286 @@
+"""Computes the patch grid and the number of tokens of an image, exactly as the model's processor.
+
+DynamicProcessor    near the image's own size        tokens grow with its pixels
+FixedProcessor      every image becomes one size     a constant number of tokens
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from vlm_worker.errors import InvalidRequestError
+
+MAX_ASPECT_RATIO = 200
+LARGE_SIDE = 1 << 14
+"""Pixels per side: no image has more visual tokens than a square of this side."""
+
+Grid = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """Size in pixels, patch grid (time, height, width) and tokens of a preprocessed image."""
+
+    height: int
+    width: int
+    grid_thw: Grid
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Processor(abc.ABC):
+    """The effective parameters of preprocessing, defaults filled in.
+
+    Attributes:
+        patch_size: pixels along one side of a patch.
+        merge_size: patches along one side of a visual token.
+        resample: the filter of resizing, as Pillow's number.
+        rescale_factor: multiplies a byte before normalisation: (byte * factor - mean) / std.
+        image_mean: per channel.
+        image_std: per channel.
+    """
+
+    patch_size: int
+    merge_size: int
+    resample: int
+    rescale_factor: float
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+
+    kind: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def patch_dim(self) -> int:
+        """Float32 values of one patch."""
+
+    @property
+    @abc.abstractmethod
+    def max_tokens(self) -> int:
+        """Visual tokens of the largest image."""
+
+    @property
+    @abc.abstractmethod
+    def tokens_per_megapixel(self) -> int:
+        """Visual tokens of an image of a million pixels without a pixel cap."""
+
+    @property
+    @abc.abstractmethod
+    def work_bytes(self) -> int:
+        """Bytes that preprocessing of the largest image needs in addition to its decoded pixels."""
+
+    @abc.abstractmethod
+    def capped(self, max_pixels: int) -> Processor:
+        """This processor with at most `max_pixels` per image (0 = no cap)."""
+
+    @abc.abstractmethod
+    def low_detail_pixels(self, max_pixels: int) -> int:
+        """The pixel cap of `detail: low`, at most `max_pixels`; 0 = no cap."""
+
+    @abc.abstractmethod
+    def geometry(self, height: int, width: int) -> Geometry:
+        """The geometry of a still image, from its size after EXIF orientation.
+
+        Raises:
+            InvalidRequestError: a side is 0, or one is more than 200 times the other.
+        """
+
+    @abc.abstractmethod
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of an image after resizing, before the crop.
+
+        Raises as `geometry` does.
+        """
+
+    @abc.abstractmethod
+    def num_tokens(self, grid_thw: Grid) -> int | None:
+        """Visual tokens of a grid; None if no image has this grid."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DynamicProcessor(Processor):
+    """Resizes to about the image's own size; the tower reads packed patches (Qwen).
+
+    `min_pixels` and `max_pixels` bound the resized image.
+    """
+
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+
+    kind: ClassVar[str] = "dynamic"
+
+    @property
+    def factor(self) -> int:
+        """Both sides of a resized image are multiples of this many pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def max_tokens(self) -> int:
+        return max(1, self.max_pixels // self.factor**2)
+
+    @property
+    def tokens_per_megapixel(self) -> int:
+        return round(1_000_000 / self.factor**2)
+
+    @property
+    def work_bytes(self) -> int:
+        """The resized image: per pixel four bytes in Pillow and three bytes in the copy."""
+        return 8 * self.max_pixels
+
+    def capped(self, max_pixels: int) -> DynamicProcessor:
+        """This processor with at most `max_pixels` per image, never below `min_pixels`."""
+        if max_pixels <= 0 or max_pixels >= self.max_pixels:
+            return self
+        return dataclasses.replace(self, max_pixels=max(self.min_pixels, max_pixels))
+
+    def low_detail_pixels(self, max_pixels: int) -> int:
+        """The least of `max_pixels` and a quarter of the model's maximum; at least `min_pixels`."""
+        return max(self.min_pixels, min(max_pixels, self.max_pixels // 4))
+
+    def geometry(self, height: int, width: int) -> Geometry:
+        """Raises as `smart_resize` does."""
+        resized_height, resized_width = self.resized(height, width)
+        grid = (1, resized_height // self.patch_size, resized_width // self.patch_size)
+        return Geometry(
+            resized_height, resized_width, grid, grid[1] * grid[2] // self.merge_size**2
+        )
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Multiples of `factor`; raises as `smart_resize` does."""
+        return smart_resize(height, width, self)
+
+    def num_tokens(self, grid_thw: Grid) -> int | None:
+        """None unless height and width of the grid are multiples of `merge_size`."""
+        t, h, w = grid_thw
+        if min(t, h, w) < 1 or h % self.merge_size or w % self.merge_size:
+            return None
+        return t * h * w // self.merge_size**2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FixedProcessor(Processor):
+    """Resizes all images to one size; the tower reads planes (CLIP, SigLIP).
+
+    Attributes:
+        height: of the tower's input, in pixels.
+        width: of the tower's input, in pixels.
+        shortest_edge: the shorter side is resized to it, with the aspect ratio kept, and the image
+            is center-cropped. 0: the image is stretched to `height` x `width`.
+        num_extra_tokens: tokens that the tower adds to the grid, such as CLIP's class token.
+    """
+
+    height: int
+    width: int
+    shortest_edge: int
+    num_extra_tokens: int
+
+    kind: ClassVar[str] = "fixed"
+
+    @property
+    def grid(self) -> Grid:
+        """The patch grid of every image."""
+        return (1, self.height // self.patch_size, self.width // self.patch_size)
+
+    @property
+    def patch_dim(self) -> int:
+        """Float32 values per patch of the planes."""
+        return 3 * self.patch_size**2
+
+    @property
+    def max_tokens(self) -> int:
+        """Visual tokens of every image."""
+        return self.grid[1] * self.grid[2] // self.merge_size**2 + self.num_extra_tokens
+
+    @property
+    def tokens_per_megapixel(self) -> int:
+        """Visual tokens of every image, whatever its size."""
+        return self.max_tokens
+
+    @property
+    def work_bytes(self) -> int:
+        """The planes, and the largest resized image: Pillow's two passes, and its bytes."""
+        resized = self.shortest_edge**2 * MAX_ASPECT_RATIO or self.height * self.width
+        return 12 * resized + 2 * 3 * 4 * self.height * self.width
+
+    def capped(self, max_pixels: int) -> FixedProcessor:
+        """This processor: a pixel cap does not change the size."""
+        del max_pixels
+        return self
+
+    def low_detail_pixels(self, max_pixels: int) -> int:
+        """0: there is only one size."""
+        del max_pixels
+        return 0
+
+    def geometry(self, height: int, width: int) -> Geometry:
+        """Raises as `validate_aspect_ratio` does; the ratio is limited if it is kept."""
+        validate_aspect_ratio(
+            height, width, max_ratio=MAX_ASPECT_RATIO if self.shortest_edge else None
+        )
+        return Geometry(self.height, self.width, self.grid, self.max_tokens)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width before the center crop."""
+        if not self.shortest_edge:
+            return self.height, self.width
+        short, long = min(height, width), max(height, width)
+        longest_edge = int(self.shortest_edge * long / short)  # float division, as in transformers
+        if width <= height:
+            return longest_edge, self.shortest_edge
+        return self.shortest_edge, longest_edge
+
+    def num_tokens(self, grid_thw: Grid) -> int | None:
+        """None for any other grid than `grid`."""
+        return self.max_tokens if tuple(grid_thw) == self.grid else None
+
+
+def smart_resize(height: int, width: int, processor: DynamicProcessor) -> tuple[int, int]:
+    """The size to which transformers' Qwen2VLImageProcessor resizes an image.
+
+    The floating-point expressions are those of transformers: if a quotient is whole (471x471 with
+    448² pixels), exact integer roots differ by one patch from the grid that the model was trained
+    with. IEEE 754 fixes the results on every machine, so gateway and encoder agree.
+
+    Returns:
+        Height and width in pixels, multiples of `processor.factor`.
+
+    Raises:
+        InvalidRequestError: a side is 0, or one is more than 200 times the other.
+    """
+    validate_aspect_ratio(height, width, max_ratio=MAX_ASPECT_RATIO)
+    factor = processor.factor
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > processor.max_pixels:
+        shrink = math.sqrt((height * width) / processor.max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < processor.min_pixels:
+        grow = math.sqrt(processor.min_pixels / (height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def validate_aspect_ratio(height: int, width: int, *, max_ratio: int | None) -> None:
+    """Raise InvalidRequestError if an image is empty or exceeds `max_ratio`."""
+    if height < 1 or width < 1:
+        raise InvalidRequestError(f"an image of {width}x{height} pixels is empty")
+    if max_ratio is not None and max(height, width) > max_ratio * min(height, width):
+        raise InvalidRequestError(
+            f"an image of {width}x{height} pixels is too narrow: "
+            f"one side may be at most {max_ratio} times the other"
+        )
+
+
+PROCESSORS: Mapping[str, type[Processor]] = {
+    processor.kind: processor for processor in (DynamicProcessor, FixedProcessor)
+}

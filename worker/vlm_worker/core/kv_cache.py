@@ -1,0 +1,289 @@
+"""KV blocks: their ref counts, and the hash chain of the prefix cache. The runner has the bytes.
+
+    ref > 0   in use by one or more sequences        (a prefix hit shares blocks)
+    ref = 0   in the free list, least recently used first:
+                  without a hash -> at the head, taken first
+                  with a hash    -> cached: a prefix hit reuses it, `take` evicts it
+    reserved  a number of free blocks for a reservation; no block is chosen yet
+
+Laws (reference: vLLM's block pool; tests/worker/core/test_kv_cache.py checks each of them):
+
+    K1  free + in use = num_blocks - 1; block 0 is null: it pads block tables and is never taken
+    K2  a block is in the free list if and only if its ref count is 0
+    K3  only full blocks get a hash, and only after their KV was written (`publish`)
+    K4  a hit never covers the last token of a prompt to prefill (the scheduler's part)
+    K5  the blocks of a sequence never change: two equal blocks are not merged later
+    K6  a block with wrong KV is never published; if it was, it is removed from the prefix cache
+    K7  of two cached blocks of one chain, the later is evicted first: each cached block can be hit
+    K8  an image enters a hash by its image key, never by its placeholders alone (`hash_block`)
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlm_worker.types import ImageItem, Request
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """A fixed number of KV blocks, ref-counted, with an index of prefix hashes."""
+
+    def __init__(self, num_blocks: int, *, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_reserved = 0
+        self.num_cached = 0  # free blocks with a hash
+        self.num_evictions = 0  # cached blocks that were taken for other content
+        self.num_gains = 0  # events that may let a refused `take` succeed: freed or published
+        self._ref = [0] * num_blocks
+        self._free = collections.OrderedDict.fromkeys(range(1, num_blocks))
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """All blocks but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with ref count 0, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Distinct blocks in use."""
+        return self.capacity - self.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Free blocks that are not reserved."""
+        return self.num_free - self.num_reserved
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` need."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- take and release ------------------------------------------------------------------------
+
+    def take(
+        self, count: int, *, shared: Sequence[int] = (), reserved: int = 0, keep: int = 0
+    ) -> list[int] | None:
+        """Take `count` new blocks and a reference to each of `shared`: all or nothing.
+
+        Args:
+            count: new blocks; cached ones are evicted, least recently used first.
+            shared: blocks of a prefix hit, from `match` in the same turn.
+            reserved: size of the caller's reservation, which this call ends.
+            keep: blocks that must stay available afterwards.
+
+        Returns:
+            The new blocks, or None if they do not fit.
+        """
+        if not self.can_take(count, shared=shared, reserved=reserved, keep=keep):
+            return None
+        self.num_reserved -= reserved
+        for block in shared:
+            self._acquire(block)
+        return [self._pop() for _ in range(count)]
+
+    def can_take(
+        self, count: int, *, shared: Sequence[int] = (), reserved: int = 0, keep: int = 0
+    ) -> bool:
+        """Whether `take` with the same arguments succeeds."""
+        return self.cost(count, shared=shared) + keep <= self.num_available + reserved
+
+    def cost(self, count: int, *, shared: Sequence[int] = ()) -> int:
+        """Free blocks that `take` uses: the new ones, and those of `shared` that are not in use."""
+        return count + sum(self._ref[block] == 0 for block in shared)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block. The last block is evicted before the first (K7)."""
+        self.num_gains += 1
+        for block in reversed(blocks):
+            assert self._ref[block] > 0, f"block {block} released twice"
+            self._ref[block] -= 1
+            if self._ref[block]:
+                continue
+            self._free[block] = None
+            if self._hash_of[block] is None:
+                self._free.move_to_end(block, last=False)
+            else:
+                self.num_cached += 1
+
+    def reserve(self, count: int, *, keep: int = 0) -> bool:
+        """Reserve `count` blocks; False if fewer than `count + keep` are available."""
+        if count + keep > self.num_available:
+            return False
+        self.num_reserved += count
+        return True
+
+    def unreserve(self, count: int) -> None:
+        """End a reservation of `count` blocks."""
+        assert count <= self.num_reserved
+        self.num_gains += 1
+        self.num_reserved -= count
+
+    # ---- prefix cache ----------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of a hash chain. Changes nothing."""
+        blocks = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Add a full block with written KV to the prefix cache. The first block of a hash stays."""
+        assert self._ref[block] > 0, f"block {block} has no owner"
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self.num_gains += 1
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def invalidate(self, blocks: Sequence[int]) -> None:
+        """Remove blocks from the prefix cache: their data may be wrong."""
+        for block in blocks:
+            block_hash = self._hash_of[block]
+            if block_hash is None:
+                continue
+            self._hash_of[block] = None
+            del self._block_of[block_hash]
+            if self._ref[block] == 0:
+                self.num_cached -= 1
+                self._free.move_to_end(block, last=False)
+
+    def check(self) -> None:
+        """Raise AssertionError if the ref counts, the free list and the index disagree (K1, K2)."""
+        free = [block for block in range(1, self.num_blocks) if self._ref[block] == 0]
+        assert set(free) == set(self._free), "K2: the free list and the ref counts disagree"
+        assert self.num_cached == sum(self._hash_of[block] is not None for block in free)
+        assert 0 <= self.num_reserved <= self.num_free, "more is reserved than there is"
+        assert NULL_BLOCK not in self._free
+        assert self._ref[NULL_BLOCK] == 0
+        known = {h: b for b, h in enumerate(self._hash_of) if h is not None}
+        assert known == self._block_of, "the prefix index and the blocks' hashes disagree"
+
+    def _acquire(self, block: int) -> None:
+        if self._ref[block] == 0:
+            del self._free[block]
+            self.num_cached -= self._hash_of[block] is not None
+        self._ref[block] += 1
+
+    def _pop(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            self._hash_of[block] = None
+            del self._block_of[block_hash]
+            self.num_cached -= 1
+            self.num_evictions += 1
+        self._ref[block] = 1
+        return block
+
+
+def root_hash(cache_salt: bytes, adapter: bytes = b"") -> bytes:
+    """The parent of a chain's first block: 32 bytes that separate tenants and adapters."""
+    digest = hashlib.sha256(b"triptych/prefix/2")
+    for field in (cache_salt, adapter):
+        digest.update(len(field).to_bytes(4, "little"))
+        digest.update(field)
+    return digest.digest()
+
+
+def hash_block(
+    parent: bytes, token_ids: np.ndarray, items: Sequence[ImageItem], *, start: int
+) -> bytes:
+    """The hash of one full block.
+
+    Args:
+        parent: 32 bytes, the hash of the block before it, or the root_hash.
+        token_ids: the block's tokens, int32 `[block_size]`, C-contiguous.
+        items: the sequence's images, in order; those outside the block are ignored.
+        start: index of the block's first token in the sequence.
+    """
+    digest = hashlib.sha256(parent)
+    digest.update(len(token_ids).to_bytes(4, "little"))
+    digest.update(token_ids.data)
+    end = start + len(token_ids)
+    for item in items:
+        if item.offset >= end:
+            break
+        if item.end > start:
+            digest.update(len(item.image_key).to_bytes(4, "little"))
+            digest.update(item.image_key)
+            for number in (item.offset - start, item.num_tokens, *item.grid_thw):
+                digest.update(number.to_bytes(8, "little", signed=True))
+    return digest.digest()
+
+
+def extend_hash_chain(
+    hashes: list[bytes],
+    token_ids: np.ndarray,
+    items: Sequence[ImageItem],
+    *,
+    cache_salt: bytes,
+    adapter: bytes = b"",
+    block_size: int,
+    num_tokens: int,
+) -> None:
+    """Append to `hashes` until every full block of the first `num_tokens` has one.
+
+    Args:
+        hashes: the hashes of the first blocks; extended in place.
+        token_ids: int32, at least the first `num_tokens` tokens of the sequence.
+        items: the sequence's images, in order.
+        cache_salt: separates tenants.
+        adapter: separates weights.
+        block_size: tokens per block.
+        num_tokens: tokens whose full blocks are hashed.
+    """
+    for index in range(len(hashes), num_tokens // block_size):
+        start = index * block_size
+        parent = hashes[-1] if hashes else root_hash(cache_salt, adapter)
+        block = token_ids[start : start + block_size]
+        near = items if items and items[-1].end > start else ()
+        hashes.append(hash_block(parent, block, near, start=start))
+
+
+def content_of(request: Request) -> bytes:
+    """32 bytes that identify the KV of a request for given weights.
+
+    They cover tokens, images, salt and adapter: another prompt or tenant has another value.
+    """
+    token_ids = np.array(request.token_ids, np.int32)
+    return hash_block(
+        root_hash(request.cache_salt, request.adapter), token_ids, request.items, start=0
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class PrefixCounts:
+    """Tokens that were looked up, and tokens that a hit covered. The engine is its only writer."""
+
+    queries: int = 0
+    hits: int = 0
+    visual_queries: int = 0
+    visual_hits: int = 0
+
+    def add(self, items: Sequence[ImageItem], *, num_tokens: int, num_cached_tokens: int) -> None:
+        """Count one prompt, of whose tokens a hit covered the first `num_cached_tokens`."""
+        self.queries += num_tokens
+        self.hits += num_cached_tokens
+        self.visual_queries += num_visual_tokens(items, end=num_tokens)
+        self.visual_hits += num_visual_tokens(items, end=num_cached_tokens)
+
+
+def num_visual_tokens(items: Sequence[ImageItem], *, end: int) -> int:
+    """Number of visual tokens among the first `end` tokens."""
+    return sum(min(max(end - item.offset, 0), item.num_tokens) for item in items)

@@ -1,0 +1,308 @@
+"""The running sequences as a struct of arrays: one row per sequence, one column per field.
+
+            token_ids                 num_tokens  num_computed  block_table   ...
+    row 0   t0 t1 t2 t3 t4 .          5           4             7 9 0 0
+    row 1   t0 t1 .                   2           0             3 0 0 0
+
+A step over 256 decoding sequences takes a few numpy calls. Python code runs per sequence only if it
+enters or leaves, fills a block, or runs a chunk of its prompt.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+import numpy as np
+
+from vlm_worker.core.decode_columns import DecodeColumns
+from vlm_worker.core.kv_cache import NULL_BLOCK
+from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.step_values import LogitEdits
+
+NO_TOKEN = -1
+
+
+class PersistentBatch:
+    """Rows for `num_rows` running sequences. Only the scheduler writes them.
+
+    Attributes (N rows, L = max_model_len, B blocks for L tokens, K stop tokens):
+        sequences: by row, None for a free row; running: the same, oldest first
+        token_ids: int32 [N, L]
+        num_tokens, num_computed, num_prompt, limit, num_blocks, position_delta: int64 [N];
+            `limit` is the number of tokens at which the answer ends
+        prefilling: bool [N]; True until all known tokens were computed
+        block_table: int32 [N, B], padded with the null block
+        stop_ids: int64 [N, K], padded with NO_TOKEN
+        temperature, top_p, min_p: float32 [N]; top_k: int32 [N]; seed: uint64 [N]
+        num_logprobs: int64 [N]; -1 if the request wants none
+        priority: int64 [N]
+        logit_edits: by row, for the rows that want any
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        max_model_len: int,
+        block_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.eos_token_ids = eos_token_ids
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.running: list[Sequence] = []
+        self.token_ids = np.zeros((num_rows, max_model_len), np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int64)
+        self.num_computed = np.zeros(num_rows, np.int64)
+        self.num_prompt = np.zeros(num_rows, np.int64)
+        self.limit = np.zeros(num_rows, np.int64)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.position_delta = np.zeros(num_rows, np.int64)
+        self.prefilling = np.zeros(num_rows, np.bool_)
+        self.block_table = np.full(
+            (num_rows, -(-max_model_len // block_size)), NULL_BLOCK, np.int32
+        )
+        self.stop_ids = np.full((num_rows, max(1, len(eos_token_ids))), NO_TOKEN, np.int64)
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.min_p = np.zeros(num_rows, np.float32)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.num_logprobs = np.full(num_rows, -1, np.int64)
+        self.priority = np.zeros(num_rows, np.int64)
+        self.logit_edits: dict[int, LogitEdits] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._ordered_rows = np.zeros(num_rows, np.int64)  # rows of `running`, in order
+        self._decode_rows: np.ndarray | None = None
+        self._prompts: list[Sequence] | None = None
+        self._decode_columns: DecodeColumns | None = None
+
+    def __len__(self) -> int:
+        """Number of running sequences."""
+        return len(self.sequences) - len(self._free_rows)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Number of sequences that can enter now."""
+        return len(self._free_rows)
+
+    def top_priority(self, *, least: int) -> int:
+        """The largest priority of the running sequences, at least `least`."""
+        return int(self.priority[self._running_rows].max(initial=least))
+
+    @property
+    def min_steps_to_finish(self) -> float:
+        """Expected steps until the next sequence finishes; 0 if none runs.
+
+        The mean number of remaining tokens, divided by the number of running sequences. It assumes
+        that each answer uses its full length.
+        """
+        rows = self._running_rows
+        if not len(rows):
+            return 0.0
+        return float((self.limit[rows] - self.num_tokens[rows]).mean()) / len(rows)
+
+    @property
+    def decode_rows(self) -> np.ndarray:
+        """Int64 [D], rows that decode, oldest first. The same array until membership changes."""
+        if self._decode_rows is None:
+            rows = self._running_rows
+            self._decode_rows = rows[~self.prefilling[rows]]
+        return self._decode_rows
+
+    @property
+    def decode_columns(self) -> DecodeColumns:
+        """The columns of `decode_rows`.
+
+        The same object until membership changes, or only some of the rows advance.
+        """
+        if self._decode_columns is None:
+            decode = (~self.prefilling[self._running_rows]).tolist()
+            members = list(itertools.compress(self.running, decode))
+            self._decode_columns = self._gather(self.decode_rows, members)
+        return self._decode_columns
+
+    def decode_columns_of(self, rows: np.ndarray) -> DecodeColumns:
+        """The columns of `decode_rows`, or of some of these rows."""
+        if rows is self._decode_rows:
+            return self.decode_columns
+        return self._gather(rows, self.members(rows))
+
+    @property
+    def prompts(self) -> list[Sequence]:
+        """Sequences with prompt tokens to compute, oldest first."""
+        if self._prompts is None:
+            rows = self._running_rows
+            self._prompts = self.members(rows[self.prefilling[rows]])
+        return self._prompts
+
+    @property
+    def _running_rows(self) -> np.ndarray:
+        return self._ordered_rows[: len(self.running)]
+
+    def members(self, rows: np.ndarray) -> list[Sequence]:
+        return [s for row in rows.tolist() if (s := self.sequences[row]) is not None]
+
+    def add(self, sequence: Sequence) -> int:
+        """Copy a sequence's fields to a free row, and make it RUNNING.
+
+        Returns:
+            The row.
+        """
+        row = self._free_rows.pop()
+        request, sampling = sequence.request, sequence.request.sampling
+        prefilling = sequence.status is Status.WAITING
+        sequence.move(Status.RUNNING)
+        sequence.row = row
+        self.sequences[row] = sequence
+        at = bisect.bisect_right(self.running, sequence.arrival, key=_arrival)
+        self._ordered_rows[at + 1 : len(self.running) + 1] = self._running_rows[at:]
+        self._ordered_rows[at] = row
+        self.running.insert(at, sequence)
+        self.token_ids[row, : sequence.num_tokens] = sequence.token_ids
+        self.num_tokens[row] = sequence.num_tokens
+        self.num_computed[row] = sequence.num_computed_tokens
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.limit[row] = max_total_tokens(sequence, max_model_len=self.max_model_len)
+        self.num_blocks[row] = len(sequence.blocks)
+        self.block_table[row, : len(sequence.blocks)] = sequence.blocks
+        self.position_delta[row] = sequence.position_delta
+        self.prefilling[row] = prefilling
+        self._set_stop_ids(row, stop_ids(sequence, eos_token_ids=self.eos_token_ids))
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed & (2**64 - 1)
+        self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        self.priority[row] = sequence.priority
+        edits = LogitEdits.of(sampling)
+        if edits is not None:
+            self.logit_edits[row] = edits
+        self._members_changed(prefilling=prefilling)
+        return row
+
+    def remove(self, sequence: Sequence) -> None:
+        """Free a sequence's row, and write its tokens and counts back to its fields."""
+        row = sequence.row
+        assert row is not None
+        sequence.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        sequence.num_computed_tokens = int(self.num_computed[row])
+        self.block_table[row, : self.num_blocks[row]] = NULL_BLOCK
+        self.logit_edits.pop(row, None)
+        self.sequences[row] = None
+        at = bisect.bisect_left(self.running, sequence.arrival, key=_arrival)
+        del self.running[at]
+        self._ordered_rows[at : len(self.running)] = self._ordered_rows[
+            at + 1 : len(self.running) + 1
+        ]
+        sequence.row = None
+        self._free_rows.append(row)
+        self._members_changed(prefilling=bool(self.prefilling[row]))
+
+    def append_blocks(self, at: np.ndarray, blocks: list[int]) -> None:
+        """Append one KV block to each sequence at the indices `at` of `decode_columns`.
+
+        The blocks of these sequences are full.
+        """
+        columns = self.decode_columns
+        rows = columns.rows[at]
+        count = self.num_blocks[rows]
+        self.block_table[rows, count] = blocks
+        self.num_blocks[rows] = count + 1
+        for place, block in zip(at.tolist(), blocks, strict=True):
+            columns.members[place].blocks.append(block)
+        table, width = columns.block_table, int(count.max()) + 1
+        if width > table.shape[1]:
+            table = self.block_table[:, :width][columns.rows]
+        else:
+            table[at, count] = blocks
+        columns.append_blocks(at, blocks, table)
+
+    def advance(
+        self, columns: DecodeColumns, token_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Record that all sequences of `columns` computed one token and sampled the next.
+
+        Args:
+            columns: from `decode_columns_of`.
+            token_ids: int64 [D], the sampled tokens.
+
+        Returns:
+            See `DecodeColumns.advance`.
+        """
+        if columns is not self._decode_columns:  # the other decoding rows do not advance
+            self._decode_columns = None
+        ends = columns.advance(token_ids)
+        rows, num_computed = columns.rows, columns.num_computed
+        self.token_ids[rows, num_computed] = token_ids
+        self.num_computed[rows] = num_computed
+        self.num_tokens[rows] = num_computed + 1
+        return ends
+
+    def append_tokens(
+        self, rows: np.ndarray, token_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append a sampled token to rows whose prompt this step completed.
+
+        Returns:
+            See `DecodeColumns.advance`.
+        """
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        self.num_tokens[rows] = num_tokens + 1
+        stopped = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        return stopped, num_tokens + 1 >= self.limit[rows]
+
+    def end_prefill(self, row: int) -> None:
+        """Let a row decode: all its known tokens are computed."""
+        self.prefilling[row] = False
+        self._members_changed(prefilling=False)
+
+    def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
+        missing = len(ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(ids)] = ids
+
+    def _members_changed(self, *, prefilling: bool) -> None:
+        """Invalidate what depends on membership; a prefilling row is not among the decode rows."""
+        self._prompts = None
+        if not prefilling:
+            self._decode_rows = self._decode_columns = None
+
+    def _gather(self, rows: np.ndarray, members: list[Sequence]) -> DecodeColumns:
+        num_computed, num_blocks = self.num_computed.take(rows), self.num_blocks.take(rows)
+        width = int(num_blocks.max(initial=1))
+        return DecodeColumns(
+            rows,
+            members,
+            token_ids=self.token_ids[rows, num_computed],
+            num_computed=num_computed,
+            num_prompt=self.num_prompt.take(rows),
+            position_delta=self.position_delta.take(rows),
+            capacity=num_blocks * self.block_size,
+            block_table=self.block_table[:, :width][rows],
+            block_size=self.block_size,
+            limit=self.limit.take(rows),
+            stop_ids=self.stop_ids.take(rows, axis=0),
+        )
+
+
+def max_total_tokens(sequence: Sequence, *, max_model_len: int) -> int:
+    """Tokens, prompt included, at which the answer ends with LENGTH."""
+    request = sequence.request
+    return min(request.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
+
+
+def stop_ids(sequence: Sequence, *, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end the answer with STOP."""
+    sampling = sequence.request.sampling
+    return sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

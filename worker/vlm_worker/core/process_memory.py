@@ -1,0 +1,74 @@
+"""The host memory that one process declares, by part. Pure.
+
+    weights      the model's weights on the host
+    kv           the KV cache on the host, and embedding rows in prompts: both grow with use
+    requests     `core.request_memory.MemoryBudget`, both tiers of the encoder cache included
+    work         temporary memory of one step and of one encoder call
+    decoders     the child processes that decode images
+    gateway      requests and connections of a gateway that runs in a worker's process
+    connections  buffers and request objects of a gateway's clients
+    process      interpreter, libraries and model code, measured after loading
+    kept         freed memory that malloc keeps, and messages in flight
+
+A separate gateway process has only `requests`, `connections`, `process` and `kept`.
+
+The container's memory limit must be at least the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+
+class MemoryPart(enum.StrEnum):
+    """One part; the label of `triptych_memory_declared_bytes`."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+    REQUESTS = "requests"
+    WORK = "work"
+    DECODERS = "decoders"
+    GATEWAY = "gateway"
+    CONNECTIONS = "connections"
+    PROCESS = "process"
+    KEPT = "kept"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Bytes of host memory by part; the module docstring defines the parts."""
+
+    weights: int = 0
+    kv: int = 0
+    requests: int = 0
+    work: int = 0
+    decoders: int = 0
+    gateway: int = 0
+    connections: int = 0
+    process: int = 0
+    kept: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.by_part().values())
+
+    def by_part(self) -> Mapping[MemoryPart, int]:
+        return {part: getattr(self, part.value) for part in MemoryPart}
+
+    def check(self, limit: int | None) -> None:
+        """Check the sum against the container's memory limit in bytes; None is unlimited.
+
+        Raises:
+            ValueError: the sum exceeds the limit; the message lists the parts.
+        """
+        if limit is None or self.total <= limit:
+            return
+        parts = ", ".join(f"{part.value} {num_bytes}" for part, num_bytes in self.by_part().items())
+        raise ValueError(
+            f"this worker may take {self.total} bytes ({parts}), and the container's memory limit "
+            f"is {limit}: raise the limit by {self.total - limit}, or lower --kv-memory-bytes, "
+            "--embedding-cache-bytes, --request-memory-bytes or --decode-processes"
+        )

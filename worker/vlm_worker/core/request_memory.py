@@ -1,0 +1,262 @@
+"""Limits the memory that requests use in one worker process, and orders waiting claims. Pure.
+
+    MemoryBudget     a total in bytes, divided by kind of use
+    UploadMemory     bytes of files, counted when they arrive; a file that does not fit is refused
+    ImageMemory      decoded images; a claim that does not fit waits, for all images of a call
+
+Laws (tests/worker/core/test_request_memory.py):
+
+    M1  used memory never exceeds its share
+    M2  a claim is granted as a whole, so no two claims wait for each other
+    M3  if all granted claims are released, each waiting claim is eventually granted
+    M4  small claims never wait for large ones, and no tenant waits for all claims of another
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+SMALL_SHARE: Final = 8
+"""One eighth of the image memory is kept for small claims."""
+SMALL_CLAIMS: Final = 4
+"""A claim is small if at least this many of its size fit into the memory kept for small claims."""
+
+
+class MemoryKind(enum.StrEnum):
+    """The use of request memory; the label of `triptych_request_memory_bytes`."""
+
+    UPLOADS = "uploads"
+    IMAGES = "images"
+    EMBEDDINGS = "embeddings"
+    EXPOSED = "exposed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes that requests may use in one process, by kind.
+
+    Attributes:
+        uploads: image files that are being received or wait for decoding.
+        images: pixels and patches, from decoding until they are encoded.
+        embeddings: embeddings that are queued or held for peers, and the copies for them.
+        exposed: memory that peers read directly.
+    """
+
+    uploads: int = 0
+    images: int = 0
+    embeddings: int = 0
+    exposed: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return self.uploads + self.images + self.embeddings + self.exposed
+
+    def by_kind(self) -> Mapping[MemoryKind, int]:
+        return {kind: getattr(self, kind.value) for kind in MemoryKind}
+
+
+def divide(
+    total: int | None,
+    *,
+    uploads: int,
+    images: int,
+    embeddings: int,
+    exposed: int,
+    least_uploads: int,
+    least_images: int,
+) -> MemoryBudget:
+    """Divide a process's request memory among the kinds.
+
+    Args:
+        total: bytes of all kinds; None is the sum of the defaults.
+        uploads: default; if a total is given, scaled in proportion to `images`.
+        images: default; if a total is given, scaled in proportion to `uploads`.
+        embeddings: fixed bytes.
+        exposed: fixed bytes.
+        least_uploads: bytes of uploads that one image needs.
+        least_images: bytes of images that one image needs.
+
+    Raises:
+        ValueError: the total is too small for one image; the message has the numbers.
+    """
+    if total is None:
+        return MemoryBudget(uploads, images, embeddings, exposed)
+    serves_images = uploads + images > 0
+    own = embeddings + exposed
+    least = own + (least_uploads + least_images if serves_images else 0)
+    if total < least:
+        raise ValueError(
+            f"--request-memory-bytes={total} is too small: {embeddings} are for embeddings, "
+            f"{exposed} for memory that peers read, and one image needs {least - own}: "
+            f"give it at least {least}"
+        )
+    if not serves_images:
+        return MemoryBudget(0, 0, embeddings, exposed)
+    rest = total - own
+    share = rest * uploads // (uploads + images)
+    share = min(max(share, least_uploads), rest - least_images)
+    return MemoryBudget(share, rest - share, embeddings, exposed)
+
+
+class UploadMemory:
+    """Counts the bytes of received files that are still needed.
+
+    Attributes:
+        num_refused: number of times that a file or a part of one did not fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.num_refused = 0
+
+    def has_capacity(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` fit now. Takes nothing, but counts a refusal."""
+        fits = self.used + num_bytes <= self.capacity
+        self.num_refused += not fits
+        return fits
+
+    def take(self, num_bytes: int) -> bool:
+        """Count received bytes; False if they do not fit: the caller must end the upload."""
+        if not self.has_capacity(num_bytes):
+            return False
+        self.used += num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Release bytes that are no longer needed."""
+        assert 0 <= num_bytes <= self.used
+        self.used -= num_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """The memory that all images of one call need; `tenant` identifies the caller."""
+
+    num_bytes: int
+    tenant: bytes
+    is_small: bool
+
+
+class ImageMemory:
+    """Memory of decoded images. A claim is granted as a whole, in the order of its lane.
+
+    small    in order of arrival
+    large    one claim of each tenant in turn; the next is chosen after the last was granted
+
+    Small claims may use all memory while no large claim waits; otherwise only the part that is kept
+    for them.
+
+    Attributes:
+        num_refused: claims that were refused because too many images waited.
+        num_waiting: images of waiting claims.
+    """
+
+    def __init__(self, capacity: int, *, max_waiting: int) -> None:
+        self.capacity = capacity
+        self.num_refused = 0
+        self.num_waiting = 0
+        self._max_waiting = max_waiting
+        self._kept = capacity // SMALL_SHARE
+        self._used_small = 0
+        self._used_large = 0
+        self._small: collections.deque[tuple[Claim, int]] = collections.deque()
+        self._large: collections.OrderedDict[bytes, collections.deque[tuple[Claim, int]]]
+        self._large = collections.OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Bytes of all granted claims."""
+        return self._used_small + self._used_large
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest claim that can be granted."""
+        return self.capacity - self._kept
+
+    def claim(self, num_bytes: int, *, tenant: bytes) -> Claim:
+        """Make a claim that is not granted yet. It must not exceed `largest`."""
+        assert 0 <= num_bytes <= self.largest
+        return Claim(num_bytes, tenant, is_small=num_bytes * SMALL_CLAIMS <= self._kept)
+
+    def take_early(self, claim: Claim) -> bool:
+        """Grant a claim before all its files arrived, if half of the memory stays free.
+
+        So callers that never send the rest of their files block at most half of the memory.
+        """
+        waits = self._small or self._large
+        if waits or self.used + claim.num_bytes > self.capacity // 2 or not self._fits(claim):
+            return False
+        self._grant(claim)
+        return True
+
+    def wait(self, claim: Claim, *, num_images: int) -> bool:
+        """Append a claim to its lane; False if too many images wait already."""
+        if self.num_waiting and self.num_waiting + num_images > self._max_waiting:
+            self.num_refused += 1
+            return False
+        self.num_waiting += num_images
+        if claim.is_small:
+            self._small.append((claim, num_images))
+        else:
+            lane = self._large.setdefault(claim.tenant, collections.deque())
+            lane.append((claim, num_images))
+        return True
+
+    def granted(self) -> list[Claim]:
+        """Grant and return the claims that fit now, in order; called after every change."""
+        found = []
+        while self._large:
+            tenant, lane = next(iter(self._large.items()))
+            if not self._fits(lane[0][0]):
+                break
+            found.append(self._leave(lane))
+            del self._large[tenant]
+            if lane:  # one claim of each other tenant is next
+                self._large[tenant] = lane
+        while self._small and self._fits(self._small[0][0]):
+            found.append(self._leave(self._small))
+        return found
+
+    def give_up(self, claim: Claim) -> None:
+        """Remove a waiting claim from its lane."""
+        lane = self._small if claim.is_small else self._large[claim.tenant]
+        entry = next(entry for entry in lane if entry[0] is claim)
+        lane.remove(entry)
+        self.num_waiting -= entry[1]
+        if not claim.is_small and not lane:
+            del self._large[claim.tenant]
+
+    def give_back(self, claim: Claim) -> None:
+        """Release a granted claim."""
+        if claim.is_small:
+            self._used_small -= claim.num_bytes
+        else:
+            self._used_large -= claim.num_bytes
+        assert self._used_small >= 0
+        assert self._used_large >= 0
+
+    def _fits(self, claim: Claim) -> bool:
+        if not claim.is_small:
+            beyond = max(self._used_small - self._kept, 0)
+            return self._used_large + beyond + claim.num_bytes <= self.largest
+        if self._large:
+            return self._used_small + claim.num_bytes <= self._kept
+        return self.used + claim.num_bytes <= self.capacity
+
+    def _leave(self, lane: collections.deque[tuple[Claim, int]]) -> Claim:
+        claim, num_images = lane.popleft()
+        self.num_waiting -= num_images
+        self._grant(claim)
+        return claim
+
+    def _grant(self, claim: Claim) -> None:
+        if claim.is_small:
+            self._used_small += claim.num_bytes
+        else:
+            self._used_large += claim.num_bytes

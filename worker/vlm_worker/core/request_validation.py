@@ -1,0 +1,83 @@
+"""Checks that a request can run on this worker, before it is queued."""
+
+from __future__ import annotations
+
+from vlm_worker.errors import ContextTooLongError, InvalidRequestError
+from vlm_worker.types import Request
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def validate_request(
+    request: Request, *, max_model_len: int, max_image_tokens: int | None, vocab_size: int
+) -> None:
+    """Raise if a request could never run or would violate an invariant of the scheduler.
+
+    Args:
+        request: as received.
+        max_model_len: tokens of the longest sequence; the KV pool has blocks for at least one.
+        max_image_tokens: tokens of the largest image, if an image must fit in one chunk.
+        vocab_size: number of logits per token.
+
+    Raises:
+        ContextTooLongError: the prompt leaves no token for an answer, or an image exceeds a chunk;
+            the message has the numbers.
+        InvalidRequestError: tokens, items or sampling are inconsistent; `param` names the field.
+    """
+    num_tokens = len(request.token_ids)
+    if not 1 <= request.num_prompt_tokens <= num_tokens:
+        raise InvalidRequestError(
+            f"num_prompt_tokens is {request.num_prompt_tokens}; it must be between 1 and the "
+            f"{num_tokens} token_ids",
+            param="num_prompt_tokens",
+        )
+    if num_tokens >= max_model_len:
+        raise ContextTooLongError(_too_long(request, max_model_len=max_model_len))
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) <= MAX_TOKEN_ID:
+        raise InvalidRequestError("token_ids must be between 0 and 2^31 - 1", param="token_ids")
+    if request.sampling.max_tokens <= request.num_delivered_tokens:
+        raise InvalidRequestError(
+            f"max_tokens is {request.sampling.max_tokens}, and {request.num_delivered_tokens} "
+            "tokens of the answer are delivered already",
+            param="max_tokens",
+        )
+    if any(token_id >= vocab_size for token_id, _ in request.sampling.logit_bias):
+        raise InvalidRequestError(
+            f"logit_bias names a token beyond the model's {vocab_size}", param="logit_bias"
+        )
+    _check_items(request, max_image_tokens=max_image_tokens)
+
+
+def validate_reservation(num_tokens: int, *, max_model_len: int) -> None:
+    """Raise ContextTooLongError if a reservation exceeds the longest sequence."""
+    if num_tokens > max_model_len:
+        raise ContextTooLongError(
+            f"{num_tokens} tokens were to be reserved; max_model_len is {max_model_len}"
+        )
+
+
+def _too_long(request: Request, *, max_model_len: int) -> str:
+    visual = sum(item.num_tokens for item in request.items)
+    parts = f", {visual} of them for {len(request.items)} image(s)" if request.items else ""
+    return (
+        f"the prompt has {len(request.token_ids)} tokens{parts}; with at least one token of answer "
+        f"that exceeds the model's {max_model_len}"
+    )
+
+
+def _check_items(request: Request, *, max_image_tokens: int | None) -> None:
+    end = 0
+    for number, item in enumerate(request.items):
+        if item.offset < end or item.num_tokens < 1 or item.end > request.num_prompt_tokens:
+            raise InvalidRequestError(
+                f"items[{number}] covers tokens {item.offset} to {item.end}: outside the prompt, "
+                "empty, or overlapping the item before it",
+                param=f"items[{number}]",
+            )
+        if max_image_tokens is not None and item.num_tokens > max_image_tokens:
+            raise ContextTooLongError(
+                f"items[{number}] has {item.num_tokens} visual tokens; this model computes an "
+                f"image in one step, which holds {max_image_tokens}",
+                param=f"items[{number}]",
+            )
+        end = item.end

@@ -1,0 +1,305 @@
+"""The values of one step: plan, model inputs and outputs, results. Plain numpy.
+
+A packed batch: the new tokens of all sequences are concatenated on one axis of length T.
+
+      sequence 0 (decode)   sequence 1 (a chunk of prefill)     sequence 2 (decode)
+      |t0|                  |t1 t2 t3 t4 t5|                     |t6|
+      query_start = [0, 1, 6, 7]
+
+The arrays may be views of buffers that the next step reuses: a runner copies what it keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from vlm_worker.core.sequence import Sequence
+from vlm_worker.types import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of one encoder output that replace token embeddings in this step.
+
+    `embedding[src_start : src_start + num_rows]` goes to packed positions
+    `[dst_start, dst_start + num_rows)`.
+    """
+
+    embedding: Any
+    src_start: int
+    dst_start: int
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Changes to a request's logits before sampling; `SamplingParams` defines the penalties.
+
+    `bias_ids` is int64 [B], `bias_values` float32 [B].
+    """
+
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> LogitEdits | None:
+        """The edits of a request; None if it changes no logits."""
+        penalties = (
+            sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty
+        )  # fmt: skip
+        if penalties == (0.0, 0.0, 1.0) and not sampling.logit_bias:
+            return None
+        ids = [token_id for token_id, _ in sampling.logit_bias]
+        values = [bias for _, bias in sampling.logit_bias]
+        return cls(*penalties, np.array(ids, np.int64), np.array(values, np.float32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EditedRow:
+    """One of the R rows whose logits are edited.
+
+    `token_ids` is an int32 view: the `num_prompt` tokens of the prompt, then the answer so far,
+    tokens of earlier attempts included.
+    """
+
+    row: int
+    edits: LogitEdits
+    token_ids: np.ndarray
+    num_prompt: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleParams:
+    """Sampling of the rows in `StepInputs.sample_rows`; arrays of the same length R.
+
+    `greedy` is True if every row is greedy, the fast path. `index` is the index of the token in its
+    answer: the generator of a row is a function of (seed, index). `num_logprobs` is None if no row
+    wants any; otherwise it is -1 for rows that want none. `edited` has the rows with logit edits.
+    """
+
+    greedy: bool
+    temperature: np.ndarray  # [R] float32
+    top_p: np.ndarray  # [R] float32
+    top_k: np.ndarray  # [R] int32
+    min_p: np.ndarray  # [R] float32
+    seed: np.ndarray  # [R] uint64
+    index: np.ndarray  # [R] int64
+    num_logprobs: np.ndarray | None = None  # [R] int64
+    edited: tuple[EditedRow, ...] = ()
+
+    @classmethod
+    def all_greedy(cls, num_rows: int) -> SampleParams:
+        """Parameters of `num_rows` greedy rows, each the first token of its answer."""
+        return cls(
+            greedy=True,
+            temperature=np.zeros(num_rows, np.float32),
+            top_p=np.ones(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            min_p=np.zeros(num_rows, np.float32),
+            seed=np.zeros(num_rows, np.uint64),
+            index=np.zeros(num_rows, np.int64),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step. T new tokens of S sequences; R of them are sampled.
+
+    Attributes:
+        token_ids: [T] int64; placeholders included (a runner masks ids beyond its vocabulary).
+        positions: [P, T] int64; P is 1, or 3 for M-RoPE.
+        slot_mapping: [T] int64; `block * block_size + offset` where each new token's KV goes.
+        query_start: [S + 1] int32; s owns packed tokens query_start[s] : query_start[s + 1].
+        context_lens: [S] int32; tokens of s whose KV was written by earlier steps.
+        block_table: [S, B] int32; the blocks of s, padded with the null block 0.
+        spans: per sequence, the [start, end) token ranges of its images, absolute in the sequence,
+            for families with bidirectional attention within an image; empty for all others.
+        image_rows: embedding rows that this step reads.
+        sample_rows: [R] int64; packed positions whose logits are sampled.
+        sampling: parameters of these R rows.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    query_start: np.ndarray
+    context_lens: np.ndarray
+    block_table: np.ndarray
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    image_rows: tuple[ImageRows, ...]
+    sample_rows: np.ndarray
+    sampling: SampleParams
+
+
+NOT_FINITE = -1
+"""The token id of a row whose logits have NaN or infinity."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The results of the R sampled rows of a step.
+
+    Attributes:
+        token_ids: [R] int64; `NOT_FINITE` fails only the sequence of that row.
+        logprobs: [R] float32, of these tokens; None if no row wants any.
+        top_ids, top_logprobs: [R, K] int64 and float32, most likely first; K is the largest number
+            that a row wants.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def has_shape(self, num_rows: int) -> bool:
+        """Whether every array has `num_rows` rows."""
+        arrays = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)
+        given = [array for array in arrays if array is not None]
+        return self.token_ids.ndim == 1 and all(len(array) == num_rows for array in given)
+
+    @property
+    def finite(self) -> StepOutput:
+        """The output without the rows of `NOT_FINITE`."""
+        kept = self.token_ids != NOT_FINITE
+        if kept.all():
+            return self
+        return StepOutput(
+            self.token_ids[kept],
+            None if self.logprobs is None else self.logprobs[kept],
+            None if self.top_ids is None else self.top_ids[kept],
+            None if self.top_logprobs is None else self.top_logprobs[kept],
+        )
+
+    def logprobs_of(self, row: int, num_top: int) -> TokenLogprobs:
+        """The logprobs of a row and of its `num_top` likeliest tokens; the step must have them."""
+        assert self.logprobs is not None
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
+        ids, values = self.top_ids[row, :num_top], self.top_logprobs[row, :num_top]
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprobs(float(self.logprobs[row]), top)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes: S sequences, decodes first.
+
+    Attributes:
+        rows: int64 [S], rows of the PersistentBatch.
+        counts: int64 [S], new tokens of each.
+        samples: bool [S], whether the last new token's logits are sampled.
+        decodes: int64 [D], those of `rows` that decode: the first D. It is the batch's own array
+            `decode_rows` if all of these are in the plan.
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    decodes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        if self.num_decodes == len(self.rows):
+            return self.num_decodes
+        return int(self.counts.sum())
+
+    @property
+    def sampled_rows(self) -> np.ndarray:
+        """Rows that are sampled, in order."""
+        return self.rows if self.num_decodes == len(self.rows) else self.rows[self.samples]
+
+    def halves(self) -> tuple[StepPlan, StepPlan]:
+        """The plan as two, to find the half that fails."""
+        middle = len(self) // 2
+        return self._slice(slice(0, middle)), self._slice(slice(middle, None))
+
+    def without(self, rows: set[int]) -> StepPlan:
+        keep = np.array([row not in rows for row in self.rows.tolist()], np.bool_)
+        return self._slice(keep)
+
+    def _slice(self, index: slice | np.ndarray) -> StepPlan:
+        rows, decodes = self.rows[index], np.arange(len(self)) < self.num_decodes
+        num_decodes = int(decodes[index].sum())
+        return StepPlan(rows, self.counts[index], self.samples[index], rows[:num_decodes])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What `schedule` decided.
+
+    Attributes:
+        plan: what to compute, or None.
+        admitted: sequences that left the queue.
+        preempted: sequences that lost their blocks and wait again.
+        blocked_on_embedding: sequences that lack an embedding, and the tokens computed before it;
+            they wait until `Sequence.unblock`.
+        blocked_on_kv: waiting sequences that lack KV blocks; they hold no embeddings (E4).
+    """
+
+    plan: StepPlan | None
+    admitted: list[Sequence]
+    preempted: list[Sequence]
+    blocked_on_embedding: list[tuple[Sequence, int]]
+    blocked_on_kv: list[Sequence]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledOutput:
+    """Sequences with a new token, its index in the answer, and finished answers with reason."""
+
+    sequences: list[Sequence]
+    indices: list[int]
+    finished: list[tuple[Sequence, FinishReason]]
+
+    @classmethod
+    def of(
+        cls, sequences: list[Sequence], indices: list[int], stopped: np.ndarray, full: np.ndarray
+    ) -> SampledOutput:
+        """Make it from bool arrays: `stopped` by a stop token, `full` by length."""
+        finished = [
+            (sequences[i], FinishReason.STOP if stopped[i] else FinishReason.LENGTH)
+            for i in (stopped | full).nonzero()[0].tolist()
+        ]
+        return cls(sequences, indices, finished)
+
+    def concat(self, other: SampledOutput) -> SampledOutput:
+        return SampledOutput(
+            self.sequences + other.sequences,
+            self.indices + other.indices,
+            self.finished + other.finished,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The results of a step by sequence.
+
+    Attributes:
+        sequences, token_ids, indices: sequences with a new token, and its index in the answer.
+        finished: sequences whose answer ended with that token, and why.
+        held: sequences that now keep their KV for a peer.
+        prefilled: sequences whose prompt advanced; tokens computed and blocks written so far.
+        failed: sequences whose logits were not finite; their KV is invalidated.
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    indices: list[int]
+    finished: list[tuple[Sequence, FinishReason]]
+    held: list[Sequence]
+    prefilled: list[tuple[Sequence, int, int]]
+    failed: list[Sequence]

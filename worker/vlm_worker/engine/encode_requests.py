@@ -1,0 +1,374 @@
+"""Encode calls on the engine thread: which items are pending, and which embeddings are pinned.
+
+    encode(key, images) --HIT--> ItemReady
+                        --JOIN-> wait for the encoding in flight
+                        --MISS-> EncoderQueue -> cache -> all waiting calls
+
+Prompts (`prompt_embeddings`) use the same cache: an embedding of this engine reaches its own
+prefill without a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from vlm_worker.core.encoder_cache import Entry, Lookup
+from vlm_worker.core.image_queue import num_pixels
+from vlm_worker.core.step_time import retry_after
+from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind
+from vlm_worker.engine.embedding_cache import EmbeddingCache
+from vlm_worker.engine.encoder_batches import EncoderQueue
+from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
+from vlm_worker.engine.isolation import run_device_copy
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.settings import EngineSettings, QueueLimit
+from vlm_worker.errors import (
+    DrainingError,
+    DuplicateError,
+    EngineError,
+    GoneError,
+    InvalidRequestError,
+    OverloadedError,
+    WorkerError,
+)
+from vlm_worker.types import ImageItem, PreparedImage, RequestKey
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class EncodeCall:
+    """One `encode` call and its items that have not sent their event.
+
+    `attempt` is None if the call is refused.
+    """
+
+    stream: EventStream[EncodeEvent]
+    pending: set[int]
+    priority: int
+    events: EventBuffer
+    attempt: Attempt | None = None
+    kind = ResourceKind.ENCODE_CALL
+    num_bytes = 0
+
+    def release(self) -> bool:
+        self.events.end(self.stream)
+        return True
+
+
+@dataclasses.dataclass(eq=False, frozen=True, slots=True)
+class EmbeddingPin:
+    """An embedding that is queued or held for a peer. `item` is None before `encode` names it.
+
+    Its bytes count for each attempt, shared images included: each has copies made for its peer.
+    """
+
+    entry: Entry
+    owner: Hashable
+    item: int | None
+    num_bytes: int
+    requests: EncodeRequests
+    kind = ResourceKind.EMBEDDING_PIN
+
+    def release(self) -> bool:
+        self.requests.unpin(self.entry, self.owner)
+        return True
+
+
+class EncodeRequests:
+    """The encode track of all attempts. Lives on the engine thread.
+
+    Raises:
+        ValueError: the cache is too small for the largest image; the text gives the numbers.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        attempts: AttemptTable,
+        settings: EngineSettings,
+        events: EventBuffer,
+        clock: Callable[[], float],
+    ) -> None:
+        _check_capacity(runner, settings)
+        self.cache = EmbeddingCache(
+            runner,
+            max_bytes=settings.embedding_cache_bytes,
+            cold_bytes=settings.embedding_cold_cache_bytes,
+            ttl_seconds=settings.embedding_ttl_seconds,
+        )
+        self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)
+        self.draining = False
+        self.num_refused = dict.fromkeys(QueueLimit, 0)
+        self._runner = runner
+        self._settings = settings
+        self._events = events
+        self._clock = clock
+        self._attempts = attempts
+
+    # ---- commands --------------------------------------------------------------------------------
+    def pin_cached(self, key: RequestKey, image_key: bytes, num_tokens: int) -> bool:
+        """See `Engine.pin_cached`."""
+        now = self._clock()
+        entry = self.cache.find(image_key, num_tokens=num_tokens, now=now)
+        if entry is None or not entry.ready:
+            return False
+        # `encode` will count it
+        entry = self.cache.lookup(image_key, key, num_tokens=num_tokens, now=now, counted=False)
+        if entry is None:
+            return False
+        if all(pin.entry is not entry for pin in self._cached_pins(key)):
+            self._pin(self._attempts.open(key), entry, key, item=None)
+        return True
+
+    def unpin_cached(self, key: RequestKey) -> None:
+        """See `Engine.unpin_cached`."""
+        for pin in self._cached_pins(key):
+            self._attempts.by_key[key].release(pin)
+
+    def encode(
+        self,
+        key: RequestKey,
+        images: tuple[PreparedImage, ...],
+        stream: EventStream[EncodeEvent],
+        *,
+        priority: int = 0,
+    ) -> None:
+        """See `Engine.encode`."""
+        if not images:
+            self._events.end(stream)
+            return
+        call = EncodeCall(stream, set(range(len(images))), priority, self._events)
+        own_bytes = sum(pin.num_bytes for pin in self._cached_pins(key))
+        refusal = self._refusal(key, images, own_bytes)
+        if refusal is not None:
+            for item in range(len(images)):
+                self._finish_item(call, ItemFailed(item, refusal))
+            return
+        attempt = call.attempt = self._attempts.open(key)
+        attempt.acquire(call)
+        for item, image in enumerate(images):
+            self._begin(call, attempt, item, image)
+        self.unpin_cached(key)  # each is pinned as an item now
+
+    def export(self, key: RequestKey, item: int) -> memoryview:
+        """See `Engine.export_embedding`."""
+        pin = self._item_pin(key, item)
+        if pin is None or not pin.entry.ready:
+            raise GoneError(f"embedding {item} of {key.request_id} is not held here")
+        return self._rows(pin.entry)
+
+    def release(self, key: RequestKey, item: int) -> None:
+        """See `Engine.release_embedding`."""
+        pin = self._item_pin(key, item)
+        if pin is not None:
+            self._attempts.by_key[key].release(pin)
+
+    def drain(self, error: WorkerError) -> int:
+        """Refuse new calls and fail the waiting images; returns their number."""
+        self.draining = True
+        return self.queue.drain(error)
+
+    def fail_pending(self, error: WorkerError) -> None:
+        """End every stream; nothing is freed."""
+        for attempt in self._attempts.by_key.values():
+            for call in attempt.of(EncodeCall):
+                for item in sorted(call.pending):
+                    self._events.emit(call.stream, ItemFailed(item, error))
+                self._events.end(call.stream)
+
+    @property
+    def num_pinned(self) -> int:
+        """Embeddings pinned for encode calls."""
+        return self._attempts.totals[ResourceKind.EMBEDDING_PIN].count
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of embeddings that are queued or held for peers."""
+        return self._attempts.totals[ResourceKind.EMBEDDING_PIN].num_bytes
+
+    # ---- for prompts -----------------------------------------------------------------------------
+    def is_available(self, image: ImageItem) -> bool:
+        """Whether the embedding of an image is cached, or being encoded."""
+        now = self._clock()
+        return self.cache.find(image.image_key, num_tokens=image.num_tokens, now=now) is not None
+
+    def is_ready(self, image: ImageItem) -> bool:
+        """Whether the embedding of an image is cached."""
+        now = self._clock()
+        entry = self.cache.find(image.image_key, num_tokens=image.num_tokens, now=now)
+        return entry is not None and entry.ready
+
+    def take(self, image: ImageItem, owner: Hashable, *, key: RequestKey) -> Entry | None:
+        """Pin the entry of an image for `owner`, cached or being encoded; None if there is none."""
+        return self.cache.lookup(
+            image.image_key,
+            owner,
+            num_tokens=image.num_tokens,
+            now=self._clock(),
+            counted=not self._is_encoded(key),  # else its `encode` was counted
+        )
+
+    def insert(self, image: ImageItem, embedding: Any, owner: Hashable) -> Entry:
+        """Cache an embedding that a peer sent, pinned for `owner`."""
+        entry = self.cache.begin(image.image_key, owner, num_tokens=image.num_tokens)
+        self.cache.complete(entry, embedding, now=self._clock())
+        self.queue.on_ready(image.image_key)
+        return entry
+
+    def unpin(self, entry: Entry, owner: Hashable) -> None:
+        """Unpin an entry; if it is not encoded yet and has no other pin, dequeue it."""
+        self.cache.unpin(entry, owner, now=self._clock())
+        if not entry.ready and not entry.pins:
+            self.queue.abandon(entry)
+
+    # ---- parts -----------------------------------------------------------------------------------
+    def _num_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self._runner.embed_layout.row_bytes
+
+    def _cached_pins(self, key: RequestKey) -> list[EmbeddingPin]:
+        return [pin for pin in self._attempts.of(key, EmbeddingPin) if pin.item is None]
+
+    def _item_pin(self, key: RequestKey, item: int) -> EmbeddingPin | None:
+        pins = self._attempts.of(key, EmbeddingPin)
+        return next((pin for pin in pins if pin.item == item), None)
+
+    def _is_encoded(self, key: RequestKey) -> bool:
+        """Whether `encode` was called for a key, and its images are not all released."""
+        if self._attempts.of(key, EncodeCall):
+            return True
+        return any(pin.item is not None for pin in self._attempts.of(key, EmbeddingPin))
+
+    def _pin(self, attempt: Attempt, entry: Entry, owner: Hashable, *, item: int | None) -> None:
+        num_bytes = self._num_bytes(entry.num_tokens)
+        attempt.acquire(EmbeddingPin(entry, owner, item, num_bytes, self))
+
+    def _refusal(
+        self, key: RequestKey, images: tuple[PreparedImage, ...], own_bytes: int
+    ) -> WorkerError | None:
+        if self.draining:
+            return DrainingError("this worker is draining")
+        if self._is_encoded(key):
+            return DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
+        needed = self._num_bytes(sum(image.num_tokens for image in images))
+        if needed > self._settings.embedding_cache_bytes:
+            return InvalidRequestError(
+                f"the embeddings of this request take {needed} bytes, and this worker has "
+                f"{self._settings.embedding_cache_bytes}: send fewer or smaller images, or raise "
+                "--embedding-cache-bytes"
+            )
+        return self._overload(images, needed - own_bytes)
+
+    def _overload(
+        self, images: tuple[PreparedImage, ...], additional_bytes: int
+    ) -> OverloadedError | None:
+        """The error if a queue limit is reached; an empty queue accepts one call of any size.
+
+        `additional_bytes` of embeddings are held for each request by itself, shared images
+        included: each has copies made for its own consumer.
+        """
+        queue, settings = self.queue, self._settings
+        additional_pixels = sum(num_pixels(image) for image in images) if queue else 0
+        for bound, queued, additional, maximum in (
+            (QueueLimit.IMAGES, len(queue), len(images), settings.max_waiting_images),
+            (QueueLimit.PIXELS, queue.num_pixels, additional_pixels, settings.max_waiting_pixels),
+            (
+                QueueLimit.EMBEDDINGS,
+                self.held_bytes,
+                additional_bytes,
+                settings.embedding_cache_bytes,
+            ),
+        ):
+            if queued + additional > maximum:
+                self.num_refused[bound] += 1
+                what = f"{queued} {bound.value} wait for the encoder, {maximum} may"
+                if bound is QueueLimit.EMBEDDINGS:
+                    what = f"{queued} bytes of {bound.value} are queued or held, {maximum} may be"
+                return OverloadedError(what, retry_after_seconds=retry_after(queue.seconds))
+        return None
+
+    def _begin(self, call: EncodeCall, attempt: Attempt, item: int, image: PreparedImage) -> None:
+        now = self._clock()
+        owner = (attempt.key, item)
+        found, entry = self.cache.lookup_or_begin(
+            image.image_key, owner, num_tokens=image.num_tokens, now=now
+        )
+        self._pin(attempt, entry, owner, item=item)
+        if found is Lookup.HIT:
+            self._ready(call, item, entry, cache_hit=True, times=(now, now, now))
+            return
+        if found is Lookup.MISS:
+            self.queue.push(entry, image, attempt.key, priority=call.priority)
+        self.queue.on_filled(entry, lambda error: self._item_filled(call, item, entry, now, error))
+
+    def _item_filled(
+        self,
+        call: EncodeCall,
+        item: int,
+        entry: Entry,
+        queued_at: float,
+        error: Exception | None,
+    ) -> None:
+        assert call.attempt is not None
+        if call.attempt.encode_cancelled:
+            return
+        if error is not None:
+            self._failed(call, item, error)
+        else:
+            times = (queued_at, self.queue.batch_started, self._clock())
+            self._ready(call, item, entry, cache_hit=False, times=times)
+
+    def _ready(
+        self,
+        call: EncodeCall,
+        item: int,
+        entry: Entry,
+        *,
+        cache_hit: bool,
+        times: tuple[float, float, float],
+    ) -> None:
+        rows = None
+        if self._runner.kv_layout is None:  # the consumer is a peer
+            try:
+                rows = self._rows(entry)
+            except EngineError as error:
+                self._failed(call, item, error)
+                return
+        self._finish_item(call, ItemReady(item, cache_hit, entry.num_bytes, *times, rows))
+
+    def _failed(self, call: EncodeCall, item: int, error: Exception) -> None:
+        assert call.attempt is not None
+        self.release(call.attempt.key, item)
+        self._finish_item(call, ItemFailed(item, error))
+
+    def _finish_item(self, call: EncodeCall, event: EncodeEvent) -> None:
+        self._events.emit(call.stream, event)
+        call.pending.discard(event.item)
+        if call.pending:
+            return
+        if call.attempt is None:
+            self._events.end(call.stream)
+        else:
+            call.attempt.release(call)
+
+    def _rows(self, entry: Entry) -> memoryview:
+        embedding = self.cache.get(entry)
+        try:
+            return run_device_copy(
+                "copying an embedding out", lambda: self._runner.export_embedding(embedding)
+            )
+        except EngineError as error:  # an encoder pod runs no step that would detect a lost device
+            self.queue.note_failure(error)
+            raise
+
+
+def _check_capacity(runner: Runner, settings: EngineSettings) -> None:
+    """Raise ValueError if the cache is too small for the largest image (E6)."""
+    num_tokens = settings.max_image_tokens or settings.max_model_len
+    needed = num_tokens * runner.embed_layout.row_bytes
+    if needed > settings.embedding_cache_bytes:
+        raise ValueError(
+            f"the largest image has {num_tokens} visual tokens, {needed} bytes of embedding; "
+            f"embedding_cache_bytes is {settings.embedding_cache_bytes}: give it at least as much"
+        )

@@ -1,0 +1,175 @@
+"""Embeddings for prompts: from the cache, from the encoder in flight, or requested by NeedItems.
+
+an item is   cached      Sequence.embeddings[item], its cache entry pinned
+             in flight   this engine is encoding it
+             requested   NeedItems was sent; `put_embedding` delivers it
+
+KV blocks come before embeddings: only a sequence with blocks or a soft reservation
+(`core.soft_reservations`) requests and pins embeddings (E4). An embedding that arrives when it has
+neither goes to the cache, if it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vlm_worker.core.encoder_cache import Entry
+from vlm_worker.core.sequence import Sequence
+from vlm_worker.engine.encode_requests import EncodeRequests
+from vlm_worker.engine.events import EventBuffer, NeedItems
+from vlm_worker.engine.isolation import run_device_copy
+from vlm_worker.engine.runner import Runner
+from vlm_worker.errors import InvalidRequestError
+
+
+class PromptEmbeddings:
+    """Supplies sequences with embeddings. Engine thread only."""
+
+    def __init__(
+        self, runner: Runner, *, encode_requests: EncodeRequests, events: EventBuffer
+    ) -> None:
+        self._runner = runner
+        self._encode_requests = encode_requests
+        self._events = events
+        self._requesters: dict[bytes, list[tuple[Sequence, int]]] = {}
+        encode_requests.queue.on_ready = self._on_ready
+
+    def request_embeddings(self, sequence: Sequence, start: int) -> bool:
+        """Request embeddings for the tokens from `start` on; False if a missing one has no source.
+
+        A sequence that was stalled goes on as soon as the first item that it needs is on hand.
+        """
+        assert sequence.can_pin_embeddings
+        needed = self.needs(sequence, start)
+        lacking = [number for number in needed if not self._supply(sequence, number)]
+        if lacking and not sequence.output.supplied:
+            return False
+        new = tuple(number for number in lacking if number not in sequence.output.requested_items)
+        if new:
+            sequence.output.requested_items.update(new)
+            for number in new:
+                requester = (sequence, number)
+                self._requesters.setdefault(sequence.items[number].image_key, []).append(requester)
+            self._events.emit(sequence.output.stream, NeedItems(new))
+        if needed and sequence.embeddings[needed[0]] is not None:
+            sequence.unblock()
+        return True
+
+    def needs(self, sequence: Sequence, start: int) -> list[int]:
+        """The items that tokens from `start` on need."""
+        return [number for number, item in enumerate(sequence.items) if item.end > start]
+
+    def can_supply(self, sequence: Sequence, start: int) -> bool:
+        """Whether `request_embeddings` would succeed now."""
+        items = [sequence.items[number] for number in self.needs(sequence, start)]
+        return sequence.output.supplied or all(
+            self._encode_requests.is_available(item) for item in items
+        )
+
+    def is_cached(self, sequence: Sequence, start: int) -> bool:
+        """Whether all embeddings for the tokens from `start` on are cached."""
+        return all(
+            self._encode_requests.is_ready(item) for item in sequence.items if item.end > start
+        )
+
+    def put(self, sequence: Sequence, number: int, rows: memoryview) -> None:
+        """Accept a requested embedding; ignore one that was not requested.
+
+        Raises:
+            InvalidRequestError: the request has no such item.
+            CorruptTransferError: a wrong size, or values that are not finite.
+            EngineError: the device is out of memory, or fails otherwise.
+        """
+        if not 0 <= number < len(sequence.items):
+            raise InvalidRequestError(f"the request has no item {number}", param="item")
+        if number not in sequence.output.requested_items:
+            return
+        item = sequence.items[number]
+        embedding = run_device_copy(
+            "taking in an embedding",
+            lambda: self._runner.import_embedding(rows, item.num_tokens),
+        )
+        self._forget_requested_item(sequence, number)
+        if sequence.can_pin_embeddings:
+            sequence.embeddings[number] = embedding
+            sequence.unblock()
+        if not self._encode_requests.is_available(item):
+            owner = (sequence.request.key, "prompt", number)
+            sequence.output.prompt_pins[number] = self._encode_requests.insert(
+                item, embedding, owner
+            )
+            if not sequence.can_pin_embeddings:
+                self._drop(sequence, number)
+
+    def release_consumed(self, sequence: Sequence, num_computed: int) -> None:
+        """Release the embeddings of images that are computed completely."""
+        for number, item in enumerate(sequence.items):
+            if item.end <= num_computed:
+                self._drop(sequence, number)
+
+    def release_pins(self, sequence: Sequence) -> None:
+        """Release the embeddings of a sequence that cannot run yet (E4).
+
+        It requests them again when it can run. A requested embedding may still arrive and stays in
+        the cache until it is evicted.
+        """
+        for number in range(len(sequence.items)):
+            self._drop(sequence, number)
+
+    def drop_all(self, sequence: Sequence) -> None:
+        """Release the embeddings and forget the requested items."""
+        for number in range(len(sequence.items)):
+            self._drop(sequence, number)
+            self._forget_requested_item(sequence, number)
+
+    def _supply(self, sequence: Sequence, number: int) -> bool:
+        """Pin the embedding of an item; False if it is neither cached nor in flight."""
+        if sequence.embeddings[number] is not None or number in sequence.output.prompt_pins:
+            return True
+        key = sequence.request.key
+        entry = self._encode_requests.take(sequence.items[number], (key, "prompt", number), key=key)
+        if entry is None:
+            return False
+        sequence.output.prompt_pins[number] = entry
+        if entry.ready:
+            sequence.embeddings[number] = self._encode_requests.cache.get(entry)
+        else:
+            self._encode_requests.queue.on_filled(entry, self._on_filled(sequence, number, entry))
+        return True
+
+    def _on_filled(
+        self, sequence: Sequence, number: int, entry: Entry
+    ) -> Callable[[Exception | None], None]:
+        def on_filled(error: Exception | None) -> None:
+            if sequence.output.prompt_pins.get(number) is not entry:  # dropped meanwhile
+                return
+            if error is None:
+                sequence.embeddings[number] = self._encode_requests.cache.get(entry)
+            else:
+                self._drop(sequence, number)
+            sequence.unblock()  # the next step asks again for what is missing
+
+        return on_filled
+
+    def _on_ready(self, image_key: bytes) -> None:
+        """Supply the prompts that requested an image; its embedding is cached now."""
+        for sequence, number in list(self._requesters.get(image_key, ())):
+            if sequence.can_pin_embeddings and self._supply(sequence, number):
+                self._forget_requested_item(sequence, number)
+                sequence.unblock()
+
+    def _forget_requested_item(self, sequence: Sequence, number: int) -> None:
+        if number not in sequence.output.requested_items:
+            return
+        sequence.output.requested_items.remove(number)
+        image_key = sequence.items[number].image_key
+        requesters = self._requesters[image_key]
+        requesters.remove((sequence, number))
+        if not requesters:
+            del self._requesters[image_key]
+
+    def _drop(self, sequence: Sequence, number: int) -> None:
+        sequence.embeddings[number] = None
+        entry = sequence.output.prompt_pins.pop(number, None)
+        if entry is not None:
+            self._encode_requests.unpin(entry, (sequence.request.key, "prompt", number))

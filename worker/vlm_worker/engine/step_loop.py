@@ -1,0 +1,194 @@
+"""One step of the language model, and its events.
+
+schedule -> stalled: request embeddings -> run -> update -> events
+         -> preempted, blocked_on_kv: release their embeddings
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from vlm_worker.core.batch_builder import BatchBuilder
+from vlm_worker.core.kv_cache import PrefixCounts
+from vlm_worker.core.measurements import BusyTimeCounter, StepWork
+from vlm_worker.core.sequence import Sequence, Status
+from vlm_worker.core.step_time import AdaptiveLimit
+from vlm_worker.core.step_values import SchedulerOutput, StepOutcome, StepOutput, StepPlan
+from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
+from vlm_worker.engine.isolation import StepIsolation
+from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
+from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.sequences import Sequences
+from vlm_worker.engine.settings import EngineSettings
+from vlm_worker.errors import EngineError
+from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent, TokenLogprobs
+
+
+class StepLoop:
+    """Plans, runs and evaluates one step per turn. Engine thread only."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: Sequences,
+        *,
+        prompt_embeddings: PromptEmbeddings,
+        settings: EngineSettings,
+        events: EventBuffer,
+        clock: Callable[[], float],
+    ) -> None:
+        builder = BatchBuilder(
+            sequences.batch,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            whole_images=settings.whole_images,
+        )
+        self.isolation = StepIsolation(runner, builder, before_call=events.flush)
+        self.limit = AdaptiveLimit(settings.target_step_seconds, maximum=settings.max_num_seqs)
+        self.num_steps = 0
+        self.num_output_tokens = 0
+        self.busy = BusyTimeCounter()
+        self.prefix = PrefixCounts()
+        self.admitted_seconds = 0.0
+        self._sequences = sequences
+        self._prompt_embeddings = prompt_embeddings
+        self._scheduler = sequences.scheduler
+        self._settings = settings
+        self._events = events
+        self._clock = clock
+        self._scheduler.admission.max_running = self.limit.limit.value
+        self._listened_to: list[Sequence] = []
+        self._streams: list[EventStream[PrefillEvent] | None] = []
+
+    def turn(self) -> bool:
+        """Run one step, if a sequence can run; True if another turn may have work."""
+        started = self._clock()
+        schedule = self._scheduler.schedule(now=started)
+        for sequence in schedule.admitted:
+            self._admitted(sequence, started)
+        for sequence in schedule.preempted:
+            self._sequences.readable_blocks.revoke(sequence.request.key)
+            self._sequences.release_pins(sequence)
+        for sequence, start in schedule.blocked_on_embedding:
+            self._sequences.request_embeddings(sequence, start)
+        for sequence in schedule.blocked_on_kv:
+            self._prompt_embeddings.release_pins(sequence)
+        if schedule.plan is None:
+            return bool(schedule.preempted or schedule.blocked_on_embedding)
+        work = self._work(schedule)
+        for result in self.isolation.run(schedule.plan):
+            if isinstance(result.outcome, EngineError):
+                for row in result.plan.rows.tolist():
+                    self._fail(self._scheduler.batch.sequences[row], result.outcome)
+            else:
+                outcome = self._scheduler.update(result.plan, result.outcome.token_ids)
+                self._deliver(outcome, result.outcome.finite if outcome.failed else result.outcome)
+        seconds = self._clock() - started
+        self._measured(schedule.plan, seconds)
+        self.busy.stepped(work, seconds)
+        self.num_steps += 1
+        return True
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of waiting sequences."""
+        return self._scheduler.waiting.num_tokens
+
+    def predict(self, num_tokens: int) -> float:
+        """Predicted seconds to compute `num_tokens` prompt tokens."""
+        return self._sequences.limits.predict(num_tokens)
+
+    def _work(self, schedule: SchedulerOutput) -> StepWork:
+        """The work of a step, measured before the step changes the state."""
+        plan = schedule.plan
+        assert plan is not None
+        batch, num_decodes = self._scheduler.batch, plan.num_decodes
+        return StepWork(
+            num_decodes=num_decodes,
+            kv_tokens=batch.decode_columns.num_kv_tokens if num_decodes else 0,
+            chunks=plan.counts[num_decodes:],
+            before=batch.num_computed[plan.rows[num_decodes:]],
+            num_prompts=len(schedule.admitted),
+        )
+
+    def _measured(self, plan: StepPlan, seconds: float) -> None:
+        """Update the step time model; only steps with decodes update the running limit."""
+        self._sequences.limits.work.observe(plan.num_tokens, seconds)
+        if plan.num_decodes:
+            limit = self.limit.observe(seconds, num_running=len(plan))
+            self._scheduler.admission.max_running = limit.value
+
+    def _admitted(self, sequence: Sequence, now: float) -> None:
+        new_tokens = sequence.num_tokens - sequence.num_cached_tokens
+        self.admitted_seconds += self.predict(new_tokens)
+        if not sequence.output.scheduled:  # a preempted sequence would hit its own blocks
+            sequence.output.scheduled = True
+            self.prefix.add(
+                sequence.items,
+                num_tokens=sequence.num_tokens,
+                num_cached_tokens=sequence.num_cached_tokens,
+            )
+            self._events.emit(sequence.output.stream, ScheduledEvent(now))
+
+    def _deliver(self, outcome: StepOutcome, output: StepOutput) -> None:
+        for sequence, num_computed, num_blocks in outcome.prefilled:
+            if sequence.status is not Status.FINISHED:
+                self._advanced(sequence, num_computed, num_blocks)
+        indices, token_ids = outcome.indices, outcome.token_ids
+        cached, logprobs = _cached(outcome), _logprobs(outcome, output)
+        events = map(TokenEvent, indices, token_ids, cached, logprobs)
+        self._events.emit_all(self._streams_of(outcome.sequences), events)
+        self.num_output_tokens += len(outcome.sequences)
+        for sequence, reason in outcome.finished:
+            self._sequences.finish(sequence, reason)
+        for sequence, _, _ in outcome.prefilled:
+            self._pass_on(sequence)
+        for sequence in outcome.failed:
+            self._fail(sequence, EngineError("the model's logits are not finite"))
+
+    def _streams_of(self, sequences: list[Sequence]) -> list[EventStream[PrefillEvent] | None]:
+        """The stream of each sequence; cached while the same sequences decode."""
+        if sequences is not self._listened_to:
+            self._listened_to = sequences
+            self._streams = [sequence.output.stream for sequence in sequences]
+        return self._streams
+
+    def _advanced(self, sequence: Sequence, num_computed: int, num_blocks: int) -> None:
+        """After a chunk: release the computed images, publish the written blocks."""
+        self._prompt_embeddings.release_consumed(sequence, num_computed)
+        readable_blocks, key = self._sequences.readable_blocks, sequence.request.key
+        if sequence.for_peer and num_blocks > readable_blocks.num_readable(key):
+            self._sequences.publish(sequence, num_blocks)
+            self._events.emit(sequence.output.stream, BlocksReady(num_blocks))
+
+    def _pass_on(self, sequence: Sequence) -> None:
+        """After the first token, end the prefill stream and switch to the successor stream."""
+        output = sequence.output
+        prefilling = sequence.row is not None and self._scheduler.batch.prefilling[sequence.row]
+        if not output.first_only or prefilling or sequence.status is Status.FINISHED:
+            return
+        self._events.end(output.stream)
+        output.stream, output.successor_stream = output.successor_stream, None
+        output.first_only = output.supplied = False
+
+    def _fail(self, sequence: Sequence | None, error: EngineError) -> None:
+        assert sequence is not None
+        self._sequences.fail(sequence, error)
+
+
+def _cached(outcome: StepOutcome) -> Iterable[int]:
+    """Cached prefix tokens, reported only with the first token of a submission."""
+    if not outcome.prefilled:
+        return itertools.repeat(0)
+    return [
+        sequence.num_cached_tokens if index == sequence.request.num_delivered_tokens else 0
+        for sequence, index in zip(outcome.sequences, outcome.indices, strict=True)
+    ]
+
+
+def _logprobs(outcome: StepOutcome, output: StepOutput) -> Iterable[TokenLogprobs | None]:
+    """Log-probabilities of each token; None if not requested."""
+    if output.logprobs is None:
+        return itertools.repeat(None)
+    wanted = [sequence.request.sampling.num_logprobs for sequence in outcome.sequences]
+    return [None if num is None else output.logprobs_of(at, num) for at, num in enumerate(wanted)]

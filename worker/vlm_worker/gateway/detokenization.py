@@ -1,0 +1,281 @@
+"""Converts the tokens of one choice to text, and single tokens to text and bytes.
+
+token ─▶ Detokenizer ─▶ StopScanner ─▶ text that may be sent
+     │        └─▶ offset in the text where the token begins, once it has text
+     └─▶ its log-probabilities, held until text after that offset is sent
+
+The detokenizer holds back incomplete characters; the scanner holds back text that may become a stop
+string. A token is sent with the first text that reaches beyond its offset. A token that begins at
+or after the cut of a stop string is never sent. A token in the middle of a character has the offset
+of that character.
+
+    byte-level vocabularies   "Ġred"  ->  " red"        "ðŁĺ"  ->  f0 9f 98
+    sentencepiece's           "▁red"  ->  " red"        "<0xF0>"  ->  f0
+
+The joined bytes of an answer's tokens are its text (except a space that sentencepiece puts before
+the first word).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from vlm_worker.gateway.api.answers import LEAST_LOGPROB, ChosenToken, LikelyToken
+from vlm_worker.types import TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text to send, and the tokens that begin in it; both may be empty."""
+
+    text: str
+    tokens: tuple[ChosenToken, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self.text or self.tokens)
+
+
+class TextAssembler:
+    """Builds the text of one choice. One task calls it."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, *, stop: tuple[str, ...]) -> None:
+        self._texts = texts
+        self._detokenizer = Detokenizer(tokenizer)
+        self._scanner = StopScanner(stop)
+        self._num_decoded = 0
+        self._num_sent = 0
+        self._textless: list[ChosenToken] = []
+        self._held: list[ChosenToken] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete. The choice then needs no more tokens."""
+        return self._scanner.stopped
+
+    def feed(self, token_id: int, logprobs: TokenLogprobs | None) -> TextChunk:
+        """Add a token; return the text and tokens that may be sent now."""
+        if logprobs is not None and self._texts.is_text(token_id):
+            self._textless.append(self._chosen(token_id, logprobs))
+        text = self._detokenizer.feed(token_id)
+        if text:
+            self._place(text)
+        return self._release(self._scanner.feed(text))
+
+    def finish(self) -> TextChunk:
+        """End the choice; return the remaining text and tokens."""
+        text = self._detokenizer.flush()
+        self._place(text)
+        piece = self._release(self._scanner.feed(text) + self._scanner.flush())
+        if self.stopped:
+            return piece
+        rest, self._held = self._held, []
+        return TextChunk(piece.text, (*piece.tokens, *rest))
+
+    def _place(self, text: str) -> None:
+        """Set the offsets of the tokens that waited for `text`, and hold them for sending."""
+        begins = begins_in(text, [token.chosen.utf8_bytes for token in self._textless])
+        self._held += [
+            dataclasses.replace(token, offset=self._num_decoded + begin)
+            for token, begin in zip(self._textless, begins, strict=True)
+        ]
+        self._textless.clear()
+        self._num_decoded += len(text)
+
+    def _release(self, text: str) -> TextChunk:
+        self._num_sent += len(text)
+        count = sum(token.offset < self._num_sent for token in self._held)
+        tokens, self._held = self._held[:count], self._held[count:]
+        return TextChunk(text, tuple(tokens))
+
+    def _chosen(self, token_id: int, logprobs: TokenLogprobs) -> ChosenToken:
+        return ChosenToken(
+            chosen=self._likely(token_id, logprobs.logprob),
+            top=tuple(self._likely(one, logprob) for one, logprob in logprobs.top),
+            offset=self._num_decoded,
+        )
+
+    def _likely(self, token_id: int, logprob: float) -> LikelyToken:
+        return LikelyToken(*self._texts.of(token_id), max(logprob, LEAST_LOGPROB))
+
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A byte token of tokenizers with byte fallback, for example Llama's and Gemma's."""
+
+
+class Detokenizer:
+    """Text of one answer. The joined results of `feed` and `flush` equal `tokenizer.decode(ids)`.
+
+        ids     . . . . [ shown | new ]     decoded together: a token's text depends on the token
+                        start   end         before it; the text of `shown` is already returned
+
+    The tokenizer decodes a run of byte tokens as a whole, to text or to U+FFFD. So `feed` returns
+    nothing of a run before it ends. A token without text, such as a control token, ends no run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._end = 0
+        self._shown = ""
+        self._num_sent = 0
+
+    def feed(self, token_id: int) -> str:
+        """Add a token; return the text that it completes, "" if a character is incomplete."""
+        self._ids.append(token_id)
+        if _BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "") or not self._decode(-1):
+            return ""
+        text = self._decode(self._start)
+        new = text[len(self._shown) :]
+        if not new or new.endswith("\ufffd"):
+            return ""
+        self._start, self._end = self._end, len(self._ids)
+        self._shown = self._decode(self._start)
+        self._num_sent += len(new)
+        return new
+
+    def flush(self) -> str:
+        """Return the remaining text. An incomplete character becomes U+FFFD, as in `decode`."""
+        text = self._decode(0)
+        rest = text[self._num_sent :]
+        self._num_sent = len(text)
+        return rest
+
+    def _decode(self, start: int) -> str:
+        text: str = self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+        return text
+
+
+class StopScanner:
+    """Ends an answer before its first complete stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        """Add text; return the text that may be sent now, "" once `stopped`."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        held = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            # Cut at the stop string that ends first: the cut must not depend on the chunks.
+            self.stopped, self._held = True, ""
+            return held[: min(found)[1]]
+        keep = max(_overlap(held, stop) for stop in self._stops)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def flush(self) -> str:
+        """Return the held text. Call it if the answer ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE_PIECE = "▁"
+
+
+class TokenTexts:
+    """Text and bytes of single tokens of one tokenizer, cached."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        decoders = _kinds(tokenizer)
+        self._byte_of = _byte_table() if "ByteLevel" in decoders else None
+        self._has_byte_pieces = "ByteFallback" in decoders
+        self._has_space_pieces = bool(decoders & {"Metaspace", "Replace"})
+        self._added = tokenizer.get_added_tokens_decoder()
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether the token has text in an answer. Control tokens and unknown ids have none."""
+        added = self._added.get(token_id)
+        return not added.special if added is not None else bool(self.of(token_id)[1])
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        r"""Return text and bytes. Bytes that are not UTF-8 alone become `\xf0\x9f` in the text."""
+        known = self._known.get(token_id)
+        if known is None:
+            utf8_bytes = self._utf8_bytes(token_id)
+            known = self._known[token_id] = (
+                utf8_bytes.decode(errors="backslashreplace"),
+                utf8_bytes,
+            )
+        return known
+
+    def _utf8_bytes(self, token_id: int) -> bytes:
+        added = self._added.get(token_id)
+        if added is not None:
+            return str(added.content).encode()
+        piece: str = self._tokenizer.id_to_token(token_id) or ""
+        if self._byte_of is not None and all(character in self._byte_of for character in piece):
+            return bytes(self._byte_of[character] for character in piece)
+        match = _BYTE_PIECE.fullmatch(piece) if self._has_byte_pieces else None
+        if match:
+            return bytes([int(match[1], 16)])
+        return (piece.replace(_SPACE_PIECE, " ") if self._has_space_pieces else piece).encode()
+
+
+def _kinds(tokenizer: Tokenizer) -> set[str]:
+    """Return the types of the decoder's parts."""
+    if tokenizer.decoder is None:
+        return set()
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return {part["type"] for part in state.get("decoders", [state])}
+
+
+def _byte_table() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's byte-level vocabulary.
+
+    Printable bytes map to themselves, the others to the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+def begins_in(text: str, utf8_bytes: Sequence[bytes]) -> list[int]:
+    """Return the offset in `text`, in characters, of each token; `utf8_bytes` has their bytes.
+
+    If the joined bytes are not UTF-8, each token is counted with U+FFFD for its invalid bytes. This
+    is exact for byte tokens and approximate for others. If the tokens have more characters than
+    `text`, it lacks a space before the first word.
+    """
+    begins, count = [], 0
+    valid = _is_text(b"".join(utf8_bytes))
+    for one in utf8_bytes:
+        inside = valid and not _begins_character(one[0])
+        begins.append(count - inside)
+        count += sum(map(_begins_character, one)) if valid else len(one.decode(errors="replace"))
+    hidden = max(count - len(text), 0)
+    return [min(max(begin - hidden, 0), max(len(text) - 1, 0)) for begin in begins]
+
+
+def _begins_character(byte: int) -> bool:
+    return byte & 0xC0 != 0x80
+
+
+def _is_text(utf8_bytes: bytes) -> bool:
+    try:
+        utf8_bytes.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

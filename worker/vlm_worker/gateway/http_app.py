@@ -1,0 +1,201 @@
+"""Routes HTTP paths. A middleware assigns request ids and checks keys.
+
+AuthMiddleware ─▶ Router ─▶ /v1/chat/completions  /v1/completions        Endpoint
+                       /v1/models  /v1/models/{id}
+                       /healthz  /readyz              /stats and /metrics on the admin port only
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+
+from vlm_worker.gateway.api import errors
+from vlm_worker.gateway.api.answers import encode
+from vlm_worker.gateway.api.errors import ApiError
+from vlm_worker.gateway.auth import OPEN_PATHS
+from vlm_worker.gateway.body import Receive
+from vlm_worker.gateway.endpoint import Endpoint
+from vlm_worker.gateway.responses import ClientGoneError, Response, Send
+from vlm_worker.gateway.service import Service
+
+logger = logging.getLogger(__name__)
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
+
+
+def public_app(service: Service) -> AuthMiddleware:
+    """Return the application for clients."""
+    pages = Pages(service)
+    router = Starlette(
+        routes=[
+            Route("/v1/chat/completions", Endpoint(service, "chat"), methods=["POST"]),
+            Route("/v1/completions", Endpoint(service, "completion"), methods=["POST"]),
+            Route("/v1/models", pages.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", pages.model, methods=["GET"]),
+            *pages.common,
+        ],
+        exception_handlers={ApiError: _refused, HTTPException: _not_found},
+    )
+    router.router.redirect_slashes = False
+    return AuthMiddleware(router, service)
+
+
+def admin_app(service: Service) -> Starlette:
+    """Return the application for the operator and Prometheus, inside the cluster."""
+    pages = Pages(service)
+    return Starlette(
+        routes=[
+            Route("/stats", pages.stats, methods=["GET"]),
+            Route("/metrics", pages.metrics, methods=["GET"]),
+            *pages.common,
+        ],
+        exception_handlers={HTTPException: _not_found},
+    )
+
+
+class AuthMiddleware:
+    """Assigns a request id. If keys are configured, requires one except for the open paths.
+
+    The checked path is the routed one, never one rebuilt from headers.
+    """
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            raise ValueError(f"a scope of type {scope['type']!r} is not served")
+        headers = dict(scope["headers"])
+        request_id = secrets.token_hex(16)
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+
+        async def send_with_id(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                named = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+
+        tenant = self._tenant(scope["path"], headers.get(b"authorization"))
+        if tenant is None:
+            self._service.meters.request("invalid")
+            await _answer(Response(send_with_id), errors.unauthorized())
+            return
+        scope.setdefault("state", {}).update(
+            request_id=request_id,
+            tenant=tenant,
+            client_request_id=client_id if _SAFE_ID.fullmatch(client_id) else "",
+        )
+        await self._app(scope, receive, send_with_id)
+
+    def _tenant(self, path: str, authorization: bytes | None) -> str | None:
+        keys = self._service.config_watcher.now.keys
+        if keys is None or path in OPEN_PATHS:
+            return ""
+        return keys.tenant_of(None if authorization is None else authorization.decode("latin-1"))
+
+
+class Pages:
+    """Handlers of all paths except the generation endpoints."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.common = [
+            Route("/healthz", self.healthz, methods=["GET"]),
+            Route("/readyz", self.readyz, methods=["GET"]),
+        ]
+
+    async def models(self, _: Request) -> HttpResponse:
+        """List the one served model."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> HttpResponse:
+        """Return the served model if the id matches."""
+        self._service.preparer.check_model(request.path_params["model_id"])
+        return _json(self._model())
+
+    async def healthz(self, _: Request) -> HttpResponse:
+        """Answer ok if the tasks that this process needs run."""
+        return _page(self._service.unhealthy_reason, otherwise="ok")
+
+    async def readyz(self, _: Request) -> HttpResponse:
+        """Answer whether the gateway is ready; ok names the stages without a ready pod."""
+        missing = self._service.missing_stages()
+        degraded = f"ok, but no ready pod for: {', '.join(missing)}"
+        return _page(self._service.not_ready_because(), otherwise=degraded if missing else "ok")
+
+    async def metrics(self, _: Request) -> HttpResponse:
+        """Return the metrics in Prometheus' text format."""
+        service = self._service
+        text = service.meters.exposition(
+            num_inflight=service.num_inflight, accepting=not service.draining
+        )
+        return HttpResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self, _: Request) -> HttpResponse:
+        """Return the document of `docs/stats.schema.json`, version 1."""
+        return _json(self._service.stats())
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        name = service.settings.served_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "triptych",
+            "root": name,
+            "parent": None,
+            "max_model_len": service.preparer.context(service.config_watcher.now.config),
+        }
+
+
+def _page(unhealthy_reason: str | None, *, otherwise: str) -> HttpResponse:
+    status = 200 if unhealthy_reason is None else 503
+    return HttpResponse(
+        f"{unhealthy_reason or otherwise}\n", status_code=status, media_type="text/plain"
+    )
+
+
+async def _refused(_: Request, error: Exception) -> HttpResponse:
+    assert isinstance(error, ApiError)
+    return _json(error.body, status=error.status, headers=error.headers)
+
+
+async def _not_found(request: Request, error: Exception) -> HttpResponse:
+    """Convert Starlette's errors, such as 404 and 405, to OpenAI's format."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    code, message = "invalid_request", "The request is not understood."
+    if error.status_code == 404:
+        paths = ", ".join(route.path_format for route in request.app.routes)
+        code, message = "unknown_path", f"There is nothing at this path; there are {paths}."
+    elif error.status_code == 405:
+        code, message = "method_not_allowed", f"This path takes {headers['Allow']}."
+    refusal = ApiError(error.status_code, message, code=code)
+    return _json(refusal.body, status=error.status_code, headers=headers)
+
+
+def _json(
+    body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None
+) -> HttpResponse:
+    return HttpResponse(
+        encode(body), status_code=status, headers=headers, media_type="application/json"
+    )
+
+
+async def _answer(response: Response, error: ApiError) -> None:
+    try:
+        await response.fail(error)
+    except ClientGoneError:
+        logger.debug("nobody is there to hear of an error")

@@ -1,0 +1,141 @@
+"""A request as the gateway prepared it, and the tokens that were delivered so far."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+import xxhash
+
+from vlm_worker.gateway.images import RequestImage
+from vlm_worker.gateway.prompts import Prompt
+from vlm_worker.route import Demand
+from vlm_worker.types import ImageItem, Request, RequestKey, SamplingParams, TokenLogprobs
+from vlm_worker.wire.messages import DecodedItem
+
+Emit = Callable[[int, TokenLogprobs | None], Awaitable[bool]]
+"""`(token_id, logprobs)` returns whether the client wants more tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A validated request.
+
+    Attributes:
+        images: in the order of their placeholders.
+        prompt_without: returns the prompt without these images, by index.
+        skip_corrupt: leave out images that cannot be decoded, instead of failing.
+        max_wait_seconds: maximum wait for free KV before the client gets a 429.
+        inline: if no encoder pod exists, the prefill pod may encode the images.
+        max_hold_seconds: if it may not, the maximum wait for an encoder pod.
+        block_size: tokens of a KV block.
+        priority: requests of a larger priority run first.
+        num_bytes: bytes of images and texts.
+    """
+
+    request_id: str
+    images: tuple[RequestImage, ...]
+    prompt_without: Callable[[frozenset[int]], Prompt]
+    sampling: SamplingParams
+    cache_salt: bytes
+    skip_corrupt: bool
+    max_wait_seconds: float
+    block_size: int
+    priority: int = 0
+    inline: bool = True
+    max_hold_seconds: float = 0.0
+    num_bytes: int = 0
+
+    def demand(self, num_delivered: int) -> Demand:
+        """The demand on the route after `num_delivered` tokens of the answer."""
+        prompt = self.prompt_without(frozenset())
+        hasher = xxhash.xxh3_128()
+        head = prompt.token_ids[: self.block_size]
+        hasher.update(b"".join(token.to_bytes(4, "little") for token in head))
+        for image, offset in zip(self.images, prompt.offsets, strict=True):
+            if offset < self.block_size:
+                hasher.update(image.digest)
+        return Demand(
+            num_tokens=len(prompt.token_ids) + num_delivered + 1,
+            image_digest=self.images[0].digest if self.images else b"",
+            prefix_digest=hasher.digest(),
+            needs_decode=self.sampling.max_tokens - num_delivered > 1,
+            inline=self.inline,
+        )
+
+
+class DeliveredTokens:
+    """The tokens delivered so far, by any attempt; each is delivered once and in order.
+
+    `emit` gets each token, with its log-probabilities if requested. It returns False when the
+    client needs no more (a stop string). `prompt` is the computed prompt: corrupt images may be
+    left out.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        self._turn = asyncio.Lock()
+        self._grown = asyncio.Event()
+        self.token_ids: list[int] = []
+        self.prompt: Prompt | None = None
+        self.num_cached_tokens = 0
+        self.complete = False
+
+    async def deliver(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None] = (),
+    ) -> None:
+        """Deliver tokens from `first_index` on; drop known ones, keep early ones for later."""
+        async with self._turn:
+            tokens = zip(token_ids, logprobs or [None] * len(token_ids), strict=True)
+            for index, token in enumerate(tokens, first_index):
+                if index >= len(self.token_ids):
+                    self._early.setdefault(index, token)
+            while not self.complete and len(self.token_ids) in self._early:
+                token_id, its_logprobs = self._early.pop(len(self.token_ids))
+                self.token_ids.append(token_id)
+                self.complete = not await self._emit(token_id, its_logprobs)
+            self._grown.set()
+
+    def forget_early(self) -> None:
+        """Drop tokens that a lost attempt sent too early."""
+        self._early.clear()
+
+    async def wait_for(self, num_tokens: int) -> None:
+        """Wait until `num_tokens` are delivered, or the answer is complete."""
+        while len(self.token_ids) < num_tokens and not self.complete:
+            self._grown.clear()
+            await self._grown.wait()
+
+
+def build_request(
+    prepared: PreparedRequest,
+    key: RequestKey,
+    delivered: DeliveredTokens,
+    items: Sequence[DecodedItem],
+) -> tuple[Request, list[int]]:
+    """Build the request for the workers, without the images that could not be decoded.
+
+    Returns:
+        The request, and the indices of the images that are kept.
+    """
+    dropped = frozenset(i for i, item in enumerate(items) if item.error is not None)
+    prompt = delivered.prompt = prepared.prompt_without(dropped)
+    kept = [i for i in range(len(items)) if i not in dropped]
+    request = Request(
+        key=key,
+        token_ids=(*prompt.token_ids, *delivered.token_ids),
+        num_prompt_tokens=len(prompt.token_ids),
+        sampling=prepared.sampling,
+        items=tuple(
+            ImageItem(items[i].image_key, offset, items[i].num_tokens, items[i].grid_thw)
+            for i, offset in zip(kept, prompt.offsets, strict=True)
+        ),
+        cache_salt=prepared.cache_salt,
+        priority=prepared.priority,
+    )
+    return request, kept

@@ -1,0 +1,243 @@
+"""Times of one request on the gateway's clock, and their attribution to stages (TTFT).
+
+    gateway clock   |received                                                     first byte|
+    spans           [gateway][reserve][media][queue][encode     ]
+                                              ········[embed_transfer]
+                                              [prefill_queue  ·······][prefill][gateway]
+    owners          |gateway |reserve |media |queue |encode     |trans|prefill |gateway|
+
+Exactly one stage owns each instant, so the stages add up to the TTFT. `attribute` follows the
+critical path back from the first byte: the span that ended last owns the time since its start, and
+so on. A span that waits for another one (a transfer for its encode, a queue or a prefill for its
+transfers) owns only the time after that one's end. Time without a span is `other`, mostly network.
+
+Workers report offsets from the arrival of a call. The arrival on the gateway's clock is estimated
+from the times of the replies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from vlm_worker.types import STAGES, StageSpan
+from vlm_worker.wire.messages import Reply
+
+
+class OpenCall:
+    """A call in flight; collects the reports of its replies.
+
+    `outbound` is the stage of the time until the call arrives at the worker.
+    """
+
+    def __init__(self, started: float, clock: Callable[[], float], *, outbound: str | None) -> None:
+        self._started = started
+        self._clock = clock
+        self._outbound = outbound
+        self._reports: list[Report] = []
+
+    def report(self, reply: Reply[Any]) -> None:
+        """Record a reply that arrived now."""
+        self._reports.append(Report(self._clock(), reply.clock, reply.spans))
+
+    @property
+    def spans(self) -> tuple[StageSpan, ...]:
+        """The call's spans on the gateway's clock; empty without a reply."""
+        if not self._reports:
+            return ()
+        call = Call(self._started, tuple(self._reports))
+        if self._outbound is None:
+            return call.spans
+        return (StageSpan(self._outbound, self._started, call.arrived), *call.spans)
+
+
+class Trace:
+    """The times of one request. Only its tasks write it.
+
+    `received` is the time of the request's last byte. `first_byte` is the time when the first token
+    was sent. Both are seconds on `clock`.
+    """
+
+    def __init__(self, *, received: float, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.received = received
+        self.first_byte: float | None = None
+        self._spans: list[StageSpan] = []
+        self._calls: list[OpenCall] = []
+        self._gateway_since: float | None = received
+
+    def call(self, *, outbound: str | None = None) -> OpenCall:
+        """Start a call to a worker; `outbound` is the stage of its way there."""
+        call = OpenCall(self.clock(), self.clock, outbound=outbound)
+        self._calls.append(call)
+        return call
+
+    @contextlib.contextmanager
+    def stage(self, stage: str) -> Iterator[None]:
+        """Measure a stage on the gateway's clock."""
+        started = self.clock()
+        try:
+            yield
+        finally:
+            self._spans.append(StageSpan(stage, started, self.clock()))
+
+    def gateway_works(self) -> None:
+        """Start a span of the gateway's work on the request."""
+        if self._gateway_since is None:
+            self._gateway_since = self.clock()
+
+    def gateway_waits(self) -> None:
+        """End the span of the gateway's work."""
+        if self._gateway_since is not None:
+            self._spans.append(StageSpan("gateway", self._gateway_since, self.clock()))
+            self._gateway_since = None
+
+    def first_byte_left(self) -> None:
+        """Record that the first token was sent."""
+        if self.first_byte is None:
+            self.gateway_waits()
+            self.first_byte = self.clock()
+
+    def stages(self) -> dict[str, float]:
+        """Return the seconds of each stage; they add up to the TTFT. Call after the first byte."""
+        assert self.first_byte is not None
+        spans = [*self._spans, *(span for call in self._calls for span in call.spans)]
+        return attribute(spans, received=self.received, first_byte=self.first_byte)
+
+    @property
+    def ttft(self) -> float:
+        """TTFT in seconds; valid after the first byte."""
+        assert self.first_byte is not None
+        return self.first_byte - self.received
+
+
+_OTHER = "other"
+# A span of the key waits for the end of spans of the value.
+_WAITS_FOR = {
+    "encode": ("media", "encoder_queue"),
+    "encoder_queue": ("media",),
+    "embed_transfer": ("media", "encoder_queue", "encode"),
+    "prefill_queue": ("media", "encoder_queue", "encode", "embed_transfer"),
+    "prefill": ("media", "encoder_queue", "encode", "embed_transfer", "prefill_queue"),
+}
+_WHOLE_REQUEST = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """The times that one reply reports about its call.
+
+    Attributes:
+        received: arrival of the reply, on the gateway's clock.
+        clock: seconds since the call's arrival when the worker wrote it, on the worker's clock.
+        spans: offsets in seconds from the call's arrival.
+    """
+
+    received: float
+    clock: float
+    spans: tuple[StageSpan, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call to a worker: its start on the gateway's clock, and the reports of its replies."""
+
+    started: float
+    reports: tuple[Report, ...]
+
+    @property
+    def arrived(self) -> float:
+        """Estimated arrival at the worker, on the gateway's clock.
+
+        The estimate assumes equal times in both directions, for the reply with the least time in
+        flight.
+        """
+        latest = min((r.received - r.clock for r in self.reports), default=self.started)
+        return (self.started + max(latest, self.started)) / 2
+
+    @property
+    def spans(self) -> tuple[StageSpan, ...]:
+        """The call's spans on the gateway's clock. The longest report of a span counts."""
+        placed: dict[tuple[str, int, float], StageSpan] = {}
+        for report in self.reports:
+            for span in report.spans:
+                key = (span.stage, span.item, span.start)
+                known = placed.get(key)
+                if known is None or known.end < span.end:
+                    placed[key] = span
+        at = self.arrived
+        return tuple(StageSpan(s.stage, at + s.start, at + s.end, s.item) for s in placed.values())
+
+
+def attribute(
+    spans: Iterable[StageSpan], *, received: float, first_byte: float
+) -> dict[str, float]:
+    """Return the seconds that each stage owns between `received` and `first_byte`.
+
+    Args:
+        spans: on the gateway's clock, from the gateway and all workers.
+        received: time of the request's last byte.
+        first_byte: time when the first byte of the first token was sent.
+
+    Returns:
+        Every stage of `types.STAGES`, in that order; the sum is `first_byte - received`.
+    """
+    known = [_clip(s, received, first_byte) for s in spans if s.stage in STAGES]
+    inside = _after_their_waits([s for s in known if s.end > s.start])
+    owned = dict.fromkeys(STAGES, 0.0)
+    now = first_byte
+    while now > received:
+        last = max(
+            (s for s in inside if s.end <= now), key=lambda s: (s.end, -s.start), default=None
+        )
+        boundary = received if last is None else last.end
+        for stage, start, end in _gap(inside, boundary, now):
+            owned[stage] += end - start
+        if last is None:
+            break
+        owned[last.stage] += last.end - last.start
+        now = last.start
+    return owned
+
+
+def _clip(span: StageSpan, start: float, end: float) -> StageSpan:
+    low, high = max(span.start, start), min(span.end, end)
+    return StageSpan(span.stage, low, max(low, high), span.item)
+
+
+def _after_their_waits(spans: Sequence[StageSpan]) -> list[StageSpan]:
+    """Return the spans without the parts in which they waited for the end of others.
+
+    If a stage has several spans for an item (one per chunk), they contain no waiting time and stay
+    unchanged.
+    """
+    pieces = Counter((span.stage, span.item) for span in spans)
+    trimmed = []
+    for span in spans:
+        start = span.start
+        if pieces[span.stage, span.item] == 1:
+            start = max([start, *(s.end for s in spans if _waits(span, s))])
+        trimmed.append(StageSpan(span.stage, start, span.end, span.item))
+    return trimmed
+
+
+def _waits(span: StageSpan, other: StageSpan) -> bool:
+    same_item = span.item == other.item or _WHOLE_REQUEST in (span.item, other.item)
+    return same_item and other.stage in _WAITS_FOR.get(span.stage, ()) and other.end < span.end
+
+
+def _gap(
+    spans: Sequence[StageSpan], start: float, end: float
+) -> Iterable[tuple[str, float, float]]:
+    """Yield the owners of a time in which no span ended: the earliest running span, else other."""
+    running = min((s for s in spans if s.start < end < s.end), key=lambda s: s.start, default=None)
+    if running is None:
+        yield _OTHER, start, end
+        return
+    since = max(start, running.start)
+    yield running.stage, since, end
+    if since > start:
+        yield _OTHER, start, since

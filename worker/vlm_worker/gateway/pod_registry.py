@@ -1,0 +1,371 @@
+"""Connects to all worker pods; tracks their load and wakes requests that wait for pods.
+
+discovery ─▶ apply(pods) ─▶ a task per pod:  Hello ─▶ WatchLoad, WatchLoad, … ─▶ lost: Hello again
+                            candidates() ─▶ route
+
+A change of the pods wakes waiting requests one after another:
+
+change ─▶ first request of each group: condition?  false: the whole group stays blocked
+                                                   true: it takes its pods, then the next is woken
+
+All members of a group have the same condition. If it is false for the first, it is false for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+
+from vlm_worker.client import WorkerClient
+from vlm_worker.errors import IncompatibleError, PeerLostError, WorkerError
+from vlm_worker.gateway.discovery import KnownPod
+from vlm_worker.route import Candidate
+from vlm_worker.settings.timers import PRODUCTION, Timers
+from vlm_worker.types import Role, Stage
+from vlm_worker.wire.messages import Hello, Load
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[..., WorkerClient]
+"""`(address, timers=...)` returns a client of the worker at an address."""
+
+
+class PodConnection:
+    """The connection to one worker. `Registry` is its only writer."""
+
+    def __init__(self, pod: KnownPod, client: WorkerClient) -> None:
+        self.pod = pod
+        self.client = client
+        self.hello: Hello | None = None
+        self.load: Load | None = None
+        self.num_others = 0
+        self.num_inflight = 0
+        self.unused = asyncio.Event()
+        self.unused.set()
+        self.news = asyncio.Event()
+        self.refuses = False
+        self.unusable_reason = ""
+        self.task: asyncio.Task[None] | None = None
+
+    def report(self, load: Load) -> None:
+        """Apply a load report.
+
+        Requests beyond those of this gateway belong to other gateways. Until the next report, about
+        a second later, only this gateway's requests change the count.
+        """
+        self.load = load
+        self.num_others = max(0, load.num_inflight - self.num_inflight)
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it accepts new requests, according to the cluster and to the worker."""
+        load = self.load
+        return self.pod.accepting and not self.refuses and (load is None or load.accepting)
+
+    @property
+    def candidate(self) -> Candidate | None:
+        """The worker as input of the route selection; None before its Hello."""
+        hello, load = self.hello, self.load
+        if hello is None:
+            return None
+        return Candidate(
+            name=self.pod.name,
+            address=self.pod.address,
+            role=hello.role,
+            stages=hello.stages,
+            boot_id=hello.boot_id,
+            layout_fingerprint=hello.layout_fingerprint,
+            embed_fingerprint=hello.embed_fingerprint,
+            kv_capacity_tokens=hello.limits.kv_capacity_tokens,
+            max_model_len_tokens=hello.limits.max_model_len,
+            ready=self.pod.ready,
+            accepting=self.accepts,
+            num_inflight=self.num_inflight + self.num_others,
+            num_waiting=load.num_waiting if load else 0,
+            work_queued_seconds=load.work_queued_seconds if load else 0.0,
+            kv_free_tokens=load.kv_free_tokens if load else hello.limits.kv_capacity_tokens,
+        )
+
+
+class Registry:
+    """All worker connections, by pod name."""
+
+    def __init__(
+        self,
+        *,
+        served_name: str,
+        compat: str = "",
+        timers: Timers = PRODUCTION,
+        clock: Callable[[], float] = time.monotonic,
+        connect: Connect = WorkerClient,
+    ) -> None:
+        self.timers = timers
+        self._connect = connect
+        self._served_name = served_name
+        self._compat = compat
+        self._clock = clock
+        self._held: Counter[Role] = Counter()
+        self._lost_at: dict[Stage, float] = {}
+        self._peers: dict[str, PodConnection] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._waiters = Waiters()
+
+    def apply(self, pods: Sequence[KnownPod]) -> None:
+        """Set the known pods: connect to new ones, close removed ones.
+
+        A pod with a new address is a new pod.
+        """
+        wanted = {pod.name: pod for pod in pods}
+        for name, peer in list(self._peers.items()):
+            pod = wanted.get(name)
+            if pod is None or pod.address != peer.pod.address:
+                self._let_go(self._peers.pop(name))
+            elif pod != peer.pod:
+                peer.pod = pod
+                peer.news.set()
+                self._notify()
+        for name, pod in wanted.items():
+            if name not in self._peers:
+                peer = self._peers[name] = PodConnection(
+                    pod, self._connect(pod.address, timers=self.timers)
+                )
+                peer.task = asyncio.create_task(self._tend(peer), name=f"tend {name}")
+
+    def candidates(self) -> list[Candidate]:
+        """Return every worker that answered Hello, in the order of names."""
+        found = (peer.candidate for _, peer in sorted(self._peers.items()))
+        return [candidate for candidate in found if candidate is not None]
+
+    @property
+    def by_name(self) -> Mapping[str, PodConnection]:
+        """The connections by pod name, for tests and messages."""
+        return self._peers
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[WorkerClient]:
+        """Return a worker's client and count the request as in flight there.
+
+        Raises:
+            PeerLostError: the pod is not known any more.
+        """
+        peer = self._peers.get(name)
+        if peer is None:
+            raise PeerLostError(f"{name} is gone")
+        peer.num_inflight += 1
+        peer.unused.clear()
+        try:
+            yield peer.client
+        finally:
+            peer.num_inflight -= 1
+            if peer.num_inflight == 0:
+                peer.unused.set()
+
+    @contextlib.contextmanager
+    def held_for_pool(self, role: Role) -> Iterator[None]:
+        """Count a request in `held_for` while it waits for a pool."""
+        self._held[role] += 1
+        try:
+            yield
+        finally:
+            self._held[role] -= 1
+
+    @property
+    def held_for(self) -> dict[str, int]:
+        """Requests that wait for a pool without pods or free KV, by role; in `/stats`."""
+        return {role.value: count for role, count in self._held.items() if count}
+
+    def refused(self, boot_id: bytes) -> None:
+        """Mark a worker as draining, before its next load report."""
+        for peer in self._peers.values():
+            if peer.hello is not None and peer.hello.boot_id == boot_id:
+                peer.refuses = True
+                self._notify()
+
+    def lost_at(self, stage: Stage) -> float | None:
+        """Return when a pod with this stage was last lost or removed; None if never."""
+        return self._lost_at.get(stage)
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
+    ) -> bool:
+        """Wait until a condition on the known pods holds; return False after `timeout` seconds.
+
+        The condition must not depend on load: a load report wakes waiters only if the worker starts
+        or stops accepting. All waiters of a `group` must have the same condition.
+        """
+        return await self._waiters.wait_until(condition, timeout=timeout, group=group)
+
+    async def close(self) -> None:
+        """Close all connections, each after its last request."""
+        for peer in self._peers.values():
+            self._let_go(peer)
+        self._peers.clear()
+        await asyncio.gather(*self._closing)
+
+    def _notify(self) -> None:
+        self._waiters.notify()
+
+    def _let_go(self, peer: PodConnection) -> None:
+        self._note_loss(peer)
+        task = asyncio.create_task(self._close(peer), name=f"close {peer.pod.name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._notify()
+
+    async def _close(self, peer: PodConnection) -> None:
+        if peer.task is not None:
+            peer.task.cancel()
+            await asyncio.gather(peer.task, return_exceptions=True)
+        # A removed pod may still answer; its streams end by themselves.
+        await peer.unused.wait()
+        await peer.client.close()
+
+    async def _tend(self, peer: PodConnection) -> None:
+        """Follow one worker until cancelled: Hello, then its load; on errors retry with backoff."""
+        timers = self.timers
+        delay = timers.retry
+        while True:
+            try:
+                hello = await peer.client.hello(timeout=timers.hello)
+                self._check(hello)
+                peer.hello, peer.load, peer.num_others = hello, None, 0
+                peer.refuses, peer.unusable_reason = False, ""
+                self._notify()
+                logger.info("worker found", extra={"pod": peer.pod.name, "role": hello.role})
+                delay = timers.retry
+                await self._follow_load(peer)
+            except IncompatibleError as error:
+                self._lost(peer, error)
+                delay = timers.max_retry
+            except (WorkerError, TimeoutError) as error:
+                self._lost(peer, error)
+            except Exception as error:
+                # A defect in this code must not exclude the worker permanently.
+                logger.exception("following a worker failed", extra={"pod": peer.pod.name})
+                self._lost(peer, error)
+            if await _comes_within(peer.news, delay):
+                delay = timers.retry  # it became ready: connect without backoff
+            else:
+                delay = min(delay * 2, timers.max_retry)
+
+    async def _follow_load(self, peer: PodConnection) -> None:
+        async with aclosing(peer.client.watch_load()) as loads:
+            while True:
+                async with asyncio.timeout(self.timers.silence):
+                    load = await anext(loads, None)
+                if load is None or (peer.hello and load.boot_id != peer.hello.boot_id):
+                    return
+                accepted = peer.accepts
+                peer.report(load)
+                if peer.accepts != accepted:
+                    self._notify()
+
+    def _lost(self, peer: PodConnection, error: Exception) -> None:
+        if str(error) != peer.unusable_reason:
+            message = "worker not reached" if peer.hello is None else "worker lost"
+            logger.warning(message, extra={"pod": peer.pod.name, "reason": str(error)})
+        peer.unusable_reason = str(error)
+        self._note_loss(peer)
+        peer.hello, peer.load, peer.num_others = None, None, 0
+        self._notify()
+
+    def _note_loss(self, peer: PodConnection) -> None:
+        if peer.hello is not None:
+            self._lost_at |= dict.fromkeys(peer.hello.stages, self._clock())
+
+    def _check(self, hello: Hello) -> None:
+        """Raise IncompatibleError if the worker serves another model or compatibility set."""
+        if hello.model != self._served_name:
+            raise IncompatibleError(f"it serves {hello.model!r}, not {self._served_name!r}")
+        if self._compat and hello.compat != self._compat:
+            found = hello.compat or "not set (--compat)"
+            raise IncompatibleError(f"its compat is {found}, not {self._compat}")
+
+
+async def _comes_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event and clear it; return False after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    event.clear()
+    return True
+
+
+def static_pods(addresses: Sequence[str]) -> list[KnownPod]:
+    """Return workers at fixed addresses as pods."""
+    return [KnownPod(name=address, address=address) for address in addresses]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Waiter:
+    """A waiting request."""
+
+    condition: Callable[[], bool]
+    helped: asyncio.Future[None]
+
+
+class Waiters:
+    """The waiting requests of one gateway, in order of arrival, by group.
+
+    The event loop is the only writer.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, dict[_Waiter, None]] = {}
+        self._changed = False
+        self._waking: asyncio.Task[None] | None = None
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout: float, group: Hashable = None
+    ) -> bool:
+        """Wait until `condition` holds after a change; return False after `timeout` seconds.
+
+        All waiters of a `group` have the same condition. Without a group, the waiter's condition is
+        checked after every change.
+        """
+        if condition():
+            return True
+        waiter = _Waiter(condition, asyncio.get_running_loop().create_future())
+        group = waiter if group is None else group
+        self._groups.setdefault(group, {})[waiter] = None
+        try:
+            async with asyncio.timeout(timeout):
+                await waiter.helped
+        except TimeoutError:
+            return False
+        finally:
+            members = self._groups[group]
+            del members[waiter]
+            if not members:
+                del self._groups[group]
+        return True
+
+    def notify(self) -> None:
+        """Check the waiters' conditions after a change of the pods."""
+        self._changed = True
+        if self._groups and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.get_running_loop().create_task(self._wake(), name="wake")
+
+    async def _wake(self) -> None:
+        while self._changed:
+            self._changed = False
+            for group in list(self._groups):
+                await self._wake_group(group)
+
+    async def _wake_group(self, group: Hashable) -> None:
+        for waiter in list(self._groups.get(group, ())):
+            if waiter.helped.done():
+                continue
+            if not waiter.condition():
+                return
+            waiter.helped.set_result(None)
+            # Let the woken request take its pods before the next condition is checked.
+            await asyncio.sleep(0)

@@ -1,0 +1,328 @@
+"""Builds prompts: messages to token ids, with the same result as transformers' processor.
+
+messages ─▶ template ─▶ pieces ─▶ ids, one placeholder per image ─▶ one per visual token
+
+Text of clients never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from vlm_worker.core.families import Family, ModelConfigError, load_family
+from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_pointer, read_json
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.requests import Message
+from vlm_worker.gateway.chat_template import ChatTemplate, drops_strings, read_template
+from vlm_worker.gateway.detokenization import TokenTexts
+from vlm_worker.wire.checks import MAX_REPETITION_PENALTY
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+# Upper bound: normalizers shrink text most by composing Hangul and accents, to a third.
+_NORMALIZER_SHRINKS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens; image k has `counts[k]` placeholders from `offsets[k]` on."""
+
+    token_ids: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Number of placeholders."""
+        return sum(self.counts)
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Number of all other tokens."""
+        return len(self.token_ids) - self.num_image_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Defaults of sampling parameters, from the model's `generation_config.json`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class PromptBuilder:
+    """A model's tokenizer, chat template and sampling defaults, read from its files.
+
+    Raises:
+        ModelConfigError: a file cannot be used.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self.family: Family = load_family(model_dir)
+        self.tokenizer: Tokenizer = _load_tokenizer(model_dir)
+        _check_ids(model_dir / "tokenizer.json", self.tokenizer, self.family)
+        self._pieces = PieceEncoder(self.tokenizer, self.family)
+        self._longest_token = max(len(token) for token in self.tokenizer.get_vocab())
+        self._prefix, self._suffix, self._bos = self._surroundings(model_dir)
+        source = read_template(model_dir)
+        named = _named_tokens(model_dir)
+        self._template = source and ChatTemplate(
+            source,
+            self._pieces.control_tokens,
+            named,
+            as_parts=drops_strings(source, tuple(named.items())),
+        )
+        self.defaults = _sampling_defaults(model_dir)
+        self.token_texts = TokenTexts(self.tokenizer)
+
+    def chat(self, messages: Sequence[Message], counts: Sequence[int]) -> Prompt:
+        """Build the prompt of a conversation.
+
+        Args:
+            messages: the conversation without skipped images.
+            counts: visual tokens of each image, in order.
+
+        Raises:
+            ApiError: 400; the model has no template, or the template rejects the conversation.
+        """
+        if not isinstance(self._template, ChatTemplate):
+            raise invalid(
+                "This model has no chat template; use /v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
+        pieces = self._template.render(messages)
+        starts_with_bos = bool(pieces) and pieces[0] == (self._bos, True)
+        token_ids = self._pieces.encode(pieces)
+        if not starts_with_bos:
+            token_ids = [*self._prefix, *token_ids, *self._suffix]
+        try:
+            expanded, offsets = self.family.expand(token_ids, counts)
+        except InvalidRequestError as error:
+            raise invalid(
+                "The model's chat template cannot place the images of these messages.",
+                param="messages",
+                code="invalid_messages",
+            ) from error
+        return Prompt(tuple(expanded), tuple(offsets), tuple(counts))
+
+    def completion(self, text: str) -> Prompt:
+        """Build the prompt of a plain text."""
+        return Prompt((*self._prefix, *self._pieces.encode([(text, False)]), *self._suffix))
+
+    def least_tokens(self, num_bytes: int) -> int:
+        """Return a lower bound on the tokens of `num_bytes` of text, without encoding it."""
+        return num_bytes // (self._longest_token * _NORMALIZER_SHRINKS)
+
+    def _surroundings(self, model_dir: Path) -> tuple[list[int], list[int], str | None]:
+        """Return the ids that the tokenizer adds before and after a text, and the BOS token."""
+        bare = self.tokenizer.encode("a", add_special_tokens=False).ids
+        full = self.tokenizer.encode("a", add_special_tokens=True).ids
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)
+        if not bare or at is None:
+            raise ModelConfigError(
+                f"{model_dir / 'tokenizer.json'}: the letter 'a' has no tokens; use the tokenizer "
+                "that belongs to these weights"
+            )
+        return full[:at], full[at + len(bare) :], _named_tokens(model_dir).get("bos_token")
+
+
+def check_context(
+    prompt: Prompt, max_tokens: int | None, limit: int, *, param: str, max_tokens_param: str
+) -> int:
+    """Return the maximum number of tokens of the answer.
+
+    Raises:
+        ApiError: 400 `context_length_exceeded`; the message has the numbers.
+    """
+    room = limit - len(prompt.token_ids)
+    if room >= (max_tokens or 1):
+        return room if max_tokens is None else max_tokens
+    if room < 1:
+        raise context_exceeded(
+            f"the prompt has {len(prompt.token_ids)} ({prompt.num_text_tokens} of text, "
+            f"{prompt.num_image_tokens} of images)",
+            limit,
+            param,
+        )
+    raise context_exceeded(
+        f"the prompt has {len(prompt.token_ids)} ({prompt.num_text_tokens} of text, "
+        f"{prompt.num_image_tokens} of images) and '{max_tokens_param}' asks for {max_tokens}",
+        limit,
+        max_tokens_param,
+    )
+
+
+def context_exceeded(what: str, limit: int, param: str) -> ApiError:
+    """Return the 400 error of a request that exceeds the context."""
+    return invalid(
+        f"The context of this model is {limit} tokens; {what}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer:
+    path = model_dir / "tokenizer.json"
+    if path.is_file():
+        with path.open("rb") as file:
+            check_no_pointer(path, file.read(len(LFS_POINTER)))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises nothing narrower
+        raise ModelConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _check_ids(path: Path, tokenizer: Tokenizer, family: Family) -> None:
+    """Raise ModelConfigError if a token, except the image placeholder, has no embedding."""
+    beyond = [
+        (token_id, token)
+        for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()
+        if token_id >= family.vocab_size and token_id != family.image_token_id
+    ]
+    if not beyond:
+        return
+    token_id, token = min(beyond)
+    raise ModelConfigError(
+        f"{path}: {token!r} has the id {token_id}, one of {len(beyond)} tokens without an "
+        f"embedding; vocab_size in config.json gives one to ids below {family.vocab_size}. Use the "
+        "tokenizer that belongs to these weights, or call resize_token_embeddings and save again"
+    )
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _named_tokens(model_dir: Path) -> dict[str, str]:
+    config = _read_optional(model_dir / "tokenizer_config.json")
+    named = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    path = model_dir / "generation_config.json"
+    # 0 and null mean that a field is not set
+    given = {name: value for name, value in _read_optional(path).items() if value}
+    fields = ConfigFields(str(path), given)
+    repetition_penalty = fields.number("repetition_penalty", 1.0)
+    if not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise ModelConfigError(
+            f"{path}: repetition_penalty is {repetition_penalty}; "
+            f"it must be above 0 and at most {MAX_REPETITION_PENALTY:g}"
+        )
+    if "do_sample" not in fields:
+        return SamplingDefaults(repetition_penalty=repetition_penalty)
+    return SamplingDefaults(
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        top_k=fields.count("top_k") if "top_k" in fields else 0,
+        min_p=fields.number("min_p", 1.0) if "min_p" in fields else 0.0,
+        repetition_penalty=repetition_penalty,
+    )
+
+
+PromptPiece = tuple[str, bool]
+"""Text, and whether it is a control token."""
+
+
+class PieceEncoder:
+    """Encodes pieces of one model's prompts. Text pieces never become control tokens.
+
+    Raises:
+        ModelConfigError: the tokenizer lacks the control tokens of the family's images.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
+        tokenizer.encode_special_tokens = True
+        self._first, self._later = tokenizer, _without_first_space(tokenizer)
+        self._later.encode_special_tokens = True
+        self._control = {
+            token.content: (token_id, token)
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._marker = self._piece(family.marker_token_id)
+        self._image = [self._piece(part) for part in family.image_text]
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The tokenizer's special tokens."""
+        return list(self._control)
+
+    def encode(self, pieces: Sequence[PromptPiece]) -> list[int]:
+        """Return token ids with one placeholder per image.
+
+        Spaces next to a control token are removed if its `lstrip` or `rstrip` is set.
+        """
+        token_ids: list[int] = []
+        strip_next = False
+        pieces = self._written_out(pieces)
+        for i, (piece, control) in enumerate(pieces):
+            if control:
+                token_id, token = self._control[piece]
+                token_ids.append(token_id)
+                strip_next = token.rstrip
+                continue
+            text = piece.lstrip() if strip_next else piece
+            if i + 1 < len(pieces) and self._control[pieces[i + 1][0]][1].lstrip:
+                text = text.rstrip()
+            strip_next = False
+            tokenizer = self._later if i else self._first
+            token_ids += tokenizer.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    def _written_out(self, pieces: Sequence[PromptPiece]) -> list[PromptPiece]:
+        """Replace image markers by the family's image text and join adjacent texts."""
+        out: list[PromptPiece] = []
+        for piece in pieces:
+            for text, control in self._image if piece == self._marker else (piece,):
+                if not control and out and not out[-1][1]:
+                    out[-1] = (out[-1][0] + text, False)
+                else:
+                    out.append((text, control))
+        return out
+
+    def _piece(self, part: int | str) -> PromptPiece:
+        if isinstance(part, str):
+            return part, False
+        content = self._first.id_to_token(part)
+        if content not in self._control:
+            raise ModelConfigError(
+                f"tokenizer.json: has no control token {part}, which config.json names for images"
+            )
+        return content, True
+
+
+def _without_first_space(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a copy for text after a control token.
+
+    Some tokenizers add a space before the first text of a prompt only.
+    """
+    fields = json.loads(tokenizer.to_str())
+    _forget_first(fields["pre_tokenizer"])
+    return Tokenizer.from_str(json.dumps(fields))
+
+
+def _forget_first(pre_tokenizer: dict[str, object] | None) -> None:
+    if pre_tokenizer is None:
+        return
+    if pre_tokenizer.get("prepend_scheme") == "first":
+        pre_tokenizer["prepend_scheme"] = "never"
+    inner = pre_tokenizer.get("pretokenizers")
+    for part in inner if isinstance(inner, list) else ():
+        _forget_first(part)

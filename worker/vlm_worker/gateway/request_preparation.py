@@ -1,0 +1,301 @@
+"""Prepare a request: check images, tokenize the prompt, check the context length, fill defaults.
+
+No worker is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+from vlm_worker.gateway.api.data_urls import BodyBytes
+from vlm_worker.gateway.api.errors import ApiError, invalid
+from vlm_worker.gateway.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    ImagePart,
+    Message,
+    Options,
+    SamplingOptions,
+    TextPart,
+    parse_chat,
+    parse_completion,
+)
+from vlm_worker.gateway.api.schema import JsonBody, read_json
+from vlm_worker.gateway.auth import Salts
+from vlm_worker.gateway.config import Admission, Config
+from vlm_worker.gateway.images import RequestImage, read_images
+from vlm_worker.gateway.memory import Held
+from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
+from vlm_worker.gateway.prompts import (
+    Prompt,
+    PromptBuilder,
+    SamplingDefaults,
+    check_context,
+    context_exceeded,
+)
+from vlm_worker.gateway.turns import Steps, Turns
+from vlm_worker.types import SamplingParams
+
+T = TypeVar("T")
+
+# Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
+LONG_TEXT_BYTES = 32 * 1024
+# No request waits longer than this for free KV.
+MAX_WAIT_SECONDS = 600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preparer:
+    """Prepares requests. With `any_priority` clients may set a priority above the default."""
+
+    prompt_builder: PromptBuilder
+    served_name: str
+    max_model_len: int
+    block_size: int
+    salts: Salts
+    any_priority: bool = False
+    turns: Turns = dataclasses.field(default_factory=Turns)
+
+    async def read(
+        self,
+        body: BodyBytes,
+        kind: Literal["chat", "completion"],
+        config: Config,
+        *,
+        held: Held,
+        request_id: str,
+        tenant: str,
+    ) -> tuple[PreparedRequest, Options]:
+        """Prepare the request in a body; also returns the options of the response.
+
+        The result holds no reference to the body. `held` counts the body's bytes and its values.
+
+        Raises:
+            ApiError: the request is invalid; the error names the field.
+            FullError: the gateway has no memory for the values now.
+        """
+        ids = {"request_id": request_id, "tenant": tenant}
+        if kind == "chat":
+            chat, images = await self.turns.run(self._read_chat(body, config, held))
+            return await self.chat(chat, images, config, **ids), chat.options
+        parsed = await self.turns.run(read_json(body, held.decode))
+        completion = parse_completion(parsed.value)
+        return await self.completion(completion, config, **ids), completion.options
+
+    def _read_chat(
+        self, body: BodyBytes, config: Config, held: Held
+    ) -> Steps[tuple[ChatRequest, tuple[RequestImage | None, ...]]]:
+        parsed = yield from read_json(body, held.decode)
+        request = yield from parse_chat(parsed.value)
+        _check_urls(parsed, request.images)
+        self.check_model(request.options.model)
+        images = yield from read_images(
+            request.images, config, self.prompt_builder.family, parsed.images
+        )
+        return request, images
+
+    async def chat(
+        self,
+        request: ChatRequest,
+        found: Sequence[RequestImage | None],
+        config: Config,
+        *,
+        request_id: str,
+        tenant: str,
+    ) -> PreparedRequest:
+        """Prepare a chat request. Raises ApiError that names the invalid field."""
+        messages = _without(request.messages, [i for i, p in enumerate(found) if p is None])
+        images = tuple(p for p in found if p is not None)
+        texts = [part.text for m in messages for part in m.parts if isinstance(part, TextPart)]
+        num_bytes = self._check_length(texts, config, "messages")
+        prompt_of = functools.partial(self._chat_prompt, messages, images)
+        prompt = await _encode(functools.partial(prompt_of, frozenset()), num_bytes)
+
+        def prompt_without(dropped: frozenset[int]) -> Prompt:
+            return prompt_of(dropped) if dropped else prompt
+
+        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="messages")
+        return self._prepared_request(ask, prompt_without, images)
+
+    async def completion(
+        self, request: CompletionRequest, config: Config, *, request_id: str, tenant: str
+    ) -> PreparedRequest:
+        """Prepare a completion request."""
+        self.check_model(request.options.model)
+        num_bytes = self._check_length([request.prompt], config, "prompt")
+        prompt = await _encode(
+            functools.partial(self.prompt_builder.completion, request.prompt), num_bytes
+        )
+        ask = _Ask(request.options, config, request_id, tenant, num_bytes, param="prompt")
+        return self._prepared_request(ask, lambda _: prompt, ())
+
+    def _prepared_request(
+        self,
+        ask: _Ask,
+        prompt_without: Callable[[frozenset[int]], Prompt],
+        images: tuple[RequestImage, ...],
+    ) -> PreparedRequest:
+        self._check_biases(ask.options.sampling)
+        self._check_priority(ask.options.sampling)
+        max_tokens = check_context(
+            prompt_without(frozenset()),
+            ask.options.max_tokens,
+            self.context(ask.config),
+            param=ask.param,
+            max_tokens_param=ask.options.max_tokens_param,
+        )
+        return PreparedRequest(
+            request_id=ask.request_id,
+            images=images,
+            prompt_without=prompt_without,
+            sampling=_sampling(ask.options.sampling, self.prompt_builder.defaults, max_tokens),
+            cache_salt=self.salts.of(ask.tenant),
+            skip_corrupt=ask.config.limits.on_corrupt == "Skip",
+            max_wait_seconds=max_wait_seconds(ask.config.admission),
+            block_size=self.block_size,
+            priority=ask.options.sampling.priority,
+            inline=ask.config.on_demand == "InlineAtPrefill",
+            max_hold_seconds=max_hold_seconds(ask.config),
+            num_bytes=ask.num_text_bytes + sum(len(image.data) for image in images),
+        )
+
+    def context(self, config: Config) -> int:
+        """Return the maximum tokens of prompt and answer together."""
+        return min(self.max_model_len, config.max_model_len_tokens or self.max_model_len)
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError (404) if `name` is not the served model."""
+        if name != self.served_name:
+            raise ApiError(
+                404,
+                f"There is no model of this name; this service has {self.served_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _check_biases(self, options: SamplingOptions) -> None:
+        vocab_size = self.prompt_builder.family.vocab_size
+        if any(token_id >= vocab_size for token_id, _ in options.logit_bias):
+            raise invalid(
+                f"'logit_bias' names a token that the model does not have; its ids are below "
+                f"{vocab_size}.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+
+    def _check_priority(self, options: SamplingOptions) -> None:
+        if options.priority > 0 and not self.any_priority:
+            raise invalid(
+                "'priority' must be 0 or more: on this service a client may let others go first, "
+                "not go before them.",
+                param="priority",
+                code="invalid_value",
+            )
+
+    def _chat_prompt(
+        self, messages: Sequence[Message], images: Sequence[RequestImage], dropped: frozenset[int]
+    ) -> Prompt:
+        counts = [p.num_tokens for i, p in enumerate(images) if i not in dropped]
+        return self.prompt_builder.chat(_without(messages, sorted(dropped)), counts)
+
+    def _check_length(self, texts: Sequence[str], config: Config, param: str) -> int:
+        """Reject a prompt that cannot fit, before encoding; return the bytes of all texts.
+
+        Raises:
+            ApiError: 400 `context_length_exceeded`.
+        """
+        num_bytes = sum(len(text.encode()) for text in texts)
+        least, limit = self.prompt_builder.least_tokens(num_bytes), self.context(config)
+        if least > limit:
+            raise context_exceeded(f"the prompt has at least {least}", limit, param)
+        return num_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ask:
+    """A parsed request and its origin. `param` is the prompt's name in errors."""
+
+    options: Options
+    config: Config
+    request_id: str
+    tenant: str
+    num_text_bytes: int
+    param: str
+
+
+def _check_urls(body: JsonBody, images: Sequence[ImagePart]) -> None:
+    """Raise ApiError (400) if a long data URL is not the URL of an image part."""
+    if sum(image.url in body.images for image in images) != len(body.images):
+        raise invalid(
+            "A long data URL stands where no image is expected; it belongs into 'image_url.url'.",
+            param=None,
+            code="invalid_value",
+        )
+
+
+def max_hold_seconds(config: Config) -> float:
+    """Return how long a request with images waits for a pool at zero to have an encoder."""
+    if config.on_demand != "Queue":
+        return 0.0
+    bound = config.admission.max_queue_seconds
+    return MAX_WAIT_SECONDS if bound is None else min(bound, MAX_WAIT_SECONDS)
+
+
+def max_wait_seconds(admission: Admission) -> float:
+    """Return how long a request may wait for admission before it is rejected."""
+    if admission.on_exceeded == "Reject" and admission.max_queue_seconds is not None:
+        return min(admission.max_queue_seconds, MAX_WAIT_SECONDS)
+    return MAX_WAIT_SECONDS
+
+
+async def _encode(encode: Callable[[], Prompt], num_bytes: int) -> Prompt:
+    return await asyncio.to_thread(encode) if num_bytes > LONG_TEXT_BYTES else encode()
+
+
+def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Message, ...]:
+    """Return the conversation without the images whose indices are in `dropped`."""
+    if not dropped:
+        return tuple(messages)
+    kept, index = [], 0
+    for message in messages:
+        if isinstance(message.content, str):
+            kept.append(message)
+            continue
+        parts: list[TextPart | ImagePart] = []
+        for part in message.content:
+            if isinstance(part, ImagePart):
+                index += 1
+                if index - 1 in dropped:
+                    continue
+            parts.append(part)
+        kept.append(dataclasses.replace(message, content=tuple(parts)))
+    return tuple(kept)
+
+
+def _sampling(
+    options: SamplingOptions, defaults: SamplingDefaults, max_tokens: int
+) -> SamplingParams:
+    def either(asked: T | None, default: T) -> T:
+        return default if asked is None else asked
+
+    top_p = either(options.top_p, defaults.top_p)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        # A nucleus of 0 contains only the most likely token.
+        temperature=0.0 if top_p == 0 else either(options.temperature, defaults.temperature),
+        top_p=top_p or 1.0,
+        top_k=either(options.top_k, defaults.top_k),
+        min_p=either(options.min_p, defaults.min_p),
+        seed=secrets.randbits(63) if options.seed is None else options.seed % 2**64,
+        ignore_eos=options.ignore_eos,
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
+        repetition_penalty=either(options.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=options.logit_bias,
+        num_logprobs=options.num_logprobs,
+    )

@@ -1,0 +1,201 @@
+"""Stage encoder: receives image bytes and holds their embeddings for a prefill worker.
+
+chunks ─▶ media pool ─▶ Decoded ─▶ engine.encode ─▶ Ready, Ready, ...
+              │           │ each item may be fetched from now on; a fetch waits until it is ready
+              │           └ the last message if it has an error and the call skips no items
+              └ not for a known file whose embedding is in the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+from vlm_worker.engine.events import ItemReady as EngineItemReady
+from vlm_worker.errors import InvalidRequestError
+from vlm_worker.roles.context import CallTimer, RoleContext
+from vlm_worker.roles.uploads import Chunk, DecodedUpload, Media, Uploads
+from vlm_worker.transfer.producer import Producer
+from vlm_worker.types import PreparedImage, RequestKey, StageSpan
+from vlm_worker.wire.frames import Commit, FrameBatches
+from vlm_worker.wire.messages import (
+    Decoded,
+    DecodedItem,
+    EncodeCall,
+    EncodeEvent,
+    FetchCall,
+    ItemFailed,
+    ItemReady,
+    Reply,
+)
+
+
+class EncoderRole:
+    """Serves Encode and FetchEmbedding."""
+
+    def __init__(self, context: RoleContext, media: Media) -> None:
+        self._context = context
+        self._uploads = Uploads(context, media)
+
+    async def encode(
+        self, call: EncodeCall, chunks: AsyncIterator[Chunk], timer: CallTimer
+    ) -> AsyncGenerator[Reply[EncodeEvent]]:
+        """Encode one request's images. Closing the stream early frees all of them.
+
+        Raises:
+            InvalidRequestError, OverloadedError: see `Uploads.prepare`.
+            DrainingError, DuplicateError, CancelledError: see `RoleContext.call`.
+        """
+        context = self._context
+        tracked = context.call("Encode", call.key, last_resort=call.last_resort)
+        with tracked, context.memory.call(call.cache_salt) as memory:
+            try:
+                prepared = await self._uploads.prepare(call, chunks, memory)
+                good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
+                if len(good) < len(prepared) and not call.skip_corrupt:
+                    yield _decoded(prepared, timer)
+                    return
+                async with aclosing(self._encode(call, prepared, good, timer)) as replies:
+                    async for reply in replies:
+                        yield reply
+            finally:
+                context.engine.unpin_cached(call.key)
+
+    def fetch(self, call: FetchCall, *, large: bool) -> FrameBatches:
+        """The frames of one embedding, as soon as it is ready.
+
+        Raises:
+            GoneError, IncompatibleError: see `TransferRegistry.find`.
+            Exception: the error of the encoding.
+        """
+        layout = self._context.embed_layout
+        outgoing = self._context.transfers.find(call, fingerprint=layout.fingerprint)
+        return self._context.send(outgoing, call, large=large)
+
+    async def _encode(
+        self,
+        call: EncodeCall,
+        prepared: Sequence[DecodedUpload],
+        good: Sequence[int],
+        timer: CallTimer,
+    ) -> AsyncGenerator[Reply[EncodeEvent]]:
+        """Offer, announce and encode the items `good`; the engine numbers them from 0.
+
+        Offers precede the announcement: a consumer may fetch before this call continues.
+        """
+        context = self._context
+        images = [one.result for one in prepared if isinstance(one.result, PreparedImage)]
+        transfers = [call.items[i].transfer_id for i in good]
+        rows: dict[int, memoryview] = {}
+        producers = [self._offer(call.key, i, transfers[i], p, rows) for i, p in enumerate(images)]
+        num_left = len(good)
+        # the time of sending Decoded is part of the queue time
+        queued = max(image.done for image in prepared)
+        try:
+            with context.transfers.renew_while(transfers):
+                yield _decoded(prepared, timer)
+                await context.delay("encoder_queue")
+                asked = context.engine.encode(call.key, images, priority=call.priority)
+                async for event in asked:
+                    index = event.item
+                    num_left -= 1
+                    if not isinstance(event, EngineItemReady):
+                        producers[index].fail(event.error)
+                        yield Reply(_failed(good[index], event.error), (), timer.now())
+                        continue
+                    if event.rows is not None:
+                        rows[index] = event.rows
+                    await context.delay("encode")
+                    count = images[index].num_tokens
+                    producers[index].finish(Commit(num_units=count, num_tokens=count))
+                    if event.rows is not None:  # only a peer can consume it
+                        context.prebuild_frames(producers[index])
+                    spans = _encode_spans(event, good[index], queued, timer)
+                    ready = ItemReady(good[index], event.cache_hit, event.num_bytes)
+                    yield Reply(ready, spans, timer.now())
+        finally:
+            # after the last image is announced, the caller may leave; then the leases decide
+            if num_left:
+                context.run(context.end_attempt(call.key))
+            else:
+                self._let_go(call.key, transfers)
+
+    def _let_go(self, key: RequestKey, transfers: Sequence[str]) -> None:
+        """Free the items whose lease ended before the engine pinned them; no sweep frees them."""
+        for index, transfer_id in enumerate(transfers):
+            if not self._context.transfers.holds(transfer_id):
+                self._context.engine.release_embedding(key, index)
+
+    def _offer(
+        self,
+        key: RequestKey,
+        index: int,
+        transfer_id: str,
+        image: PreparedImage,
+        rows: dict[int, memoryview],
+    ) -> Producer:
+        """Offer an item to consumers: from `rows` if the engine gave them, else by an export."""
+        layout = self._context.embed_layout
+
+        async def prepare() -> None:
+            if index not in rows:
+                rows[index] = await self._context.engine.export_embedding(key, index)
+
+        def export(first: int, count: int, _: memoryview) -> memoryview:
+            whole = rows[index]
+            if whole.nbytes != image.num_tokens * layout.row_bytes:
+                raise InvalidRequestError("the embedding has another size than its layout")
+            return whole.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
+
+        identity = self._context.incarnation.transfer_id(
+            key, transfer_id, layout.fingerprint, content=image.image_key
+        )
+        outgoing = Producer(
+            identity,
+            unit_bytes=layout.row_bytes,
+            max_units=image.num_tokens,
+            export=export,
+            prepare=prepare,
+            timers=self._context.timers,
+            copier=self._context.copier,
+        )
+        self._context.transfers.offer(transfer_id, key, outgoing, item=index)
+        return outgoing
+
+
+def _decoded(prepared: Sequence[DecodedUpload], timer: CallTimer) -> Reply[EncodeEvent]:
+    spans = (span for i, one in enumerate(prepared) for span in _media_spans(one, i, timer))
+    return Reply(Decoded(tuple(map(_decoded_item, prepared))), tuple(spans), timer.now())
+
+
+def _media_spans(one: DecodedUpload, item: int, timer: CallTimer) -> tuple[StageSpan, ...]:
+    """Spans of upload and decoding, without the wait for memory held by other images."""
+    since, until = one.waited
+    if until <= since:
+        return (timer.span("media", timer.arrived, one.done, item=item + 1),)
+    return (
+        timer.span("media", timer.arrived, since, item=item + 1),
+        timer.span("encoder_queue", since, until, item=item + 1),
+        timer.span("media", until, one.done, item=item + 1),
+    )
+
+
+def _decoded_item(one: DecodedUpload) -> DecodedItem:
+    image = one.result
+    if isinstance(image, PreparedImage):
+        return DecodedItem(image.num_tokens, image.grid_thw, image.image_key)
+    return DecodedItem(0, (0, 0, 0), b"", image)
+
+
+def _encode_spans(
+    event: EngineItemReady, item: int, queued: float, timer: CallTimer
+) -> tuple[StageSpan, ...]:
+    return (
+        timer.span("encoder_queue", queued, event.started_at, item=item + 1),
+        timer.span("encode", event.started_at, item=item + 1),
+    )
+
+
+def _failed(item: int, error: Exception) -> ItemFailed:
+    code = error.code if isinstance(error, InvalidRequestError) else None
+    return ItemFailed(item, code or "encode_failed", str(error))

@@ -1,0 +1,271 @@
+"""The consumer side of data connections: fetches from one worker, one thread each.
+
+    port, from the metadata of a fetch over gRPC ─▶ is_usable ─▶ units(...): validated in the thread
+    no answer ─▶ UnreachableError ─▶ not usable for a while; the fetch uses gRPC
+
+A connection is reused after a complete fetch. Any other is closed, which tells the producer that
+the consumer no longer reads. A few rows in shared memory are copied on the event loop, once their
+frames have arrived: two thread wakeups would cost as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from vlm_worker.errors import PeerLostError
+from vlm_worker.settings.timers import Timers
+from vlm_worker.transfer.receive_channel import MAX_PENDING_BATCHES, ReceiveChannel
+from vlm_worker.transfer.shared_memory import NAME as SHARED_MEMORY
+from vlm_worker.transfer.thread_call import ThreadCall, run_in_thread
+from vlm_worker.wire.credentials import open_data_connection
+from vlm_worker.wire.data_protocol import (
+    Fetch,
+    is_readable,
+    receive_units,
+    request_to,
+    shut_down,
+    wait_for_answer,
+)
+from vlm_worker.wire.frame_reader import FrameReader
+from vlm_worker.wire.frames import Units
+from vlm_worker.wire.messages import FetchCall
+
+MAX_FETCHES: Final = 64
+"""Concurrent fetches over data connections, each with a thread. Others use gRPC."""
+MAX_IDLE: Final = 4
+MAX_AT_ONCE_BYTES: Final = 8 << 20
+"""Units in shared memory up to this size are copied on the loop, faster than two wakeups."""
+AT_ONCE_SECONDS: Final = 0.005
+"""Then a thread takes over, which detects a lost producer."""
+UNREACHABLE_SECONDS: Final = 60.0
+"""An unreachable port, perhaps blocked by a firewall, is not tried again for this time."""
+
+T = TypeVar("T")
+
+
+class UnreachableError(Exception):
+    """No data connection could be opened; no byte was read."""
+
+
+class FetchThreads:
+    """The threads of all data connections of a worker: one for each fetch in flight."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="data-fetch")
+        self.num_busy = 0
+
+    def start(self, work: Callable[..., T], *args: Any) -> ThreadCall[T]:
+        """Run `work` on a thread."""
+        return run_in_thread(self._pool, work, *args)
+
+    def close(self) -> None:
+        """Stop the pool; a fetch ends when its connection is closed."""
+        self._pool.shutdown(wait=False)
+
+
+class DataConnectionPool:
+    """Data connections to one worker, on one event loop. Call `learn` with its port first."""
+
+    def __init__(self, address: str, threads: FetchThreads, timers: Timers) -> None:
+        self._port: int | None = None
+        self._address = address
+        self._host = address.rpartition(":")[0].strip("[]")
+        self._threads = threads
+        self._timers = timers
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._unreachable_until = 0.0
+        self._closed = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a fetch may use a data connection."""
+        return (
+            self._port is not None
+            and not self._closed
+            and self._threads.num_busy < MAX_FETCHES
+            and time.monotonic() >= self._unreachable_until
+        )
+
+    def learn(self, port: int | None) -> None:
+        """Set the worker's data port; None if it has none."""
+        if port != self._port:
+            self._port, self._unreachable_until = port, 0.0
+
+    async def units(
+        self, fetch: Fetch, call: FetchCall, reader: FrameReader
+    ) -> AsyncGenerator[Units]:
+        """Whole units as they arrive; after them, the reader has the `commit`.
+
+        Raises:
+            UnreachableError: no connection accepted the request.
+            WorkerError: what the producer raised, or the reader.
+        """
+        self._threads.num_busy += 1  # before other fetches check for a free thread
+        try:
+            connection = await self._asked(request_to(fetch, call))
+        except BaseException:
+            self._threads.num_busy -= 1
+            raise
+        self._busy.add(connection)
+        has_ended = False
+        try:
+            if _may_be_short(call, reader) and await _is_readable_soon(connection):
+                self._check(lambda: receive_units(connection, reader, self._address))
+            else:
+                async with aclosing(self._by_thread(connection, reader)) as all_units:
+                    async for units in all_units:
+                        yield units
+            has_ended = True
+        finally:
+            self._leave(connection, reader, has_ended=has_ended)
+
+    def close(self) -> None:
+        """Close all connections; a fetch in flight ends as if the worker were lost."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+        for connection in self._busy:
+            shut_down(connection)
+
+    async def _by_thread(
+        self, connection: socket.socket, reader: FrameReader
+    ) -> AsyncGenerator[Units]:
+        """Units that a thread receives; the thread has ended when the iteration ends."""
+        channel = (
+            ReceiveChannel(max_pending=None if reader.is_in_place else MAX_PENDING_BATCHES)
+            if reader.reports_progress
+            else None
+        )
+        running = self._threads.start(_receive_all, connection, reader, self._address, channel)
+        has_ended = is_late = False
+
+        def expire() -> None:
+            nonlocal is_late
+            is_late = True
+            shut_down(connection)  # wakes a reading thread
+
+        deadline = asyncio.get_running_loop().call_later(self._timers.fetch, expire)
+        try:
+            if channel is not None:
+                async with aclosing(channel.units()) as all_units:
+                    async for units in all_units:
+                        yield units
+            await running.wait()
+            self._check(running.result, is_late=is_late)
+            has_ended = True
+        finally:
+            deadline.cancel()
+            if not has_ended:
+                shut_down(connection)
+            if channel is not None:
+                channel.give_up()
+            await running.end()  # before the connection is reused or closed
+
+    async def _asked(self, request: bytes) -> socket.socket:
+        """Send the request on an idle connection that is open, or on a new one; returns it."""
+        while self._idle:
+            connection = self._idle.pop()
+            if _is_open(connection) and _send_request(connection, request):
+                return connection
+            connection.close()
+        try:
+            async with asyncio.timeout(self._timers.connect):
+                connection = await open_data_connection(self._host, self._port or 0, self._timers)
+            if _send_request(connection, request):
+                return connection
+            connection.close()
+            raise ConnectionResetError("it was closed at once")
+        except OSError as error:  # TimeoutError is one
+            if not isinstance(error, ConnectionError):  # a refused connection fails fast
+                self._unreachable_until = time.monotonic() + UNREACHABLE_SECONDS
+            raise UnreachableError(f"{self._host}:{self._port}: {error}") from error
+
+    def _check(self, result: Callable[[], object], *, is_late: bool = False) -> None:
+        try:
+            result()
+        except (OSError, UnreachableError) as error:
+            if is_late:
+                raise PeerLostError(f"{self._address}: no end of a transfer in time") from None
+            if isinstance(error, UnreachableError):
+                raise
+            raise PeerLostError(f"{self._address}: the data connection: {error}") from error
+
+    def _leave(self, connection: socket.socket, reader: FrameReader, *, has_ended: bool) -> None:
+        reader.close()
+        self._busy.discard(connection)
+        self._threads.num_busy -= 1
+        if has_ended and not self._closed and len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+
+def _may_be_short(call: FetchCall, reader: FrameReader) -> bool:
+    """Whether an answer may be short, with payloads that the loop itself can copy."""
+    return (
+        call.transport.startswith(SHARED_MEMORY)  # the only transport that never blocks
+        and not reader.reports_progress
+        and reader.total_bytes <= MAX_AT_ONCE_BYTES
+    )
+
+
+async def _is_readable_soon(connection: socket.socket) -> bool:
+    """Whether a whole short answer arrives within `AT_ONCE_SECONDS`."""
+    loop = asyncio.get_running_loop()
+    answered = loop.create_future()
+
+    def answer() -> None:
+        if not answered.done():
+            answered.set_result(None)
+
+    late = loop.call_later(AT_ONCE_SECONDS, answer)
+    loop.add_reader(connection, answer)
+    try:
+        await answered
+    finally:
+        loop.remove_reader(connection)
+        late.cancel()
+    return is_readable(connection)
+
+
+def _send_request(connection: socket.socket, request: bytes) -> bool:
+    """Send a request without blocking: the buffer of an idle connection holds it."""
+    try:
+        return connection.send(request, socket.MSG_DONTWAIT) == len(request)
+    except OSError:
+        return False
+
+
+def _receive_all(
+    connection: socket.socket, reader: FrameReader, peer: str, channel: ReceiveChannel | None
+) -> None:
+    """Receive an answer until its commit, on a thread; units go to the channel, if given."""
+    try:
+        try:
+            wait_for_answer(connection, peer=peer)
+        except OSError as error:
+            raise UnreachableError(f"{peer}: the data connection: {error}") from error
+        while (units := receive_units(connection, reader, peer)) is not None:
+            if channel is not None:
+                channel.put(units)
+    finally:
+        if channel is not None:
+            channel.end()
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether an idle connection is still open and has no unread bytes."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

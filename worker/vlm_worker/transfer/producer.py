@@ -1,0 +1,291 @@
+"""The producer side of a transfer: units become readable one by one, then a commit, or an error.
+
+    role ──advance(n) finish(commit) fail(error)──▶ Producer ──frame_batches(first)──▶ a consumer
+
+Several consumers may read at once; each gets every unit from its first on. Memory that a consumer
+reads directly stays exposed until it closes its stream, or until `close`. Frames may be built
+before a fetch (`prebuild_frames`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError, WorkerError
+from vlm_worker.settings.timers import PRODUCTION, Timers
+from vlm_worker.transfer.chunk_framer import ChunkFramer, Export, allocate_buffer
+from vlm_worker.transfer.exposure_set import ExposureSet
+from vlm_worker.transfer.frame_builder import FrameBuilder
+from vlm_worker.transfer.prebuilt_frames import PrebuiltFrames, build_frames
+from vlm_worker.transfer.thread_call import nothing, run_in_thread, wait_for_change
+from vlm_worker.transfer.transport import Transport
+from vlm_worker.types import RequestKey
+from vlm_worker.wire.buffers import PLAIN, Copier
+from vlm_worker.wire.frames import Commit, Frame, FrameBatches, FrameWriter, TransferId
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Reader:
+    """One consumer's stream, and the time of its last frame, written by any thread."""
+
+    taken_at: float
+
+
+class Producer:
+    """One transfer at its producer. Only the role that computes its units writes it.
+
+    It has at most `max_units`, which bounds requests. `prepare` is awaited before units are
+    exported; `copier` copies units.
+    """
+
+    def __init__(
+        self,
+        identity: TransferId,
+        *,
+        unit_bytes: int,
+        max_units: int,
+        export: Export,
+        prepare: Callable[[], Awaitable[None]] = nothing,
+        timers: Timers = PRODUCTION,
+        clock: Callable[[], float] = time.monotonic,
+        copier: Copier = PLAIN,
+    ) -> None:
+        self._identity = identity
+        self._copier = copier
+        self._max_units = max_units
+        self._timers = timers
+        self._clock = clock
+        self._exposures = ExposureSet()
+        self._frame_builder = FrameBuilder(
+            identity, unit_bytes, max_units, export, copier, self._exposures
+        )
+        self._prebuilt: PrebuiltFrames | None = None
+        self._readers: set[_Reader] = set()
+        self._unit_bytes = unit_bytes
+        self._export = export
+        self._prepare = prepare
+        self._num_units = 0
+        self._commit: Commit | None = None
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        return self._identity.key.request_id
+
+    @property
+    def content(self) -> bytes:
+        """The identity of its data; see `TransferId`."""
+        return self._identity.content
+
+    @property
+    def num_readers(self) -> int:
+        """Open streams."""
+        return len(self._readers)
+
+    @property
+    def has_live_reader(self) -> bool:
+        """Whether a stream took a frame within the no-progress time."""
+        since = self._clock() - self._timers.no_progress
+        return any(reader.taken_at > since for reader in self._readers)
+
+    @property
+    def exposed_bytes(self) -> int:
+        """Exposed bytes, which consumers may read directly."""
+        return self._exposures.num_bytes
+
+    def close(self) -> None:
+        """Free exposed memory: no consumer reads it any longer."""
+        self._drop_prebuilt()
+        self._exposures.close()
+
+    def abandon(self) -> None:
+        """Never reuse exposed memory: a consumer may still read it."""
+        self._drop_prebuilt()
+        self._exposures.abandon()
+
+    def advance(self, num_units: int) -> None:
+        """The first `num_units` units may be read."""
+        assert num_units <= self._max_units
+        self._num_units = max(self._num_units, num_units)
+        self._notify()
+
+    def finish(self, commit: Commit) -> None:
+        """All units may be read; if it has a finish reason, there may be fewer than requested."""
+        self._commit = commit
+        if commit.finish_reason is None:
+            self._num_units = commit.num_units
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """Present and future readers get this error instead of missing units."""
+        self._error = self._error or error
+        self._drop_prebuilt()
+        self._notify()
+
+    async def prebuild_frames(
+        self, threads: ThreadPoolExecutor, transport: Transport | None = None
+    ) -> None:
+        """Build all frames for a first reader with this key and transport; call after `finish`.
+
+        Does nothing if a consumer already reads: chunks serve it sooner. A later fetch gets errors.
+        """
+        commit, frame_builder = self._commit, self._frame_builder
+        assert commit is not None
+        if self._readers or self._error is not None:
+            return
+        invitation = b"" if transport is None else transport.invitation()
+        exposure = (
+            transport.expose(invitation, frame_builder.num_bytes) if transport is not None else None
+        )
+        if invitation and exposure is None:
+            return  # no capacity: the bytes go into the frames of a later fetch
+        prebuilt = self._prebuilt = PrebuiltFrames(self._identity.key, invitation, exposure)
+        frames = None
+        try:
+            await self._prepare()
+            running = run_in_thread(
+                threads, build_frames, frame_builder.for_all_units(transport, exposure), commit
+            )
+            await running.end()
+            with contextlib.suppress(WorkerError):
+                frames = running.result()
+        finally:
+            prebuilt.end(frames)
+
+    async def settled(self) -> Commit:
+        """Wait for the commit; raises the error given to `fail`."""
+        while self._commit is None:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+        return self._commit
+
+    async def whole(self, num_units: int) -> memoryview:
+        """All units, for a consumer in this process; waits for the commit.
+
+        Raises:
+            CorruptTransferError: the number of units differs.
+            Exception: the error given to `fail`.
+        """
+        await self.settled()
+        if self._num_units != num_units:
+            raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
+        await self._prepare()
+        room = allocate_buffer(num_units * self._unit_bytes)
+        found = self._export(0, num_units, room)
+        if isinstance(found, memoryview):
+            return found
+        self._copier.copy(found.parts, [room], head=b"")
+        found.check()
+        return room
+
+    async def frame_batches(
+        self,
+        key: RequestKey,
+        *,
+        first_unit: int,
+        transport: Transport | None = None,
+        invitation: bytes = b"",
+        large: bool = False,
+    ) -> FrameBatches:
+        """The frames from a unit on, as units become readable, with the consumer's attempt.
+
+        With `transport`, payloads are out of band if the consumer's invitation allows it. Any
+        thread may iterate over a batch; it computes the digests. `large`: no gRPC limit.
+
+        Raises:
+            InvalidRequestError: the transfer has no such unit.
+            Exception: the error given to `fail`.
+        """
+        if first_unit > self._max_units:
+            raise InvalidRequestError(
+                f"first_unit {first_unit} is beyond the {self._max_units} units", param="first_unit"
+            )
+        if transport is None:
+            invitation = b""
+        prebuilt = self._prebuilt
+        if prebuilt is not None and first_unit == 0 and large and prebuilt.is_for(key, invitation):
+            self._prebuilt, exposure = None, prebuilt.exposure
+        else:
+            self._drop_prebuilt()
+            prebuilt = None
+            num_bytes = (self._max_units - first_unit) * self._unit_bytes
+            exposure = None if transport is None else transport.expose(invitation, num_bytes)
+        reader = _Reader(self._clock())
+        self._readers.add(reader)
+        if exposure is not None:
+            self._exposures.add(exposure)
+        try:
+            frames = None if prebuilt is None else await prebuilt.frames()
+            if frames is not None:
+                if self._error is not None:
+                    raise self._error
+                if exposure is None:
+                    yield self._taken(iter(frames), reader)
+                elif exposure in self._exposures:
+                    yield frames
+                else:
+                    raise GoneError("the transfer was abandoned")
+                return
+            framer, writer = self._frame_builder.for_reader(
+                key, first_unit, transport, exposure, large=large
+            )
+            async with aclosing(self._cut(framer, writer)) as runs:
+                async for run in runs:
+                    yield self._taken(run, reader)
+        except (GeneratorExit, asyncio.CancelledError):
+            # the consumer closed its stream: it reads no longer
+            if exposure is not None and exposure in self._exposures:
+                self._exposures.close_one(exposure)
+            raise
+        finally:
+            self._readers.remove(reader)
+
+    def _drop_prebuilt(self) -> None:
+        """Drop prebuilt frames that no consumer fetched."""
+        prebuilt, self._prebuilt = self._prebuilt, None
+        if prebuilt is not None:
+            prebuilt.end(None)
+            if prebuilt.exposure is not None:
+                self._exposures.close_one(prebuilt.exposure)
+
+    def _taken(self, run: Iterator[Frame], reader: _Reader) -> Iterator[Frame]:
+        """A batch; records the time when each frame is requested, so the one before is sent."""
+        for frame in run:
+            if self._error is not None:
+                raise self._error
+            yield frame
+            reader.taken_at = self._clock()
+
+    async def _cut(
+        self, framer: ChunkFramer, writer: FrameWriter
+    ) -> AsyncGenerator[Iterator[Frame]]:
+        if framer.next_unit >= self._num_units and self._commit is None:
+            # the opening frame need not wait for units
+            yield framer.run(framer.next_unit, None)
+        while not framer.is_committed:
+            # taken before the checks, so that no change is missed
+            changed = self._changed
+            if self._error is not None:
+                raise self._error
+            if framer.next_unit < self._num_units and framer.gone is None:
+                await self._prepare()
+                yield framer.run(self._num_units, self._commit)
+                if framer.gone is not None and (await self.settled()).finish_reason is None:
+                    raise framer.gone
+            elif self._commit is not None:
+                # with a finish reason no units follow: the answer ended with its first token
+                yield framer.run(framer.next_unit, self._commit)
+            elif not await wait_for_change(changed, seconds=self._timers.wait_frame):
+                yield iter([writer.wait()])
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

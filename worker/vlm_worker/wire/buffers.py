@@ -1,0 +1,176 @@
+"""Memory of transfers: destinations, private mappings, and copies with a digest.
+
+The digest is XXH3-128 of a head and of exactly the bytes written.
+
+    parts ─▶ destinations, in order and of equal size ─▶ digest
+
+The native library reads each byte once, bypasses the cache and releases the GIL
+(`copy_digest.cpp`). Without it, each chunk is copied and digested while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+COPIED_BYTES: Final = 1 << 18
+"""Chunk size if the digest follows the copy: most of it stays in the core's L2 cache."""
+_LEAST: Final = 241
+"""Minimum bytes of head and parts for the native function."""
+_MOVE: Final = struct.Struct("=QQq")
+_FUNCTION: Final = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_char_p,
+    ctypes.c_int64,
+    ctypes.c_char_p,
+    ctypes.c_int64,
+    ctypes.c_char_p,
+)
+
+Memory = Sequence[memoryview]
+
+
+class BufferViews(NamedTuple):
+    """Views of memory that others may overwrite, in order.
+
+    Copy first, then call `check`: if the memory may have changed, it raises GoneError and the copy
+    must not be used.
+    """
+
+    parts: Memory
+    check: Callable[[], None]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class Copier(Protocol):
+    """Copies and digests. Thread-safe."""
+
+    def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
+        """Copy `parts` to `destinations` of equal size; returns the digest of `head` and data."""
+
+
+class PlainCopier:
+    """Uses numpy and xxhash."""
+
+    def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
+        """See `Copier`."""
+        state = xxhash.xxh3_128(head)
+        for part, room in _pairs(parts, destinations):
+            for start in range(0, part.nbytes, COPIED_BYTES):
+                target = room[start : start + COPIED_BYTES]
+                np.copyto(_array(target), _array(part[start : start + COPIED_BYTES]))
+                state.update(target)
+        found: bytes = state.digest()
+        return found
+
+
+class NativeCopier:
+    """Uses the native library at a path."""
+
+    def __init__(self, library: str) -> None:
+        self._native = ctypes.CDLL(library)
+        self._copy = _FUNCTION(("triptych_copy_digest", self._native))
+        self._plain = PlainCopier()
+
+    def copy(self, parts: Memory, destinations: Memory, *, head: bytes) -> bytes:
+        """See `Copier`."""
+        moves, num_bytes = bytearray(), len(head)
+        for part, room in _pairs(parts, destinations):
+            assert not room.readonly
+            num_bytes += part.nbytes
+            moves += _MOVE.pack(address_of(room), address_of(part), part.nbytes)
+        if num_bytes < _LEAST:
+            return self._plain.copy(parts, destinations, head=head)
+        digest = ctypes.create_string_buffer(16)
+        self._copy(bytes(moves), len(moves) // _MOVE.size, head, len(head), digest)
+        return digest.raw
+
+
+PLAIN: Final[Copier] = PlainCopier()
+
+
+def copier_of(library: str | None) -> Copier:
+    """The copier for a library path; PLAIN if it is None."""
+    return PLAIN if library is None else NativeCopier(library)
+
+
+def address_of(memory: memoryview) -> int:
+    """Address of the first byte."""
+    return int(_array(memory).__array_interface__["data"][0])
+
+
+def split_views(parts: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
+    """Split the bytes of `parts` into lists of views, one list of `size` bytes for each size."""
+    remaining = iter(parts)
+    part = memoryview(b"")
+    for size in sizes:
+        run: list[memoryview] = []
+        missing = size
+        while missing:
+            if not part.nbytes:
+                part = next(remaining)
+                continue
+            run.append(part[:missing])
+            part, missing = part[missing:], missing - run[-1].nbytes
+        yield run
+
+
+def _pairs(parts: Memory, destinations: Memory) -> Iterator[tuple[memoryview, memoryview]]:
+    """Pairs of source and destination views of equal size."""
+    assert sum(part.nbytes for part in parts) == sum(room.nbytes for room in destinations)
+    for room, run in zip(
+        destinations, split_views(parts, (room.nbytes for room in destinations)), strict=True
+    ):
+        start = 0
+        for part in run:
+            yield part, room[start : start + part.nbytes]
+            start += part.nbytes
+
+
+def _array(memory: memoryview) -> NDArray[np.uint8]:
+    return np.frombuffer(memory, np.uint8)
+
+
+class DestinationBuffers:
+    """Buffers of equal size, in the order of the transfer's units.
+
+    With `reports_progress`, the reader returns units as they arrive; without, only the commit.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview], *, reports_progress: bool = False) -> None:
+        assert len({buffer.nbytes for buffer in buffers}) <= 1, "of one size"
+        self._buffers = buffers
+        self.reports_progress = reports_progress
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def parts(self, position: int, num_bytes: int) -> Iterator[memoryview]:
+        """The views of `num_bytes` from `position`, in order."""
+        while num_bytes:
+            number, start = divmod(position, self._buffers[0].nbytes)
+            part = self._buffers[number][start : start + num_bytes]
+            yield part
+            position += part.nbytes
+            num_bytes -= part.nbytes
+
+
+def private_memory(num_bytes: int, *, huge: bool = False) -> mmap.mmap:
+    """Map `num_bytes`, in huge pages if `huge` and the system has them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
