@@ -153,7 +153,7 @@ async def test_a_dead_thread_fails_everybody_and_reports_its_cause(start: Any) -
 async def test_a_leak_is_found_when_the_engine_rests(start: Any, until: Any, strict: bool) -> None:
     engine: Engine = start(dies=True, strict=strict)
     await events(engine.submit_prefill(text("r"), for_peer=False))
-    state = engine._thread._state
+    state = engine._state
     state.sequences.pool.take(2)  # nobody will give these back
     await engine.release(RequestKey("wake up", 0))
     if strict:

@@ -14,7 +14,7 @@ from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 from vlm_worker.core.step_values import StepInputs
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import ItemReady
-from vlm_worker.engine.isolation import is_out_of_memory
+from vlm_worker.engine.runner import is_out_of_memory
 from vlm_worker.errors import EngineError
 from vlm_worker.testing import ChecksumRunner, make_image
 from vlm_worker.types import FailedEvent, Modality, RequestKey, ScheduledEvent

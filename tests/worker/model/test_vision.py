@@ -17,7 +17,7 @@ from worker.identity.questions import SHAPES
 
 from vlm_kernels.native_layers import has_layers
 from vlm_worker.core.families import load_family
-from vlm_worker.engine.isolation import is_device_lost
+from vlm_worker.engine.runner import is_device_lost
 from vlm_worker.errors import EngineError
 from vlm_worker.model.attention import planes_forward
 from vlm_worker.model.loader import load_model

@@ -24,7 +24,9 @@ from typing import Final
 
 import numpy as np
 
+from vlm_worker.core.sequence import Sequence as ModelSequence
 from vlm_worker.core.step_time import StepTimeModel
+from vlm_worker.types import KVLayout, Modality
 
 
 class WorkKind(enum.StrEnum):
@@ -188,6 +190,35 @@ class Histogram:
 def rounded(edge: float) -> float:
     """An edge at the precision of its text form, so that two edges never have the same label."""
     return float(f"{edge:g}")
+
+
+KV_BYTES_EDGES: Final = tuple(digit * 10.0**power for power in range(4, 12) for digit in (1, 2, 5))
+"""Bytes: 10 kB to 500 GB."""
+
+
+class KVUsage:
+    """Histograms of KV bytes of ended sequences, in whole blocks. Its owner is its only writer."""
+
+    def __init__(self, layout: KVLayout | None) -> None:
+        self._layout = layout
+        self._bytes = {
+            modality: Histogram(KV_BYTES_EDGES) for modality in (Modality.TEXT, Modality.IMAGE)
+        }
+
+    def add(self, sequence: ModelSequence) -> None:
+        """Count a sequence that ended."""
+        if self._layout is None:
+            return
+        modality = Modality.IMAGE if sequence.items else Modality.TEXT
+        num_blocks = -(-sequence.num_tokens // self._layout.block_size)
+        self._bytes[modality].add(num_blocks * self._layout.block_bytes)
+
+    @property
+    def buckets(self) -> tuple[tuple[Modality, Buckets], ...]:
+        """The current histograms; empty if this worker has no KV."""
+        if self._layout is None:
+            return ()
+        return tuple((modality, sizes.buckets) for modality, sizes in self._bytes.items())
 
 
 WINDOW_SECONDS: Final = 60.0

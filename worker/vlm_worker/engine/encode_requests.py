@@ -21,8 +21,7 @@ from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind
 from vlm_worker.engine.embedding_cache import EmbeddingCache
 from vlm_worker.engine.encoder_batches import EncoderQueue
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
-from vlm_worker.engine.isolation import run_device_copy
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.engine.settings import EngineSettings, QueueLimit
 from vlm_worker.errors import (
     DrainingError,

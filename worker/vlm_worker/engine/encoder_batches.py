@@ -22,8 +22,12 @@ from vlm_worker.core.image_queue import EncodeTask, ImageQueue
 from vlm_worker.core.measurements import BusyTimeCounter
 from vlm_worker.core.step_time import StepTimeModel
 from vlm_worker.engine.embedding_cache import EmbeddingCache
-from vlm_worker.engine.isolation import encode_isolated, is_device_lost, is_out_of_memory
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import (
+    Runner,
+    encode_isolated,
+    is_device_lost,
+    is_out_of_memory,
+)
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import CancelledError
 from vlm_worker.types import PreparedImage, RequestKey

@@ -1,10 +1,14 @@
-"""The engine's API for the roles: submit and cancel on the loop, compute on one thread.
+"""The engine: an API on the event loop, and one thread that computes.
 
       asyncio loop                         engine thread: scheduler and steps
       ------------                         ----------------------------------------------
-      submit, cancel, import --commands--> execute, some copies -> encode a batch -> run a step
+      submit, cancel, import --commands--> all commands -> [flush -> some copies] -> turn -> ...
       EventStream, futures   <--events---- delivered before each call of the model
       export_blocks ------- a thread that only copies, while a step may run
+
+Copies are commands that take long. The thread flushes the events of the last step before them, and
+limits the bytes that it copies between two steps, so that decoding sequences wait little. If a turn
+finds no work, the runner prefaults memory until the next command.
 
 The calls by role:
 
@@ -21,35 +25,71 @@ copy. Every submission gets a last event. A caller that stops waiting calls `can
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from vlm_worker.engine.events import (
     CancelOutcome,
     EncodeEvent,
     EventStream,
     ItemFailed,
+    LoopNotifier,
+    OutputEvent,
     PrefillEvent,
+    deliver,
 )
 from vlm_worker.engine.kv_handoff import ReceiveResult
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions
 from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
-from vlm_worker.engine.thread import EngineThread
+from vlm_worker.errors import DrainingError, EngineError, WorkerError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 from vlm_worker.wire.buffers import BufferViews
 
 T = TypeVar("T")
 
+Refuse = Callable[[EngineError], None]
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.05
+"""Wait for a command before prefaulting: an image that arrives soon finds the thread free."""
+SNAPSHOT_SECONDS = 0.05
+"""Maximum age of the statistics while the engine is busy."""
+
+
+def _ignore(_: EngineError) -> None:
+    """Refuse a command whose caller waits for nothing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """A call to make on the thread, and `refuse`, called on the loop if it cannot be made.
+
+    Attributes:
+        num_bytes: bytes that it copies; 0 is executed at once.
+    """
+
+    work: Callable[[State], None]
+    refuse: Refuse = _ignore
+    num_bytes: int = 0
+
 
 class Engine:
     """Continuous batching over one runner.
 
-    All methods are called on the loop given to `start`. `positions(token_ids, items)` returns the
-    rotary positions `[P, T]` of a prompt (P is 1, or 3 for M-RoPE) and the delta that its
-    continuation adds to a token's index; `core.families` has them.
+    All public methods are called on the loop given to `start`, except `stats` and the reads of
+    blocks. `positions(token_ids, items)` returns the rotary positions `[P, T]` of a prompt (P is 1,
+    or 3 for M-RoPE) and the delta that its continuation adds to a token's index; `core.families`
+    has them.
 
     Raises:
         ValueError: the settings cannot work with this runner, with the numbers.
@@ -63,11 +103,30 @@ class Engine:
         positions: Positions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._thread = EngineThread(runner, settings=settings, positions=positions, clock=clock)
+        self._runner = runner
+        self._settings = settings
+        self._clock = clock
+        self._state = State(
+            runner, settings=settings, positions=positions, clock=clock, send=self._send
+        )
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._copies: collections.deque[Command] = collections.deque()
+        self._state.encode_requests.queue.on_ended = self._wake
+        self._readable_blocks = self._state.sequences.readable_blocks
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._notifier = LoopNotifier()
+        self._stopped: asyncio.Future[None] | None = None
+        self._stopping = False
+        self._death: BaseException | None = None
+        self._turn_started: float | None = None
+        self._snapshot_at = 0.0
+        self._stats: EngineStats = self._state.snapshot()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread; events are delivered on `loop`."""
-        self._thread.start(loop)
+        self._notifier.open(loop)
+        self._stopped = loop.create_future()
+        self._thread.start()
 
     async def stop(self) -> None:
         """End the thread after its current turn; unfinished work fails with DrainingError.
@@ -75,11 +134,17 @@ class Engine:
         Raises:
             Exception: the error that ended the thread, if any.
         """
-        await self._thread.stop()
+        if self._stopped is None:
+            return
+        self._commands.put(Command(self._stop))
+        await asyncio.shield(self._stopped)
+        self._thread.join()
+        if self._death is not None:
+            raise self._death
 
     def stats(self) -> EngineStats:
         """The latest snapshot; safe from any thread."""
-        return self._thread.stats
+        return self._stats
 
     @property
     def healthy(self) -> bool:
@@ -89,7 +154,13 @@ class Engine:
     @property
     def unhealthy_reason(self) -> str | None:
         """Why it is not healthy; follows "the engine cannot go on: " in a sentence."""
-        return self._thread.unhealthy_reason
+        if not self._thread.is_alive():
+            return "it has ended" if self._death is None else f"it died: {self._death!r}"
+        begun = self._turn_started, self._state.encode_requests.queue.async_encode_started
+        longest = max((self._clock() - since for since in begun if since is not None), default=0.0)
+        if longest > self._settings.stuck_step_seconds:
+            return f"a step has taken {longest:.0f} s: it is stuck"
+        return self._state.unhealthy_reason
 
     # ---- encoder ---------------------------------------------------------------------------------
 
@@ -105,7 +176,7 @@ class Engine:
         fails with a typed error.
         """
         stream: EventStream[EncodeEvent] = EventStream(key)
-        self._thread.post_command(
+        self._post(
             lambda state: state.encode_requests.encode(
                 key, tuple(images), stream, priority=priority
             ),
@@ -126,9 +197,7 @@ class Engine:
 
     def unpin_cached(self, key: RequestKey) -> None:
         """Unpin what `pin_cached` pinned for this key; idempotent."""
-        self._thread.post_command(
-            lambda state: state.encode_requests.unpin_cached(key), refuse=lambda _: None
-        )
+        self._post(lambda state: state.encode_requests.unpin_cached(key))
 
     async def export_embedding(self, key: RequestKey, item: int) -> memoryview:
         """The rows of a ready item, `[num_tokens, row_bytes]`.
@@ -140,9 +209,7 @@ class Engine:
 
     def release_embedding(self, key: RequestKey, item: int) -> None:
         """Unpin an item; idempotent. It stays in the cache until it is evicted."""
-        self._thread.post_command(
-            lambda state: state.encode_requests.release(key, item), refuse=lambda _: None
-        )
+        self._post(lambda state: state.encode_requests.release(key, item))
 
     # ---- prefill ---------------------------------------------------------------------------------
 
@@ -158,7 +225,7 @@ class Engine:
         DuplicateError, DrainingError.
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._thread.post_command(
+        self._post(
             lambda state: state.sequences.submit(request, stream, for_peer=for_peer),
             refuse=lambda error: stream.close_with(FailedEvent(error)),
         )
@@ -185,13 +252,13 @@ class Engine:
             GoneError: the request is no longer here.
             InvalidRequestError: blocks that BlocksReady has not announced.
         """
-        return self._thread.readable_blocks.copy(key, first_block, num_blocks, out)
+        return self._readable_blocks.copy(key, first_block, num_blocks, out)
 
     def read_blocks(
         self, key: RequestKey, first_block: int, num_blocks: int, out: memoryview
     ) -> memoryview | BufferViews:
         """As `export_blocks`, but views of the blocks instead of a copy if they are host memory."""
-        return self._thread.readable_blocks.read(key, first_block, num_blocks, out)
+        return self._readable_blocks.read(key, first_block, num_blocks, out)
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -246,9 +313,7 @@ class Engine:
 
         Until then the blocks are not reused, even if the request has ended.
         """
-        self._thread.post_command(
-            lambda state: state.handoff.return_loan(key), refuse=lambda _: None
-        )
+        self._post(lambda state: state.handoff.return_loan(key))
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
@@ -268,7 +333,7 @@ class Engine:
         is held.
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
-        self._thread.post_command(
+        self._post(
             lambda state: state.handoff.adopt(request, stream),
             refuse=lambda error: stream.close_with(FailedEvent(error)),
         )
@@ -296,5 +361,140 @@ class Engine:
         """
         return await self._call(lambda state: state.drain())
 
-    def _call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> Awaitable[T]:
-        return self._thread.call(work, num_bytes=num_bytes)
+    # ---- commands --------------------------------------------------------------------------------
+
+    def _post(
+        self, work: Callable[[State], None], *, refuse: Refuse = _ignore, num_bytes: int = 0
+    ) -> None:
+        """Queue a command. Its result arrives through its stream, or `refuse` is called.
+
+        A command that copies `num_bytes` may be overtaken by commands that copy nothing.
+        """
+        if self._stopped is None or self._stopped.done():
+            refuse(EngineError("the engine does not run"))
+        else:
+            self._commands.put(Command(work, refuse=refuse, num_bytes=num_bytes))
+
+    async def _call(self, work: Callable[[State], T], *, num_bytes: int = 0) -> T:
+        """Queue a command and wait for its result or its WorkerError; see `_post`.
+
+        If the caller is cancelled, a queued copy is skipped: its memory may be in other use.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def answer(_: State) -> None:
+            if not (num_bytes and future.cancelled()):
+                self._answer(future, work)
+
+        def refuse(error: EngineError) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        self._post(answer, refuse=refuse, num_bytes=num_bytes)
+        return await future
+
+    def _finish(self) -> None:
+        """Refuse the commands that the ended thread did not execute."""
+        assert self._stopped is not None
+        while not self._commands.empty():
+            self._copies.append(self._commands.get())
+        for command in self._copies:
+            command.refuse(EngineError("the engine does not run"))
+        self._notifier.close()
+        self._stopped.set_result(None)
+
+    # ---- on the thread ---------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._run()
+            self._state.fail_pending(DrainingError("the engine stopped"))
+        except BaseException as error:  # every waiting caller gets it
+            logger.exception("the engine thread died")
+            self._death = error
+            self._state.fail_pending(EngineError(f"the engine died: {error!r}"))
+        finally:
+            self._call_loop(deliver, self._state.events.take())
+            self._call_loop(self._finish)
+
+    def _run(self) -> None:
+        busy = False
+        while not self._stopping:
+            self._do_commands(wait=not busy and not self._copies)
+            self._do_copies()
+            self._turn_started = self._clock()
+            busy = self._state.turn()
+            self._turn_started = None
+            if not busy:
+                self._state.check_idle()
+            self._take_snapshot(busy=busy)
+            if not busy:
+                self._state.events.flush()
+
+    def _do_commands(self, *, wait: bool) -> None:
+        """Execute all queued commands and queue the copies; with `wait`, wait for a command."""
+        while True:
+            try:
+                command = self._awaited() if wait else self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command.num_bytes:
+                self._copies.append(command)
+            else:
+                command.work(self._state)
+            wait = False
+
+    def _awaited(self) -> Command:
+        """The next command; until it arrives, the runner prefaults memory."""
+        with contextlib.suppress(queue.Empty):
+            return self._commands.get(timeout=IDLE_SECONDS)
+        while self._commands.empty() and self._runner.prefault():
+            pass
+        return self._commands.get()
+
+    def _do_copies(self) -> None:
+        """Execute copies in order, at most `max_copy_bytes` between two steps, at least one."""
+        if self._copies:
+            self._state.events.flush()
+        left = self._settings.max_copy_bytes
+        while self._copies and left > 0:
+            command = self._copies.popleft()
+            command.work(self._state)
+            left -= command.num_bytes
+
+    def _answer(self, future: asyncio.Future[T], work: Callable[[State], T]) -> None:
+        result: Any
+        try:
+            result = work(self._state)
+        except WorkerError as error:
+            result = error
+        except Exception as error:
+            self._state.events.answer(future, EngineError(f"the engine died: {error!r}"))
+            raise
+        self._state.events.answer(future, result)
+
+    def _take_snapshot(self, *, busy: bool) -> None:
+        """Renew the statistics if a request came or ended, at rest, and periodically."""
+        now, inflight = self._clock(), self._state.inflight
+        stale = now - self._snapshot_at >= SNAPSHOT_SECONDS
+        if stale or not busy or inflight != self._stats.inflight:
+            self._snapshot_at = now
+            self._stats = self._state.snapshot()
+
+    def _send(self, events: Iterator[OutputEvent]) -> None:
+        """Deliver events in one call into the loop, with up-to-date statistics."""
+        self._take_snapshot(busy=True)
+        self._call_loop(deliver, events)
+
+    def _call_loop(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            self._notifier.call(callback, *args)
+        except RuntimeError:  # the loop is closed: no reader exists
+            self._stopping = True
+
+    def _stop(self, _: State) -> None:
+        self._stopping = True
+
+    def _wake(self) -> None:
+        """Start a turn soon. Called by any thread."""
+        self._commands.put(Command(lambda _: None))

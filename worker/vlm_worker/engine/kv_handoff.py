@@ -18,8 +18,7 @@ from vlm_worker.core.request_validation import validate_reservation
 from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.engine.attempts import ReservedBlocks, ResourceKind
 from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
-from vlm_worker.engine.isolation import run_device_copy
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.errors import (
     CorruptTransferError,

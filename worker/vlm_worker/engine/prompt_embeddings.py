@@ -17,8 +17,7 @@ from vlm_worker.core.encoder_cache import Entry
 from vlm_worker.core.sequence import Sequence
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, NeedItems
-from vlm_worker.engine.isolation import run_device_copy
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.errors import InvalidRequestError
 
 

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from vlm_worker.engine.attempts import ResourceKind
-from vlm_worker.engine.isolation import run_device_copy
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.buffers import BufferViews

@@ -1,18 +1,23 @@
-"""The engine's interface to a model.
+"""The engine's interface to a model, and calls that turn its failures into typed errors.
 
-`model.runner.ModelRunner` and `testing.ChecksumRunner` implement it; the engine thread calls it.
+`model.runner.ModelRunner` and `testing.ChecksumRunner` implement it; the engine thread calls it. A
+failed call fails the requests that it affects, not the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from vlm_worker.core.step_values import StepInputs, StepOutput
+from vlm_worker.errors import EngineError, WorkerError
 from vlm_worker.types import EmbedLayout, KVLayout, PreparedImage
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 Embedding = Any
 """An encoder output, opaque to the engine; `num_tokens` rows of `EmbedLayout.row_bytes`."""
@@ -81,3 +86,58 @@ class Runner(Protocol):
 
         The engine calls it while it is idle.
         """
+
+
+def encode_isolated(runner: Runner, images: Sequence[PreparedImage]) -> list[Any]:
+    """One embedding or exception per image; a call that fails as a whole is retried one by one."""
+    try:
+        results = runner.encode(images)
+        if len(results) != len(images):
+            raise EngineError(f"{len(results)} embeddings for {len(images)} images")
+    except Exception as error:  # a model may raise anything; each image is tried alone
+        logger.exception("encode failed", extra={"num_images": len(images)})
+        if len(images) == 1:
+            failure = EngineError(f"the encoder failed: {error!r}")
+            failure.__cause__ = error
+            return [failure]
+        return [result for image in images for result in encode_isolated(runner, [image])]
+    missing = EngineError("the encoder returned nothing for this image")
+    return [missing if result is None else result for result in results]
+
+
+def run_device_copy(what: str, call: Callable[[], T]) -> T:
+    """Make a copy call of the runner; raises EngineError if the device fails.
+
+    If the device is out of memory, this request fails. If the device is lost, all later steps fail.
+    """
+    try:
+        return call()
+    except WorkerError:
+        raise
+    except Exception as error:  # a runner may raise anything; the request gets the error
+        logger.exception("a copy failed", extra={"what": what})
+        raise EngineError(f"{what} failed: {error!r}") from error
+
+
+def is_device_lost(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes reports a lost device (torch.AcceleratorError)."""
+    return any(type(one).__name__ == "AcceleratorError" for one in _causes(error))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes reports memory exhaustion (Python, CUDA or CPU)."""
+    return any(
+        isinstance(one, MemoryError)
+        or type(one).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(one)
+        for one in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes, outermost first; stops at a cycle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__

@@ -16,6 +16,7 @@ import numpy as np
 
 from vlm_worker.core.admission import MAX_CANDIDATES
 from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.measurements import KVUsage
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.request_validation import validate_request
 from vlm_worker.core.scheduler import Scheduler
@@ -33,7 +34,6 @@ from vlm_worker.engine.queue_limits import QueueLimits
 from vlm_worker.engine.readable_blocks import ReadableBlocks, ReadableResource
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
-from vlm_worker.engine.usage import KVUsage
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,

@@ -1,11 +1,12 @@
 """Everything that the engine thread owns, and one turn of it.
 
 turn:  a batch of images (`encoder_batches`) -> a step of the language model (`step_loop`)
-idle:  resources that were not freed (`violations`)        any time:  statistics (`snapshot`)
+idle:  resources that were not freed (`check_idle`)        any time:  statistics (`snapshot`)
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 from vlm_worker.core.admission_policy import AdmissionReason
@@ -30,6 +31,8 @@ from vlm_worker.engine.settings import (
 from vlm_worker.engine.step_loop import StepLoop
 from vlm_worker.errors import CancelledError, DrainingError, WorkerError
 from vlm_worker.types import RequestKey
+
+logger = logging.getLogger(__name__)
 
 
 class State:
@@ -133,6 +136,13 @@ class State:
         """End all streams with an error; the thread ends. The accounting stays as it is."""
         self.encode_requests.fail_pending(error)
         self.sequences.fail_pending(error)
+
+    def check_idle(self) -> None:
+        """Count and log the resources that were not freed; if `strict`, fail."""
+        if violations := self.violations():
+            self.num_violations += len(violations)
+            logger.error("resources not freed", extra={"violations": violations})
+            assert not self._settings.strict, f"resources not freed: {violations}"
 
     def violations(self) -> list[str]:
         """Resources that are held although no request is in flight. Called while idle."""

@@ -2,11 +2,17 @@
 
 schedule -> stalled: request embeddings -> run -> update -> events
          -> preempted, blocked_on_kv: release their embeddings
+
+run(plan) --ok--> tokens
+          --error--> halves, each once more --ok--> tokens
+                                            --error--> that half's requests fail
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterable
 
 from vlm_worker.core.batch_builder import BatchBuilder
@@ -16,13 +22,14 @@ from vlm_worker.core.sequence import Sequence, Status
 from vlm_worker.core.step_time import AdaptiveLimit
 from vlm_worker.core.step_values import SchedulerOutput, StepOutcome, StepOutput, StepPlan
 from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
-from vlm_worker.engine.isolation import StepIsolation
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import Runner, is_device_lost, is_out_of_memory
 from vlm_worker.engine.sequences import Sequences
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import EngineError
 from vlm_worker.types import BlocksReady, ScheduledEvent, TokenEvent, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -174,6 +181,64 @@ class StepLoop:
     def _fail(self, sequence: Sequence | None, error: EngineError) -> None:
         assert sequence is not None
         self._sequences.fail(sequence, error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens of a plan, or the error of the step."""
+
+    plan: StepPlan
+    outcome: StepOutput | EngineError
+
+
+class StepIsolation:
+    """Runs plans; counts steps in which every half failed.
+
+    If `device_lost` is set, no step can succeed: only a new process gets the device back. It calls
+    `before_call` when the model is about to compute.
+    """
+
+    def __init__(
+        self, runner: Runner, builder: BatchBuilder, *, before_call: Callable[[], None]
+    ) -> None:
+        self.num_failures = 0
+        self.num_out_of_memory = 0
+        self.failures_in_a_row = 0
+        self.device_lost = False
+        self._runner = runner
+        self._builder = builder
+        self._before_call = before_call
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        """Execute a plan, as a whole or, if that fails, as two halves."""
+        whole = self._try(plan)
+        results = [whole]
+        if isinstance(whole.outcome, EngineError):
+            self.num_failures += 1
+            if len(plan) > 1:
+                results = [self._try(half) for half in plan.halves()]
+        dead = all(isinstance(result.outcome, EngineError) for result in results)
+        self.failures_in_a_row = self.failures_in_a_row + 1 if dead else 0
+        return results
+
+    def _try(self, plan: StepPlan) -> StepResult:
+        inputs = self._builder.build(plan)
+        self._before_call()
+        try:
+            output = self._runner.execute(inputs)
+        except Exception as error:  # a model may raise anything; its requests get the error
+            logger.exception("step failed", extra={"num_sequences": len(plan)})
+            self.num_out_of_memory += is_out_of_memory(error)
+            self.device_lost = self.device_lost or is_device_lost(error)
+            failure = EngineError(f"the step failed: {error!r}")
+            failure.__cause__ = error
+            return StepResult(plan, failure)
+        wanted = len(inputs.sample_rows)
+        if not isinstance(output, StepOutput) or not output.has_shape(wanted):
+            return StepResult(
+                plan, EngineError(f"the runner did not answer for {wanted} sampled rows")
+            )
+        return StepResult(plan, output)
 
 
 def _cached(outcome: StepOutcome) -> Iterable[int]:
