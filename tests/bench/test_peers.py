@@ -100,7 +100,7 @@ async def test_ours_is_asked_at_the_url_that_serve_names_and_not_at_one_of_metri
 ) -> None:
     registry = SimpleNamespace(candidates=lambda: ["worker"])
     gateway = SimpleNamespace(
-        service=SimpleNamespace(registry=registry),
+        context=SimpleNamespace(registry=registry),
         url="http://127.0.0.1:1",
         admin_url="http://127.0.0.1:2",
     )

@@ -44,7 +44,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def gives_back(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.held) - 1))
-        self.memory.give_back(self.held.pop(number))
+        self.memory.release(self.held.pop(number))
         self.grant()
 
     @precondition(lambda self: self.waiting)
@@ -67,7 +67,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for _ in range(rounds):
             if not self.held:
                 break
-            self.memory.give_back(self.held.pop(0))
+            self.memory.release(self.held.pop(0))
             self.grant()
         assert not self.waiting, "M3: a claim is never granted"
 
@@ -106,7 +106,7 @@ def test_a_tenants_claim_comes_after_one_of_each_other_tenant(num_before: int) -
     assert memory.wait(one, num_images=1)
     order = []
     holder = many[0]
-    while granted := (memory.give_back(holder), memory.granted())[1]:
+    while granted := (memory.release(holder), memory.granted())[1]:
         (holder,) = granted
         order.append(holder)
     assert order.index(one) <= 1, "M4"
@@ -120,7 +120,7 @@ def test_uploads_are_counted_whole_and_never_beyond_their_share(parts: list[int]
     assert memory.used == sum(taken) <= 1000
     assert memory.num_refused == len(parts) - len(taken)
     for part in taken:
-        memory.give_back(part)
+        memory.release(part)
     assert memory.used == 0
     assert memory.take(1000), "whoever is alone has all of it"
 

@@ -16,7 +16,7 @@ KEYS = [RequestKey(name, 0) for name in "abc"]
 
 
 @dataclasses.dataclass(eq=False)
-class Held:
+class FakeResource:
     """A resource that records its release. A loan is released once its writer has confirmed.
 
     Its release asks the attempt to release it again, as the pin of a queued image does.
@@ -25,7 +25,7 @@ class Held:
     number: int
     kind: ResourceKind
     num_bytes: int
-    log: list[Held]
+    log: list[FakeResource]
     attempt: Attempt
     is_confirmed: bool = False
 
@@ -41,8 +41,8 @@ class AttemptMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = AttemptTable()
-        self.held: dict[RequestKey, list[Held]] = {key: [] for key in KEYS}
-        self.released: list[Held] = []
+        self.held: dict[RequestKey, list[FakeResource]] = {key: [] for key in KEYS}
+        self.released: list[FakeResource] = []
         self.num_made = 0
 
     @rule(
@@ -53,7 +53,7 @@ class AttemptMachine(RuleBasedStateMachine):
     def acquire(self, key: RequestKey, kind: ResourceKind, num_bytes: int) -> None:
         self.num_made += 1
         attempt = self.table.open(key)
-        resource = Held(self.num_made, kind, num_bytes, self.released, attempt)
+        resource = FakeResource(self.num_made, kind, num_bytes, self.released, attempt)
         attempt.acquire(resource)
         self.held[key].append(resource)
 

@@ -87,7 +87,7 @@ async def strike(
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class StalledRequest:
     """A request that is in a stage, if it has not `slipped`.
 
     `released` is when the gateway took it up.
@@ -107,7 +107,9 @@ class Held:
         return cut is not None or self.asking.done()
 
 
-async def held_in(service: Cluster, stages: Sequence[str], rng: random.Random) -> list[Held]:
+async def held_in(
+    service: Cluster, stages: Sequence[str], rng: random.Random
+) -> list[StalledRequest]:
     """One request in each stage, all on the first pods; those that wait least come last."""
     await service.accept(*(name for name in service.pods if name.endswith("-0")))
     # chunk by chunk, so that KV crosses in pieces
@@ -128,7 +130,7 @@ async def held_at(
     *,
     seconds: float = HANG_SECONDS,
     **more: Any,
-) -> Held:
+) -> StalledRequest:
     """A request on its way that is in this very stage now; `seconds`, `more` as `Cluster.ask`."""
     name = f"{stage}-{rng.randrange(1 << 62):x}"
     await service.gateway.hold("gateway")
@@ -145,7 +147,7 @@ async def held_at(
         arriving = asyncio.create_task(pod.until_said(at=stage, request=request_id))
         await asyncio.wait({arriving, asking}, return_when=asyncio.FIRST_COMPLETED)
         arriving.cancel()
-    return Held(stage, one, request_id, pod, asking, released)
+    return StalledRequest(stage, one, request_id, pod, asking, released)
 
 
 async def _release(service: Cluster) -> None:

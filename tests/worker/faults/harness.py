@@ -163,13 +163,13 @@ async def cluster(
             front = await stack.enter_async_context(proxy())
             data = f"--announced-data-port={front.data.port}"
             pods[name] = Pod(name, front, (*worker, data, *flags.get(role, ())))
-            stack.push_async_callback(pods[name].bury)
+            stack.push_async_callback(pods[name].stop)
         gateway = Pod(
             "gateway",
             None,
             (*common, "--http-port=0", "--admin-port=0", "--worker=127.0.0.1:1", *gateway_flags),
         )
-        stack.push_async_callback(gateway.bury)
+        stack.push_async_callback(gateway.stop)
         await asyncio.gather(*(pod.start() for pod in (*pods.values(), gateway)))
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),

@@ -115,18 +115,18 @@ async def run_gateway(settings: GatewaySettings) -> int:
 
 def take_gateway(marks: Marks, gateway: Gateway, order: dict[str, Any]) -> Any:
     """Do what a gateway is told."""
-    service = gateway.service
+    context = gateway.context
     if "pods" in order:
-        service.registry.apply([KnownPod(**pod) for pod in order["pods"]])
+        context.registry.apply([KnownPod(**pod) for pod in order["pods"]])
     if "report" in order:
         collect(order)
-        peers = service.registry.by_name.values()
+        peers = context.registry.by_name.values()
         return {
             **process_report(),
-            "inflight": service.num_inflight,
-            "waiting": service.retry_policy.request_limit.num_waiting,
-            "calls": sum(peer.num_inflight for peer in peers) + len(service.background._tasks),
-            "boots": {c.name: c.boot_id.hex() for c in service.registry.candidates()},
+            "inflight": context.num_inflight,
+            "waiting": context.retry_policy.request_limit.num_waiting,
+            "calls": sum(peer.num_inflight for peer in peers) + len(context.background._tasks),
+            "boots": {c.name: c.boot_id.hex() for c in context.registry.candidates()},
         }
     return take_marks(marks, order)
 

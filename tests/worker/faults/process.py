@@ -46,7 +46,7 @@ class Pod:
 
     async def start(self) -> None:
         """A new process, ready."""
-        await self.bury()
+        await self.stop()
         self._ready = asyncio.get_running_loop().create_future()
         self.said.clear()
         self.process = await asyncio.create_subprocess_exec(
@@ -73,7 +73,7 @@ class Pod:
             self._proxy.data.target_port = self.ready["data"]
             self._proxy.mend()
 
-    async def bury(self) -> None:
+    async def stop(self) -> None:
         """End what is left of its process."""
         process, self.process = self.process, None
         if process is None:

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 from worker.faults.asking import Outcome, Question
-from worker.faults.blows import TRIES, Held, held_at, hit, moves
+from worker.faults.blows import TRIES, StalledRequest, held_at, hit, moves
 from worker.faults.figures import note, quantile
 from worker.faults.harness import SLACK, Cluster, cluster
 from worker.faults.process import Pod
@@ -73,7 +73,7 @@ async def interrupt_some(service: Cluster, rng: random.Random) -> list[float]:
     return [one.gap for one in got]
 
 
-async def hold_streams(service: Cluster, victim: Pod, rng: random.Random) -> list[Held]:
+async def hold_streams(service: Cluster, victim: Pod, rng: random.Random) -> list[StalledRequest]:
     """Streams that stand, each at a random token, on this pod."""
     await service.accept(*(name for name in service.pods if name != "decode-1"))
     return [

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from worker.faults.asking import Question
-from worker.faults.blows import NUM_TOKENS, Held, held_at, moves
+from worker.faults.blows import NUM_TOKENS, StalledRequest, held_at, moves
 from worker.faults.figures import note, quantile
 from worker.faults.harness import SLACK, Cluster
 from worker.faults.marks import STAGES
@@ -57,7 +57,7 @@ async def test_a_deadline_ends_a_request_in_any_stage(service: Cluster) -> None:
     await service.accept_all()
 
 
-async def cut_after(one: Held) -> float:
+async def cut_after(one: StalledRequest) -> float:
     """Seconds from the deadline until the pod that held the request was told to stop."""
     line = await one.pod.until_said(cut=one.stage, request=one.request_id)
     return float(line["heard"]) - one.released - DEADLINE_SECONDS

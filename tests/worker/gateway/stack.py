@@ -118,7 +118,7 @@ async def serving(
     async with running(settings, connect=connect) as gateway:
         task = asyncio.create_task(gateway.serve(stop, notice_seconds=0.0))
         if settings.workers != (NOBODY,):
-            registry = gateway.service.registry
+            registry = gateway.context.registry
             found = await registry.wait_until(
                 lambda: len(registry.candidates()) == len(settings.workers), timeout=30
             )

@@ -65,7 +65,7 @@ async def connections(gateway: Gateway, count: int) -> AsyncIterator[list[Connec
 
 
 def used(gateway: Gateway, kind: Kind = Kind.BODY) -> int:
-    return gateway.service.memory.used(kind)
+    return gateway.context.memory.used(kind)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

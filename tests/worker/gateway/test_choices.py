@@ -86,7 +86,7 @@ async def test_the_images_of_all_choices_are_encoded_once_and_the_prompt_is_cach
 
 async def test_a_failure_of_one_choice_is_the_answer_s_one_error(served: Stack) -> None:
     prefill = served.of(Role.PREFILL) or served.of(Role.DECODE)
-    service = served.gateway.service
+    context = served.gateway.context
     async with client(served) as api:
         chunks = await api.chat.completions.create(**body(n=3, max_tokens=200, stream=True))
         assert (await anext(chunks)).choices[0].index == 0
@@ -95,7 +95,7 @@ async def test_a_failure_of_one_choice_is_the_answer_s_one_error(served: Stack) 
         with pytest.raises(openai.APIError) as failed:
             await read_to_the_end(chunks)
     assert failed.value.code == "internal_error"
-    assert service.num_inflight == 0
+    assert context.num_inflight == 0
     for worker in prefill:
         worker.runner.faults.crash_steps = 0
 
@@ -110,12 +110,12 @@ async def test_a_client_that_leaves_cancels_all_choices(served: Stack) -> None:
                 if len(seen) == 4:
                     break
     async with asyncio.timeout(60):
-        await served.gateway.service.idle.wait()
+        await served.gateway.context.idle.wait()
     # the fixture waits until every worker has given everything back
 
 
 async def test_log_probabilities_are_the_model_s_token_by_token(served: Stack) -> None:
-    texts = served.gateway.service.prompt_builder.token_texts
+    texts = served.gateway.context.prompt_builder.token_texts
     async with client(served) as api:
         whole = await api.chat.completions.create(**body(logprobs=True, top_logprobs=2))
         found = await streamed(api, logprobs=True, top_logprobs=2)

@@ -47,8 +47,8 @@ async def until_held(served: Stack, count: int) -> None:
 
 
 async def encoder_comes(served: Stack, address: str) -> None:
-    addresses = [*served.gateway.service.settings.workers, address]
-    served.gateway.service.registry.apply(static_pods(addresses))
+    addresses = [*served.gateway.context.settings.workers, address]
+    served.gateway.context.registry.apply(static_pods(addresses))
 
 
 @pytest.mark.parametrize("plan", [WITHOUT_ENCODERS, LENDS_ITS_ENCODER])
@@ -89,10 +89,10 @@ async def test_a_client_that_leaves_is_held_no_more(tmp_path: Path) -> None:
         await until_held(served, 1)
         held.cancel()
         await until_held(served, 0)
-        service = served.gateway.service
+        context = served.gateway.context
         async with asyncio.timeout(60):
-            await service.idle.wait()
-        assert service.retry_policy.request_limit.num_waiting == 0
+            await context.idle.wait()
+        assert context.retry_policy.request_limit.num_waiting == 0
 
 
 @pytest.mark.parametrize("plan", [WITHOUT_ENCODERS, LENDS_ITS_ENCODER])

@@ -189,7 +189,7 @@ async def test_without_room_anywhere_a_request_waits_until_there_is(served: Stac
     expected = await answer(served)
     held = [await fill(worker) for worker in served.of(Role.DECODE)]
     asking = asyncio.create_task(answer(served))
-    registry = served.gateway.service.registry
+    registry = served.gateway.context.registry
     async with asyncio.timeout(10):
         while not registry.held_for:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -19,9 +19,9 @@ import pytest
 from worker.gateway.mutations import requests
 from worker.gateway.stack import gateway_settings
 
+from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.http_app import AuthMiddleware, public_app
 from vlm_worker.gateway.prompts import PromptBuilder
-from vlm_worker.gateway.service import Service
 
 SAMPLE = 50_000
 LONG = (pytest.mark.full, pytest.mark.timeout(3600))
@@ -77,8 +77,8 @@ async def test_whatever_is_asked_the_answer_is_well_formed_and_discreet(
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     settings = gateway_settings([])
-    service = Service(settings, PromptBuilder(Path(settings.model.uri)))
-    app = public_app(service)
+    context = GatewayContext(settings, PromptBuilder(Path(settings.model.uri)))
+    app = public_app(context)
     seen: collections.Counter[str] = collections.Counter()
     before = 0
     for number, (path, body, headers) in enumerate(requests(random.Random(seed), count)):
@@ -99,6 +99,6 @@ async def test_whatever_is_asked_the_answer_is_well_formed_and_discreet(
     assert not caplog.records
     assert len(seen) >= 12
     assert seen.most_common(1)[0][1] < 0.6 * count
-    assert service.num_inflight == 0
-    assert service.meters.num_requests == count
+    assert context.num_inflight == 0
+    assert context.meters.num_requests == count
     assert grown <= 0.05

@@ -73,7 +73,7 @@ async def test_it_is_ready_when_every_stage_has_a_pod_and_stays_so_without_encod
         await until_ready(served.url, ready=True)
         (encoder,) = served.of(Role.ENCODER)
         await encoder.kill()
-        registry = served.gateway.service.registry
+        registry = served.gateway.context.registry
         assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
         assert await until_ready(served.url, ready=True) == "ok, but no ready pod for: encoder\n"
         async with api(served.url) as client:
@@ -99,7 +99,7 @@ async def test_a_worker_of_another_model_is_not_used_and_the_log_says_why(
     async with started(Role.DECODE) as decode:
         settings = gateway_settings([decode], served_name="other")
         async with running(settings) as gateway:
-            registry = gateway.service.registry
+            registry = gateway.context.registry
             assert not await registry.wait_until(lambda: bool(registry.candidates()), timeout=1)
     assert any("it serves 'shapes', not 'other'" in str(vars(r)) for r in caplog.records)
 
@@ -153,13 +153,13 @@ async def test_settings_are_applied_while_it_runs_and_bad_ones_change_nothing(
                 return await client.post("/v1/chat/completions", json=body)
 
         assert (await two_images()).json()["error"]["code"] == "too_many_images"
-        first = gateway.service.stats()["config_hash"]
+        first = gateway.context.stats()["config_hash"]
         config.write_text("{")
-        gateway.service.config_watcher.reload()
-        assert gateway.service.stats()["config_hash"] == first
+        gateway.context.config_watcher.reload()
+        assert gateway.context.stats()["config_hash"] == first
         config.write_text('{"limits": {"images_per_request": 2}}')
         await until(two_images, status=503)
-        assert gateway.service.stats()["config_hash"] != first
+        assert gateway.context.stats()["config_hash"] != first
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ async def streaming(
     async with started(Role.PREFILL) as prefill, started(Role.DECODE) as decode:
         stop, seen = asyncio.Event(), asyncio.Event()
         async with running(gateway_settings([prefill, decode], **settings)) as gateway:
-            registry = gateway.service.registry
+            registry = gateway.context.registry
             await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=60)
             serving = asyncio.create_task(gateway.serve(stop, notice_seconds=notice_seconds))
             served = Stack([prefill, decode], gateway)
@@ -276,7 +276,7 @@ async def test_a_gateway_whose_worker_failed_for_good_says_so_and_ends_at_once()
     """As `vlm-worker serve`, where the engine is in the gateway's own process."""
     async with streaming(drain_timeout_seconds=600.0) as running_stream:
         gateway = running_stream.served.gateway
-        gateway.service.fail("the engine cannot go on: the device is lost")
+        gateway.context.fail("the engine cannot go on: the device is lost")
         for path in ("/healthz", "/readyz"):
             answer = await get(f"{gateway.url}{path}")
             assert (answer.status_code, "device is lost" in answer.text) == (503, True)

@@ -27,7 +27,7 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
 
 
 async def test_poison_stays_with_its_request_and_in_no_cache(served: Stack) -> None:
-    tokenizer = served.gateway.service.prompt_builder.tokenizer
+    tokenizer = served.gateway.context.prompt_builder.tokenizer
     (poison, *_) = sorted(_ids(tokenizer, f" a {WORD}?") - _ids(tokenizer, " a red thing?"))
     options = {"base_url": f"{served.url}/v1", "api_key": "none", "max_retries": 0}
     async with openai.AsyncOpenAI(**options) as api:

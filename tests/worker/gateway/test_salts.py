@@ -95,7 +95,7 @@ async def test_the_same_tenant_shares_its_prefix_across_two_gateways(tmp_path: P
     cached = []
     async with (
         stack(*P_D, api_keys_dir=tmp_path / "keys") as first,
-        serving(first.gateway.service.settings) as second,
+        serving(first.gateway.context.settings) as second,
     ):
         for url, key in (
             (first.url, "alice-key"),

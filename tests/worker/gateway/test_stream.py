@@ -97,7 +97,7 @@ async def test_the_same_seed_draws_the_same_answer(served: Stack) -> None:
 async def test_one_token_needs_no_decode(served: Stack) -> None:
     (decode,) = served.of(Role.DECODE)
     await decode.kill()
-    registry = served.gateway.service.registry
+    registry = served.gateway.context.registry
     assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
         one = await client.post("/v1/chat/completions", json=body(max_tokens=1))
@@ -132,7 +132,7 @@ STAGES = ["media", "encoder_queue", "encode", "embed_transfer", "decode_reserve"
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_client_that_leaves_frees_every_hop_at_any_stage(stage: str) -> None:
     async with stack(*EPD, worker_delays={stage: 3.0}) as served:
-        service = served.gateway.service
+        context = served.gateway.context
         async with httpx.AsyncClient(base_url=served.url) as client:
             try:
                 async with asyncio.timeout(0.7):
@@ -142,8 +142,8 @@ async def test_a_client_that_leaves_frees_every_hop_at_any_stage(stage: str) -> 
             else:
                 pytest.fail("the request was over before the client left")
         async with asyncio.timeout(60):
-            await service.idle.wait()
+            await context.idle.wait()
         await served.until_idle()
-        assert b'triptych_requests_total{outcome="cancelled"} 1.0' in service.meters.exposition(
+        assert b'triptych_requests_total{outcome="cancelled"} 1.0' in context.meters.exposition(
             num_inflight=0, accepting=True
         )

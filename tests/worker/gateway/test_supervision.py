@@ -41,18 +41,18 @@ class Time:
 async def test_health_tells_of_a_task_that_fails_again_and_again() -> None:
     time = Time()
     async with serving(gateway_settings([])) as gateway, httpx.AsyncClient() as client:
-        usual = gateway.service.tasks
-        gateway.service.tasks = Supervisor(clock=time, sleep=time.sleep)
+        usual = gateway.context.tasks
+        gateway.context.tasks = Supervisor(clock=time, sleep=time.sleep)
         assert (await client.get(f"{gateway.url}/healthz")).status_code == 200
-        gateway.service.tasks.start(fails, name="watch", at_end=AtEnd.RESTART)
+        gateway.context.tasks.start(fails, name="watch", at_end=AtEnd.RESTART)
         async with asyncio.timeout(30):
             await time.hopeless.wait()
         answer = await client.get(f"{gateway.url}/healthz")
         assert (answer.status_code, "watch" in answer.text) == (503, True)
         time.now += STEADY_SECONDS
         assert (await client.get(f"{gateway.url}/healthz")).status_code == 200
-        await gateway.service.tasks.close()
-        gateway.service.tasks = usual
+        await gateway.context.tasks.close()
+        gateway.context.tasks = usual
 
 
 class Defective(WorkerClient):
@@ -74,7 +74,7 @@ async def test_a_defect_in_following_a_worker_does_not_lose_it_for_ever() -> Non
         started(Role.DECODE, (E, P, D)) as worker,
         serving(gateway_settings([worker]), Defective) as gateway,
     ):
-        (peer,) = gateway.service.registry.by_name.values()
+        (peer,) = gateway.context.registry.by_name.values()
         assert isinstance(peer.client, Defective)
         async with asyncio.timeout(30):
             while peer.load is None:  # noqa: ASYNC110

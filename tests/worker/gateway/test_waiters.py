@@ -106,7 +106,7 @@ async def test_who_is_not_helped_in_time_is_told_so() -> None:
 
 async def test_load_reports_ask_nobody() -> None:
     async with stack(*COLOCATED) as served:
-        registry, pods = served.gateway.service.registry, Pods()
+        registry, pods = served.gateway.context.registry, Pods()
         task = asyncio.create_task(registry.wait_until(pods.has_room, timeout=60))
         await asyncio.sleep(0)
         (peer,) = registry.by_name.values()

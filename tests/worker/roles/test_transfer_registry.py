@@ -224,7 +224,7 @@ class Exposed:
         return memoryview(b"")
 
     def close(self) -> None:
-        self.account.give_back(self.num_bytes)
+        self.account.release(self.num_bytes)
 
     def abandon(self) -> None:
         self.account.abandon(self.num_bytes)

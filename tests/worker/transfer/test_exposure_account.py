@@ -31,7 +31,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         num_bytes = self.out.pop(data.draw(st.integers(0, len(self.out) - 1)))
         if data.draw(st.booleans()):
-            self.account.give_back(num_bytes)
+            self.account.release(num_bytes)
         else:
             self.account.abandon(num_bytes)
             self.abandoned.append(num_bytes)

@@ -128,7 +128,7 @@ class UploadMemory:
         self.used += num_bytes
         return True
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Release bytes that are no longer needed."""
         assert 0 <= num_bytes <= self.used
         self.used -= num_bytes
@@ -232,7 +232,7 @@ class ImageMemory:
         if not claim.is_small and not lane:
             del self._large[claim.tenant]
 
-    def give_back(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         """Release a granted claim."""
         if claim.is_small:
             self._used_small -= claim.num_bytes

@@ -73,7 +73,7 @@ class EmbeddingCache:
         With `counted` False, the statistics are unchanged: they contain this lookup already.
         """
         entry = self.index.find(image_key, num_tokens=num_tokens, now=now)
-        if entry is None or not self._bring_up(entry):
+        if entry is None or not self._promote(entry):
             return None
         self.index.use(entry, owner, now=now, counted=counted)
         self._move_buffers()
@@ -117,11 +117,11 @@ class EmbeddingCache:
     def check(self) -> None:
         """Raise AssertionError if the index and the buffers differ."""
         self.index.check()
-        shelves = self.index.hot, self.index.cold
-        assert (len(self._hot), len(self._cold)) == tuple(s.num_entries for s in shelves)
+        tiers = self.index.hot, self.index.cold
+        assert (len(self._hot), len(self._cold)) == tuple(tier.num_entries for tier in tiers)
         assert self.index.cold.num_bytes == sum(rows.nbytes for rows in self._cold.values())
 
-    def _bring_up(self, entry: Entry) -> bool:
+    def _promote(self, entry: Entry) -> bool:
         """Move the buffer of an entry to the hot tier; if that fails, drop the entry, return False.
 
         If the device is out of memory, this is a miss: the image is encoded again, or fails then.
@@ -131,7 +131,7 @@ class EmbeddingCache:
         try:
             embedding = self._codec.import_embedding(self._cold[entry.id], entry.num_tokens)
         except Exception:
-            logger.exception("an embedding could not be brought back from host memory")
+            logger.exception("an embedding could not be copied from host memory to the device")
             self.index.discard(entry)
             self._move_buffers()
             return False
@@ -147,13 +147,13 @@ class EmbeddingCache:
                     self._hot.pop(move.entry.id, None)
                     self._cold.pop(move.entry.id, None)
                 else:
-                    self._take_down(move.entry)
+                    self._demote(move.entry)
 
-    def _take_down(self, entry: Entry) -> None:
+    def _demote(self, entry: Entry) -> None:
         """Copy a buffer to the cold tier; if that fails, drop the entry."""
         embedding = self._hot.pop(entry.id)
         try:
             self._cold[entry.id] = self._codec.export_embedding(embedding)
         except Exception:
-            logger.exception("an embedding could not be kept in host memory")
+            logger.exception("an embedding could not be copied to host memory")
             self.index.discard(entry)

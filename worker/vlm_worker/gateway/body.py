@@ -11,7 +11,7 @@ from typing import Any
 
 from vlm_worker.gateway.api.data_urls import BodyBytes
 from vlm_worker.gateway.api.errors import ApiError, invalid, too_large
-from vlm_worker.gateway.memory import Held
+from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.responses import ClientGoneError
 from vlm_worker.gateway.turns import Turns
 from vlm_worker.wire.buffers import private_memory
@@ -27,7 +27,7 @@ _SECONDS = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 async def read_body(
-    scope: dict[str, Any], receive: Receive, *, held: Held, turns: Turns
+    scope: dict[str, Any], receive: Receive, *, held: MemoryReservation, turns: Turns
 ) -> BodyBytes:
     """Read the whole body. While reading a large body, yield to other requests.
 

@@ -30,16 +30,16 @@ from vlm_worker.gateway.api.data_urls import BodyBytes
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.api.requests import Options
 from vlm_worker.gateway.body import Receive, read_body, timeout_of, until_disconnect
+from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.detokenization import TextAssembler
 from vlm_worker.gateway.images import RequestImage
-from vlm_worker.gateway.memory import FullError, Held
+from vlm_worker.gateway.memory import FullError, MemoryReservation
 from vlm_worker.gateway.orchestrate.generation import Generation
 from vlm_worker.gateway.orchestrate.prepared_request import Emit, PreparedRequest
 from vlm_worker.gateway.orchestrate.retry_policy import AdmissionTicket
 from vlm_worker.gateway.orchestrate.route_selection import NoEncoderError, NoRouteError
 from vlm_worker.gateway.orchestrate.ttft_trace import Trace
 from vlm_worker.gateway.responses import ClientGoneError, Response, ResponseWriter, Send
-from vlm_worker.gateway.service import Service
 from vlm_worker.types import Modality, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Exchange:
     request_id: str
     tenant: str
     client_request_id: str
-    held: Held
+    held: MemoryReservation
     arrived: float
     outcome: str = "error"
     options: Options | None = None
@@ -64,8 +64,8 @@ class _Exchange:
 class Endpoint:
     """An ASGI application for one path."""
 
-    def __init__(self, service: Service, kind: Literal["chat", "completion"]) -> None:
-        self._service = service
+    def __init__(self, context: GatewayContext, kind: Literal["chat", "completion"]) -> None:
+        self._context = context
         self._kind = kind
         self._shape = ChatShape() if kind == "chat" else CompletionShape()
 
@@ -76,45 +76,45 @@ class Endpoint:
             state["request_id"],
             state["tenant"],
             state["client_request_id"],
-            self._service.hold_memory(state["tenant"]),
-            arrived=self._service.clock(),
+            self._context.hold_memory(state["tenant"]),
+            arrived=self._context.clock(),
         )
         response = Response(send)
-        self._service.enter()
+        self._context.enter()
         try:
             await self._exchange(exchange, scope, receive, response)
             exchange.outcome = "ok"
         except ApiError as error:
             exchange.outcome, exchange.reason = error.outcome, error.message
-            await _last_word(response, error)
+            await _send_error(response, error)
         except ClientGoneError as error:
             exchange.outcome, exchange.reason = "cancelled", str(error)
         except FullError as error:
-            self._service.meters.refused(error.bound)
+            self._context.meters.refused(error.bound)
             answer = errors.full(error)
             exchange.outcome, exchange.reason = answer.outcome, answer.message
-            await _last_word(response, answer)
+            await _send_error(response, answer)
         except Exception as error:
             exchange.reason = f"{type(error).__name__}: {error}"
             logger.exception("request failed", extra={"request_id": exchange.request_id})
-            await _last_word(response, errors.internal(exchange.request_id))
+            await _send_error(response, errors.internal(exchange.request_id))
         finally:
             exchange.held.release()
-            self._service.leave(exchange.outcome)
+            self._context.leave(exchange.outcome)
             self._log(exchange)
 
     async def _exchange(
         self, exchange: _Exchange, scope: dict[str, Any], receive: Receive, response: Response
     ) -> None:
-        service, held = self._service, exchange.held
-        if service.refusing:
+        context, held = self._context, exchange.held
+        if context.refusing:
             raise errors.unavailable("This gateway is shutting down; another one takes requests.")
         timeout = timeout_of(scope)
-        limit, turns = service.retry_policy.request_limit, service.preparer.turns
+        limit, turns = context.retry_policy.request_limit, context.preparer.turns
         limit.check()  # reject before the body is read
         body = [await read_body(scope, receive, held=held, turns=turns)]
         with limit.enter() as ticket:
-            trace = exchange.trace = Trace(received=service.clock(), clock=service.clock)
+            trace = exchange.trace = Trace(received=context.clock(), clock=context.clock)
             # pass on the only reference, so that the body is freed once it is parsed
             prepared, options = await self._prepare(body.pop(), exchange)
             exchange.options = options
@@ -123,7 +123,7 @@ class Endpoint:
             choices = exchange.choices = self._choices(prepared, options, writer, trace, ticket)
             ends = (
                 until_disconnect(receive),
-                drain_deadline(service),
+                drain_deadline(context),
                 request_deadline(trace, timeout),
             )
             try:
@@ -134,13 +134,13 @@ class Endpoint:
     async def _prepare(
         self, body: BodyBytes, exchange: _Exchange
     ) -> tuple[PreparedRequest, Options]:
-        service = self._service
-        if delay := service.settings.delays.get("gateway"):
+        context = self._context
+        if delay := context.settings.delays.get("gateway"):
             await asyncio.sleep(delay)
-        return await service.preparer.read(
+        return await context.preparer.read(
             body,
             self._kind,
-            service.config_watcher.now.config,
+            context.config_watcher.now.config,
             held=exchange.held,
             request_id=exchange.request_id,
             tenant=exchange.tenant,
@@ -149,7 +149,7 @@ class Endpoint:
     def _writer(
         self, response: Response, options: Options, prepared: PreparedRequest, trace: Trace
     ) -> ResponseWriter:
-        prompt_builder = self._service.prompt_builder
+        prompt_builder = self._context.prompt_builder
         envelope = Envelope(
             shape=self._shape,
             request_id=prepared.request_id,
@@ -174,19 +174,19 @@ class Endpoint:
 
     def _meter(self, prepared: PreparedRequest, trace: Trace) -> Callable[[int], None]:
         """Return a callback that records each token that is sent."""
-        service = self._service
-        meters = service.meters
+        context = self._context
+        meters = context.meters
         modality = Modality.IMAGE if prepared.images else Modality.TEXT
         previous: dict[int, float] = {}
 
         def on_token(choice: int) -> None:
-            now = service.clock()
+            now = context.clock()
             if choice in previous:
                 meters.next_token(now - previous[choice])
             elif choice > 0:
                 meters.further_choice()
             else:
-                target = service.config_watcher.now.config.slo.ttft_seconds(modality)
+                target = context.config_watcher.now.config.slo.ttft_seconds(modality)
                 meters.first_token(trace.ttft, trace.stages(), modality, target)
             previous[choice] = now
 
@@ -200,8 +200,8 @@ class Endpoint:
         trace: Trace,
         ticket: AdmissionTicket,
     ) -> Choices:
-        service = self._service
-        service.meters.record_images(
+        context = self._context
+        context.meters.record_images(
             len(prepared.images), sum(p.num_tokens for p in prepared.images)
         )
 
@@ -211,9 +211,9 @@ class Endpoint:
                 emit,
                 # TTFT is measured for the first choice
                 trace=trace if index == 0 else Trace(received=trace.received, clock=trace.clock),
-                registry=service.registry,
-                background=service.background,
-                retry_policy=service.retry_policy,
+                registry=context.registry,
+                background=context.background,
+                retry_policy=context.retry_policy,
                 ticket=ticket,
                 heartbeat=writer.heartbeat,
             )
@@ -234,18 +234,18 @@ class Endpoint:
                 "reason": exchange.reason,
                 "num_output_tokens": choices.num_output_tokens if choices else 0,
                 "num_retries": choices.num_retries if choices else 0,
-                "seconds": self._service.clock() - exchange.arrived,
+                "seconds": self._context.clock() - exchange.arrived,
                 "ttft_seconds": ttft,
                 "labels": options.logged if options else {},
             },
         )
 
 
-async def _last_word(response: Response, error: ApiError) -> None:
+async def _send_error(response: Response, error: ApiError) -> None:
     try:
         await response.fail(error)
     except ClientGoneError:
-        logger.debug("nobody is there to hear of an error")
+        logger.debug("the client closed the connection before its error was sent")
 
 
 def _answer_to(
@@ -370,10 +370,10 @@ async def run_until_ended(
         await asyncio.gather(task, *watchers, return_exceptions=True)
 
 
-async def drain_deadline(service: Service) -> Exception:
+async def drain_deadline(context: GatewayContext) -> Exception:
     """Wait for the end of this gateway's drain; return the error to raise."""
-    await service.drain_ended.wait()
-    if service.failed is not None:
+    await context.drain_ended.wait()
+    if context.failed is not None:
         return errors.unavailable("This server has failed and ends; its log says why.")
     return errors.unavailable("This gateway is shutting down and its time to drain is over.")
 
@@ -384,4 +384,4 @@ async def request_deadline(trace: Trace, timeout: float | None) -> Exception:
         await asyncio.get_running_loop().create_future()
     else:
         await asyncio.sleep(trace.received + timeout - trace.clock())
-    return errors.too_late()
+    return errors.request_deadline()

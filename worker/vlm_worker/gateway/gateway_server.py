@@ -25,13 +25,13 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.gateway.api import errors
 from vlm_worker.gateway.auth import OPEN_PATHS
 from vlm_worker.gateway.body import Receive
+from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.discovery import ApiServer, PodWatch
 from vlm_worker.gateway.http_app import admin_app, public_app
 from vlm_worker.gateway.memory import Bound
 from vlm_worker.gateway.pod_registry import Connect, static_pods
 from vlm_worker.gateway.prompts import PromptBuilder
 from vlm_worker.gateway.responses import Response, Send
-from vlm_worker.gateway.service import Service
 from vlm_worker.settings import GatewaySettings
 from vlm_worker.supervision import AtEnd
 from vlm_worker.wire.listening import listen
@@ -52,8 +52,10 @@ def most_connections(settings: GatewaySettings) -> int:
 class Gateway:
     """A gateway with bound sockets; `running` creates it."""
 
-    def __init__(self, service: Service, public: socket.socket, admin: socket.socket) -> None:
-        self.service = service
+    def __init__(
+        self, context: GatewayContext, public: socket.socket, admin: socket.socket
+    ) -> None:
+        self.context = context
         self._public = public
         self._admin = admin
         self._servers: list[Server] = []
@@ -71,15 +73,15 @@ class Gateway:
     async def serve(self, stop: asyncio.Event, *, notice_seconds: float = NOTICE_SECONDS) -> None:
         """Serve until `stop` is set, then drain; accept new requests for `notice_seconds` more.
 
-        If the service has failed, requests end immediately instead.
+        If the gateway has failed, requests end immediately instead.
         """
-        service = self.service
+        context = self.context
         clients = ConnectionLimit(
-            service.settings.max_connections, lambda: service.meters.refused(Bound.CONNECTIONS)
+            context.settings.max_connections, lambda: context.meters.refused(Bound.CONNECTIONS)
         )
         self._servers = [
-            server(public_app(service), bound=clients),
-            server(admin_app(service), bound=ConnectionLimit(MAX_ADMIN_CONNECTIONS)),
+            server(public_app(context), bound=clients),
+            server(admin_app(context), bound=ConnectionLimit(MAX_ADMIN_CONNECTIONS)),
         ]
         tasks = [
             asyncio.create_task(one.serve(sockets=[sock]))
@@ -97,21 +99,21 @@ class Gateway:
             await asyncio.gather(*tasks)
 
     async def _drain(self, notice_seconds: float) -> None:
-        service = self.service
-        service.draining = True
-        logger.info("draining", extra={"inflight": service.num_inflight})
-        timeout = service.settings.drain_timeout_seconds if service.failed is None else 0.0
+        context = self.context
+        context.draining = True
+        logger.info("draining", extra={"inflight": context.num_inflight})
+        timeout = context.settings.drain_timeout_seconds if context.failed is None else 0.0
         await asyncio.sleep(min(notice_seconds, timeout))
-        service.refusing = True
+        context.refusing = True
         try:
             async with asyncio.timeout(timeout):
-                await service.idle.wait()
+                await context.idle.wait()
         except TimeoutError:
-            logger.warning("cut", extra={"inflight": service.num_inflight})
-            service.drain_ended.set()
+            logger.warning("cut", extra={"inflight": context.num_inflight})
+            context.drain_ended.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_SECONDS):
-                    await service.idle.wait()
+                    await context.idle.wait()
 
 
 @contextlib.asynccontextmanager
@@ -127,7 +129,7 @@ async def running(
         DiscoveryError: no workers are configured and the process does not run in a pod.
         OSError: an address is in use.
     """
-    service = Service(settings, PromptBuilder(Path(settings.model.uri)), connect=connect)
+    context = GatewayContext(settings, PromptBuilder(Path(settings.model.uri)), connect=connect)
     watch = None
     if not settings.workers:
         watch = PodWatch(
@@ -135,25 +137,25 @@ async def running(
             namespace=settings.namespace,
             service=settings.service,
             compat=settings.compat,
-            on_pods=service.registry.apply,
-            on_problem=service.note_discovery,
+            on_pods=context.registry.apply,
+            on_problem=context.note_discovery,
         )
     with (
         contextlib.closing(listen(settings.bind, settings.http_port)) as public,
         contextlib.closing(listen(settings.bind, settings.admin_port)) as admin,
     ):
-        tasks = service.tasks
-        tasks.start(service.config_watcher.watch, name="settings", at_end=AtEnd.RESTART)
-        tasks.start(service.tick, name="rates", at_end=AtEnd.RESTART)
+        tasks = context.tasks
+        tasks.start(context.config_watcher.watch, name="settings", at_end=AtEnd.RESTART)
+        tasks.start(context.tick, name="rates", at_end=AtEnd.RESTART)
         if watch is not None:
             tasks.start(watch.run, name="pods", at_end=AtEnd.RESTART)
-        service.registry.apply(static_pods(settings.workers))
+        context.registry.apply(static_pods(settings.workers))
         try:
-            yield Gateway(service, public, admin)
+            yield Gateway(context, public, admin)
         finally:
             await tasks.close()
-            await service.background.finish()
-            await service.registry.close()
+            await context.background.finish()
+            await context.registry.close()
 
 
 async def serve_gateway(

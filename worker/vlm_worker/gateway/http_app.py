@@ -23,22 +23,22 @@ from vlm_worker.gateway.api.answers import encode
 from vlm_worker.gateway.api.errors import ApiError
 from vlm_worker.gateway.auth import OPEN_PATHS
 from vlm_worker.gateway.body import Receive
+from vlm_worker.gateway.context import GatewayContext
 from vlm_worker.gateway.endpoint import Endpoint
 from vlm_worker.gateway.responses import ClientGoneError, Response, Send
-from vlm_worker.gateway.service import Service
 
 logger = logging.getLogger(__name__)
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,64}")
 
 
-def public_app(service: Service) -> AuthMiddleware:
+def public_app(context: GatewayContext) -> AuthMiddleware:
     """Return the application for clients."""
-    pages = Pages(service)
+    pages = Pages(context)
     router = Starlette(
         routes=[
-            Route("/v1/chat/completions", Endpoint(service, "chat"), methods=["POST"]),
-            Route("/v1/completions", Endpoint(service, "completion"), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(context, "chat"), methods=["POST"]),
+            Route("/v1/completions", Endpoint(context, "completion"), methods=["POST"]),
             Route("/v1/models", pages.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", pages.model, methods=["GET"]),
             *pages.common,
@@ -46,12 +46,12 @@ def public_app(service: Service) -> AuthMiddleware:
         exception_handlers={ApiError: _refused, HTTPException: _not_found},
     )
     router.router.redirect_slashes = False
-    return AuthMiddleware(router, service)
+    return AuthMiddleware(router, context)
 
 
-def admin_app(service: Service) -> Starlette:
+def admin_app(context: GatewayContext) -> Starlette:
     """Return the application for the operator and Prometheus, inside the cluster."""
-    pages = Pages(service)
+    pages = Pages(context)
     return Starlette(
         routes=[
             Route("/stats", pages.stats, methods=["GET"]),
@@ -68,9 +68,9 @@ class AuthMiddleware:
     The checked path is the routed one, never one rebuilt from headers.
     """
 
-    def __init__(self, app: Any, service: Service) -> None:
+    def __init__(self, app: Any, context: GatewayContext) -> None:
         self._app = app
-        self._service = service
+        self._context = context
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -88,7 +88,7 @@ class AuthMiddleware:
 
         tenant = self._tenant(scope["path"], headers.get(b"authorization"))
         if tenant is None:
-            self._service.meters.request("invalid")
+            self._context.meters.request("invalid")
             await _answer(Response(send_with_id), errors.unauthorized())
             return
         scope.setdefault("state", {}).update(
@@ -99,7 +99,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send_with_id)
 
     def _tenant(self, path: str, authorization: bytes | None) -> str | None:
-        keys = self._service.config_watcher.now.keys
+        keys = self._context.config_watcher.now.keys
         if keys is None or path in OPEN_PATHS:
             return ""
         return keys.tenant_of(None if authorization is None else authorization.decode("latin-1"))
@@ -108,8 +108,8 @@ class AuthMiddleware:
 class Pages:
     """Handlers of all paths except the generation endpoints."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
         self.common = [
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
@@ -121,42 +121,42 @@ class Pages:
 
     async def model(self, request: Request) -> HttpResponse:
         """Return the served model if the id matches."""
-        self._service.preparer.check_model(request.path_params["model_id"])
+        self._context.preparer.check_model(request.path_params["model_id"])
         return _json(self._model())
 
     async def healthz(self, _: Request) -> HttpResponse:
         """Answer ok if the tasks that this process needs run."""
-        return _page(self._service.unhealthy_reason, otherwise="ok")
+        return _page(self._context.unhealthy_reason, otherwise="ok")
 
     async def readyz(self, _: Request) -> HttpResponse:
         """Answer whether the gateway is ready; ok names the stages without a ready pod."""
-        missing = self._service.missing_stages()
+        missing = self._context.missing_stages()
         degraded = f"ok, but no ready pod for: {', '.join(missing)}"
-        return _page(self._service.not_ready_because(), otherwise=degraded if missing else "ok")
+        return _page(self._context.not_ready_because(), otherwise=degraded if missing else "ok")
 
     async def metrics(self, _: Request) -> HttpResponse:
         """Return the metrics in Prometheus' text format."""
-        service = self._service
-        text = service.meters.exposition(
-            num_inflight=service.num_inflight, accepting=not service.draining
+        context = self._context
+        text = context.meters.exposition(
+            num_inflight=context.num_inflight, accepting=not context.draining
         )
         return HttpResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self, _: Request) -> HttpResponse:
         """Return the document of `docs/stats.schema.json`, version 1."""
-        return _json(self._service.stats())
+        return _json(self._context.stats())
 
     def _model(self) -> dict[str, Any]:
-        service = self._service
-        name = service.settings.served_name
+        context = self._context
+        name = context.settings.served_name
         return {
             "id": name,
             "object": "model",
-            "created": service.created,
+            "created": context.created,
             "owned_by": "triptych",
             "root": name,
             "parent": None,
-            "max_model_len": service.preparer.context(service.config_watcher.now.config),
+            "max_model_len": context.preparer.context(context.config_watcher.now.config),
         }
 
 

@@ -57,7 +57,7 @@ class FullError(OverloadedError):
 
 
 class MemoryBudget:
-    """The memory of all requests of one gateway, in bytes. `Held` is its only writer."""
+    """The memory of all requests of one gateway, in bytes. Only `MemoryReservation` writes it."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -75,10 +75,10 @@ class MemoryBudget:
         """Bytes that all requests hold."""
         return self._of_kind.total()
 
-    def hold(self, tenant: str, *, shared: bool) -> Held:
+    def hold(self, tenant: str, *, shared: bool) -> MemoryReservation:
         """Start the account of one request, at 0 bytes. `shared`: several tenants have keys."""
         limit = int(self.num_bytes * TENANT_SHARE) if shared else self.num_bytes
-        return Held(self, tenant, limit)
+        return MemoryReservation(self, tenant, limit)
 
     def check(self, tenant: str, num_more: int, limit: int) -> None:
         """Raise FullError if `num_more` bytes of a tenant would exceed a limit."""
@@ -103,7 +103,7 @@ class MemoryBudget:
             del self._of_tenant[tenant]
 
 
-class Held:
+class MemoryReservation:
     """The account of one request, until `release`."""
 
     def __init__(self, budget: MemoryBudget, tenant: str, limit: int) -> None:

@@ -125,7 +125,7 @@ class Registry:
         for name, peer in list(self._peers.items()):
             pod = wanted.get(name)
             if pod is None or pod.address != peer.pod.address:
-                self._let_go(self._peers.pop(name))
+                self._disconnect(self._peers.pop(name))
             elif pod != peer.pod:
                 peer.pod = pod
                 peer.news.set()
@@ -135,7 +135,7 @@ class Registry:
                 peer = self._peers[name] = PodConnection(
                     pod, self._connect(pod.address, timers=self.timers)
                 )
-                peer.task = asyncio.create_task(self._tend(peer), name=f"tend {name}")
+                peer.task = asyncio.create_task(self._follow(peer), name=f"follow {name}")
 
     def candidates(self) -> list[Candidate]:
         """Return every worker that answered Hello, in the order of names."""
@@ -204,14 +204,14 @@ class Registry:
     async def close(self) -> None:
         """Close all connections, each after its last request."""
         for peer in self._peers.values():
-            self._let_go(peer)
+            self._disconnect(peer)
         self._peers.clear()
         await asyncio.gather(*self._closing)
 
     def _notify(self) -> None:
         self._waiters.notify()
 
-    def _let_go(self, peer: PodConnection) -> None:
+    def _disconnect(self, peer: PodConnection) -> None:
         self._note_loss(peer)
         task = asyncio.create_task(self._close(peer), name=f"close {peer.pod.name}")
         self._closing.add(task)
@@ -226,7 +226,7 @@ class Registry:
         await peer.unused.wait()
         await peer.client.close()
 
-    async def _tend(self, peer: PodConnection) -> None:
+    async def _follow(self, peer: PodConnection) -> None:
         """Follow one worker until cancelled: Hello, then its load; on errors retry with backoff."""
         timers = self.timers
         delay = timers.retry

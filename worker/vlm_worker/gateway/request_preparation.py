@@ -29,7 +29,7 @@ from vlm_worker.gateway.api.schema import JsonBody, read_json
 from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import Admission, Config
 from vlm_worker.gateway.images import RequestImage, read_images
-from vlm_worker.gateway.memory import Held
+from vlm_worker.gateway.memory import MemoryReservation
 from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.prompts import (
     Prompt,
@@ -67,7 +67,7 @@ class Preparer:
         kind: Literal["chat", "completion"],
         config: Config,
         *,
-        held: Held,
+        held: MemoryReservation,
         request_id: str,
         tenant: str,
     ) -> tuple[PreparedRequest, Options]:
@@ -88,7 +88,7 @@ class Preparer:
         return await self.completion(completion, config, **ids), completion.options
 
     def _read_chat(
-        self, body: BodyBytes, config: Config, held: Held
+        self, body: BodyBytes, config: Config, held: MemoryReservation
     ) -> Steps[tuple[ChatRequest, tuple[RequestImage | None, ...]]]:
         parsed = yield from read_json(body, held.decode)
         request = yield from parse_chat(parsed.value)

@@ -148,7 +148,7 @@ class DecodeProcessPool:
                 self._large.release()
             raise
 
-    def give_back(self, child: DecodeChild | None, *, large: bool) -> None:
+    def return_process(self, child: DecodeChild | None, *, large: bool) -> None:
         """Return the place that `take` gave, with the child that is in it now."""
         if large:
             self._large.release()
@@ -174,7 +174,7 @@ class DecodeProcessPool:
             logger.warning("decode child not restarted", extra={"error": str(error)})
             return None
 
-    def bury(self, child: DecodeChild, death: ChildDiedError) -> None:
+    def remove_dead(self, child: DecodeChild, death: ChildDiedError) -> None:
         """Forget a child that died."""
         logger.warning(
             "decode child died", extra={"pid": child.pid, "returncode": death.returncode}
@@ -406,7 +406,7 @@ class MediaPool:
                         timeout_seconds=self._settings.timeout_seconds,
                     )
                 except ChildDiedError as death:
-                    self._processes.bury(child, death)
+                    self._processes.remove_dead(child, death)
                     child = None
                     if attempt == 2 or not death.blameless:
                         raise self._verdict(death, image.spec.item) from death
@@ -415,7 +415,7 @@ class MediaPool:
             if child is None:
                 self._keep(asyncio.create_task(self._refill(large=image.large)))
             else:
-                self._processes.give_back(child, large=image.large)
+                self._processes.return_process(child, large=image.large)
 
     async def _result(
         self, done: DecodeResult, body: memoryview, geometry: Geometry, queued: float
@@ -452,7 +452,7 @@ class MediaPool:
         try:
             child = await self._processes.replacement()
         finally:
-            self._processes.give_back(child, large=large)
+            self._processes.return_process(child, large=large)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._running.add(task)

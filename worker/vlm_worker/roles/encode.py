@@ -118,9 +118,9 @@ class EncoderRole:
             if num_left:
                 context.run(context.end_attempt(call.key))
             else:
-                self._let_go(call.key, transfers)
+                self._release_expired(call.key, transfers)
 
-    def _let_go(self, key: RequestKey, transfers: Sequence[str]) -> None:
+    def _release_expired(self, key: RequestKey, transfers: Sequence[str]) -> None:
         """Free the items whose lease ended before the engine pinned them; no sweep frees them."""
         for index, transfer_id in enumerate(transfers):
             if not self._context.transfers.holds(transfer_id):

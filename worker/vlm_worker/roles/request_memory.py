@@ -94,7 +94,7 @@ class RequestMemory:
             await turn
         except asyncio.CancelledError:
             if self._turns.pop(claim, None) is None:  # granted, but the waiter is gone
-                self.images.give_back(claim)
+                self.images.release(claim)
             else:
                 self.images.give_up(claim)
             self.grant()
@@ -154,7 +154,7 @@ class CallMemory:
     def forget_file(self, num_bytes: int) -> None:
         """Free the memory of a file that is no longer needed."""
         self._num_uploaded -= num_bytes
-        self._memory.uploads.give_back(num_bytes)
+        self._memory.uploads.release(num_bytes)
 
     def claim_early(self, num_bytes: int) -> None:
         """Claim the memory of all images before all files have arrived, if much is free."""
@@ -197,9 +197,9 @@ class CallMemory:
 
     def close(self) -> None:
         """Free everything; idempotent."""
-        self._memory.uploads.give_back(self._num_uploaded)
+        self._memory.uploads.release(self._num_uploaded)
         self._num_uploaded = 0
         claim, self._claim = self._claim, None
         if claim is not None:
-            self._memory.images.give_back(claim)
+            self._memory.images.release(claim)
             self._memory.grant()

@@ -46,19 +46,19 @@ async def run_gateway(settings: GatewaySettings) -> int:
 def _keep_memory(gateway: Gateway) -> None:
     """Declare the process's memory after loading, and return freed memory from then on."""
     freeze_gc()
-    service = gateway.service
+    context = gateway.context
     limit = memory_limit_bytes()
     declared = declare(
-        service.settings.memory_bytes,
-        most_connections(service.settings),
+        context.settings.memory_bytes,
+        most_connections(context.settings),
         resident_bytes=resident_bytes(),
         kept_bytes=KEPT_BYTES + MESSAGE_BYTES,
         limit_bytes=limit,
     )
-    service.declare(declared, resident_bytes)
+    context.declare(declared, resident_bytes)
     # rarely: streams wait while malloc trims
-    give_back = functools.partial(give_back_freed_memory, KEPT_BYTES)
-    service.tasks.start(give_back, name="freed memory", at_end=AtEnd.RETURN)
+    release_memory = functools.partial(give_back_freed_memory, KEPT_BYTES)
+    context.tasks.start(release_memory, name="freed memory", at_end=AtEnd.RETURN)
     parts = {f"{part.value}_bytes": count for part, count in declared.by_part().items() if count}
     logger.info("declared memory", extra={"bytes": declared.total, **parts})
     if limit is not None and declared.total > limit:

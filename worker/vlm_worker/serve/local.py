@@ -56,7 +56,7 @@ async def run_local(settings: ServeSettings) -> int:
                 await gateway.serve(signals.stop, notice_seconds=0.0)
                 announcing.cancel()
                 failing.cancel()
-            if (reason := gateway.service.failed) is not None:
+            if (reason := gateway.context.failed) is not None:
                 say(f"stopped: {reason}")
                 return 1
             await server.drain()
@@ -72,13 +72,13 @@ def gateway_bytes(settings: GatewaySettings) -> int:
 async def _failed(server: WorkerServer, gateway: Gateway, stop: asyncio.Event) -> None:
     """If the worker fails, mark its gateway as failed too, and stop the process."""
     await server.failed()
-    gateway.service.fail(server.state.message)
+    gateway.context.fail(server.state.message)
     stop.set()
 
 
 async def _announce(gateway: Gateway, settings: ServeSettings, worker_port: int) -> None:
     """Print the address of the API once the gateway knows its worker."""
-    while not gateway.service.registry.candidates():  # noqa: ASYNC110  it has no event to await
+    while not gateway.context.registry.candidates():  # noqa: ASYNC110  it has no event to await
         await asyncio.sleep(POLL_SECONDS)
     say_metrics("gateway", gateway.admin_url)
     say_metrics("worker", f"http://{LOOPBACK}:{worker_port}")

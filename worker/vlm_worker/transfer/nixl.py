@@ -76,7 +76,7 @@ class Nixl:
         try:
             exposure = _NixlExposure(self._agent, num_bytes, account=self.account)
         except Exception:  # each backend of NIXL raises its own types
-            self.account.give_back(num_bytes)
+            self.account.release(num_bytes)
             logger.warning("memory not registered: bytes travel in the frames", exc_info=True)
             return None
         if len(exposure.opening) + 1 + len(self.name) > MAX_OPENING_BYTES:
@@ -168,7 +168,7 @@ class _NixlExposure:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-            self._account.give_back(self.num_bytes)
+            self._account.release(self.num_bytes)
 
     def abandon(self) -> None:
         """Keep the buffer registered for good: a consumer may still read it."""

@@ -98,7 +98,7 @@ class SharedMemory:
         except OSError:  # the limit of open files, or of memory, is reached
             if file is not None:
                 file.discard()
-            self.account.give_back(num_bytes)
+            self.account.release(num_bytes)
             return None
         self._trim()
         return _Segment(file, account=self.account, keep=self._keep)
@@ -192,7 +192,7 @@ class _Segment:
         """Keep the file for the next transfer: its consumer reads no more."""
         file, self._file = self._file, None
         if file is not None:
-            self._account.give_back(self.num_bytes)
+            self._account.release(self.num_bytes)
             is_free = self._leave_memory()
             if is_free and file.is_whole:
                 self._keep(file)

@@ -114,7 +114,7 @@ class ExposureAccount:
         self.num_exposed += 1
         return True
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Count bytes as free again."""
         assert num_bytes <= self.used
         self.used -= num_bytes
@@ -122,7 +122,7 @@ class ExposureAccount:
 
     def abandon(self, num_bytes: int) -> None:
         """Count used bytes as abandoned."""
-        self.give_back(num_bytes)
+        self.release(num_bytes)
         self.abandoned += num_bytes
 
     @property

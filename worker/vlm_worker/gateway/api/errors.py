@@ -116,7 +116,7 @@ def no_encoder(*, held_seconds: float) -> ApiError:
     )
 
 
-def too_late() -> ApiError:
+def request_deadline() -> ApiError:
     """504: the client's timeout is over."""
     return ApiError(
         504,

@@ -12,7 +12,7 @@ from vlm_worker.client import WorkerClient
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.gateway.auth import Salts
 from vlm_worker.gateway.config import ConfigWatcher
-from vlm_worker.gateway.memory import Held, MemoryBudget
+from vlm_worker.gateway.memory import MemoryBudget, MemoryReservation
 from vlm_worker.gateway.metrics import GatewayMetrics
 from vlm_worker.gateway.orchestrate.pods_in_use import BackgroundTasks
 from vlm_worker.gateway.orchestrate.retry_policy import RetryPolicy
@@ -29,7 +29,7 @@ TICK_SECONDS = 1.0
 _ALWAYS_NEEDED = frozenset({Stage.PREFILL, Stage.DECODE})
 
 
-class Service:
+class GatewayContext:
     """The shared state of one gateway. The event loop is its only writer."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Service:
         self.memory.num_bytes = memory.requests
         self.meters.declare(memory, resident)
 
-    def hold_memory(self, tenant: str) -> Held:
+    def hold_memory(self, tenant: str) -> MemoryReservation:
         """Start the memory account of a request of this tenant."""
         keys = self.config_watcher.now.keys
         return self.memory.hold(tenant, shared=keys is not None and len(keys.by_tenant) > 1)
