@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 import kopf
 
-from vlm_operator import names, pauses
+from vlm_operator import names
+from vlm_operator.backoff import Backoff
 from vlm_operator.errors import LeaseLostError
 from vlm_operator.kube import REQUEST_TIMEOUT_SECONDS, Connection
 
@@ -56,7 +57,7 @@ class Backoffs:
     def __iter__(self) -> Iterator[float]:
         """Yield seconds: about 1, 2, 4, 8, then about 15."""
         for failures in itertools.count(1):
-            yield pauses.growing(failures, longest=15.0)
+            yield Backoff(longest=15.0).seconds(failures)
 
 
 async def login(memo: Any, **_: Any) -> kopf.AiohttpSession:

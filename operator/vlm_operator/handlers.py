@@ -24,7 +24,8 @@ from typing import Any
 
 import kopf
 
-from vlm_operator import names, pauses
+from vlm_operator import names
+from vlm_operator.backoff import Backoff
 from vlm_operator.errors import ClusterError, LeaseLostError
 from vlm_operator.framework import Watching, configure, login
 from vlm_operator.metrics import TURNS
@@ -34,7 +35,7 @@ from vlm_operator.sight import Sight, Signature, signature
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.05  # collects a burst of events into one turn
-RETRY_SECONDS = 1.0  # pause after a first failure
+RETRY = Backoff(longest=30.0)
 STUCK_SECONDS = 120.0  # a longer turn is stuck, because every call in it has a timeout
 BLIND_SECONDS = 120.0  # a live watch reconnects after 70 s of silence
 _DRAINED = -1.0
@@ -113,7 +114,7 @@ def register(registry: kopf.OperatorRegistry) -> None:
     kopf.on.login(registry=registry)(login)
     place = (names.GROUP, names.VERSION, names.PLURAL_SERVICE)
     kopf.daemon(
-        *place, registry=registry, id="loop", cancellation_polling=1.0, backoff=RETRY_SECONDS
+        *place, registry=registry, id="loop", cancellation_polling=1.0, backoff=RETRY.first
     )(run_worker)
     kopf.on.event(*place, registry=registry, id="changed")(changed)
 
@@ -152,7 +153,7 @@ async def run_worker(memo: Any, namespace: str, name: str, stopped: Any, **_: An
             failures = failures + 1 if outcome is None else 0
             # after a failed turn the next one reads the state again, because it may have changed
             woken = outcome is None
-            pause = _retry(failures) if outcome is None else outcome
+            pause = RETRY.seconds(failures) if outcome is None else outcome
         if _DELETED in stopped.reason:
             key = (namespace, name)
             await _finalize(app, reconciler, key, exiting=lambda: _EXITING in stopped.reason)
@@ -218,7 +219,3 @@ async def _sleep(wakeup: asyncio.Event, stopped: Any, seconds: float) -> bool:
     was_set = wakeup.is_set()
     wakeup.clear()
     return was_set
-
-
-def _retry(failures: int) -> float:
-    return pauses.growing(failures, first=RETRY_SECONDS, longest=30.0)

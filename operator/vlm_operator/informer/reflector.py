@@ -17,7 +17,8 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 
-from vlm_operator import names, pauses
+from vlm_operator import names
+from vlm_operator.backoff import Backoff
 from vlm_operator.cluster import VLM_POOL, Kind, Manifest, Source, WatchEventType
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.informer.store import Service, Store
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 LIST_WAIT_SECONDS = 5.0  # a read waits for a list as long as a request may take
 GRACE_SECONDS = 10.0  # less than the longest age of an idle turn's view
 LEAST_SECONDS = 1.0  # least time between two lists, if watches end at once
-LONGEST_PAUSE_SECONDS = 5.0
+RETRY = Backoff(longest=5.0)
 RELIST_SECONDS = 1800.0
 
 
@@ -96,7 +97,7 @@ class Informer:
                 list_at = float("-inf")
                 self._lost(error)
                 if failures > 1:  # after one broken watch, list without a pause
-                    await asyncio.sleep(pauses.growing(failures - 1, longest=LONGEST_PAUSE_SECONDS))
+                    await asyncio.sleep(RETRY.seconds(failures - 1))
             await asyncio.sleep(max(0.0, due - clock()))
 
     async def list(self, namespace: str | None, labels: Mapping[str, str]) -> list[Manifest]:

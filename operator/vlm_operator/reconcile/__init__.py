@@ -1,5 +1,6 @@
 """Runs the turns of a service, and deletes a service.
 
+queue.py      decides which service gets the next turn, when and why; pure   WorkQueue
 service.py    observe ─▶ decide ─▶ plan ─▶ apply ─▶ report                  ServiceReconciler.turn
 decisions.py  plans a turn, as one value; pure                             TurnPlan
 sizing.py     sizes the pools: one tick of the autoscaler; pure             Sizing

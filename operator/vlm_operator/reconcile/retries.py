@@ -9,17 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vlm_operator import pauses
+from vlm_operator.backoff import Backoff
 from vlm_operator.status import Failure
-
-
-@dataclasses.dataclass(frozen=True)
-class Backoff:
-    """Seconds before the next retry: `first` after one failure, then doubled up to `longest`."""
-
-    first: float
-    longest: float
-
 
 REFUSALS = 3  # refusals of one child in a row after which a user must act
 CHILD = Backoff(first=2.0, longest=60.0)
@@ -62,7 +53,7 @@ class Retries:
     ) -> None:
         """Record a refusal of `wanted`, and delay the next try by `backoff`."""
         failures = 1 + self._failures(name, wanted)
-        wait = pauses.growing(failures, first=backoff.first, longest=backoff.longest)
+        wait = backoff.seconds(failures)
         self._held[name] = _Held(failure, failures, now + wait, wanted)
 
     def refused(self, name: str, wanted: Any, failure: Failure, *, now: float) -> Failure:

@@ -13,6 +13,7 @@ import pytest
 from support.fakes import FakeCluster, FakeScraper, WatchableCluster, settle
 from support.world import body, pool
 from vlm_operator import names
+from vlm_operator.backoff import Backoff
 from vlm_operator.cluster import (
     CHILD_KINDS,
     CONFIG_MAP,
@@ -41,7 +42,7 @@ LABELS = {names.LABEL_SERVICE: "demo"}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reflector, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(reflector, "LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(reflector, "RETRY", Backoff(longest=0.001))
     monkeypatch.setattr(reflector, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(reflector, "LIST_WAIT_SECONDS", 0.2)
 
