@@ -52,3 +52,12 @@ def test_importers_are_counted_through_packages_and_relative_imports():
         "vlm_worker.core.d": {"vlm_worker.core.b"},
         "vlm_worker.a": {"vlm_worker.core.d"},
     }
+
+
+def test_each_suite_is_fast_or_left_out_with_a_reason():
+    fast = tool("test_fast")
+    root = TOOLS.parent
+    assert all((root / path).is_dir() and reason for path, reason in fast.LEFT_OUT.items())
+    chosen = set(fast.suites(root))
+    assert "tests/worker/core" in chosen
+    assert not {path for path in chosen if path.startswith(tuple(fast.LEFT_OUT))}
