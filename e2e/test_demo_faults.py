@@ -112,5 +112,5 @@ def test_an_image_that_is_not_there_is_said_so(tmp_path: Path):
 def test_a_file_that_is_no_image_is_said_so_before_anything_starts():
     ended = demo("--once", "--image", __file__)
     assert ended.returncode == 1
-    assert "is no PNG, JPEG, WebP or GIF" in ended.stdout
+    assert "is not a PNG, JPEG, WebP or GIF" in ended.stdout
     assert "control plane" not in ended.stdout

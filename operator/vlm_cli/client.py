@@ -102,7 +102,7 @@ def read_image(path: Path) -> bytes:
         reason = error.strerror or type(error).__name__
         raise CliError(f"the image {path} cannot be read: {reason}") from error
     if media_type(data) is None:
-        raise CliError(f"{path} is no PNG, JPEG, WebP or GIF", "convert it to PNG")
+        raise CliError(f"{path} is not a PNG, JPEG, WebP or GIF", "convert it to PNG")
     return data
 
 

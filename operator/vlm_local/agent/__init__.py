@@ -1,4 +1,4 @@
-"""The node agent: nodes that are simulated, and the pods on them, which are not.
+"""The node agent: simulated nodes whose pods are real processes.
 
 API server ─watch─▶ agent ─▶ one Pod task per pod ─▶ containers, each a real process in its own
     ▲                                                mount and pid namespace

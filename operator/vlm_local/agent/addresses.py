@@ -40,17 +40,12 @@ class Addresses:
         return socket.create_server((self.node(index), KUBELET_PORT))
 
     def node(self, index: int) -> str:
-        """Return the address of node `index`."""
-        return f"127.{self._network}.0.{index + 1}" if index < 254 else self._many(index)
+        """Return the address of node `index`. Nodes from 254 on have no server, and share one."""
+        return f"127.{self._network}.0.{min(index + 1, 254)}"
 
     def pod(self) -> str:
-        """Return the address of the next pod; one is used again after 64,000 others."""
+        """Return the address of the next pod. An address is reused after 64,000 others."""
         return next(self._pods)
-
-    def _many(self, index: int) -> str:
-        """Nodes without processes have no server of their own, and share one address."""
-        del index
-        return f"127.{self._network}.0.254"
 
 
 def _cycle(network: int) -> Iterator[str]:

@@ -36,17 +36,17 @@ SHARED_NETWORK = (
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig:
-    """What an agent is started from, as JSON between processes.
+    """The configuration of an agent, passed to its process as JSON.
 
     Attributes:
         server: The API server's URL.
         version: Kubernetes' version, shown as the nodes' own.
         pki: The folder of the cluster's CA.
-        folder: Where pods keep their files; removed by whoever made it.
-        node_types: What nodes to register.
-        images: What image names stand for.
-        environment: What every container finds in its environment, PATH for one.
-        backoff: Between restarts.
+        folder: Folder for the files of pods. The caller that made it removes it.
+        node_types: Nodes to register.
+        images: The command of each image name.
+        environment: Environment of every container, such as PATH.
+        backoff: Pauses between restarts.
     """
 
     server: str
@@ -120,7 +120,7 @@ class Agent:
             self._nodes.append(self._node(node_type, name, client, self._addresses.node(index)))
 
     def _client(self, authority: Authority, node: str) -> Client:
-        """A node is itself to the API server, which shows it its own pods' things alone."""
+        """Return a client with the node's own identity, which may read only what its pods need."""
         pair = authority.issue(f"system:node:{node}", groups=["system:nodes"])
         return Client(
             Access(

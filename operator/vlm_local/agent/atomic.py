@@ -1,4 +1,4 @@
-"""Files of a volume that change all at once: readers see the old ones or the new ones.
+"""Replaces all files of a volume at once: readers see either the old files or the new ones.
 
 key ─▶ ..data/key          ..data ─▶ ..<version>/       a new version is one rename of ..data
 """

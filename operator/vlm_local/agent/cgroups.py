@@ -1,8 +1,8 @@
-"""CPU and memory limits of containers by cgroup, version 1 or 2, where this process may make them.
+"""CPU and memory limits of containers by cgroup, version 1 or 2, if this process may make cgroups.
 
 <own cgroup>/triptych-<agent pid>/<container>/{memory.max, cpu.max, cgroup.procs}
 
-Those of an agent that was killed are removed by the next one.
+An agent that starts removes the cgroups of agents that were killed.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _V2 = {"memory": "memory.max", "cpu": "cpu.max"}
 
 
 class Cgroups:
-    """Where limits are set; `problem` says why it cannot be done, or is None."""
+    """The cgroups of one agent. `problem` says why there are none, or is None."""
 
     def __init__(self, mount: Path = Path("/sys/fs/cgroup")) -> None:
         self.problem: str | None = None
@@ -42,7 +42,7 @@ class Cgroups:
     def create(
         self, name: str, *, memory_bytes: int | None, cpus: float | None
     ) -> "ContainerCgroup":
-        """Make the cgroup of one container; CPU is not limited before `limit_cpu`."""
+        """Make the cgroup of one container. It limits CPU only after `limit_cpu`."""
         folders = {controller: parent / name for controller, parent in self._parents.items()}
         for folder in folders.values():
             folder.mkdir(exist_ok=True)
@@ -52,7 +52,7 @@ class Cgroups:
         return group
 
     def close(self) -> None:
-        """Remove what is left: of containers that ended, all of it."""
+        """Remove the cgroups of containers that have ended."""
         for parent in set(self._parents.values()):
             _remove(parent)
 
@@ -67,11 +67,11 @@ class ContainerCgroup:
 
     @property
     def procs(self) -> list[str]:
-        """The files that a process writes 0 to, to be limited."""
+        """Files into which a process writes 0 to join the cgroup."""
         return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
 
     def limit_memory(self, number_of_bytes: int) -> None:
-        """Have the kernel kill what uses more."""
+        """Make the kernel kill the container if it uses more."""
         self._write("memory", str(number_of_bytes))
         swap = "memory.swap.max" if self._unified else "memory.memsw.limit_in_bytes"
         if folder := self._folders.get("memory"):
@@ -79,14 +79,14 @@ class ContainerCgroup:
                 (folder / swap).write_text("0" if self._unified else str(number_of_bytes))
 
     def limit_cpu(self) -> None:
-        """Throttle from now on; starting up is not throttled."""
+        """Throttle the container from now on. Its start-up is not throttled."""
         if self._cpus is None:
             return
         quota = max(1000, round(self._cpus * PERIOD_MICROSECONDS))
         self._write("cpu", f"{quota} {PERIOD_MICROSECONDS}" if self._unified else str(quota))
 
     def num_oom_kills(self) -> int:
-        """How many of its processes the kernel has killed for want of memory."""
+        """The number of its processes that the kernel killed because memory ran out."""
         folder = self._folders.get("memory")
         if folder is None:
             return 0
@@ -99,7 +99,7 @@ class ContainerCgroup:
         return 0
 
     def remove(self) -> None:
-        """Remove it; what it limited has ended."""
+        """Remove the cgroup of a container that has ended."""
         for folder in set(self._folders.values()):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -110,7 +110,7 @@ class ContainerCgroup:
 
 
 def _sweep(top: Path) -> None:
-    """Remove what agents that are gone left under `top`; what holds a process stays.
+    """Remove cgroups of ended agents under `top`, except those that hold a process.
 
     They may have run in another session, which has a cgroup beside this one's.
     """

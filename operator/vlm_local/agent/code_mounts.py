@@ -1,4 +1,4 @@
-"""Images are this machine's own Python: a volume must not hide the code that it runs.
+"""Keeps the code that containers run visible: images are this machine's own Python.
 
 A checkout below /tmp would vanish under the emptyDir that a worker mounts there.
 """
@@ -11,7 +11,7 @@ from .process import Bind
 
 
 def code() -> list[Path]:
-    """Where this interpreter and all that it may import lie."""
+    """Return the folders of this interpreter and of everything that it may import."""
     entries = [sys.prefix, sys.base_prefix, *(entry for entry in sys.path if entry)]
     folders = {Path(entry).resolve() for entry in entries}
     return sorted(folder for folder in folders if folder.is_dir())

@@ -20,12 +20,12 @@ _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
 
 
 class ConfigError(Exception):
-    """The container asks for what is not there: CreateContainerConfigError, says a kubelet."""
+    """The container refers to a missing object. A kubelet reports CreateContainerConfigError."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a container may ask about the pod that it is in, apart from the pod itself."""
+    """Facts about a pod that the downward API gives and the Pod object does not contain."""
 
     pod_ip: str
     host_ip: str
@@ -33,7 +33,7 @@ class Facts:
 
 
 def entrypoint(image: str, images: Images) -> Sequence[str] | None:
-    """Return what an image stands for, whatever its registry and tag, or None."""
+    """Return the command of an image, ignoring its registry and tag; None if it is unknown."""
     repository = image.partition("@")[0]
     head, slash, last = repository.rpartition("/")
     repository = head + slash + last.partition(":")[0]
@@ -54,7 +54,7 @@ def arguments(
 def identity(container: Mapping[str, Any], pod: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the uid and gid that a container runs as; None for root.
 
-    An image that must not run as root says a number itself: here it is that of our own images.
+    If the container must not run as root and names no uid, the result is the uid of our images.
     """
     asked = {
         **(pod["spec"].get("securityContext") or {}),
@@ -65,16 +65,16 @@ def identity(container: Mapping[str, Any], pod: Mapping[str, Any]) -> tuple[int,
 
 
 def on_shared_network(argv: Sequence[str], pod_ip: str) -> list[str]:
-    """Return argv with the pod's own address where it asks for all addresses.
+    """Return argv with the pod's own address if it binds all addresses.
 
     The pods of a local cluster share one network namespace: with `::`, two of them would ask for
-    the same port. This is a difference to a real node, whose pods bind what they are told to.
+    the same port. On a real node, a pod binds the address in its flags.
     """
     return [f"--bind={pod_ip}" if word in _EVERY_ADDRESS else word for word in argv]
 
 
 def expand(text: str, environment: Mapping[str, str]) -> str:
-    """Fill in `$(VAR)`; an unknown one stays as it is, `$$` stands for a dollar."""
+    """Replace each `$(VAR)` that is known, and `$$` by a dollar sign."""
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
@@ -96,8 +96,8 @@ def environment(
     Args:
         container: From the pod's spec.
         pod: The Pod.
-        facts: What the pod does not say itself.
-        base: What every container has.
+        facts: Facts that the Pod object does not contain.
+        base: Environment of every container.
         objects: The data of `("ConfigMap" | "Secret", name)`, of those that exist.
 
     Raises:
@@ -123,7 +123,7 @@ def environment(
 
 
 def references(container: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """Return the `(kind, name)` of each ConfigMap and Secret that its environment is made of."""
+    """Return the `(kind, name)` of each ConfigMap and Secret that the environment reads."""
     found = set()
     for source in container.get("envFrom") or []:
         for kind, field in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
@@ -172,7 +172,7 @@ def container_resource(reference: Mapping[str, Any], container: Mapping[str, Any
 
 
 def executable(argv: Sequence[str], path: str) -> bool:
-    """Whether the first word can be started."""
+    """Whether the first word is a program that can be executed."""
     return bool(argv) and shutil.which(argv[0], path=path) is not None
 
 
@@ -201,5 +201,5 @@ def _value_from(
 
 
 def _missing(kind: str, name: str) -> str:
-    """Kubelet's words, which the operator reads."""
+    """Return the error in the kubelet's words, which the operator parses."""
     return f'{kind.lower()} "{name}" not found'

@@ -1,4 +1,4 @@
-"""One container's life: started, probed, restarted with back-off, ended.
+"""Runs one container: starts it, probes it, restarts it with back-off, ends it.
 
 start ─▶ startup probe ─▶ readiness and liveness probes ─▶ exit ─▶ back-off ─▶ start …
 """
@@ -20,18 +20,18 @@ from .status import ContainerView, Running, Terminated, Waiting
 from .termination import Record, end
 
 logger = logging.getLogger(__name__)
-HEALTHY_SECONDS = 600  # a run this long is forgiven its predecessors
+HEALTHY_SECONDS = 600  # after a run this long the back-off starts again at zero
 
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """How long to wait before a restart: at once the first time, then doubling."""
+    """The wait before a restart: none for the first one, then it doubles."""
 
     first_seconds: float = 10
     longest_seconds: float = 300
 
     def before(self, num_failures: int) -> float:
-        """Return the wait before the start that follows `num_failures` quick ends in a row."""
+        """Return the wait before a start after `num_failures` short runs in a row."""
         if num_failures <= 1:
             return 0
         return min(self.first_seconds * 2.0 ** min(num_failures - 2, 30), self.longest_seconds)
@@ -51,7 +51,7 @@ class CannotStartError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What one run needs, made afresh for each."""
+    """Everything that one run needs, prepared again for each run."""
 
     process: ProcessSpec
     cgroup: ContainerCgroup
@@ -59,17 +59,17 @@ class Prepared:
 
 
 class Container:
-    """One container of one pod. `view` is what it shows; its own task is the only writer.
+    """One container of one pod. `view` is its observed state, which only its own task writes.
 
     Args:
         spec: From the pod's spec.
         restart_policy: Of the pod.
         prepare: Returns what a run needs, given the number of restarts; raises `CannotStartError`.
         prober: Makes a prober, given the running process.
-        changed: Called when `view` is another.
+        changed: Called after each change of `view`.
         record: Writes an event: reason, message, and `warning`.
         backoff: Between restarts.
-        grace_seconds: The pod's, for a container that a probe condemns.
+        grace_seconds: The pod's, for a container that failed a probe.
         num_restarts: How often an earlier agent has restarted it.
     """
 
@@ -100,7 +100,7 @@ class Container:
         self._grace_seconds = grace_seconds
 
     async def run(self) -> None:
-        """Run it, again and again if the restart policy says so, until it is done or stopped."""
+        """Run it until it ends or is stopped. Restart it as the restart policy says."""
         num_failures = 0
         while not self._stopping.is_set():
             ended = await self._run_once()
@@ -114,7 +114,7 @@ class Container:
             await self._wait_to_restart(ended, self._backoff.before(num_failures))
 
     async def stop(self, grace_seconds: float) -> None:
-        """End it: preStop, SIGTERM, and SIGKILL when the grace is over. A shorter grace counts."""
+        """End it: preStop, SIGTERM, then SIGKILL after the grace. The shortest grace applies."""
         self._stopping.set()
         if self.process is not None and self.process.running:
             await self._end(self.process, grace_seconds)
@@ -131,12 +131,14 @@ class Container:
         return self._restart_policy == "Always" or ended.exit_code != 0
 
     async def _run_once(self) -> Terminated | None:
-        """One run, None if it could not begin. A defect of ours ends a run, and not the pod."""
+        """Do one run; None if it could not start. An unexpected error ends the run, not the pod."""
         began = time.time()
         try:
             return await self._run_to_end()
         except Exception as error:
-            logger.exception("a run was lost", extra={"container": self.view.name})
+            logger.exception(
+                "a run failed with an unexpected error", extra={"container": self.view.name}
+            )
             if self.process is not None:
                 self.process.signal(signal.SIGKILL)
             lost = Terminated(KILLED, began, time.time(), "ContainerStatusUnknown", repr(error))
@@ -193,13 +195,13 @@ class Container:
             started_at=started_at,
             finished_at=time.time(),
             reason="OOMKilled" if out_of_memory else "",
-            message=self._last_words(prepared.log, code),
+            message=self._final_message(prepared.log, code),
             container_id=self.view.container_id,
         )
         self._show(state=ended, ready=False, started=False)
         return ended
 
-    def _last_words(self, log: ContainerLog, code: int) -> str:
+    def _final_message(self, log: ContainerLog, code: int) -> str:
         if code and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
             return log.last_lines(20)[-2048:]
         return ""
@@ -228,15 +230,15 @@ class Container:
             self._show(last=ended, num_restarts=self.view.num_restarts + 1)
 
     async def _probe(self, process: Process, cgroup: ContainerCgroup) -> None:
-        """Run the probes of one run until cancelled; the startup probe holds the others back."""
+        """Probe one run until cancelled. The other probes wait for the startup probe."""
         prober = self._prober(process)
         if startup := self.spec.get("startupProbe"):
             await self._await_startup(process, prober, startup)
             self._show(started=True, ready="readinessProbe" not in self.spec)
         async with asyncio.TaskGroup() as group:
             if readiness := self.spec.get("readinessProbe"):
-                told = self._on_readiness(cgroup)
-                group.create_task(probes.watch(prober, readiness, told))
+                on_verdict = self._on_readiness(cgroup)
+                group.create_task(probes.watch(prober, readiness, on_verdict))
             else:
                 cgroup.limit_cpu()
             if liveness := self.spec.get("livenessProbe"):
@@ -266,7 +268,7 @@ class Container:
     def _on_readiness(
         self, cgroup: ContainerCgroup
     ) -> Callable[[bool | None, probes.Answer], None]:
-        def told(verdict: bool | None, answer: probes.Answer) -> None:
+        def on_verdict(verdict: bool | None, answer: probes.Answer) -> None:
             if verdict and not self.view.ready:
                 cgroup.limit_cpu()
             if not answer.healthy and self.view.ready:
@@ -275,7 +277,7 @@ class Container:
                 )
             self._show(ready=bool(verdict))
 
-        return told
+        return on_verdict
 
     async def _end(self, process: Process, grace_seconds: float) -> None:
         await end(

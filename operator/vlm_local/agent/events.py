@@ -1,4 +1,4 @@
-"""Events that a kubelet would write about a pod, alike ones counted in one object."""
+"""Events of pods as a kubelet writes them. Equal events are counted in one object."""
 
 import hashlib
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes events of one node. An event that cannot be written is logged and forgotten."""
+    """Writes events of one node. If an event cannot be written, it is logged and dropped."""
 
     def __init__(self, client: Client, node: str) -> None:
         self._client = client
@@ -24,7 +24,7 @@ class Recorder:
     async def record(
         self, pod: Mapping[str, Any], reason: str, message: str, *, warning: bool = False
     ) -> None:
-        """Write that something happened to `pod`, or that it did again."""
+        """Write an event about `pod`, or raise the count of an equal one."""
         metadata = pod["metadata"]
         seed = "\n".join([metadata["uid"], reason, message])
         name = f"{metadata['name']}.{hashlib.sha256(seed.encode()).hexdigest()[:16]}"

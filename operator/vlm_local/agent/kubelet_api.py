@@ -31,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class KubeletApi:
-    """What the API server may ask a node for. `find_pod` looks a pod up by namespace and name."""
+    """The endpoints of a node. `find_pod` returns the pod of a namespace and name."""
 
     def __init__(self, find_pod: FindPod) -> None:
         self._find_pod = find_pod
@@ -137,7 +137,7 @@ class _Numbered:
             await self._socket.send_bytes(bytes([self._number]) + data)
 
     async def close(self) -> None:
-        """A channel of this protocol ends with its socket."""
+        """Do nothing: a channel of this protocol ends with its socket."""
 
     async def feed(self, piece: bytes) -> None:
         await self._incoming.put(piece)
@@ -152,7 +152,7 @@ async def _distribute(socket: web.WebSocketResponse, channels: Sequence[_Numbere
 
 
 def server_context(authority: Authority, pair: Pair) -> ssl.SSLContext:
-    """Return TLS that shows `pair` and asks the client for a certificate of the same CA."""
+    """Return a TLS context with `pair` that requests a client certificate of its CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cadata=authority.certificate)
     context.load_cert_chain(pair.certificate, pair.key)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -160,7 +160,7 @@ def server_context(authority: Authority, pair: Pair) -> ssl.SSLContext:
 
 
 def _admitted(transport: asyncio.BaseTransport | None) -> bool:
-    """Whether the API server is at the other end; TLS has checked its certificate."""
+    """Whether the client is the API server. TLS has verified its certificate."""
     certificate = transport.get_extra_info("peercert") if transport else None
     names = [value for part in (certificate or {}).get("subject", ()) for _, value in part]
     return API_SERVER in names
@@ -169,7 +169,7 @@ def _admitted(transport: asyncio.BaseTransport | None) -> bool:
 @web.middleware
 async def _api_server_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     if not _admitted(request.transport):
-        raise web.HTTPForbidden(text="only the API server may ask")
+        raise web.HTTPForbidden(text="only the API server may connect")
     return await handler(request)
 
 

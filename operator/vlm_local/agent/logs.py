@@ -1,4 +1,4 @@
-"""A container's output: kept line by line with its time, read back as `kubectl logs` asks."""
+"""Stores a container's output with a time for each line, and reads it for `kubectl logs`."""
 
 import asyncio
 import dataclasses
@@ -10,13 +10,13 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 READ_BYTES = 64 * 1024
-LONGEST_LINE = 1024 * 1024  # as a runtime's that joins its pieces; a decision record is one line
+LONGEST_LINE = 1024 * 1024  # long enough for a decision record, which is one line
 FOLLOW_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class LogOptions:
-    """What of a log is wanted: PodLogOptions."""
+    """The requested part of a log: PodLogOptions."""
 
     follow: bool = False
     timestamps: bool = False
@@ -46,7 +46,7 @@ class LogOptions:
 
 
 class ContainerLog:
-    """The output of one run of a container; written by `pump` alone."""
+    """The output of one run of a container. Only `pump` writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,9 +55,9 @@ class ContainerLog:
         path.touch()
 
     async def pump(self, output: asyncio.StreamReader) -> None:
-        """Write what comes until its end, a long line in pieces.
+        """Write the output to the log until it ends. Long lines are split.
 
-        Where the disk is full the log ends, and whoever prints is not held up.
+        If the disk is full, the log ends. The output is still read, so the container never blocks.
         """
         try:
             await self._write(output)
@@ -84,7 +84,7 @@ class ContainerLog:
         return "".join(_shown(line, timestamps=False) for line in deque(self._lines(), count))
 
     async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
-        """Yield the lines asked for, and with `follow` those to come, until the container ends."""
+        """Yield the requested lines; with `follow`, also new lines until the container ends."""
         left = options.limit_bytes
         async for line in self._selected(options):
             shown = _shown(line, timestamps=options.timestamps).encode()
@@ -103,7 +103,9 @@ class ContainerLog:
                 yield line
             ended = not options.follow
             while not ended:
-                ended = self._ended.is_set()  # asked before reading: what came before it is read
+                ended = (
+                    self._ended.is_set()
+                )  # checked before reading, so that all output written before the end is read
                 for line in file:
                     yield line
                 if not ended:

@@ -1,4 +1,4 @@
-"""One node: registered, kept alive by its Lease, its pods watched and run."""
+"""Runs one node: registers it, renews its Lease, watches its pods and runs them."""
 
 import asyncio
 import logging
@@ -18,20 +18,20 @@ _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 
 
 class Runner(Protocol):
-    """Whatever plays one pod: processes, or a script."""
+    """Runs one pod, by processes or by a script."""
 
-    def seen(self, pod: Object) -> None:
-        """Take the newest state of the object."""
+    def update(self, pod: Object) -> None:
+        """Set the newest state of the object."""
 
     def gone(self) -> None:
-        """The object is no more."""
+        """Tell the runner that the object was deleted."""
 
     async def run(self) -> None:
-        """Play it to its end."""
+        """Run the pod until it ends."""
 
 
 class Node:
-    """One simulated node. `runners` holds what plays on it, by pod uid."""
+    """One simulated node. `runners` are the runners of its pods, by pod uid."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Node:
         self._since = timestamp(time.time())
 
     async def run(self) -> None:
-        """Register, then watch pods and say that all is well, until cancelled."""
+        """Register, then watch pods and renew the Lease until cancelled."""
         await self.register()
         try:
             async with asyncio.TaskGroup() as group:
@@ -68,7 +68,7 @@ class Node:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def register(self) -> None:
-        """Create the Node, or take over the one of that name, and say that it is ready."""
+        """Create the Node, or adopt an existing one of that name, and report it as ready."""
         try:
             await self.client.create(
                 "/api/v1/nodes", node_object(self.node_type, self.name, self._version)
@@ -85,7 +85,7 @@ class Node:
             try:
                 await self._renew()
                 if not is_ready(await self.client.get(f"/api/v1/nodes/{self.name}")):
-                    # after a while without a lease, such as a laptop's sleep, it is given up
+                    # if the Lease was not renewed for a while, such as during a laptop's sleep
                     self._since = timestamp(time.time())
                     await self._say_ready()
             except ApiError as error:
@@ -141,7 +141,7 @@ class Node:
                 return
             self.runners[uid] = self._make_runner(self, pod)
             self._tasks[uid] = asyncio.create_task(self._play(uid, self.runners[uid].run()))
-        self.runners[uid].seen(pod)
+        self.runners[uid].update(pod)
 
     async def _play(self, uid: str, playing: Coroutine[Any, Any, None]) -> None:
         try:

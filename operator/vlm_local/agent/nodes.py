@@ -1,4 +1,4 @@
-"""What a simulated node offers: its type, and the Node object that says so."""
+"""Types of simulated nodes, and their Node objects."""
 
 import dataclasses
 import platform
@@ -13,7 +13,7 @@ STATUS_ONLY = "status-only"
 
 @dataclasses.dataclass(frozen=True)
 class NodeType:
-    """One kind of node and how many of it there are.
+    """A type of node and the number of its nodes.
 
     Attributes:
         name: Of the type; the nodes are called `<name>-0`, `<name>-1`, …, a single one `<name>`.
@@ -22,8 +22,8 @@ class NodeType:
         count: How many nodes.
         labels: Added to those that every node has.
         taints: Kubernetes taints.
-        extended: Extended resources, such as `{"nvidia.com/gpu": 4}`: counted, not there.
-        status_only: Its pods get a status by script and no process.
+        extended: Extended resources, such as `{"nvidia.com/gpu": 4}`. No device exists.
+        status_only: A script writes the status of its pods; no process runs.
     """
 
     name: str
@@ -43,7 +43,7 @@ class NodeType:
         return [f"{self.name}-{index}" for index in range(self.count)]
 
 
-# Generous numbers: they are there to schedule by, what counts is what this machine has.
+# Generous numbers: only the scheduler uses them. The real limit is this machine.
 DEMO_NODE_TYPES = (
     NodeType("cpu-large"),
     NodeType("gpu-compute", extended={"nvidia.com/gpu": 4}),
@@ -52,7 +52,7 @@ DEMO_NODE_TYPES = (
 
 
 def node_object(node_type: NodeType, name: str, version: str) -> dict[str, Any]:
-    """Return the Node to register: labels, taints, and what it is not."""
+    """Return the Node to register."""
     labels = {
         "kubernetes.io/hostname": name,
         "kubernetes.io/os": "linux",
@@ -75,15 +75,15 @@ def node_object(node_type: NodeType, name: str, version: str) -> dict[str, Any]:
 def node_status(
     node_type: NodeType, *, address: str, port: int, now: str, transition: str, version: str
 ) -> dict[str, Any]:
-    """Return the status that says what the node has and that it is well.
+    """Return the status of a healthy node, with its resources.
 
     Args:
-        node_type: What the node is.
-        address: Where its kubelet API answers.
-        port: The port of that.
+        node_type: Type of the node.
+        address: Address of its kubelet API.
+        port: Port of its kubelet API.
         now: The heartbeat, RFC 3339.
-        transition: Since when it is so, RFC 3339.
-        version: Of Kubernetes, as `kubectl get nodes` shows it.
+        transition: Time of the last change, RFC 3339.
+        version: Version of Kubernetes for `kubectl get nodes`.
     """
     resources = {
         "cpu": node_type.cpu,
@@ -108,7 +108,7 @@ def node_status(
 
 
 def is_ready(node: Mapping[str, Any]) -> bool:
-    """Whether a Node stands as ready at the API server."""
+    """Whether the condition Ready of a Node is True."""
     conditions = node.get("status", {}).get("conditions") or []
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
@@ -125,7 +125,7 @@ def _condition(kind: str, status: str, reason: str, now: str, transition: str) -
 
 
 def _architecture() -> str:
-    """This machine's, by the name that Go and Kubernetes have for it."""
+    """Return this machine's architecture by the name that Go and Kubernetes use."""
     machine = platform.machine()
     return {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
 

@@ -1,4 +1,4 @@
-"""A pod at the API server: where it is, and how its node lets it go."""
+"""Paths of Pod objects, and their deletion by the node."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ def path_of(pod: Object) -> str:
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
 
-async def let_go(client: Client, pod: Object) -> None:
-    """Delete the object of a pod that has ended; another of its name stays."""
+async def delete_ended(client: Client, pod: Object) -> None:
+    """Delete the object of a pod that has ended, but not a newer one of the same name."""
     body = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
     while True:
         try:

@@ -21,31 +21,33 @@ from . import command, probes, status
 from .cgroups import Cgroups
 from .container import Backoff, Container
 from .events import Recorder
-from .objects import RETRY_SECONDS, let_go, path_of
+from .objects import RETRY_SECONDS, delete_ended, path_of
 from .process import Process
 from .runs import RunMaker
 from .volumes import VolumeError, Volumes
 
 logger = logging.getLogger(__name__)
 LONGEST_RETRY_SECONDS = 5.0
-HOOK_SECONDS = 2.5  # what a preStop hook that took the whole grace leaves for SIGTERM, and a bit
+HOOK_SECONDS = (
+    2.5  # the time for SIGTERM after a preStop hook that used the whole grace, and some slack
+)
 
 
 class Pod:
-    """One pod on one node. `seen` tells it what the API server says; its task does the rest.
+    """One pod on one node. `update` gives it each new state of its object.
 
     Args:
-        pod: As it was when bound.
+        pod: The Pod object at its binding.
         facts: Its addresses.
-        client: Of the node.
-        recorder: Of the node.
-        http: For probes.
-        images: What image names stand for.
-        base_environment: What every container finds in its environment.
-        cgroups: Where limits are set.
-        backoff: Between restarts.
-        folder: Its own, removed at its end.
-        identities: Whether containers get the uid and gid that they ask for.
+        client: Client of the node.
+        recorder: Events of the node.
+        http: Session for probes.
+        images: The command of each image name.
+        base_environment: Environment of every container.
+        cgroups: Limits of CPU and memory.
+        backoff: Pauses between restarts.
+        folder: Folder of this pod, removed at its end.
+        identities: Whether containers get the requested uid and gid.
     """
 
     def __init__(
@@ -93,36 +95,36 @@ class Pod:
 
     @property
     def everyone(self) -> list[Container]:
-        """All containers, those of the start first."""
+        """All containers, init containers first."""
         return [*self.init_containers, *self.containers]
 
     @property
     def _path(self) -> str:
         return path_of(self.pod)
 
-    def seen(self, pod: Object) -> None:
-        """Take the newest state of the object: gates, deletion, a shorter grace."""
+    def update(self, pod: Object) -> None:
+        """Set the newest state of the object: readiness gates, deletion, a shorter grace."""
         self.pod = self._volumes.pod = pod
         if "deletionTimestamp" in pod["metadata"]:
             self._deleted.set()
         self._dirty.set()
 
     def gone(self) -> None:
-        """The object is no more: end now, write nothing."""
+        """The object was deleted: end now, and write no status."""
         self._gone = True
         self._deleted.set()
         for container in self.everyone:
             container.kill()
 
     async def run(self) -> None:
-        """Live the whole life of the pod; cancelled, it leaves no process either."""
+        """Run the pod to its end. If cancelled, end all its processes."""
         publishing = asyncio.create_task(self._publish())
         living = asyncio.create_task(self._live())
         try:
             await self._deleted.wait()
             await self._terminate(living)
             if not self._gone:
-                await self._last_words()
+                await self._finish()
         finally:
             for container in self.everyone:
                 container.kill()
@@ -132,7 +134,7 @@ class Pod:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def view(self) -> status.PodView:
-        """What is to be said of it now."""
+        """The state that the status reports."""
         return status.PodView(
             containers=[one.view for one in self.containers],
             init_containers=[one.view for one in self.init_containers],
@@ -167,9 +169,9 @@ class Pod:
             await asyncio.gather(refreshing, return_exceptions=True)
 
     async def _mounted(self) -> dict[str, Path]:
-        """Return the volumes once all can be had; a deleted pod waits no longer.
+        """Return the volumes once all are available, or none if the pod is deleted first.
 
-        Whatever keeps them away is told, and they are asked for again.
+        While one is missing, record an event with the reason and retry.
         """
         wait = RETRY_SECONDS
         while not self._deleted.is_set():
@@ -177,10 +179,10 @@ class Pod:
                 return await self._volumes.prepare()
             except (VolumeError, command.ConfigError, OSError) as error:
                 problem = str(error)
-            except Exception as error:  # a defect of ours
+            except Exception as error:  # an unexpected error
                 logger.exception("volumes failed", extra={"pod": self._path})
                 problem = repr(error)
-            if wait > 1:  # the first moments after binding are no event
+            if wait > 1:  # right after the binding, a missing volume is normal
                 await self._record("FailedMount", problem, warning=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
@@ -208,14 +210,14 @@ class Pod:
     def _grace_seconds(self) -> float:
         return float(self.pod["metadata"].get("deletionGracePeriodSeconds", 30))
 
-    async def _last_words(self) -> None:
-        """Write the final status, then let the object go."""
+    async def _finish(self) -> None:
+        """Write the final status, then delete the object."""
         with contextlib.suppress(ApiError):
             await self._write_status()
-        await let_go(self._client, self.pod)
+        await delete_ended(self._client, self.pod)
 
     async def _publish(self) -> None:
-        """Write the status whenever it is another."""
+        """Write the status after each change."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()

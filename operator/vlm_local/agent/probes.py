@@ -1,6 +1,6 @@
-"""Probes: ask a container how it is, count the answers, say when it crossed a threshold.
+"""Probes of a container: sends them, counts the answers, reports a crossed threshold.
 
-HTTP 200…399, gRPC health SERVING, exec exit code 0, TCP accepted; all else is a failure
+Success is HTTP 200…399, gRPC health SERVING, exec exit code 0, or TCP accepted.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ RunInside = Callable[[Sequence[str]], Awaitable[tuple[int, bytes]]]
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """When to ask, and how many answers count."""
+    """The interval of a probe, and the number of answers that change a verdict."""
 
     initial_delay_seconds: float = 0
     period_seconds: float = 10
@@ -29,7 +29,7 @@ class Thresholds:
 
     @classmethod
     def of(cls, probe: Mapping[str, Any]) -> "Thresholds":
-        """Read them from a Probe."""
+        """Read the thresholds of a Probe."""
         return cls(
             initial_delay_seconds=probe.get("initialDelaySeconds", 0),
             period_seconds=probe.get("periodSeconds", 10),
@@ -41,7 +41,7 @@ class Thresholds:
 
 @dataclasses.dataclass
 class Tally:
-    """Answers in a row. A verdict is True or False once a threshold is crossed, None before."""
+    """Counts equal answers in a row. The verdict is None until a threshold is crossed."""
 
     thresholds: Thresholds
     verdict: bool | None = None
@@ -60,7 +60,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one question brought."""
+    """The answer to one probe."""
 
     healthy: bool
     message: str = ""
@@ -71,7 +71,7 @@ class UnknownPortError(Exception):
 
 
 class Prober:
-    """Asks one container's probes; holds what they need to reach it."""
+    """Sends the probes of one container."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Prober:
         self._http = http
 
     async def ask(self, probe: Mapping[str, Any]) -> Answer:
-        """Ask once, within the probe's timeout."""
+        """Send one probe, within its timeout."""
         timeout = Thresholds.of(probe).timeout_seconds
         try:
             async with asyncio.timeout(timeout):
@@ -103,7 +103,7 @@ class Prober:
             return Answer(False, str(error) or type(error).__name__)
 
     async def http_get(self, action: Mapping[str, Any]) -> Answer:
-        """Get a page; lifecycle hooks do so too."""
+        """Request a page. Lifecycle hooks use this too."""
         host, port = action.get("host") or self._ip, self._port(action["port"])
         scheme = action.get("scheme", "HTTP").lower()
         headers = {"User-Agent": "kube-probe/1.34", "Accept": "*/*"}
@@ -147,27 +147,27 @@ class Prober:
 
 
 async def watch(
-    prober: Prober, probe: Mapping[str, Any], told: Callable[[bool | None, Answer], None]
+    prober: Prober, probe: Mapping[str, Any], on_verdict: Callable[[bool | None, Answer], None]
 ) -> None:
-    """Ask for ever and tell each verdict with the answer behind it; never returns."""
+    """Probe until cancelled; call `on_verdict` with each verdict and its answer."""
     thresholds = Thresholds.of(probe)
     tally = Tally(thresholds)
     await asyncio.sleep(thresholds.initial_delay_seconds)
     while True:
         answer = await prober.ask(probe)
-        told(tally.count(answer.healthy), answer)
+        on_verdict(tally.count(answer.healthy), answer)
         await asyncio.sleep(thresholds.period_seconds)
 
 
 async def first_verdict(prober: Prober, probe: Mapping[str, Any], *, wanted: bool | None) -> bool:
-    """Ask until there is a verdict, or until it is `wanted`; return it."""
+    """Probe until there is a verdict, or until it is `wanted`; return it."""
     verdicts: asyncio.Queue[bool] = asyncio.Queue()
 
-    def told(verdict: bool | None, _: Answer) -> None:
+    def on_verdict(verdict: bool | None, _: Answer) -> None:
         if verdict is not None and wanted in (None, verdict):
             verdicts.put_nowait(verdict)
 
-    watching = asyncio.create_task(watch(prober, probe, told))
+    watching = asyncio.create_task(watch(prober, probe, on_verdict))
     try:
         return await verdicts.get()
     finally:
@@ -186,7 +186,7 @@ def ports_of(containers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _unverified() -> ssl.SSLContext:
-    """A kubelet does not check a probed server's certificate."""
+    """Return a TLS context that checks no certificate, as a kubelet's probes."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""One run of one container as a process: started in its sandbox, signalled by pidfd, awaited."""
+"""Runs a container as a process: starts it in its sandbox, signals it by pidfd, awaits its end."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ KILLED = 128 + signal.SIGKILL
 
 
 class StartFailedError(Exception):
-    """The process could not be started; the message is the kernel's."""
+    """The process could not be started. The message is that of the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bind:
-    """A path of this machine, seen in the container at `path`."""
+    """A path of this machine, mounted in the container at `path`."""
 
     source: Path
     path: str
@@ -33,7 +33,7 @@ class Bind:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """All that a process is started from."""
+    """Everything needed to start a process."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -45,7 +45,7 @@ class ProcessSpec:
     user: tuple[int, int] | None = None
 
     def sandbox(self, **more: int) -> dict[str, object]:
-        """Return what the sandbox script reads."""
+        """Return the specification for the sandbox script."""
         mounts = [
             {"source": str(one.source), "path": one.path, "read_only": one.read_only}
             for one in self.mounts
@@ -68,7 +68,7 @@ class Process:
         self.pid = pid
         self.spec = spec
         self._launcher = launcher
-        self._pumping = pumping  # kept: the loop itself holds tasks weakly
+        self._pumping = pumping  # a reference is needed: the event loop holds tasks weakly
         self._handle: int | None = os.pidfd_open(pid)
 
     @classmethod
@@ -76,8 +76,8 @@ class Process:
         """Start it and return when its program runs.
 
         Raises:
-            StartFailedError: It does not: no such program, no such folder, a mount failed.
-            OSError: This machine refuses a file, a descriptor or a process.
+            StartFailedError: no such program, no such folder, or a mount failed.
+            OSError: this machine refused a file, a descriptor or a process.
         """
         spec.stage.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
@@ -96,13 +96,13 @@ class Process:
                 launcher.kill()
                 raise
         finally:
-            writer.close()  # the launcher lets go of the pid: by now there is a handle of it
+            writer.close()  # the launcher may reap the pid now, because this process has a pidfd
         await launcher.wait()
         await pumping
         raise StartFailedError(answer["error"])
 
     async def wait(self) -> int:
-        """Return its exit code, 128 + number for a signal, when it ended and its log is written."""
+        """Wait for the end of it and its log; return the exit code, 128 + number for a signal."""
         code = await self._launcher.wait()
         await asyncio.shield(self._pumping)
         return code if code >= 0 else KILLED
@@ -121,7 +121,7 @@ class Process:
         return False
 
     def signal(self, number: int) -> None:
-        """Send it a signal; one that has ended does not mind."""
+        """Send a signal. Does nothing if the process has ended."""
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
@@ -158,14 +158,14 @@ class Process:
         )
 
     def close(self) -> None:
-        """Let go of it; it has ended, or was told to."""
+        """Release the handles of a process that has ended or was signalled to end."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 def no_identities() -> str:
-    """Why containers cannot have a uid of their own on this machine; empty if they can."""
+    """Return why containers cannot have a uid of their own here; "" if they can."""
     done = subprocess.run(  # noqa: S603
         _interpreter("--check-user"), capture_output=True, text=True, check=False
     )
@@ -188,7 +188,7 @@ def _interpreter(*arguments: str) -> list[str]:
 
 
 def _write(spec: ProcessSpec, *, name: str = "spec", **more: int) -> str:
-    """Write what the sandbox reads: mode 0600, the environment may hold secrets."""
+    """Write the specification with mode 0600: the environment may contain secrets."""
     path = spec.stage.with_name(f"{spec.stage.name}.{name}.json")
     path.touch(mode=0o600)
     path.write_text(json.dumps(spec.sandbox(**more)))

@@ -1,4 +1,4 @@
-"""What one run of a container is started from, gathered afresh for each run."""
+"""Prepares everything that one run of a container needs, again for each run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ Spec = Mapping[str, Any]
 
 
 class RunMaker:
-    """Makes the runs of one pod's containers. `binds` are its volumes, set once they are there."""
+    """Prepares the runs of one pod's containers. `binds` are its volumes, once mounted."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class RunMaker:
         self._identities = identities
 
     async def prepare(self, pod: Spec, container: Spec, number: int) -> Prepared:
-        """Return what run `number` needs.
+        """Prepare run `number`.
 
         Raises:
             CannotStartError: The image is unknown, the configuration is incomplete, or this
-                machine refuses a folder or a file.
+                machine refused a folder or a file.
         """
         try:
             return await self._prepared(pod, container, number)

@@ -1,15 +1,15 @@
-"""One container's start, run as a script by a bare interpreter: `python -I -S sandbox.py SPEC`.
+"""Starts one container; a script for a bare interpreter: `python -I -S sandbox.py SPEC`.
 
     agent ─▶ launcher ─fork▶ process 1 of a pid namespace, in its own mount namespace ─exec▶ argv
               │ reports {"pid": …} or {"error": …}, holds the pid until the agent hangs up,
               │ waits, ends with the container's exit code
-              └ each is killed with its parent, a namespace with its process 1: nothing is left
+              └ each is killed with its parent, and a namespace with its process 1
 
 Its root is the machine's, bound entry by entry into a tmpfs, so that a mount path that does not
 exist here can be made without touching the machine. `--enter PID SPEC` runs argv in a started one.
-A container's uid and gid are those of a user namespace inside: they have no entry in the machine's
-user database, and files open to it as they do to the agent.
-Stands alone: the standard library only, no package of ours.
+A container's uid and gid belong to an inner user namespace. They have no entry in the machine's
+user database, and the container may open the same files as the agent.
+This module imports the standard library only, because the interpreter finds no package of ours.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_MOVE, MS_REC, MS_PRIVATE = 8192, 16384, 1 << 18
 PR_SET_PDEATHSIG = 1
 NS_GET_USERNS = 0xB701
-CANNOT_START = 128  # the exit code that a kubelet shows for a container that never ran
+CANNOT_START = 128  # a kubelet's exit code for a container that never ran
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,7 +47,7 @@ def launch(spec: dict[str, Any]) -> int:
     """Run a container to its end: {argv, env, cwd, stage, mounts, read_only, cgroups, …}.
 
     `agent` is the pid that must be its parent, `report` the descriptor of a socket to answer on,
-    `user` its uid and gid, if it is not to be root.
+    `user` its uid and gid unless it runs as root.
     """
     tie_to(spec["agent"])
     answer = spec["report"]
@@ -66,23 +66,25 @@ def launch(spec: dict[str, Any]) -> int:
     with os.fdopen(errors) as said:
         problem = said.read()  # ends at exec
     report(answer, {"error": problem} if problem else {"pid": child})
-    os.read(answer, 1)  # the agent hangs up: until now the pid of an ended child is nobody else's
+    os.read(
+        answer, 1
+    )  # wait until the agent closes the socket: the pid of an ended child is not reused before
     _, status = os.waitpid(child, 0)
     return CANNOT_START if problem else exit_code(status)
 
 
 def become(spec: dict[str, Any], ready: int) -> NoReturn:
-    """Turn this process into the container; on failure say why through `ready`."""
+    """Turn this process into the container. On failure write the reason to `ready`."""
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         for file in spec["cgroups"]:
-            Path(file).write_text("0")  # 0 is the writer itself
+            Path(file).write_text("0")  # 0 means the process that writes
         build_root(spec)
         os.chdir(spec["cwd"])
         if spec.get("user"):
             take_identity(*spec["user"])
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another identity forgets it
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # repeated: a change of identity clears it
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -116,7 +118,9 @@ def enter(pid: int, spec: dict[str, Any]) -> int:
             os.chdir(spec["cwd"])
             if not os.path.sameopenfile(user, owner):
                 checked(libc.setns(user, 0), "setns")
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another identity forgets it
+                libc.prctl(
+                    PR_SET_PDEATHSIG, signal.SIGKILL
+                )  # repeated: a change of identity clears it
             os.execvpe(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606
         except OSError as error:
             os.write(2, f"{error}\n".encode())
@@ -126,7 +130,7 @@ def enter(pid: int, spec: dict[str, Any]) -> int:
 
 
 def check() -> int:
-    """Print why containers cannot be made on this machine, or nothing."""
+    """Print why containers cannot be made on this machine; print nothing if they can."""
     try:
         separate()
     except OSError as error:
@@ -136,7 +140,7 @@ def check() -> int:
 
 
 def check_user() -> int:
-    """Print why containers cannot have a uid of their own on this machine, or nothing."""
+    """Print why containers cannot have a uid of their own here; print nothing if they can."""
     try:
         separate()
         take_identity(65532, 65532)
@@ -147,7 +151,7 @@ def check_user() -> int:
 
 
 def is_ours(user_namespace: int) -> bool:
-    """Whether this process is in it."""
+    """Whether this process is in the namespace."""
     return os.path.samestat(os.fstat(user_namespace), Path("/proc/self/ns/user").stat())
 
 
@@ -159,7 +163,7 @@ def take_identity(uid: int, gid: int) -> None:
 
 
 def map_ids(*, outside: tuple[int, int], inside: tuple[int, int]) -> None:
-    """Say who this process is in the user namespace that it has just made."""
+    """Map this process's ids in the user namespace that it has just made."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{inside[0]} {outside[0]} 1")
     Path("/proc/self/gid_map").write_text(f"{inside[1]} {outside[1]} 1")
@@ -173,7 +177,7 @@ def tie_to(agent: int) -> None:
 
 
 def separate() -> None:
-    """Leave the machine's mount and pid namespaces; without root, through a user namespace."""
+    """Enter new mount and pid namespaces; without root, through a user namespace."""
     flags = CLONE_NEWNS | CLONE_NEWPID
     uid, gid = os.geteuid(), os.getegid()
     checked(libc.unshare(flags | (CLONE_NEWUSER if uid else 0)), "unshare")
@@ -196,7 +200,7 @@ def build_root(spec: dict[str, Any]) -> None:
 
 
 class Root:
-    """A tmpfs that shows the machine's root, and what is bound over it."""
+    """A tmpfs with the entries of the machine's root, and the binds over it."""
 
     def __init__(self, stage: Path) -> None:
         mount("none", "/", flags=MS_REC | MS_PRIVATE)
@@ -206,24 +210,24 @@ class Root:
         self._show(Path("/"), stage)
 
     def bind(self, source: str, path: str, *, read_only: bool) -> None:
-        """Show the machine's `source` at the container's `path`."""
+        """Mount the machine's `source` at the container's `path`."""
         target = self._point(path, directory=Path(source).is_dir())
         mount(source, target, flags=MS_BIND | MS_REC)
         if read_only:
             remount_read_only(target)
 
     def own_proc(self) -> None:
-        """Show this pid namespace's processes; where that is forbidden, the machine's stay."""
+        """Mount a /proc of this pid namespace. If that is forbidden, the machine's /proc stays."""
         with contextlib.suppress(OSError):
             mount("proc", self.stage / "proc", kind="proc")
 
     def own_shm(self) -> None:
-        """Give shared memory that ends with the container."""
+        """Mount a /dev/shm that ends with the container."""
         if (self.stage / "dev/shm").is_dir():
             mount("shm", self.stage / "dev/shm", kind="tmpfs", flags=MS_NOSUID | MS_NODEV)
 
     def freeze(self, *, writable: list[str]) -> None:
-        """Make all read-only but `writable`, /proc and /dev, as readOnlyRootFilesystem asks."""
+        """Make everything read-only except `writable`, /proc and /dev: readOnlyRootFilesystem."""
         kept = [f"{self.stage}{path.rstrip('/')}" for path in [*writable, "/proc", "/dev"]]
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             point = line.split()[4].encode().decode("unicode_escape")
@@ -232,7 +236,7 @@ class Root:
                 remount_read_only(Path(point))
 
     def _point(self, path: str, *, directory: bool) -> Path:
-        """Return where to mount `path`, made in a tmpfs of ours if the machine has no such path."""
+        """Return the mount point of `path`; if the machine has no such path, make it in a tmpfs."""
         here, todo = self.stage, path.strip("/").split("/")
         while todo:
             following = here / todo[0]
@@ -253,7 +257,7 @@ class Root:
         return here
 
     def _make_ours(self, folder: Path) -> None:
-        """Lay a tmpfs over `folder` that shows the same entries and takes new ones."""
+        """Mount a tmpfs over `folder` with the same entries, in which new ones can be made."""
         if folder in self._ours:
             return
         cover = self.stage / f".cover-{len(self._ours)}"
@@ -271,7 +275,7 @@ class Root:
                 shown.symlink_to(Path(entry.path).readlink())
                 continue
             shown.mkdir() if entry.is_dir() else shown.touch()
-            with contextlib.suppress(OSError):  # what may not be seen stays empty
+            with contextlib.suppress(OSError):  # an entry that may not be read stays empty
                 mount(entry.path, shown, flags=MS_BIND | MS_REC)
 
 
@@ -285,7 +289,7 @@ def mount(
 
 
 def remount_read_only(target: Path) -> None:
-    """Make one bind mount read-only, keeping the flags that a user namespace may not drop."""
+    """Make one bind mount read-only. A user namespace must keep the flags of the original mount."""
     have = os.statvfs(target).f_flag
     kept = have & (MS_NOSUID | MS_NODEV | 8 | 1024 | 2048)  # noexec, noatime, nodiratime
     mount("none", target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
@@ -304,7 +308,7 @@ def exit_code(status: int) -> int:
 
 
 def report(descriptor: int, message: dict[str, Any]) -> None:
-    """Tell the agent, one JSON line, and no more."""
+    """Send one JSON line to the agent and close the socket."""
     os.write(descriptor, json.dumps(message).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""A pod of a status-only node: its status is played, nothing runs.
+"""A pod of a status-only node: a script writes its status, and no process runs.
 
     bound ─▶ Pending ─ start delay ─▶ Running, ready ─▶ deleted at once when asked
 
@@ -16,7 +16,7 @@ from vlm_local.client import STRATEGIC, ApiError, Client, Object
 from vlm_operator import names
 
 from . import status
-from .objects import RETRY_SECONDS, let_go, path_of
+from .objects import RETRY_SECONDS, delete_ended, path_of
 from .status import ContainerView, PodView, Running, Terminated
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ EXIT_CODE = f"{names.GROUP}/simulated-exit-code"
 
 
 class ScriptedPod:
-    """Plays one pod's status."""
+    """Writes the status of one pod."""
 
     def __init__(self, pod: Object, *, client: Client, pod_ip: str, host_ip: str) -> None:
         self.pod = pod
@@ -37,18 +37,18 @@ class ScriptedPod:
         self._started_at = time.time()
         self._conditions: list[dict[str, Any]] = []
 
-    def seen(self, pod: Object) -> None:
-        """Take the newest state of the object: gates and deletion."""
+    def update(self, pod: Object) -> None:
+        """Set the newest state of the object: readiness gates and deletion."""
         self.pod = pod
         self._changed.set()
 
     def gone(self) -> None:
-        """The object is no more."""
+        """End: the object was deleted."""
         self._gone = True
         self._changed.set()
 
     async def run(self) -> None:
-        """Play it to its end."""
+        """Run until the pod ends."""
         annotations = self.pod["metadata"].get("annotations") or {}
         ready_at = time.time() + float(annotations.get(START_SECONDS, 0))
         exit_code = annotations.get(EXIT_CODE)
@@ -63,7 +63,7 @@ class ScriptedPod:
                 async with asyncio.timeout(wait):
                     await self._changed.wait()
         if not self._gone:
-            await let_go(self._client, self.pod)
+            await delete_ended(self._client, self.pod)
 
     def _views(self, ready_at: float, exit_code: str | None, now: float) -> list[ContainerView]:
         views = [ContainerView(one["name"], one["image"]) for one in self.pod["spec"]["containers"]]
@@ -79,7 +79,7 @@ class ScriptedPod:
         ]
 
     async def _write(self, views: list[ContainerView], now: float) -> bool:
-        """Write the status if it is another; return whether it stands."""
+        """Write the status if it changed; return whether the API server has it."""
         view = PodView(
             views, pod_ip=self._pod_ip, host_ip=self._host_ip, started_at=self._started_at
         )

@@ -1,10 +1,10 @@
-"""SPDY/3.1 framing, the server's half: what API servers still speak to kubelets for port-forward.
+"""The server's half of SPDY/3.1 framing, which API servers use for port-forward and exec.
 
     control frame   1|version 15|type 16|flags 8|length 24   SYN_STREAM, SYN_REPLY, RST, …
     data frame      0|stream id 31|flags 8|length 24
 
 Header blocks are zlib with a dictionary that the protocol fixes, one context per direction. Flow
-control windows are neither kept nor asked for, as on the other side (moby/spdystream).
+control windows are not used, because the client (moby/spdystream) does not use them.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ DICTIONARY += _REST.encode()
 
 
 class ProtocolError(Exception):
-    """The peer sent what SPDY/3.1 does not have."""
+    """The peer sent data that is not SPDY/3.1."""
 
 
 class Stream:
-    """One stream that the client opened; `headers` say what for."""
+    """One stream that the client opened; its `headers` name its purpose."""
 
     def __init__(self, session: "Session", number: int, headers: dict[str, str]) -> None:
         self.headers = headers
@@ -77,7 +77,7 @@ class Stream:
         )
 
     async def feed(self, piece: bytes | None) -> None:
-        """Hand over what came; None is the end."""
+        """Deliver received data; None means the end."""
         await self._incoming.put(piece)
 
 
@@ -93,10 +93,10 @@ class Session:
         self._lock = asyncio.Lock()
 
     async def streams(self) -> AsyncGenerator[Stream, None]:
-        """Yield each stream that the client opens, and deliver data, until it goes away.
+        """Yield each stream that the client opens, and deliver data, until the client disconnects.
 
         Raises:
-            ProtocolError: It sent no SPDY/3.1.
+            ProtocolError: it sent data that is not SPDY/3.1.
         """
         try:
             while True:
@@ -120,7 +120,7 @@ class Session:
                 _end(stream)
 
     async def write(self, frame: bytes) -> None:
-        """Write one frame, waiting while the client is slow."""
+        """Write one frame; wait while the client is slow."""
         async with self._lock:
             self._writer.write(frame)
             await self._writer.drain()
@@ -151,7 +151,7 @@ class Session:
     async def _data(self, number: int, body: bytes, flags: int) -> None:
         stream = self._streams.get(number)
         if stream is None:
-            return  # of a stream that was reset: late data is dropped
+            return  # late data of a stream that was reset is dropped
         if body:
             await stream.feed(body)
         if flags & FIN:
@@ -200,7 +200,7 @@ def _control_kind(first: int) -> int:
 
 
 def _end(stream: Stream) -> None:
-    """Close a stream whose connection is gone; a full queue's reader is told when it reads on."""
+    """Close a stream whose connection ended. If its queue is full, the reader learns it later."""
     while True:
         try:
             stream._incoming.put_nowait(None)

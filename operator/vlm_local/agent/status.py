@@ -1,4 +1,4 @@
-"""A pod's status, computed from what its containers do. Pure.
+"""Computes a pod's status from the state of its containers. Pure.
 
 containers, volumes, gates ──▶ phase, conditions, containerStatuses       as a kubelet reports them
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """A container that does not run, and why."""
+    """A container that does not run, and the reason."""
 
     reason: str
     message: str = ""
@@ -19,14 +19,14 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """A container that runs since `started_at`, seconds since the epoch."""
+    """A container that has run since `started_at`, seconds since the epoch."""
 
     started_at: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Terminated:
-    """A container that ended: by itself, by a signal (128 + number), or for want of memory."""
+    """A container that ended: by itself, by a signal (128 + number), or because memory ran out."""
 
     exit_code: int
     started_at: float
@@ -37,13 +37,13 @@ class Terminated:
 
     @property
     def why(self) -> str:
-        """The reason as a kubelet gives it."""
+        """The reason in the words of a kubelet."""
         return self.reason or ("Completed" if self.exit_code == 0 else "Error")
 
 
 @dataclasses.dataclass(frozen=True)
 class ContainerView:
-    """What is known of one container."""
+    """The known state of one container."""
 
     name: str
     image: str
@@ -57,7 +57,7 @@ class ContainerView:
 
 @dataclasses.dataclass(frozen=True)
 class PodView:
-    """What is known of one pod; addresses are None until it has them."""
+    """The known state of one pod. Addresses are None until it has them."""
 
     containers: Sequence[ContainerView]
     init_containers: Sequence[ContainerView] = ()
@@ -70,12 +70,12 @@ class PodView:
 def pod_status(
     pod: Mapping[str, Any], view: PodView, conditions: Sequence[Mapping[str, Any]], *, now: float
 ) -> dict[str, Any]:
-    """Return the status of `pod`: what a node writes of it, no condition of anybody else.
+    """Return the part of the status of `pod` that a node writes.
 
     Args:
         pod: As last seen; its spec and the readiness gates in its conditions count.
-        view: What its containers do.
-        conditions: What this function returned last, for transition times.
+        view: State of its containers.
+        conditions: Last result of this function, for transition times.
         now: Seconds since the epoch.
     """
     phase = pod_phase(view, restart_policy=pod["spec"].get("restartPolicy", "Always"))
@@ -96,10 +96,10 @@ def pod_status(
 
 
 def overwritten(pod: Mapping[str, Any], status: Mapping[str, Any]) -> bool:
-    """Whether the API server has another phase, or another verdict in a condition of a node's.
+    """Whether the API server has another phase, or another status of a condition that nodes write.
 
-    The node controller sets Ready to False when the node's Lease runs out: a node that is back
-    says again what it knows.
+    The node controller sets Ready to False when the node's Lease runs out. A node that renews
+    its Lease again must write its conditions again.
     """
     stored = pod.get("status", {})
     verdicts = {one["type"]: one["status"] for one in stored.get("conditions") or []}
@@ -150,7 +150,7 @@ def container_status(view: ContainerView) -> dict[str, Any]:
 
 
 def gates(pod: Mapping[str, Any]) -> list[str]:
-    """Say of each readiness gate that is not True why it is not."""
+    """Return for each readiness gate that is not True the reason."""
     found = {
         condition["type"]: condition["status"]
         for condition in pod.get("status", {}).get("conditions") or []
@@ -211,7 +211,7 @@ def _unless(problems: Sequence[str], reason: str, message: str) -> tuple[str, st
 def _with_times(
     conditions: list[dict[str, str]], before: Sequence[Mapping[str, Any]], now: float
 ) -> list[dict[str, Any]]:
-    """A transition is a change of `status` alone."""
+    """Add transition times. Only a change of `status` is a transition."""
     earlier = {one["type"]: one for one in before}
     stamped: list[dict[str, Any]] = []
     for condition in conditions:

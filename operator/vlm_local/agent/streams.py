@@ -1,4 +1,4 @@
-"""Port-forward and exec over multiplexed streams, whatever carries them.
+"""Port-forward and exec over multiplexed streams of SPDY or WebSocket.
 
 port-forward   an error and a data stream per connection          ─TCP▶ pod IP:port
 exec           error, stdin, stdout, stderr; a Status on error    ─▶ a program in the container
@@ -29,7 +29,7 @@ class Channel(Protocol):
 
 
 async def forward(data: Channel, error: Channel, *, host: str, port: int) -> None:
-    """Carry one connection to a pod's port; a failure is told on `error`."""
+    """Forward one connection to a pod's port; write a failure to `error`."""
     try:
         reader, writer = await asyncio.open_connection(host, port)
     except OSError as problem:
@@ -47,7 +47,7 @@ async def forward(data: Channel, error: Channel, *, host: str, port: int) -> Non
 
 
 async def execute(process: Process, argv: Sequence[str], channels: Mapping[str, Channel]) -> None:
-    """Run argv in a container, its standard streams on `channels`, its end on `error`."""
+    """Run argv in a container: standard streams on `channels`, its Status on `error`."""
     pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     inside = await process.enter(
         argv, **{name: pipe if name in channels else none for name in ("stdin", "stdout", "stderr")}
@@ -76,7 +76,7 @@ async def execute(process: Process, argv: Sequence[str], channels: Mapping[str, 
 
 
 def exec_status(code: int) -> dict[str, object]:
-    """Return the Status that ends an exec, from which kubectl takes its own exit code."""
+    """Return the Status that ends an exec. kubectl takes its exit code from it."""
     if code == 0:
         return {"metadata": {}, "status": "Success"}
     return {

@@ -1,4 +1,4 @@
-"""How a container is asked to end: preStop hook, SIGTERM, and SIGKILL when the grace is over."""
+"""Ends a container: preStop hook, SIGTERM, then SIGKILL after the grace."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,8 @@ from .process import Process
 
 logger = logging.getLogger(__name__)
 Record = Callable[..., Coroutine[Any, Any, None]]
-HEARING_SECONDS = 5.0  # what a program that has just begun may take to listen to SIGTERM
-AFTER_HOOK_SECONDS = 2.0  # a hook that took the whole grace leaves this for SIGTERM
+HEARING_SECONDS = 5.0  # the time that a new program may take to install a SIGTERM handler
+AFTER_HOOK_SECONDS = 2.0  # the time for SIGTERM after a hook that used the whole grace
 
 
 async def end(
@@ -51,10 +51,10 @@ async def end(
 
 
 async def _hears(process: Process, *, seconds: float) -> None:
-    """Wait until a handler for SIGTERM is there, or for so long.
+    """Wait until the program has a handler for SIGTERM, at most for `seconds`.
 
-    The kernel drops what the first process of a pid namespace does not handle: a signal sent while
-    its interpreter starts would be lost, and the pod would live for its whole grace.
+    The kernel drops signals that the first process of a pid namespace does not handle. A signal
+    sent while its interpreter starts would be lost, and the pod would run for its whole grace.
     """
     deadline = time.monotonic() + seconds
     while process.running and not process.handles(signal.SIGTERM):
@@ -66,7 +66,7 @@ async def _hears(process: Process, *, seconds: float) -> None:
 async def _pre_stop(
     process: Process, hook: Mapping[str, Any], seconds: float, prober: Prober
 ) -> str:
-    """Run a hook; say what went wrong, if anything: it never keeps a pod from ending."""
+    """Run a hook; return what failed, if anything. The pod ends in any case."""
     try:
         async with asyncio.timeout(seconds):
             if "exec" in hook:

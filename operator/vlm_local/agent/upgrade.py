@@ -1,4 +1,4 @@
-"""The front of a kubelet endpoint: upgraded connections are taken here, HTTP goes to aiohttp.
+"""The front of a kubelet endpoint: it handles upgraded connections, and gives HTTP to aiohttp.
 
 first request ─ "Upgrade: SPDY/3.1" ─▶ SPDY session ─▶ port-forward, exec
 └ anything else ───────▶ aiohttp (logs, health, WebSocket port-forward)
@@ -99,7 +99,7 @@ class Front(asyncio.Protocol):
                 await _forward_all(session, pod.facts.pod_ip)
             else:
                 await _execute(session, pod, where[2], request.query)
-        except Exception:  # one bad connection is not the node's end
+        except Exception:  # a bad connection must not end the node
             logger.exception("a stream broke", extra={"path": request.path})
         finally:
             with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ class Request:
 
     @classmethod
     def parse(cls, head: str) -> "Request":
-        """Read the request line and header lines; names become lower case."""
+        """Read the request line and header lines. Header names become lower case."""
         first, *lines = head.split("\r\n")
         words = first.split(" ")
         pairs = (line.partition(":") for line in lines)
@@ -144,7 +144,7 @@ async def _forward_all(session: spdy.Session, host: str) -> None:
 async def _execute(
     session: spdy.Session, pod: Pod, name: str, query: Mapping[str, list[str]]
 ) -> None:
-    """Run one command once all the streams that were asked for are there."""
+    """Run one command once all requested streams are open."""
     asked = {"input": "stdin", "output": "stdout", "error": "stderr"}
     wanted = {"error", *(stream for key, stream in asked.items() if query.get(key) == ["1"])}
     container = pod.container(name)
@@ -166,6 +166,6 @@ async def _execute(
 
 
 async def _drain(opened: AsyncIterator[spdy.Stream]) -> None:
-    """Keep reading the connection, so that data reaches the streams that are open."""
+    """Read the connection on, so that data reaches the open streams."""
     async for _ in opened:
         pass

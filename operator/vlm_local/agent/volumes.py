@@ -1,4 +1,4 @@
-"""A pod's volumes as folders of this machine, written atomically, kept up to date while it runs.
+"""A pod's volumes as folders of this machine, written atomically and updated while it runs.
 
 emptyDir, hostPath, PVC ─▶ a folder         ConfigMap, Secret, projected, downwardAPI ─▶ files:
                                              key ─▶ ..data/key,  ..data ─▶ ..<version>/
@@ -27,7 +27,7 @@ _FILE_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
 
 class VolumeError(Exception):
-    """A volume is not to be had now; the message says which object is missing or what is wrong."""
+    """A volume is not available now. The message names the missing object or the error."""
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class _Token:
 
 
 class Volumes:
-    """The volumes of one pod, under `folder`. `prepare` makes them, `refresh` keeps them."""
+    """The volumes of one pod, under `folder`. `prepare` makes them, `refresh` updates them."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class Volumes:
         return str(self.pod["metadata"]["namespace"])
 
     async def prepare(self) -> dict[str, Path]:
-        """Make all volumes; return where each is.
+        """Make all volumes; return the folder of each.
 
         Raises:
-            VolumeError: One cannot be made yet; ask again.
+            VolumeError: one cannot be made yet; retry.
         """
         volumes = self.pod["spec"].get("volumes") or []
         return {volume["name"]: await self._prepare(volume) for volume in volumes}
 
     async def refresh(self) -> None:
-        """Follow ConfigMaps and Secrets, and renew tokens, until cancelled."""
+        """Write changes of ConfigMaps and Secrets, and renew tokens, until cancelled."""
         volumes = self.pod["spec"].get("volumes") or []
         files = [volume for volume in volumes if any(kind in volume for kind in _FILE_KINDS)]
         objects = {reference for volume in files for reference in _followed(volume)}
@@ -94,7 +94,7 @@ class Volumes:
         return found
 
     def remove(self) -> None:
-        """Delete what was written; data of a hostPath stays."""
+        """Delete the written files. Data of a hostPath stays."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _prepare(self, volume: Mapping[str, Any]) -> Path:
@@ -231,7 +231,7 @@ class Volumes:
             await self._rewrite(volumes)
 
     async def _rewrite(self, volumes: list[Mapping[str, Any]]) -> None:
-        """Write what volumes show now; where that fails, what was there stays for now."""
+        """Write the current content of the volumes. If that fails, the old content stays."""
         for volume in volumes:
             try:
                 write_atomically(self._folder / volume["name"], await self._files(volume))
@@ -249,7 +249,7 @@ def _decoded(kind: str, thing: Mapping[str, Any]) -> Files:
 
 
 def _followed(volume: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The objects whose changes a volume shows; the cluster's CA never changes."""
+    """The objects whose changes volumes follow. The cluster's CA never changes."""
     sources = volume["projected"].get("sources") or [] if "projected" in volume else [volume]
     found = set()
     for source in sources:
@@ -263,7 +263,7 @@ def _followed(volume: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 
 def host_path(source: Mapping[str, Any]) -> Path:
-    """Return the folder or file that a hostPath names; it must be there."""
+    """Return the existing folder or file of a hostPath."""
     path = Path(source["path"])
     if source.get("type") == "DirectoryOrCreate":
         path.mkdir(parents=True, exist_ok=True)

@@ -36,12 +36,12 @@ class Answer:
 
 
 async def ask(
-    url: str, *, model: str, question: str, image: bytes, told: Callable[[str], None]
+    url: str, *, model: str, question: str, image: bytes, on_text: Callable[[str], None]
 ) -> Answer:
-    """Ask `question` about `image`; `told` gets each piece of the answer as it comes.
+    """Ask `question` about `image`; call `on_text` with each part of the answer.
 
     Raises:
-        LocalError: The gateway refused; the message is its own.
+        LocalError: the gateway refused; the message is that of the gateway.
         ToolMissingError: The openai package is not installed.
     """
     try:
@@ -79,7 +79,7 @@ async def ask(
                 if piece:
                     ttft = ttft or time.perf_counter() - began
                     text.append(piece)
-                    told(piece)
+                    on_text(piece)
     except openai.OpenAIError as error:
         raise LocalError(f"The question was refused: {error}", "") from error
     return Answer("".join(text), ttft, stages)
@@ -89,7 +89,7 @@ def read_image(image: Path) -> bytes:
     """Return the bytes of an image.
 
     Raises:
-        LocalError: It cannot be read, or is none that the gateway takes.
+        LocalError: it cannot be read, or has a format that the gateway does not accept.
     """
     try:
         data = image.read_bytes()
@@ -98,7 +98,7 @@ def read_image(image: Path) -> bytes:
             f"There is no image {image}: {error.strerror}.", "Give --image a file."
         ) from error
     if media_type(data) is None:
-        raise LocalError(f"{image} is no PNG, JPEG, WebP or GIF.", "Convert it to PNG.")
+        raise LocalError(f"{image} is not a PNG, JPEG, WebP or GIF.", "Convert it to PNG.")
     return data
 
 

@@ -21,7 +21,7 @@ def check_machine(settings: LocalSettings) -> None:
     """Check what a local cluster needs.
 
     Raises:
-        LocalError: The first thing that is missing, and how to get it.
+        LocalError: names the first missing requirement, and how to get it.
     """
     if not sys.platform.startswith("linux"):
         raise LocalError(
@@ -50,7 +50,7 @@ def check_checkout() -> None:
     """Check that the manifests and the model are where this package was installed from.
 
     Raises:
-        LocalError: They are not: the package was installed without its repository.
+        LocalError: the package was installed without its repository.
     """
     for path in ("install.yaml", "examples/quickstart", "examples/shapes/model/config.json"):
         if not (CHECKOUT / path).exists():
@@ -61,10 +61,10 @@ def check_checkout() -> None:
 
 
 def choose_port(asked: int | None) -> int:
-    """Return the local port of the API: as asked, else 8000 or, if that is taken, any free one.
+    """Return the requested local port of the API; else 8000 or, if that is taken, any free one.
 
     Raises:
-        PortTakenError: The port that was asked for is taken.
+        PortTakenError: the requested port is taken.
     """
     for port in (asked if asked is not None else PREFERRED_PORT, 0):
         with socket.socket() as probe:

@@ -52,10 +52,10 @@ class DemoOptions:
 
     Attributes:
         once: End after the answer.
-        image: An image.
-        question: About it.
-        port: Of the API on 127.0.0.1.
-        kubeconfig: Of a cluster that exists.
+        image: File of an image.
+        question: Question about the image.
+        port: Port of the API on 127.0.0.1.
+        kubeconfig: Kubeconfig of an existing cluster.
     """
 
     once: bool = False
@@ -71,13 +71,13 @@ class DemoOptions:
 
     @property
     def expected(self) -> str | None:
-        """The right answer, where one is known."""
+        """The correct answer, if it is known."""
         return ANSWER if self.image is None and self.question is None else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A cluster to work in: kubectl's path, its kubeconfig, and whether it ends with the demo."""
+    """The cluster of the demo: path of kubectl, kubeconfig, and whether it ends with the demo."""
 
     kubectl: Path
     kubeconfig: Path
@@ -87,18 +87,18 @@ class Cluster:
         """Run kubectl and return what it prints.
 
         Raises:
-            LocalError: It failed, with what it said.
+            LocalError: it failed; the message has its output.
         """
         return await asyncio.to_thread(self.kubectl_now, *arguments, stdin=stdin)
 
     def kubectl_now(self, *arguments: str | Path, stdin: str | None = None) -> str:
-        """The same, in this thread."""
+        """Like `run`, but blocking."""
         command = [self.kubectl, f"--kubeconfig={self.kubeconfig}", *arguments]
         return output_of(command, stdin=stdin, check=True)
 
 
 class Demo:
-    """One run of the demo. `answered` tells whether a right answer came."""
+    """One run of the demo. `answered` is whether the answer was correct."""
 
     def __init__(self, options: DemoOptions, *, reporter: Reporter) -> None:
         self.answered = False
@@ -110,7 +110,7 @@ class Demo:
         """Run all steps; return the exit status.
 
         Raises:
-            LocalError: A step failed; says which, and what to do.
+            LocalError: a step failed; the message names it and the remedy.
         """
         image = self._options.image or IMAGE
         check_checkout()
@@ -141,7 +141,7 @@ class Demo:
 
     @contextlib.asynccontextmanager
     async def _cluster(self) -> AsyncIterator[Cluster]:
-        """The cluster that was named, or one of our own that ends with the block."""
+        """The cluster of the options, or a new one that ends with the block."""
         say = self._reporter.say
         if self._options.kubeconfig is not None:
             binaries = build.find_binaries(self._settings, progress=say)
@@ -167,7 +167,7 @@ class Demo:
         say("applied examples/quickstart: one VLMService, pools encoder, prefill, decode")
 
     async def _wait_until_ready(self, cluster: Cluster, access: Access) -> None:
-        """Print what changes until the service is Ready."""
+        """Print each change until the service is Ready."""
 
         async def ready() -> bool:
             try:
@@ -196,7 +196,7 @@ class Demo:
             model=SERVICE,
             question=self._options.asked,
             image=image,
-            told=self._reporter.piece,
+            on_text=self._reporter.piece,
         )
         self._reporter.piece("\n\n")
         self._reporter.show(ttft_breakdown(answer.stages))
@@ -218,7 +218,7 @@ class Demo:
             return 0
         expected = self._options.expected
         wrong = f"the answer is {answer.text!r}, not {expected!r}" if expected else "no answer came"
-        raise LocalError(f"The line is up, but {wrong}.", "")
+        raise LocalError(f"The service is Ready, but {wrong}.", "")
 
 
 async def remaining_pods(access: Access) -> list[Manifest]:

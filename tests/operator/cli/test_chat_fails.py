@@ -112,7 +112,7 @@ async def test_images_that_are_none_are_named(openai: Any, tmp_path: Path) -> No
     text = tmp_path / "a.txt"
     text.write_text("hello")
     error = await failure(straight(openai.url), question(text))
-    assert "a.txt is no PNG, JPEG, WebP or GIF" in error.problem
+    assert "a.txt is not a PNG, JPEG, WebP or GIF" in error.problem
     assert openai.bodies == []
 
 

@@ -80,7 +80,7 @@ async def test_what_another_writes_over_a_nodes_verdict_is_written_back(tmp_path
     await until(is_told, seconds=30, awaited="the first status")
     api.merge({"conditions": [{"type": "Initialized", "status": "False"}]})
     assert api.holds("Initialized") == "False"
-    pod.seen(api.pod)
+    pod.update(api.pod)
     await until(is_told, seconds=30, awaited="the status to be written back")
     pod.gone()
     await living

@@ -43,7 +43,7 @@ async def test_a_status_and_a_deletion_that_were_lost_are_asked_for_again():
         return api.status.get("phase") == "Running"
 
     await until(running, seconds=5, awaited="the status to be written")
-    played.seen(
+    played.update(
         {**POD, "metadata": {**POD["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
     )
     await playing
