@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlm_operator.autoscale.explain import explain
-from vlm_operator.autoscale.reasons import Reason
+from vlm_operator.autoscale.outcome import Reason
 from vlm_operator.autoscale.record import load_record, replay
 from vlm_operator.names import Role
 

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlm_operator.autoscale.codec import encode
-from vlm_operator.autoscale.reasons import Reason
-from vlm_operator.autoscale.record import VERSION, Record, RecordError, read_log
+from vlm_operator.autoscale.outcome import Reason
+from vlm_operator.autoscale.record import RECORD, VERSION, Record, RecordError, read_log
 
 SERVICE = "bottlenecks/shapes"
 KEPT = {Reason.SCALE_UP, Reason.IDLE, Reason.WAKE}
@@ -39,5 +38,6 @@ def records(log: Path) -> Iterator[Record]:
 
 if __name__ == "__main__":
     for one in records(Path(sys.argv[1])):
-        value = encode(one, sparse=True) | {"policy": encode(one.policy)}
+        value = RECORD.dump_python(one, mode="json", exclude_defaults=True)
+        value["policy"] = RECORD.dump_python(one, mode="json")["policy"]
         print(json.dumps({"version": VERSION, **value}, separators=(",", ":")))

@@ -2,6 +2,8 @@
 
 decode: 6 replicas (a 4, b 2), 12.00 an hour
   why      ScaleUp 4 → 6 at 10:03:05 UTC: kvTokens needs 5.7 units, 4 of 4 units are ready
+  load     9,120 KV tokens in use or asked for, 0 of them wait; 9,500 are planned for, 60 s ahead
+  rests on 60% occupancy; a unit has 2,780; bottleneck share 62%, growth from 20%
   signals  kvTokens 6, utilization 3
   misses   decode_reserve 62 %, prefill_queue 21 %
   bound    MaxPodsPerMinute
@@ -15,10 +17,9 @@ import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_operator.autoscale.decision_numbers import reckoned
 from vlm_operator.autoscale.estimating.attribute import REMEDIES
-from vlm_operator.autoscale.outcome import Attribution, Decision
-from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.estimating.size import LoadSignals
+from vlm_operator.autoscale.outcome import Attribution, Bound, Decision, Reason
 from vlm_operator.autoscale.record import Record
 from vlm_operator.names import POOL_ROLES, Role
 
@@ -80,7 +81,7 @@ class Story:
         variants: replicas by variant.
         decision: fields of `lastDecision`; {} if the autoscaler has not decided yet.
         notes: lines that follow the explanation.
-        reckoned: lines with the numbers of the decision.
+        numbers: lines with the numbers of the decision.
     """
 
     role: Role
@@ -88,7 +89,7 @@ class Story:
     variants: Mapping[str, int]
     decision: Mapping[str, Any]
     notes: tuple[str, ...] = ()
-    reckoned: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
 
 def explain(record: Record) -> str:
@@ -104,7 +105,7 @@ def explain(record: Record) -> str:
     if estimate.absurd:
         head.append(f"numbers that cannot be, taken for silence: {', '.join(estimate.absurd)}")
     stories = [
-        dataclasses.replace(_of_decision(role, item), reckoned=tuple(reckoned(record, role)))
+        dataclasses.replace(_of_decision(role, item), numbers=tuple(_numbers(record, role)))
         for role, item in record.outcome.decisions.items()
     ]
     return "\n".join([*head, "", tell(stories)])
@@ -205,7 +206,7 @@ def _lines(story: Story) -> list[str]:
         f"  why      {decision['reason']}, {moved} at {_time(decision['time'])} UTC: "
         f"{decision['message']}"
     )
-    lines += story.reckoned
+    lines += story.numbers
     signals = [f"{item['signal']} {item['replicas']}" for item in decision.get("candidates") or ()]
     if signals:
         lines.append(f"  signals  {', '.join(signals)} replicas")
@@ -239,3 +240,69 @@ def _clock(seconds: float) -> str:
 
 def _time(text: str) -> str:
     return text.replace("T", " ").removesuffix("Z")
+
+
+def _numbers(record: Record, role: Role) -> list[str]:
+    """Return the numbers of one pool, with which a reader can compute the replicas by hand.
+
+    The formulas are in docs/autoscaling.md.
+    """
+    signals = record.outcome.estimate.signals.get(role)
+    if signals is None:
+        return []
+    starts = [seconds for (of, _), seconds in record.outcome.estimate.startup.items() if of is role]
+    ahead = f"{max(starts, default=0.0):.0f} s ahead"
+    if role is Role.DECODE:
+        parts = _of_tokens(record, signals, ahead)
+        if Role.PREFILL in record.policy.pools:
+            return parts
+        return [*parts, *_of_work(record, role, signals, signals.planned_work, "now")]
+    return _of_work(record, role, signals, signals.planned, ahead)
+
+
+def _of_work(
+    record: Record, role: Role, signals: LoadSignals, planned: float, ahead: str
+) -> list[str]:
+    demand, rules = signals.demand, record.policy.pools[role]
+    load = (
+        f"{demand.erlangs:.3g} s of work came each second, {demand.queued_seconds:.3g} s wait; "
+        f"{planned:.3g} is planned for, {ahead}"
+    )
+    rests = [f"{rules.utilization:.0%} use"]
+    each, budget = signals.service_seconds, signals.budget_seconds
+    if each is not None and budget is not None:
+        known = "" if signals.credible else ", not credible yet"
+        rests.append(
+            f"an item takes {each:.3g} s and may wait {budget:.3g} s, "
+            f"variability {demand.variability:.2g}{known}"
+        )
+    return [
+        _number_line("load", load),
+        _number_line("rests on", "; ".join([*rests, _bottleneck_share(record, signals)])),
+    ]
+
+
+def _of_tokens(record: Record, signals: LoadSignals, ahead: str) -> list[str]:
+    demand, rules = signals.demand, record.policy.pools[Role.DECODE]
+    load = (
+        f"{demand.tokens:,.0f} KV tokens in use or asked for, {demand.queued_tokens:,.0f} of them "
+        f"wait; {signals.planned:,.0f} are planned for, {ahead}"
+    )
+    rests = [f"{rules.kv_occupancy:.0%} occupancy"]
+    if demand.tokens_per_unit is not None:
+        rests.append(f"a unit has {demand.tokens_per_unit:,.0f}")
+    if signals.itl_tokens is not None:
+        rests.append(f"{signals.itl_tokens:,.0f} within the time between tokens")
+    return [
+        _number_line("load", load),
+        _number_line("rests on", "; ".join([*rests, _bottleneck_share(record, signals)])),
+    ]
+
+
+def _bottleneck_share(record: Record, signals: LoadSignals) -> str:
+    share = f"bottleneck share {signals.bottleneck_share:.0%}"
+    return f"{share}, growth from {record.policy.tuning.bottleneck_share:.0%}"
+
+
+def _number_line(name: str, text: str) -> str:
+    return f"  {name:<8} {text}"

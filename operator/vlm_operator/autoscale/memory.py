@@ -12,11 +12,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vlm_operator.autoscale.allocation.history import Change, ScalingHistory, ScalingMemory
-from vlm_operator.autoscale.codec import decode, encode
-from vlm_operator.autoscale.decide import Memory
+from pydantic import TypeAdapter
 
-VERSION = 3
+from vlm_operator.autoscale.allocation.history import Change, ScalingHistory, ScalingMemory
+from vlm_operator.autoscale.decide import Memory
+from vlm_operator.autoscale.estimating.estimate import EstimateMemory
+
+VERSION = 4
+_MEMORY = TypeAdapter(Memory)
 _DIGITS = 3  # significant digits of measured values; points in time are whole seconds
 
 
@@ -26,7 +29,7 @@ def dump(memory: Memory) -> str:
         estimate=memory.estimate.lasting,
         pace=ScalingMemory({role: _lasting(pace) for role, pace in memory.pace.pools.items()}),
     )
-    value = encode(lasting, sparse=True)
+    value = _MEMORY.dump_python(lasting, mode="json", exclude_defaults=True)
     if "estimate" in value:
         value["estimate"] = _rounded(value["estimate"])
     return json.dumps({"version": VERSION, **value}, sort_keys=True, allow_nan=False)
@@ -44,7 +47,7 @@ def load(text: str | None, *, now: float) -> Memory:
         value = json.loads(text)
         if value.pop("version") != VERSION:
             return Memory()
-        found: Memory = decode(Memory, value)
+        found = _MEMORY.validate_python(value)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Memory()
     pools = {role: dataclasses.replace(pace, since=now) for role, pace in found.pace.pools.items()}
@@ -53,9 +56,8 @@ def load(text: str | None, *, now: float) -> Memory:
 
 def worth_writing(memory: Memory) -> bool:
     """Whether the memory holds a decision, a conflict or a lasting estimate."""
-    return any(pace.decisions or pace.foreign for pace in memory.pace.pools.values()) or bool(
-        encode(memory.estimate.lasting, sparse=True)
-    )
+    moved = any(pace.decisions or pace.foreign for pace in memory.pace.pools.values())
+    return moved or memory.estimate.lasting != EstimateMemory()
 
 
 def _lasting(pace: ScalingHistory) -> ScalingHistory:

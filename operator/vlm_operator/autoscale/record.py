@@ -1,6 +1,6 @@
 """Records a tick as one line of JSON that can be replayed: all inputs and all outputs.
 
-{"version": 3, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
+{"version": 4, "service": …, "policy": …, "view": …, "memory": …, "outcome": …}
 
 No number is rounded, so `replay` computes exactly the recorded outcome from the inputs. In logs, a
 record is packed: JSON, compressed with zlib, in base64, split to fit the line limit of log
@@ -18,12 +18,14 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from vlm_operator.autoscale.codec import decode, encode
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
 from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 
-VERSION = 3
+VERSION = 4
 PART_CHARACTERS = 12_000
 """Characters of a packed record per log line. With its envelope a line is shorter than 16 KB."""
 
@@ -50,7 +52,7 @@ class Record:
 
     def dump(self) -> str:
         """Return the record as one line of JSON."""
-        return json.dumps({"version": VERSION, **encode(self)}, allow_nan=False)
+        return to_json({"version": VERSION, **vars(self)}, inf_nan_mode="strings").decode()
 
     def packed(self) -> list[dict[str, Any]]:
         """Return the packed parts; a log has one part per line."""
@@ -69,6 +71,9 @@ class Record:
         return any(item.before != item.to for item in self.outcome.decisions.values())
 
 
+RECORD = TypeAdapter(Record)
+
+
 def load_record(line: str) -> Record:
     """Read one line; the log's envelope around a record is removed.
 
@@ -84,12 +89,11 @@ def load_record(line: str) -> Record:
                 f"the record has version {version}, this program reads {VERSION}: "
                 "replay it with the vlm command of the operator that wrote it"
             )
-        found: Record = decode(Record, value)
+        return RECORD.validate_python(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, RecordError):
             raise
         raise RecordError(f"this is no record of a decision: {error}") from error
-    return found
 
 
 def read_log(lines: Iterable[str]) -> Iterator[tuple[int, Record | RecordError]]:
@@ -138,7 +142,12 @@ def replay(record: Record) -> Outcome:
 
 def differences(record: Record, outcome: Outcome) -> list[str]:
     """List the differences of an outcome from the recorded one, by path; empty if equal."""
-    return list(_unlike(encode(record.outcome), encode(outcome), "outcome"))
+    return list(_unlike(as_json(record.outcome), as_json(outcome), "outcome"))
+
+
+def as_json(value: Any) -> Any:
+    """Convert a value to what its JSON contains: dicts, lists and numbers."""
+    return json.loads(to_json(value, inf_nan_mode="strings"))
 
 
 def _unlike(first: Any, second: Any, path: str) -> list[str]:

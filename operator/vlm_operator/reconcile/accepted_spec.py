@@ -12,13 +12,15 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from pydantic import TypeAdapter
+
 from vlm_operator import names
 from vlm_operator.api import VLMService
-from vlm_operator.autoscale.codec import decode, encode
 from vlm_operator.cluster import CONFIG_MAP, Manifest
 from vlm_operator.state import NodeClassState, Observed
 
 KEY = "accepted.json"
+_CLASSES = TypeAdapter(Mapping[str, NodeClassState])
 _STARTUP_SECONDS = NodeClassState("").startup_seconds
 
 
@@ -55,16 +57,16 @@ class AcceptedSpec:
         found = observed.child(CONFIG_MAP.kind, object_name(name))
         try:
             value = json.loads((found or {})["data"][KEY])
-            classes: Mapping[str, NodeClassState] = decode(
-                Mapping[str, NodeClassState], value["classes"]
-            )
-            return cls(dict(value["spec"]), classes)
+            return cls(dict(value["spec"]), _CLASSES.validate_python(value["classes"]))
         except (ValueError, KeyError, TypeError):
             return None
 
     def dump(self) -> str:
         """Return one line of JSON."""
-        value = {"spec": self.spec, "classes": encode(self.classes)}
+        value = {
+            "spec": self.spec,
+            "classes": _CLASSES.dump_python(dict(self.classes), mode="json"),
+        }
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     def instead_of(self, body: Manifest) -> Manifest:

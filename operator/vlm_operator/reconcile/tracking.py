@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from vlm_operator.apply.write_conflicts import WriteConflicts
-from vlm_operator.autoscale.outcome import Decision
-from vlm_operator.autoscale.reasons import Reason
+from vlm_operator.autoscale.outcome import Decision, Reason
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
 from vlm_operator.rollout import service_revision

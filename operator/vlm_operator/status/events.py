@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from vlm_operator import names
 from vlm_operator.api.status import ConditionType
-from vlm_operator.autoscale.outcome import Decision
-from vlm_operator.autoscale.reasons import Reason
+from vlm_operator.autoscale.outcome import Decision, Reason
 from vlm_operator.names import Role
 from vlm_operator.state import Manifest
 from vlm_operator.status.inputs import ConditionReason

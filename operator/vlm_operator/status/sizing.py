@@ -7,8 +7,7 @@ import datetime
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
 from vlm_operator.autoscale.explain import beyond, remedy
-from vlm_operator.autoscale.outcome import Attribution
-from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.outcome import Attribution, Bound, Reason
 from vlm_operator.names import Role
 from vlm_operator.status.inputs import ConditionReason, ConditionState, StatusInputs
 from vlm_operator.status.readiness import roles

@@ -15,10 +15,10 @@ from support.samples import Reports
 from support.sizing import TICK, World
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
-from vlm_operator.autoscale.codec import encode
 from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.record import as_json
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import Role
 
@@ -61,7 +61,7 @@ def live_through(seed: int, ticks: int, seen: Seen) -> None:
         view = reports.on(world.view())
         outcome = decide(policy, view, memory)
         if seen.ticks % 10 == 0:
-            assert encode(decide(policy, view, memory)) == encode(outcome)
+            assert as_json(decide(policy, view, memory)) == as_json(outcome)
         lawful(policy, view, outcome, reports.strange, seen)
         memory = outcome.memory
         world.carry_out(outcome.decisions)

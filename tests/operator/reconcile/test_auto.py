@@ -75,7 +75,7 @@ def test_a_new_process_knows_what_was_decided_and_shrinks_nothing_for_a_window()
     stored = [
         i for i in world.cluster.all(CONFIG_MAP) if i["metadata"]["name"] == "demo-autoscaler"
     ]
-    assert json.loads(stored[0]["data"]["memory.json"])["version"] == 3
+    assert json.loads(stored[0]["data"]["memory.json"])["version"] == 4
     world.loop = world.new_loop()
     world.scraper.tokens = 0
     run(world, turns=8)

@@ -22,8 +22,8 @@ from vlm_operator.autoscale.allocation.solve import (
     Vector,
     solve,
 )
+from vlm_operator.autoscale.outcome import Bound
 from vlm_operator.autoscale.policy import Budget, VariantPolicy
-from vlm_operator.autoscale.reasons import Bound
 from vlm_operator.names import Role
 
 WEIGHTS = {Role.DECODE: 3.0, Role.PREFILL: 2.0, Role.ENCODER: 1.0}

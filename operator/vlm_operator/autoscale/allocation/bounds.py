@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from vlm_operator.autoscale.allocation.capacity import PoolCapacity, startup_seconds
 from vlm_operator.autoscale.allocation.history import ScalingHistory, ScalingMemory
 from vlm_operator.autoscale.estimating.estimate import Estimate
-from vlm_operator.autoscale.outcome import Need
+from vlm_operator.autoscale.outcome import Bound, Need, Reason
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
-from vlm_operator.autoscale.reasons import Bound, Reason
 from vlm_operator.autoscale.view import PoolView, View
 from vlm_operator.names import Role
 

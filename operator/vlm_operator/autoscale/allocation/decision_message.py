@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.allocation.allocate import Allocation, unreadable
 from vlm_operator.autoscale.allocation.bounds import PoolContext, ReplicaBounds
-from vlm_operator.autoscale.outcome import Decision
-from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.outcome import Bound, Decision, Reason
 from vlm_operator.names import Role
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from vlm_operator import names
 from vlm_operator.autoscale.allocation.bounds import PoolContext, ReplicaBounds
 from vlm_operator.autoscale.allocation.history import ExternalWrite
-from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.outcome import Bound, Reason
 
 # Somebody else's number stands at least this long, however short the window is.
 LEAST_BASELINE_SECONDS = 60.0

@@ -16,8 +16,7 @@ from vlm_operator.autoscale.allocation.bounds import EPSILON, PoolContext, Repli
 from vlm_operator.autoscale.allocation.history import ScalingHistory
 from vlm_operator.autoscale.allocation.ownership import clamp, foreign_write
 from vlm_operator.autoscale.allocation.shrink import LONG_WINDOWS, shrink
-from vlm_operator.autoscale.outcome import Need
-from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.outcome import Bound, Need, Reason
 
 MINUTE = 60.0
 _SLOTS = 30  # into which a window's wants are thinned

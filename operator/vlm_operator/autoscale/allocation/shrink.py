@@ -10,8 +10,7 @@ falling     while the need still falls nothing goes, so that a pool shrinks once
 from __future__ import annotations
 
 from vlm_operator.autoscale.allocation.bounds import EPSILON, PoolContext, ReplicaBounds
-from vlm_operator.autoscale.outcome import Need
-from vlm_operator.autoscale.reasons import Bound, Reason
+from vlm_operator.autoscale.outcome import Bound, Need, Reason
 
 MINUTE = 60.0
 DEAD_ZONE = 1.0  # of the smallest replica

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from vlm_operator.autoscale.estimating.attribute import alone_shares, attribute, itl_p95
 from vlm_operator.autoscale.estimating.calibrate import (
@@ -37,6 +40,14 @@ from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.autoscale.view import View
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Sample
+
+
+def _parted(key: Any) -> Any:
+    """JSON has no tuples as keys: `decode,a` is (decode, a)."""
+    return key.split(",", 1) if isinstance(key, str) else key
+
+
+RoleVariant = Annotated[tuple[Role, str], BeforeValidator(_parted)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +105,13 @@ class Estimate:
     needs: Mapping[Role, Need]
     fresh: bool
     missing_seconds: float
-    startup: Mapping[tuple[Role, str], float]
+    startup: Mapping[RoleVariant, float]
     itl_p95_seconds: float | None = None
     signals: Mapping[Role, LoadSignals] = dataclasses.field(default_factory=dict)
     absurd: tuple[str, ...] = ()
     counted: bool = False
     fits: Mapping[str, Fit] = dataclasses.field(default_factory=dict)
-    phases: Mapping[tuple[Role, str], Phases] = dataclasses.field(default_factory=dict)
+    phases: Mapping[RoleVariant, Phases] = dataclasses.field(default_factory=dict)
 
     @property
     def demands(self) -> Mapping[Role, Demand]:
