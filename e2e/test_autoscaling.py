@@ -17,10 +17,7 @@ from vlm_operator.names import Role
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NAME = "node-types"
-FAST = {
-    "intervalSeconds": 1,
-    "tuning": {"startupSeconds": 5, "afterGrowthSeconds": 1},
-}
+FAST = {"intervalSeconds": 1}
 
 
 def manifests() -> tuple[list[Object], Object]:

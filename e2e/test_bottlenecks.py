@@ -45,17 +45,7 @@ def _manifest(*, encoder_sleeps: bool = False) -> Object:
     spec["model"]["maxModelLen"] = 2048
     spec["slo"] = {"ttftP95Milliseconds": 2000, "windowSeconds": 10}
     spec["slo"]["overrides"] = [{"modality": "Image", "ttftP95Milliseconds": 4000}]
-    spec["autoscaling"] = {
-        "intervalSeconds": 1,
-        "tuning": {
-            "minRequests": 5,
-            "minMisses": 3,
-            "slowSeconds": 2,
-            "smoothingSeconds": 5,
-            "startupSeconds": 10,
-            "afterGrowthSeconds": 1,
-        },
-    }
+    spec["autoscaling"] = {"intervalSeconds": 1}
     for role, pool in spec["pools"].items():
         for amounts in pool["variants"][0]["resources"].values():
             amounts["cpu"] = CPU[role]
@@ -74,7 +64,6 @@ def _manifest(*, encoder_sleeps: bool = False) -> Object:
         scaling = spec["pools"]["encoder"]["scaling"]
         scaling |= {"minReplicas": 0, "scaleToZero": {"idleSeconds": 5}}
         scaling["behavior"]["scaleDown"]["stabilizationWindowSeconds"] = 5
-        spec["autoscaling"]["tuning"]["windowStartsPercent"] = 0  # 5 s, however long a start is
     return manifest
 
 

@@ -51,13 +51,13 @@ class Row:
 
     Attributes:
         off: what the variant does instead.
-        tuning, pool: constants of the method and fields of every pool with other values.
+        constants, pool: constants of the method and fields of every pool with other values.
         functions: "module:attribute" under vlm_operator.autoscale, with its replacement.
         inert: why the mechanism cannot act in these runs; such a row is not run.
     """
 
     off: str
-    tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pool: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     functions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inert: str = ""
@@ -92,8 +92,8 @@ def _greedy(problem: Any) -> Any:
 def _decode_only(original: Callable[..., Any]) -> Callable[..., Any]:
     """Fit decode steps only; other kinds keep their rows."""
 
-    def fitted(tuning: Any, memory: Any, kind: str, *, now: float) -> Any:
-        found = original(tuning, memory, kind, now=now)
+    def fitted(constants: Any, memory: Any, kind: str, *, now: float) -> Any:
+        found = original(constants, memory, kind, now=now)
         return found if kind == "decode" else dataclasses.replace(found, fit=None)
 
     return fitted
@@ -120,7 +120,7 @@ ROWS: Mapping[str, Row] = {
         "service times are always credible", functions={"estimating.needs:credible": _always(True)}
     ),
     "overrun": Row("no signal for an unexplained queue", functions=_OVERRUN),
-    "slope": Row("no growth from a slope", tuning={"growth_cap": 0.0}),
+    "slope": Row("no growth from a slope", constants={"growth_cap": 0.0}),
     "chance": Row(
         "no allowance for chance in the slope and before shrinking",
         functions={"estimating.needs:PoolInputs._chance": _always(0.0)},
@@ -134,12 +134,12 @@ ROWS: Mapping[str, Row] = {
     "bands": Row(
         "grow and shrink at the target", functions={"estimating.size:bands": _target_bands}
     ),
-    "attribution-gate": Row("every pool may grow", tuning={"bottleneck_share": 0.0}),
-    "min-requests": Row("no least counts", tuning={"min_requests": 1, "min_misses": 1}),
-    "ttft-margin": Row("shrinks however close TTFT is", tuning={"ttft_margin": 1e9}),
-    "after-growth": Row("shrinks right after growth", tuning={"after_growth_seconds": 0.0}),
-    "consolidation": Row("one replica less may use all", tuning={"consolidation": 1.0}),
-    "window-starts": Row("window without start-ups", tuning={"window_starts": 0.0}),
+    "attribution-gate": Row("every pool may grow", constants={"bottleneck_share": 0.0}),
+    "min-requests": Row("no least counts", constants={"min_requests": 1, "min_misses": 1}),
+    "ttft-margin": Row("shrinks however close TTFT is", constants={"ttft_margin": 1e9}),
+    "after-growth": Row("shrinks right after growth", constants={"after_growth_seconds": 0.0}),
+    "consolidation": Row("one replica less may use all", constants={"consolidation": 1.0}),
+    "window-starts": Row("window without start-ups", constants={"window_starts": 0.0}),
     "dead-zone": Row("no dead zone", functions={"allocation.shrink:DEAD_ZONE": 0.0}),
     "falling": Row("shrinks while the need falls", functions={"allocation.shrink:CALM_SHARE": 1.0}),
     "cancel-pending": Row(
@@ -212,9 +212,9 @@ def changed(setup: Setup, row: Row) -> Setup:
     """The same service with the constants of a row."""
     policy = setup.policy
     pools = {role: dataclasses.replace(pool, **row.pool) for role, pool in policy.pools.items()}
-    tuning = dataclasses.replace(policy.tuning, **row.tuning)
+    constants = dataclasses.replace(policy.constants, **row.constants)
     return dataclasses.replace(
-        setup, policy=dataclasses.replace(policy, pools=pools, tuning=tuning)
+        setup, policy=dataclasses.replace(policy, pools=pools, constants=constants)
     )
 
 

@@ -19,6 +19,7 @@ import kopf
 from vlm_operator import kube
 from vlm_operator.admin import admin
 from vlm_operator.apply import Learned
+from vlm_operator.autoscale.constants import CONSTANTS, parse_constants
 from vlm_operator.cluster import CHILD_KINDS, NODE, POD, VLM_NODE_CLASS, Kind, Source
 from vlm_operator.errors import OperatorError
 from vlm_operator.framework import Watching
@@ -176,6 +177,7 @@ def _informer(
 
 
 def _options(settings: Settings) -> Options:
+    file = settings.autoscaler_constants
     images = Images(pull_policy=settings.image_pull_policy, bind=settings.worker_bind)
     network = Network(
         operator_namespace=settings.lease_namespace,
@@ -188,6 +190,7 @@ def _options(settings: Settings) -> Options:
         worker_image=settings.worker_image,
         cluster_domain=settings.cluster_domain,
         spare_seconds=settings.spare_seconds,
+        constants=CONSTANTS if file is None else parse_constants(file.read_text()),
         plan=PlanOptions(images=images, network=network),
     )
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 LEAST_LEASE_SECONDS = 6.0
 
@@ -38,6 +39,8 @@ class Settings:
         silence_seconds: time without event or bookmark after which a watch counts as dead.
         spare_seconds: time that a rollout's new pod waits for a node before the rollout drains
             another pod for it.
+        autoscaler_constants: JSON file with other constants of the autoscaler; None for its own.
+            Unsupported: for experiments.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -61,6 +64,7 @@ class Settings:
     watch_seconds: int = 300
     silence_seconds: int = 70
     spare_seconds: float = 120.0
+    autoscaler_constants: Path | None = None
     log_level: str = "INFO"
     log_format: str = "json"
 
@@ -122,6 +126,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="a watch that says nothing for so long is dead; above 60 (%(default)s)")  # fmt: skip
     add("--spare-seconds", type=float, default=default.spare_seconds, metavar="S",
         help="until a rollout drains a pod for one that has no node (%(default)s)")  # fmt: skip
+    add("--autoscaler-constants", type=Path, metavar="FILE",
+        help="JSON with other constants of the autoscaler; unsupported")  # fmt: skip
     add("--log-level", default=default.log_level, choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     add("--log-format", default=default.log_format, choices=["json", "plain"])
     return parser

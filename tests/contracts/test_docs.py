@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_operator.api.tuning import Tuning
+from vlm_operator.api.policy import Autoscaling, Slo
+from vlm_operator.api.scaling import ScaleDown, ScaleToZero, ScaleUp, Targets
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("docs", "examples", "bench", "helm", "kernels")
@@ -67,11 +68,22 @@ def test_what_a_page_names_beside_its_links_exists(name, part):
     assert not [one for one in named if not any((root / one).exists() for root in roots)]
 
 
-def test_the_page_on_sizes_names_every_constant_and_its_default():
+def test_the_page_on_sizes_names_every_constant_of_a_manifest_and_its_default():
     page = (ROOT / "docs" / "autoscaling.md").read_text()
-    constants = [item.alias for item in Tuning.model_fields.values()]
-    assert not [name for name in constants if f"`{name}`" not in page]
-    assert not [value for value in Tuning().to_dict().values() if str(value) not in page]
+    table = page.partition("## The constants")[2].partition("\nA change")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    found: list[tuple[str, int]] = []
+    for model in (Targets(), ScaleUp(), ScaleDown(), ScaleToZero()):
+        found += [(name, value) for name, value in model.to_dict().items() if type(value) is int]
+    found += [("windowSeconds", Slo().window_seconds)]
+    found += [
+        (name, value) for name, value in Autoscaling().to_dict().items() if type(value) is int
+    ]
+    assert len(found) <= 12
+    for name, default in found:
+        assert [row for row in rows if f"{name}`" in row and f" {default}" in row.split("|")[2]], (
+            name
+        )
 
 
 def test_decisions_are_numbered_without_gaps_as_their_titles_say():

@@ -17,7 +17,6 @@ from vlm_operator.api.enums import (
     RolloutStrategy,
     TransferMode,
 )
-from vlm_operator.api.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 
 PoolRole = Annotated[Role, Field(json_schema_extra={"enum": [str(role) for role in POOL_ROLES]})]
@@ -142,7 +141,9 @@ class Autoscaling(Model):
     fallback_replicas: FallbackReplicas | None = field(
         None, "Replicas to hold with missingMetrics Fallback.", unset="as they are"
     )
-    tuning: Tuning = field(Tuning(), "The constants of the method (docs/autoscaling.md).")
+    backlog_seconds: int = field(
+        30, "Seconds within which a pool works off its queue.", example=10, ge=1, le=3600
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -34,8 +34,7 @@ BOUND_NEXT: Mapping[Bound, str] = {
     "variants[].maxReplicas",
     Bound.POOL_RATIO: "spec.poolRatios ties it to another pool",
     Bound.MAX_PODS_PER_MINUTE: "goes on within a minute: scaling.behavior.*.maxPodsPerMinute",
-    Bound.UNKNOWN_TIMES: "goes on by one replica at a time: more work shows how long it takes "
-    "(tuning.fitPoints)",
+    Bound.UNKNOWN_TIMES: "goes on by one replica at a time: more work shows how long it takes",
     Bound.UP_WINDOW: "grows when the need has lasted: scaling.behavior.scaleUp"
     ".stabilizationWindowSeconds",
     Bound.WINDOW: "shrinks when a whole window has needed less: scaling.behavior.scaleDown"
@@ -301,7 +300,7 @@ def _of_tokens(record: Record, signals: LoadSignals, ahead: str) -> list[str]:
 
 def _bottleneck_share(record: Record, signals: LoadSignals) -> str:
     share = f"bottleneck share {signals.bottleneck_share:.0%}"
-    return f"{share}, growth from {record.policy.tuning.bottleneck_share:.0%}"
+    return f"{share}, growth from {record.policy.constants.bottleneck_share:.0%}"
 
 
 def _number_line(name: str, text: str) -> str:

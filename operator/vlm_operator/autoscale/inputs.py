@@ -12,6 +12,7 @@ from vlm_operator import names
 from vlm_operator.api import Pool, Variant, VLMService, quantity
 from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.api.scaling import Behavior, Targets
+from vlm_operator.autoscale.constants import CONSTANTS, Constants
 from vlm_operator.autoscale.policy import (
     Budget,
     PoolPolicy,
@@ -20,18 +21,20 @@ from vlm_operator.autoscale.policy import (
     VariantPolicy,
     ZeroPolicy,
 )
-from vlm_operator.autoscale.tuning import constants
 from vlm_operator.autoscale.view import PodPhase, PodView, PoolView, View
 from vlm_operator.names import Role
 from vlm_operator.state import DeploymentState, Manifest, NodeClassState, Observed, PodState
 
 
-def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -> ServicePolicy:
+def service_policy(
+    service: VLMService, classes: Mapping[str, NodeClassState], *, constants: Constants = CONSTANTS
+) -> ServicePolicy:
     """Build the policy of a service.
 
     Args:
         service: the service with defaults and node classes filled in (`pods.place`, `api.resolve`).
         classes: the cluster's VLMNodeClasses by name.
+        constants: constants of the method.
     """
     spec = service.spec
     pools = {role: _pool(service, role, pool, classes) for role, pool in spec.pools.present.items()}
@@ -55,7 +58,8 @@ def service_policy(service: VLMService, classes: Mapping[str, NodeClassState]) -
         if fallback is None
         else {Role(role): count for role, count in fallback.to_dict().items()},
         interval_seconds=float(spec.autoscaling.interval_seconds),
-        tuning=constants(spec.autoscaling.tuning),
+        backlog_seconds=float(spec.autoscaling.backlog_seconds),
+        constants=constants,
     )
 
 

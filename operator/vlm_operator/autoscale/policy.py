@@ -9,7 +9,7 @@ from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy, MissingMetrics, WhileAtZero
 from vlm_operator.api.policy import Autoscaling, Slo
 from vlm_operator.api.scaling import ScaleDown, ScaleUp, Targets
-from vlm_operator.autoscale.tuning import Tuning
+from vlm_operator.autoscale.constants import CONSTANTS, Constants
 from vlm_operator.names import Role
 
 # The API's defaults, in its integer units.
@@ -121,7 +121,8 @@ class ServicePolicy:
             modality without a target has no entry.
         itl_seconds: target of the 95th percentile of ITL; None without a target.
         window_seconds: window of percentiles and shares.
-        fallback: replicas by role after metrics have been missing for `tuning.missing_seconds`.
+        backlog_seconds: time within which a pool works off its queue.
+        fallback: replicas by role after metrics have been missing for `constants.missing_seconds`.
     """
 
     pools: Mapping[Role, PoolPolicy]
@@ -134,4 +135,5 @@ class ServicePolicy:
     missing: MissingMetrics = _AUTOSCALING.missing_metrics
     fallback: Mapping[Role, int] = dataclasses.field(default_factory=dict)
     interval_seconds: float = float(_AUTOSCALING.interval_seconds)
-    tuning: Tuning = dataclasses.field(default_factory=Tuning)
+    backlog_seconds: float = float(_AUTOSCALING.backlog_seconds)
+    constants: Constants = CONSTANTS

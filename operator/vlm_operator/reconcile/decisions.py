@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from vlm_operator import names
 from vlm_operator.api import ScalingMode, VLMService, WhileAtZero
+from vlm_operator.autoscale.constants import CONSTANTS, Constants
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.autoscale.outcome import Decision
@@ -38,6 +39,7 @@ class Options:
     cluster_domain: str = "cluster.local"
     plan: PlanOptions = dataclasses.field(default_factory=PlanOptions)
     spare_seconds: float = 120.0  # a new pod without a node for longer has no capacity
+    constants: Constants = CONSTANTS  # of the autoscaler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ def plan_turn(
         unschedulable_timeout=options.spare_seconds,
         progressed=progressed,
     )
-    sizing = _size(service, observed, rollout_target, memory)
+    sizing = _size(service, observed, rollout_target, memory, options.constants)
     decisions = sizing.outcome.decisions
     stopped = service.spec.stopped
     desired = {role: 0 if stopped else item.to for role, item in decisions.items()}
@@ -166,7 +168,11 @@ def hold_drains(observed: Observed) -> tuple[PodPatch, ...]:
 
 
 def _size(
-    service: VLMService, observed: Observed, rollout_target: RolloutTarget, memory: Memory
+    service: VLMService,
+    observed: Observed,
+    rollout_target: RolloutTarget,
+    memory: Memory,
+    constants: Constants,
 ) -> Sizing:
     deployments = observed.deployments()
     return size_pools(
@@ -179,6 +185,7 @@ def _size(
             for role in service.spec.pools.present
             if rolling(rollout_target, [item for item in deployments if item.role is role])
         ],
+        constants=constants,
     )
 
 

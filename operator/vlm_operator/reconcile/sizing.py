@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 
 from vlm_operator.api import ScalingMode, VLMService
+from vlm_operator.autoscale.constants import CONSTANTS, Constants
 from vlm_operator.autoscale.decide import Memory, Outcome, decide
 from vlm_operator.autoscale.inputs import service_policy, service_view
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
@@ -37,6 +38,7 @@ def size_pools(
     *,
     current: Iterable[tuple[Role, str]],
     rolling: Collection[Role],
+    constants: Constants = CONSTANTS,
 ) -> Sizing:
     """Decide the size of every pool.
 
@@ -46,11 +48,12 @@ def size_pools(
         memory: the autoscaler's memory after the last turn.
         current: roles with the revisions that the rollout goes to.
         rolling: roles that still have pods of other revisions.
+        constants: constants of the autoscaling method.
 
     Raises:
         SpecError: the pools' minimum replicas exceed the budget.
     """
-    policy = service_policy(service, observed.node_classes)
+    policy = service_policy(service, observed.node_classes, constants=constants)
     if not service.spec.stopped:
         _check_budget(policy)
     view = service_view(service, observed, observed.deployments(), current=current, rolling=rolling)

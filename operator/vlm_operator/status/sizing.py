@@ -72,7 +72,7 @@ def metrics(view: StatusInputs) -> ConditionState:
     asked = [pod for role in roles(view) for pod in view.serving(role)]
     answers, unschedulable_timeout = (
         view.outcome.memory.estimate.answers,
-        view.policy.tuning.stale_ticks * view.policy.interval_seconds,
+        view.policy.constants.stale_ticks * view.policy.interval_seconds,
     )
     heard = {
         uid for uid, last in answers.items() if view.observed.now - last.at <= unschedulable_timeout

@@ -9,9 +9,8 @@ import pytest
 from support.fakes import settle
 from support.world import World, body, external, pool, service
 from vlm_operator.api import parse, resolve
-from vlm_operator.api.tuning import Tuning as WrittenTuning
+from vlm_operator.autoscale.constants import CONSTANTS, Constants, parse_constants
 from vlm_operator.autoscale.inputs import service_policy, service_view
-from vlm_operator.autoscale.tuning import Tuning, constants
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class, observe, pod_states, seconds
 from vlm_operator.pods import place
@@ -38,19 +37,22 @@ def policy(manifest, *classes):
     return service_policy(resolve(place(service(manifest), known), worker_image="w"), known)
 
 
-def test_the_constants_of_an_empty_manifest_are_the_methods_own():
-    assert constants(WrittenTuning()) == Tuning()
+def test_a_file_replaces_the_constants_that_it_names():
+    found = parse_constants('{"stale_ticks": 5, "write_off": 3}')
+    assert found == dataclasses.replace(CONSTANTS, stale_ticks=5, write_off=3.0)
+    assert parse_constants("{}") == CONSTANTS == Constants()
 
 
-def test_every_constant_of_the_method_is_a_field():
-    changed = {name: getattr(WrittenTuning(), name) + 1 for name in WrittenTuning.model_fields}
-    found = constants(WrittenTuning(**changed))
-    still = [
-        item.name
-        for item in dataclasses.fields(Tuning)
-        if getattr(found, item.name) == getattr(Tuning(), item.name)
-    ]
-    assert still == []
+@pytest.mark.parametrize("text", ["", "[]", '{"stale": 5}', '{"write_off": "high"}'])
+def test_a_file_of_unknown_constants_is_refused(text):
+    with pytest.raises(ValueError, match="Constants"):
+        parse_constants(text)
+
+
+def test_a_service_has_the_constants_of_its_operator():
+    other = dataclasses.replace(CONSTANTS, stale_ticks=9)
+    assert policy(body()).constants == CONSTANTS
+    assert service_policy(service(body()), {}, constants=other).constants == other
 
 
 def test_a_pool_says_its_bounds_pace_and_targets():

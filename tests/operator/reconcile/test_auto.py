@@ -1,17 +1,20 @@
 """State in, state out: what turns make of pools in mode Auto."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
 
 from support.fakes import Died, DyingCluster, settle
-from support.load import FAST, SLO, auto, loaded_world, replicas, run, said, seen
+from support.load import FAST, QUICK, SLO, auto, loaded_world, replicas, run, said, seen
 from support.world import World, body, pool
 from vlm_operator.autoscale.record import differences, read_log, replay
 from vlm_operator.cluster import CONFIG_MAP, EVENT, VLM_POOL, VLM_SERVICE
 from vlm_operator.names import Role
 from vlm_operator.reconcile.report import MEMORY_SECONDS
+
+SOON_MISSING = dataclasses.replace(QUICK, missing_seconds=20.0)
 
 
 def test_a_full_decode_pool_grows_says_why_and_shrinks_when_it_is_empty_for_the_window():
@@ -154,8 +157,7 @@ def test_silent_pods_change_nothing_and_are_no_idle_ones():
 
 def test_after_long_silence_the_fallback_is_held():
     scaling = {**FAST, "missingMetrics": "Fallback", "fallbackReplicas": {"decode": 2}}
-    scaling["tuning"] = {**FAST["tuning"], "missingSeconds": 20}
-    world = loaded_world({"autoscaling": scaling})
+    world = loaded_world({"autoscaling": scaling}, SOON_MISSING)
     world.scraper.silent = {pod.name for pod in seen(world) if pod.role is Role.DECODE}
     run(world, turns=12)
     assert replicas(world) == 2
@@ -221,8 +223,7 @@ def test_the_log_is_silent_while_the_same_is_decided(caplog):
 
 def test_a_suspended_service_keeps_its_numbers_and_is_not_written_however_long():
     missing = {"missingMetrics": "Fallback", "fallbackReplicas": {"decode": 4}}
-    tuning = {**FAST["tuning"], "missingSeconds": 20}
-    world = loaded_world({"autoscaling": {**FAST, **missing, "tuning": tuning}})
+    world = loaded_world({"autoscaling": {**FAST, **missing}}, SOON_MISSING)
     world.scraper.tokens = 1900
     run(world, turns=4)
     assert replicas(world) == 3

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import WhileAtZero
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.outcome import Need
 from vlm_operator.autoscale.policy import (
@@ -16,7 +17,6 @@ from vlm_operator.autoscale.policy import (
     VariantPolicy,
     ZeroPolicy,
 )
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import ItlHistogram, KvTokens, Sample, StageSeconds, Ttft, WorkCounters
@@ -44,7 +44,7 @@ def rules(role: Role, **changes) -> PoolPolicy:
     return dataclasses.replace(plain, **changes)
 
 
-def policy(tuning: Tuning | None = None, **changes) -> ServicePolicy:
+def policy(constants: Constants | None = None, **changes) -> ServicePolicy:
     """Three pools, goals of 1.5 s for text and 2.5 s for images; `encoder=` changes that pool."""
     pools = {
         role: rules(role, **changes.pop(role.value, {}))
@@ -56,7 +56,7 @@ def policy(tuning: Tuning | None = None, **changes) -> ServicePolicy:
         pools=pools,
         ttft_seconds={"text": 1.5, "image": 2.5},
         interval_seconds=TICK,
-        tuning=tuning or Tuning(),
+        constants=constants or Constants(),
     )
     return dataclasses.replace(plain, **changes)
 

@@ -8,21 +8,17 @@ from typing import Any
 
 from support.fakes import FakeScraper, settle
 from support.world import World, body
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.cluster import POD, VLM_POOL
 from vlm_operator.names import Role
 from vlm_operator.observe import pod_states
 from vlm_operator.state import PodState, Sample
 
 SLO = {"ttftP95Milliseconds": 1000}
-FAST: dict[str, Any] = {
-    "intervalSeconds": 5,
-    "tuning": {
-        "startupSeconds": 5,
-        "smoothingSeconds": 1,
-        "afterGrowthSeconds": 0,
-        "exhaustedSeconds": 60,
-    },
-}
+FAST: dict[str, Any] = {"intervalSeconds": 5}
+QUICK = Constants(
+    startup_seconds=5.0, smoothing_seconds=1.0, after_growth_seconds=0.0, exhausted_seconds=60.0
+)
 
 
 class Loaded(FakeScraper):
@@ -62,10 +58,14 @@ def auto(minimum: int = 1, maximum: int = 6, *, down: int = 60, **more: Any) -> 
     return {"scaling": {**scaling, "behavior": behavior, "targets": targets}, **more}
 
 
-def loaded_world(spec: dict[str, Any] | None = None, **pools: Any) -> World:
+def loaded_world(
+    spec: dict[str, Any] | None = None, constants: Constants = QUICK, **pools: Any
+) -> World:
     """A converged service whose pods are under a load that tests set."""
     base = {"slo": SLO, "autoscaling": FAST}
-    world = World(body({**base, **(spec or {})}, **(pools or {"decode": auto()})))
+    world = World(
+        body({**base, **(spec or {})}, **(pools or {"decode": auto()})), constants=constants
+    )
     world.scraper = Loaded()
     world.loop = world.new_loop()
     run(world, turns=8, seconds=3.0)

@@ -7,13 +7,13 @@ from support.sizing import World, pool, service, variant
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import MissingMetrics, WhileAtZero
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.policy import Budget, Ratio, ServicePolicy, ZeroPolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 
 OURS = names.MANAGER_AUTOSCALER  # a number that others wrote is followed, whatever pods say
 # Windows of a minute, so that a few hundred ticks see every rule at work.
-QUICK = Tuning(
+QUICK = Constants(
     after_growth_seconds=20, exhausted_seconds=60, missing_seconds=30,
 )  # fmt: skip
 
@@ -66,7 +66,7 @@ def made_up_policy(rng: random.Random) -> ServicePolicy:
         pool_ratios=(ratio,) if len(roles) > 1 and rng.random() < 0.4 else (),
         missing=rng.choice(list(MissingMetrics)),
         fallback={role: rng.randint(0, 12) for role in roles},
-        tuning=QUICK,
+        constants=QUICK,
         itl_seconds=rng.choice([None, 0.1]),
     )
 

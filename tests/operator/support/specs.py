@@ -246,7 +246,6 @@ _KEPT: Mapping[str, Callable[[Spec], Spec]] = {
     "Scaling": _scaling,
     "Toleration": _toleration,
     "Transfer": lambda spec: {},
-    "Tuning": _without("bandUpPercent", "bandDownPercent"),
     "VLMServiceSpec": _service,
     "Variant": _variant,
     "Volume": _volume,

@@ -158,7 +158,7 @@ def _frozen(context: PoolContext, bounds: ReplicaBounds) -> ReplicaBounds:
 
 def _problem(context: PoolContext, bounds: ReplicaBounds) -> PoolProblem:
     """One pool in integers; its need no more than its own bounds can give."""
-    tuning, policy = context.service.tuning, context.policy
+    constants, policy = context.service.constants, context.policy
     priced = all(item.cost_per_hour is not None for item in policy.variants)
     window = max(context.window, 1.0)  # a manifest may ask for none
     pool = PoolProblem(
@@ -176,9 +176,9 @@ def _problem(context: PoolContext, bounds: ReplicaBounds) -> PoolProblem:
                 most=bounds.upper[item.name],
                 standing=context.capacity.standing[item.name],
                 overdue=context.capacity.overdue.get(item.name, 0),
-                start=startup_seconds(context.role, item, context.estimate, tuning) / window,
+                start=startup_seconds(context.role, item, context.estimate, constants) / window,
                 priced=priced,
-                risk=tuning.spot_risk,
+                risk=constants.spot_risk,
             )
             for item in policy.variants
         ),

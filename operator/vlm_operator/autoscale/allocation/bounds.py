@@ -102,14 +102,14 @@ class PoolContext:
     @property
     def window(self) -> float:
         """Seconds that less must have been enough before the pool shrinks."""
-        tuning = self.service.tuning
+        constants = self.service.constants
         starts = [
-            startup_seconds(self.role, item, self.estimate, tuning)
+            startup_seconds(self.role, item, self.estimate, constants)
             for item in self.policy.variants
             if self.capacity.standing.get(item.name)
         ]
         longest = max(starts, default=0.0)
-        return max(self.policy.down_seconds, tuning.window_starts * longest)
+        return max(self.policy.down_seconds, constants.window_starts * longest)
 
     def caps(self, *, keep: bool = False) -> dict[str, int]:
         """Most replicas of each variant: its own maximum, and none more of an exhausted one.

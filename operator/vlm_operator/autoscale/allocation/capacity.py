@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
 from vlm_operator.autoscale.allocation.history import Exhausted, ScalingHistory
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.policy import PoolPolicy, VariantPolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import MANAGER_AUTOSCALER, Role
 
@@ -63,26 +63,26 @@ class PoolCapacity:
 
 
 def startup_seconds(
-    role: Role, variant: VariantPolicy, estimate: Estimate, tuning: Tuning
+    role: Role, variant: VariantPolicy, estimate: Estimate, constants: Constants
 ) -> float:
     """Seconds until a new pod takes work: measured, else expected, else the general guess."""
     found = estimate.startup.get((role, variant.name), variant.startup_seconds)
-    return found if found is not None and 0 < found < float("inf") else tuning.startup_seconds
+    return found if found is not None and 0 < found < float("inf") else constants.startup_seconds
 
 
 def unschedulable_timeout(
-    role: Role, variant: VariantPolicy, estimate: Estimate, tuning: Tuning
+    role: Role, variant: VariantPolicy, estimate: Estimate, constants: Constants
 ) -> tuple[float, float]:
     """Seconds after which a pod is written off: since its creation without a node, then on it.
 
     Where no start has been timed by phase, either is given the time of a whole start.
     """
-    whole = tuning.write_off * startup_seconds(role, variant, estimate, tuning)
+    whole = constants.write_off * startup_seconds(role, variant, estimate, constants)
     phases = estimate.phases.get((role, variant.name))
     if phases is None:
         return whole, whole
-    unplaced = max(tuning.pending_seconds, tuning.write_off * phases.unplaced)
-    return min(whole, unplaced), min(whole, tuning.write_off * phases.loading)
+    unplaced = max(constants.pending_seconds, constants.write_off * phases.unplaced)
+    return min(whole, unplaced), min(whole, constants.write_off * phases.loading)
 
 
 def count_capacity(
@@ -90,13 +90,13 @@ def count_capacity(
     pool: PoolView,
     pace: ScalingHistory,
     estimate: Estimate,
-    tuning: Tuning,
+    constants: Constants,
     *,
     now: float,
 ) -> PoolCapacity:
     """Count a pool's replicas and pods."""
     waits = {
-        item.name: unschedulable_timeout(policy.role, item, estimate, tuning)
+        item.name: unschedulable_timeout(policy.role, item, estimate, constants)
         for item in policy.variants
     }
     stuck = [
@@ -141,7 +141,7 @@ def exhausted(
     pool: PoolView,
     capacity: PoolCapacity,
     pace: ScalingHistory,
-    tuning: Tuning,
+    constants: Constants,
     *,
     now: float,
 ) -> dict[str, Exhausted]:
@@ -162,7 +162,7 @@ def exhausted(
         late = capacity.never_ready.get(item.name)
         if late and (known is None or known.until <= now):
             times = 1 if known is None else known.times + 1
-            wait = tuning.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
+            wait = constants.exhausted_seconds * 2 ** min(times - 1, LONGEST_BACKOFF)
             lacking = bool(capacity.stuck.get(item.name))
             known = Exhausted(since=now, until=now + wait, times=times, nodes=lacking, late=late)
         if known is not None:

@@ -124,14 +124,14 @@ def _strained(
     policy: ServicePolicy, view: View, estimate: Estimate, memory: ScalingMemory
 ) -> float | None:
     """When a target was last closer than shrinking allows."""
-    tuning = policy.tuning
+    constants = policy.constants
     close = any(
-        item.count > 0 and item.attainable and item.exceeds(tuning.ttft_margin)
+        item.count > 0 and item.attainable and item.exceeds(constants.ttft_margin)
         for item in estimate.attributions
     )
     itl = estimate.itl_p95_seconds
     if itl is not None and policy.itl_seconds is not None and math.isfinite(itl):
-        close = close or itl > tuning.itl_margin * policy.itl_seconds
+        close = close or itl > constants.itl_margin * policy.itl_seconds
     return view.now if close else memory.strained_at
 
 
@@ -155,11 +155,11 @@ def _case(
             decisions=pace.decisions,
             changes=pace.changes,
         )
-    capacity = count_capacity(policy, pool, pace, estimate, service.tuning, now=view.now)
+    capacity = count_capacity(policy, pool, pace, estimate, service.constants, now=view.now)
     pace = dataclasses.replace(
         pace,
         changes=_carried_out(pace, capacity.replicas),
-        exhausted=exhausted(policy, pool, capacity, pace, service.tuning, now=view.now),
+        exhausted=exhausted(policy, pool, capacity, pace, service.constants, now=view.now),
     )
     others = {**memory.pools, policy.role: pace}
     return PoolContext(
@@ -208,7 +208,7 @@ def _remember(
     again = len(known) > len(context.pace.changes) and (known[-1].before, known[-1].to)
     if again == (change.before, change.to):
         return dataclasses.replace(pace, changes=known)
-    oldest = context.now - max(context.service.tuning.after_growth_seconds, KEPT_SECONDS)
+    oldest = context.now - max(context.service.constants.after_growth_seconds, KEPT_SECONDS)
     recent = tuple(item for item in context.pace.changes if item.at > oldest)
     return dataclasses.replace(
         pace,

@@ -70,7 +70,7 @@ def _unknown(context: PoolContext) -> ReplicaBounds:
     need = estimate.needs.get(context.role)
     message = (need.message if need else "") or "too few pods answer"
     fallback = policy.fallback.get(context.role)
-    late = estimate.missing_seconds >= policy.tuning.missing_seconds
+    late = estimate.missing_seconds >= policy.constants.missing_seconds
     if policy.missing is MissingMetrics.FALLBACK and fallback is not None and late:
         count, bound = clamp(context, max(context.before, fallback))
         text = f"{message}, for {estimate.missing_seconds:.0f} s: fallback is {fallback}"

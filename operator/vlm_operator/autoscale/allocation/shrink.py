@@ -91,7 +91,7 @@ def _cancel(context: PoolContext, need: Need) -> ReplicaBounds | None:
     count = min(context.before - max(context.policy.minimum, 1), sum(pending.values()))
     if count <= 0:
         return None
-    units = _most_wanted(context, need, context.service.tuning.after_growth_seconds)
+    units = _most_wanted(context, need, context.service.constants.after_growth_seconds)
     if not any(context.supply - _counted(context, name) >= units - EPSILON for name in pending):
         return None
     text = f"{need.units:.2f} units needed: pods that wait for a node are not"
@@ -134,7 +134,7 @@ def _taken(context: PoolContext) -> int:
 
 def _blocked(context: PoolContext, need: Need) -> tuple[Bound, str] | None:
     """The first rule for shrinking that does not hold, in words."""
-    now, window, tuning = context.now, context.window, context.service.tuning
+    now, window, constants = context.now, context.window, context.service.constants
     if now - context.pace.since < window:
         return Bound.WINDOW, f"one whole window of {window:.0f} s must say so"
     if any(pool.rolling for pool in context.view.pools.values()):
@@ -142,9 +142,9 @@ def _blocked(context: PoolContext, need: Need) -> tuple[Bound, str] | None:
     ready = context.pool.of("ready")
     heard = context.view.samples.keys() - set(context.estimate.absurd)
     answered = sum(pod.uid in heard for pod in ready)
-    if answered < tuning.fresh_down_share * len(ready):
+    if answered < constants.fresh_down_share * len(ready):
         return Bound.FRESHNESS, f"{answered} of {len(ready)} ready pods answered"
-    if now - context.memory.grown_at() < tuning.after_growth_seconds:
+    if now - context.memory.grown_at() < constants.after_growth_seconds:
         return Bound.RECENT_GROWTH, "a pool of the service has just grown"
     strained = context.memory.strained_at
     if strained is not None and now - strained < window:

@@ -87,7 +87,7 @@ def attribute(
         if name == ITL:
             continue
         tally = totals.get(name)
-        if tally is None or tally.count < policy.tuning.min_requests:
+        if tally is None or tally.count < policy.constants.min_requests:
             if wide is None:
                 wide = window.total(now=now, window=span, windows=WIDEST)
             tally = wide.get(name)
@@ -196,7 +196,7 @@ def _attribution(
         missed=tally.missed,
         p95_seconds=p95,
         target_seconds=target,
-        shares=shares(tally, min_misses=policy.tuning.min_misses, edges=edges),
+        shares=shares(tally, min_misses=policy.constants.min_misses, edges=edges),
         service_seconds=dict(sorted(floors.items())),
         attainable=not (missed and target is not None and sum(floors.values()) >= target),
         lately_seconds=percentile(lately, edges=window.edges(modality))

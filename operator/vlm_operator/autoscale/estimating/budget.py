@@ -33,7 +33,7 @@ def wait_budget(
     role: Role,
 ) -> float | None:
     """B in seconds; None where no target concerns the pool."""
-    least = policy.tuning.wait_floor_seconds
+    least = policy.constants.wait_floor_seconds
     weight = WEIGHTS[role]
     left = [
         max(least, item.target_seconds - sum(item.service_seconds.values()))

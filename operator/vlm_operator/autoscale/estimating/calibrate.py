@@ -19,9 +19,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import WorkCounters
 
@@ -132,17 +132,17 @@ def with_rows(
     return {key: item for key, item in found.items() if key.rpartition("/")[0] in known}
 
 
-def fitted(tuning: Tuning, memory: FitMemory, kind: str, *, now: float) -> FitMemory:
+def fitted(constants: Constants, memory: FitMemory, kind: str, *, now: float) -> FitMemory:
     """Fit anew, on the slow tick."""
-    rows = tuple(row for row in memory.rows if now - row.at <= tuning.fit_seconds)
-    if memory.fit is not None and _shifted(memory.fit, rows, tuning.fit_shift):
+    rows = tuple(row for row in memory.rows if now - row.at <= constants.fit_seconds)
+    if memory.fit is not None and _shifted(memory.fit, rows, constants.fit_shift):
         rows = rows[-SHIFT_ROWS:]
     found = _fit(rows, curved=SQUARES[kind])
     if found is None:
         return FitMemory(rows, memory.fit)
     sizes = [row.size for row in rows]
     spread = (max(sizes) - min(sizes)) / max(sizes)
-    sure = len(rows) >= tuning.fit_points and spread >= tuning.fit_spread
+    sure = len(rows) >= constants.fit_points and spread >= constants.fit_spread
     found = dataclasses.replace(found, confident=sure)
     if not sure and memory.fit is not None and memory.fit.confident:
         return FitMemory(rows, memory.fit)
@@ -165,10 +165,10 @@ def fit_of(
     return own.fit if own is not None else None
 
 
-def credible(tuning: Tuning, memory: Mapping[str, FitMemory], role: Role, kind: str) -> bool:
+def credible(constants: Constants, memory: Mapping[str, FitMemory], role: Role, kind: str) -> bool:
     """Whether enough is known of how long a role's work takes to rest its size on it."""
     return any(
-        len(item.rows) >= tuning.fit_points or (item.fit is not None and item.fit.confident)
+        len(item.rows) >= constants.fit_points or (item.fit is not None and item.fit.confident)
         for item in _of(memory, role, kind)
     )
 

@@ -136,7 +136,7 @@ def demand_of(
     rate = sum(rates) if rates else None
     encode_rate = sum((last.encode_rate * pod.speed for pod, last in loads), 0.0)
     elapsed = 0.0 if memory.at is None else max(0.0, now - memory.at)
-    weight = _weight(elapsed, policy.tuning.smoothing_seconds)
+    weight = _weight(elapsed, policy.constants.smoothing_seconds)
     # a tick does not weigh upon itself: more work at it must never look like less variance
     ratio = _ratio(pool)
     variability = _variability(memory, service_seconds, policy.interval_seconds, ratio=ratio)

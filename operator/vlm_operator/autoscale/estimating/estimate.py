@@ -145,10 +145,10 @@ def estimate(
     alone = alone_shares(policy, totals, memory.fits, now=now)
     attributions = attribute(policy, window, totals, alone, now=now)
     slow_at = memory.slow_at
-    if slow_at is None or not 0 <= now - slow_at < policy.tuning.slow_seconds:
+    if slow_at is None or not 0 <= now - slow_at < policy.constants.slow_seconds:
         last, slow_at = slow_at, now
         fits = {
-            key: fitted(policy.tuning, item, key.rpartition("/")[2], now=now)
+            key: fitted(policy.constants, item, key.rpartition("/")[2], now=now)
             if item.rows and (last is None or item.rows[-1].at > last)
             else item
             for key, item in fits.items()

@@ -72,7 +72,7 @@ def time_startups(policy: ServicePolicy, view: View, memory: StartupMemory) -> S
                 ended.append((f"{role}/{pod.variant}", pod, end))
     if not ended:
         return memory if starting == memory.starting else _starting(memory, starting)
-    kept = policy.tuning.startups_kept
+    kept = policy.constants.startups_kept
     seconds, unplaced, loading = dict(memory.seconds), dict(memory.unplaced), dict(memory.loading)
     for key, pod, end in ended:
         _keep(seconds, key, end - pod.created, kept)
@@ -102,7 +102,7 @@ def startup_seconds(policy: ServicePolicy, memory: StartupMemory) -> dict[tuple[
             elif variant.startup_seconds is not None and math.isfinite(variant.startup_seconds):
                 found[role, variant.name] = max(0.0, variant.startup_seconds)
             else:
-                found[role, variant.name] = policy.tuning.startup_seconds
+                found[role, variant.name] = policy.constants.startup_seconds
     return found
 
 
@@ -135,7 +135,7 @@ def planned(
     `chance` is by how much load may seem to rise within `startup` though it does not.
     """
     rise = max(0.0, rising_slope(trend) * startup - chance)
-    return load + min(rise, policy.tuning.growth_cap * load)
+    return load + min(rise, policy.constants.growth_cap * load)
 
 
 def rising_slope(points: Sequence[tuple[float, float]]) -> float:

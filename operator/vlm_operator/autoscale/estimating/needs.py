@@ -140,7 +140,7 @@ class PoolInputs:
         memory = self.memories_after[role]
         if pool.known:
             memory = self.memories_after[role] = with_trend(memory, load / ratio, now=self.now)
-        lag = policy.tuning.smoothing_seconds  # by which a smoothed load is behind a slope
+        lag = policy.constants.smoothing_seconds  # by which a smoothed load is behind a slope
         chance = self._chance(role, demand, load)
         ahead = planned(
             policy,
@@ -155,7 +155,7 @@ class PoolInputs:
             demand=demand,
             planned=ahead,
             chance=chance,
-            credible=credible(policy.tuning, self.fits, role, ITEMS[role]),
+            credible=credible(policy.constants, self.fits, role, ITEMS[role]),
             planned_work=demand.erlangs,
             service_seconds=self._each(role),
             budget_seconds=wait_budget(policy, self.attributions, role),
@@ -168,7 +168,7 @@ class PoolInputs:
         """By how much smoothed load may seem to rise within a start-up though it does not."""
         if role is Role.DECODE:
             return NOISE * demand.spread(load) / 2  # requests of seconds, smoothed over more
-        seconds, each = self.policy.tuning.smoothing_seconds, self._each(role) or 0.0
+        seconds, each = self.policy.constants.smoothing_seconds, self._each(role) or 0.0
         return NOISE * math.sqrt(demand.variability * each * load / seconds)
 
     def _itl_tokens(self, pool: PoolReading) -> float | None:
@@ -176,7 +176,7 @@ class PoolInputs:
         target = self.policy.itl_seconds
         if target is None or not pool.pods:
             return None
-        margin, tokens, units = self.policy.tuning.itl_margin, 0.0, 0.0
+        margin, tokens, units = self.policy.constants.itl_margin, 0.0, 0.0
         for pod in pool.pods:
             fit = fit_of(self.policy, self.fits, Role.DECODE, pod.variant, "decode")
             if fit is None or not fit.confident or fit.base >= margin * target:

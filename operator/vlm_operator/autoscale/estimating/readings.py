@@ -215,7 +215,7 @@ def _pod(
     now: float,
 ) -> PodReading:
     if sample is None:
-        stale = policy.tuning.stale_ticks * policy.interval_seconds
+        stale = policy.constants.stale_ticks * policy.interval_seconds
         last = before if before is not None and now - before.at <= stale else None
         return PodReading(pod.uid, pod.variant, speed, False, last)
     # what a process without a past does is unknown for one tick: as much as the one before it
@@ -278,7 +278,7 @@ def _pool(
     return PoolReading(
         role=rules.role,
         pods=pods,
-        known=bool(pods) and answered >= policy.tuning.fresh_share * len(pods),
+        known=bool(pods) and answered >= policy.constants.fresh_share * len(pods),
         ready_units=sum(pod.speed for pod in pods),
         coming_units=sum(_speed(speeds, pod) for pod in coming),
         silent_units=sum(pod.speed for pod in pods if pod.last is None),

@@ -1,7 +1,7 @@
 """How many units each pool needs, by every signal, and which of them may make it grow. Pure.
 
 encoder, prefill   utilization  a_plan / target       between the bands nothing moves
-                   backlog      a + Q / T_drain       T_drain = min(backlog_seconds, 10 · target)
+                   backlog      a + Q / T_drain       T_drain = min(backlogSeconds, 10 · target)
                    overrun      one replica more than is ready        if bottleneck, and work waits
 decode             kvTokens     D / (target · capacity)               the same bands
                    itl          D / k2                k2: KV tokens at which ITL(k) = target
@@ -91,7 +91,7 @@ def size(policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: L
     speaks = bool(signal_needs) or not pool.pods
     there = max(0.0, pool.units - pool.silent_units)
     fires = any(signal_need.fires for signal_need in signal_needs)
-    bottleneck = fires or signals.bottleneck_share >= policy.tuning.bottleneck_share
+    bottleneck = fires or signals.bottleneck_share >= policy.constants.bottleneck_share
     units = least = 0.0
     leading = None
     for signal_need in signal_needs:
@@ -99,7 +99,7 @@ def size(policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: L
         if signal_need.bottleneck_only:
             asked = (
                 signal_need.units
-                if signals.bottleneck_share >= policy.tuning.bottleneck_share
+                if signals.bottleneck_share >= policy.constants.bottleneck_share
                 else 0.0
             )
         if leading is None or asked > units:
@@ -122,8 +122,8 @@ def size(policy: ServicePolicy, rules: PoolPolicy, pool: PoolReading, signals: L
 
 def bands(policy: ServicePolicy, target: float, neutral: float) -> tuple[float, float]:
     """The upper and the lower band of a target: those of the policy, moved along with it."""
-    upper = min(target * policy.tuning.band_up / neutral, (1.0 + target) / 2.0)
-    return upper, target * policy.tuning.band_down / neutral
+    upper = min(target * policy.constants.band_up / neutral, (1.0 + target) / 2.0)
+    return upper, target * policy.constants.band_down / neutral
 
 
 def _work_needs(
@@ -133,7 +133,7 @@ def _work_needs(
     signals: LoadSignals,
     planned: float,
 ) -> list[SignalNeed]:
-    demand, tuning = signals.demand, policy.tuning
+    demand = signals.demand
     there = max(0.0, pool.units - pool.silent_units)
     upper, lower = bands(policy, rules.utilization, NEUTRAL_UTILIZATION)
     use = planned / rules.utilization
@@ -142,7 +142,7 @@ def _work_needs(
             "utilization", use, (planned + signals.chance) / lower, fires=planned > upper * there
         )
     ]
-    seconds = tuning.backlog_seconds
+    seconds = policy.backlog_seconds
     if signals.target_seconds is not None:
         seconds = min(seconds, DRAIN_TARGETS * signals.target_seconds)
     backlog = demand.erlangs + demand.queued_seconds / max(seconds, 1e-3)
@@ -178,7 +178,7 @@ def _token_needs(
     ]
     if signals.itl_tokens is not None:
         fast = max(signals.itl_tokens, 1.0)
-        margin = policy.tuning.consolidation
+        margin = policy.constants.consolidation
         signal_needs.append(
             SignalNeed(
                 "itl", planned / fast, planned / (fast * margin), fires=planned > fast * there

@@ -116,8 +116,8 @@ def _wakes(
     if virtual > ratio:
         return f"{virtual:.2g} s of images a second are encoded inline; an encoder is cheaper"
     use = inline.demand.erlangs / max(inline.pool.ready_units, 1e-9)
-    images = virtual >= policy.tuning.bottleneck_share * inline.demand.erlangs > 0
-    if use > policy.tuning.band_down * inline.rules.utilization and images:
+    images = virtual >= policy.constants.bottleneck_share * inline.demand.erlangs > 0
+    if use > policy.constants.band_down * inline.rules.utilization and images:
         return f"{inline.rules.role} is busy to {use:.0%}, and encodes images"
     return None
 
@@ -130,7 +130,7 @@ def _keeps(policy: ServicePolicy, zero: ZeroPolicy, inline: Inline | None) -> st
         return "nobody is known to encode in its stead"
     units, load = inline.pool.ready_units, inline.demand.erlangs
     role = inline.rules.role
-    if load > policy.tuning.band_down * units:
+    if load > policy.constants.band_down * units:
         return f"{role} is too busy to encode in its stead"
     return None
 

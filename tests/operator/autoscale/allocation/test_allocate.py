@@ -5,8 +5,8 @@ import dataclasses
 from support.sizing import TICK, World, need, pool, service, variant
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import AutoscalingPolicy
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.policy import Budget, Ratio
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 DECODE, PREFILL, ENCODER = Role.DECODE, Role.PREFILL, Role.ENCODER
@@ -43,8 +43,8 @@ def test_spot_counts_a_little_dearer_than_its_price():
 
 def two_types(**changes) -> World:
     types = variant("a"), variant("b", cost_per_hour=3.0)
-    tuning = Tuning(exhausted_seconds=600.0)
-    world = World(service(pool(DECODE, *types), tuning=tuning, **changes), {DECODE: {"a": 2}})
+    constants = Constants(exhausted_seconds=600.0)
+    world = World(service(pool(DECODE, *types), constants=constants, **changes), {DECODE: {"a": 2}})
     world.nodes = {"a": 2}
     return world
 
@@ -159,9 +159,9 @@ def test_what_stands_is_not_taken_from_one_pool_for_another():
 
 
 def test_growth_waits_for_the_devices_of_pods_that_still_drain():
-    tuning = Tuning(after_growth_seconds=0)
+    constants = Constants(after_growth_seconds=0)
     world = shared(4, budget=Budget(accelerators=8))
-    world.policy = dataclasses.replace(world.policy, tuning=tuning)
+    world.policy = dataclasses.replace(world.policy, constants=constants)
     while world.replicas(PREFILL) == 4:
         world.tick([need(1.0, PREFILL), need(4.0)])
     waiting = world.tick([need(1.0, PREFILL), need(5.0)])[DECODE]

@@ -6,16 +6,17 @@ import pytest
 
 from support.sizing import TICK, World, attribution, need, pool, service, variant
 from vlm_operator.api.enums import AutoscalingPolicy, MissingMetrics, WhileAtZero
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.policy import ZeroPolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 DECODE, ENCODER = Role.DECODE, Role.ENCODER
 
 
-def world(size=2, *, tuning=None, **changes) -> World:
+def world(size=2, *, constants=None, **changes) -> World:
     return World(
-        service(pool(**changes), tuning=tuning or Tuning(), itl_seconds=0.1), {DECODE: {"a": size}}
+        service(pool(**changes), constants=constants or Constants(), itl_seconds=0.1),
+        {DECODE: {"a": size}},
     )
 
 

@@ -15,10 +15,10 @@ from vlm_operator.autoscale.allocation.capacity import (
     unschedulable_timeout,
 )
 from vlm_operator.autoscale.allocation.history import Exhausted, ScalingHistory, ScalingMemory
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.estimate import Estimate
 from vlm_operator.autoscale.estimating.horizon import Phases
 from vlm_operator.autoscale.policy import Budget
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role
 
@@ -32,7 +32,9 @@ def stock(pod: PodView, *, phases=TIMED, now: float) -> PoolCapacity:
     rules = pool(DECODE, HEAVY)
     seen = PoolView(1, None, {"a": 1}, (pod,))
     estimate = Estimate((), {}, True, 0.0, {}, phases=phases)
-    return count_capacity(rules, seen, ScalingHistory(NOW, rules.mode), estimate, Tuning(), now=now)
+    return count_capacity(
+        rules, seen, ScalingHistory(NOW, rules.mode), estimate, Constants(), now=now
+    )
 
 
 @given(st.floats(0, 1300), st.booleans())
@@ -58,7 +60,7 @@ def test_what_a_pod_waited_for_its_node_is_not_held_against_its_loading(waited, 
 def test_no_phase_is_given_more_time_than_a_whole_start(whole, unplaced, loading, factor):
     timed = {(DECODE, "a"): Phases(unplaced, loading)}
     estimate = Estimate((), {}, True, 0.0, {(DECODE, "a"): whole}, phases=timed)
-    for seconds in unschedulable_timeout(DECODE, HEAVY, estimate, Tuning(write_off=factor)):
+    for seconds in unschedulable_timeout(DECODE, HEAVY, estimate, Constants(write_off=factor)):
         assert seconds <= factor * whole
 
 
@@ -225,5 +227,5 @@ def test_a_pod_that_becomes_ready_ends_the_write_off():
     for pod, found in ((all_along, {"a": known}), (back, {}), (late, {})):
         seen = PoolView(1, None, {"a": 1}, (pod,))
         estimate = Estimate((), {}, True, 0.0, {})
-        counted = count_capacity(rules, seen, pace, estimate, Tuning(), now=NOW + 5)
-        assert exhausted(rules, seen, counted, pace, Tuning(), now=NOW + 5) == found
+        counted = count_capacity(rules, seen, pace, estimate, Constants(), now=NOW + 5)
+        assert exhausted(rules, seen, counted, pace, Constants(), now=NOW + 5) == found

@@ -17,10 +17,10 @@ from support.estimates import (
     policy,
     ttft,
 )
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, bottleneck_share, owner
 from vlm_operator.autoscale.estimating.window import Tally, Window, percentile, tail_mean
 from vlm_operator.autoscale.policy import ServicePolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Ttft
 
@@ -200,7 +200,7 @@ def test_a_target_below_the_service_time_is_unattainable_and_says_what_is_missin
 
 
 def test_attributions_reach_the_estimate_and_disappear_with_the_traffic():
-    service = Service(policy(Tuning(min_requests=5)))
+    service = Service(policy(Constants(min_requests=5)))
     service.tick()
     service.finish("image", 40, encode=0.2, prefill=0.1)
     found = service.tick()

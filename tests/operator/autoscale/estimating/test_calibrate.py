@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.estimates import NOW, PLAIN, Pod, Service, policy, rules
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.calibrate import (
     MAX_ROWS,
     Fit,
@@ -17,10 +18,9 @@ from vlm_operator.autoscale.estimating.calibrate import (
     fitted,
     service_seconds,
 )
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
-TUNING = Tuning()
+TUNING = Constants()
 
 
 def rows(base, slope, curve, *, count=20, seed=1, noise=0.0, at=NOW) -> tuple[Row, ...]:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.estimates import Service, busy, policy
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.demand import NOISE
 from vlm_operator.autoscale.estimating.horizon import planned
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import Role
 
 
@@ -25,7 +25,7 @@ def test_a_rise_is_planned_for_as_far_as_it_is_more_than_chance(load, slope, cha
     def ahead(allowed: float) -> float:
         return planned(policy(), load, points, startup=startup, chance=allowed)
 
-    assert load <= ahead(chance) <= ahead(0.0) <= load * (1 + Tuning().growth_cap) * (1 + 1e-9)
+    assert load <= ahead(chance) <= ahead(0.0) <= load * (1 + Constants().growth_cap) * (1 + 1e-9)
     if slope * startup <= chance:
         assert ahead(chance) == pytest.approx(load)
 
@@ -47,7 +47,7 @@ def test_kv_that_swings_by_chance_alone_asks_for_no_pod(seed, pods):
 
 
 def test_an_overrun_that_is_over_makes_nothing_grow():
-    service = Service(policy(Tuning(min_requests=10)), prefill=2)
+    service = Service(policy(Constants(min_requests=10)), prefill=2)
     busy(service, Role.PREFILL, 0.3)
     for pod in service.of(Role.PREFILL):
         pod.queued = 2.0
@@ -64,7 +64,7 @@ def test_an_overrun_that_is_over_makes_nothing_grow():
 
 
 def test_a_backlog_that_is_being_worked_off_asks_for_no_further_pod():
-    service = Service(policy(Tuning(min_requests=10)), prefill=2)
+    service = Service(policy(Constants(min_requests=10)), prefill=2)
     busy(service, Role.PREFILL, 0.3)
     asked = []
     for queued in [*range(0, 12, 2), *range(12, 0, -2)]:

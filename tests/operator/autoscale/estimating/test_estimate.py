@@ -6,14 +6,14 @@ import random
 import pytest
 
 from support.estimates import NOW, Pod, Service, busy, policy, signals
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.demand import DemandMemory, demand_of
 from vlm_operator.autoscale.estimating.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.estimating.readings import LastAnswer, PodReading, PoolReading
 from vlm_operator.autoscale.policy import VariantPolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.names import POOL_ROLES, Role
 
-QUICK = Tuning(min_requests=10)
+QUICK = Constants(min_requests=10)
 
 
 def units(found) -> dict[Role, float]:

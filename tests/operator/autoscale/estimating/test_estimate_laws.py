@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.estimates import BOUNDS, NOW, TICK, ZERO, Pod, Service, gateway, policy
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.policy import VariantPolicy
-from vlm_operator.autoscale.tuning import Tuning
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import ItlHistogram, KvTokens, Sample, StageSeconds, Ttft, WorkCounters
@@ -40,7 +40,7 @@ def service(found, requests, *, ticks: int, zero: bool = False, bottleneck: bool
     """A service that has lived for some ticks under such loads."""
     encoder = {"zero": ZERO, "minimum": 0} if zero else {}
     living = Service(
-        policy(Tuning(min_requests=5), encoder=encoder),
+        policy(Constants(min_requests=5), encoder=encoder),
         **{role.value: len(items) for role, items in found.items()},
     )
     for role, items in found.items():
@@ -127,7 +127,7 @@ def test_silence_changes_no_demand_for_as_long_as_it_is_short(found, ticks, data
     before = living.tick()
     for pod in living.pods:
         pod.answers = data.draw(st.booleans())
-    for _ in range(Tuning().stale_ticks):
+    for _ in range(Constants().stale_ticks):
         after = living.tick()
         for role in POOL_ROLES:
             now, then = after.demands[role], before.demands[role]
@@ -147,7 +147,7 @@ class Chaos:
         self._draw = random.Random(seed)
         slow = VariantPolicy("slow", speed=0.4, cost_per_hour=1.0)
         self.policy = policy(
-            Tuning(min_requests=5, fit_points=3, stale_ticks=2),
+            Constants(min_requests=5, fit_points=3, stale_ticks=2),
             encoder={"zero": ZERO, "minimum": 0, "variants": (VariantPolicy("plain"), slow)},
             itl_seconds=0.05,
         )
