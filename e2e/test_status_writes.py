@@ -11,7 +11,7 @@ from vlm_local.client import Client, Object
 from vlm_local.controlplane import ControlPlane
 from vlm_local.demo.line import MODEL
 from vlm_operator import names
-from vlm_operator.status.write_pacing import MEASURED_SECONDS, meaning
+from vlm_operator.status.build import MEASURED_SECONDS, meaning
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(700)]
 NAMESPACE = "status-writes"

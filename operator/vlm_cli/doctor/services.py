@@ -22,8 +22,7 @@ from vlm_operator.api.gateway import Gateway
 from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.cluster import Manifest
 from vlm_operator.observe import pod_states
-from vlm_operator.status.causes import Place, pod_problem, split
-from vlm_operator.status.manifest_fields import references
+from vlm_operator.status.causes import pod_problem, references, split
 
 _PVC = "pvc://"
 _SHARED = {"ReadOnlyMany", "ReadWriteMany"}
@@ -138,7 +137,7 @@ def pods(facts: Facts) -> Iterator[Finding]:
             meta = item["metadata"]
             service = meta["labels"].get(names.LABEL_SERVICE, "")
             known = fields.get((meta["namespace"], service), {})
-            problem = pod_problem(pod, None, Place(pod.role, fields=known))
+            problem = pod_problem(pod, None, fields=known)
             lasting = problem is not None and (
                 pod.blocked or problem.since + (problem.delay or 0.0) <= facts.now
             )

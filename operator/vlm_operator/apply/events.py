@@ -12,7 +12,7 @@ from vlm_operator import names
 from vlm_operator.cluster import EVENT, VLM_SERVICE, Cluster, Manifest
 from vlm_operator.errors import ClusterError, UnavailableError
 from vlm_operator.metrics import WRITES
-from vlm_operator.status import Event
+from vlm_operator.status.events import Event
 
 
 async def post_events(

@@ -27,7 +27,8 @@ from vlm_operator.names import Role
 from vlm_operator.observe import seconds
 from vlm_operator.pods.parts import GRACE_SECONDS
 from vlm_operator.state import DeploymentState, Observed
-from vlm_operator.status import deleting_status, sentence
+from vlm_operator.status.causes import sentence
+from vlm_operator.status.refused import deleting_status
 
 OVERDUE_SECONDS = 60.0  # after the drain timeout; then a user must act
 _MARGIN_SECONDS = 5.0

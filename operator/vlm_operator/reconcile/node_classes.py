@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from vlm_operator import names
 from vlm_operator.cluster import NODE, VLM_NODE_CLASS, Cluster, Manifest
 from vlm_operator.metrics import WRITES
-from vlm_operator.status import ClassUse, Start, class_status, is_current, latest
+from vlm_operator.status.classes import ClassUse, Start, class_status, is_current, latest
 
 
 class NodeClassUsage:

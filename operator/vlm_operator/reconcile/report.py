@@ -46,15 +46,9 @@ from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import TurnPlan
 from vlm_operator.state import NodeClassState, Observed
-from vlm_operator.status import (
-    ConditionReason,
-    Event,
-    Failure,
-    StatusInputs,
-    WritePacing,
-    foreign_event,
-    pool_status_of_kind,
-)
+from vlm_operator.status.build import WritePacing, pool_status_of_kind
+from vlm_operator.status.events import Event, foreign_event
+from vlm_operator.status.inputs import ConditionReason, Failure, StatusInputs
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +86,7 @@ class Reporter:
     ) -> Manifest:
         """Write the status if it differs, then post Events; returns the status in the API server.
 
-        If only measured values differ, the write may wait (`status.WritePacing`).
+        If only measured values differ, the write may wait (`WritePacing`).
         """
         uid, known = body["metadata"]["uid"], body.get("status", {})
         status = self._pacing.due(known, status, now=now)

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from vlm_operator.backoff import Backoff
-from vlm_operator.status import Failure
+from vlm_operator.status.inputs import Failure
 
 REFUSALS = 3  # refusals of one child in a row after which a user must act
 CHILD = Backoff(first=2.0, longest=60.0)

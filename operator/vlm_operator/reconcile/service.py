@@ -33,16 +33,11 @@ from vlm_operator.reconcile.tracking import Tracker
 from vlm_operator.reconcile.writing import ExecutionResult, execute
 from vlm_operator.scrape import Scraper
 from vlm_operator.state import Observed
-from vlm_operator.status import (
-    Event,
-    Failure,
-    StatusInputs,
-    build_status,
-    class_uses,
-    events,
-    refusal,
-    refused_status,
-)
+from vlm_operator.status.build import build_status
+from vlm_operator.status.classes import class_uses
+from vlm_operator.status.events import Event, events
+from vlm_operator.status.inputs import Failure, StatusInputs
+from vlm_operator.status.refused import refusal, refused_status
 
 DRAIN_TICK_SECONDS = 1.0
 WAKE_TICK_SECONDS = 1.0  # while gateways may queue requests for a pool with zero replicas

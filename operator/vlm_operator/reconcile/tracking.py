@@ -14,8 +14,10 @@ from vlm_operator.autoscale.outcome import Decision, Reason
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
 from vlm_operator.rollout import service_revision
-from vlm_operator.status import Progress, StatusInputs, examined, reached, restored, update_progress
 from vlm_operator.status.causes import sentence
+from vlm_operator.status.inputs import StatusInputs
+from vlm_operator.status.progress import Progress, restored, update_progress
+from vlm_operator.status.readiness import examined, reached
 
 CONTEST_SECONDS = 600.0  # another writer that continues for longer needs a user
 PUT_BACK_SECONDS = 600.0  # the status reports a restored replica count for this long

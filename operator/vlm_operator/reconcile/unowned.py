@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from vlm_operator.apply import apply_pool_status
 from vlm_operator.cluster import VLM_POOL, Cluster
 from vlm_operator.errors import ClusterError, UnavailableError
-from vlm_operator.status import unowned_status
+from vlm_operator.status.refused import unowned_status
 
 logger = logging.getLogger(__name__)
 

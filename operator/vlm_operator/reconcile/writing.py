@@ -35,8 +35,8 @@ from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import TurnPlan
 from vlm_operator.reconcile.retries import CHILD, TEMPLATE, Retries
 from vlm_operator.state import ANNOTATION_APPLIED, Observed
-from vlm_operator.status import ConditionReason, Failure
 from vlm_operator.status.causes import sentence
+from vlm_operator.status.inputs import ConditionReason, Failure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,31 @@
-"""Builds the whole status of a VLMService, rounded, for one apply."""
+"""Builds the whole status of a VLMService, rounded, for one apply; decides when to write it. Pure.
+
+Decisions are written at once, measured values at most every 30 s. Otherwise the operator would
+write the status of a service under load on each turn.
+"""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterable
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_operator import names
 from vlm_operator.api import effective, topology
 from vlm_operator.autoscale.explain import round_ms
+from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.names import Role
 from vlm_operator.pods import selector
 from vlm_operator.rollout import service_revision
-from vlm_operator.state import Manifest, Sample
-from vlm_operator.status.conditions import condition_states
-from vlm_operator.status.decisions import money, percents
-from vlm_operator.status.inputs import ConditionState, StatusInputs
-from vlm_operator.status.pools import cost_per_hour, kv_occupancy_percent, pool_status
+from vlm_operator.state import Manifest, PodState, Sample
+from vlm_operator.status.conditions import condition_states, timestamp, with_times
+from vlm_operator.status.inputs import StatusInputs
 from vlm_operator.status.readiness import serving
+
+MEASURED_SECONDS = 30.0
+_MEASURED_IN_SUMMARY = ("ttftP95", "kvOccupancyPercent", "dominantStage")
+_MEASURED_IN_POOL = ("load", "recommendation")
+_HISTORY = 8
 
 
 def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manifest:
@@ -35,12 +43,12 @@ def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manif
     known = previous.get("pools", {})
     found: dict[str, Any] = {
         "observedGeneration": view.written.generation,
-        "conditions": conditions(
-            condition_states(view), previous, view.written.generation, now=now
+        "conditions": with_times(
+            condition_states(view), previous, generation=view.written.generation, now=now
         ),
         "topology": topology(pools).value,
         "url": view.url,
-        "lastProgressTime": _moment(view.stalled_since) if _on_its_way(view) else None,
+        "lastProgressTime": timestamp(view.stalled_since) if _on_its_way(view) else None,
         "currentRevision": revision
         if view.step.done
         else previous.get("currentRevision", revision),
@@ -59,40 +67,187 @@ def build_status(view: StatusInputs, previous: Manifest, *, now: float) -> Manif
     return {key: value for key, value in found.items() if value not in (None, {}, [])}
 
 
-def conditions(
-    found: Iterable[ConditionState], previous: Manifest, generation: int, *, now: float
-) -> list[dict[str, Any]]:
-    """Return conditions with `lastTransitionTime`, the time at which their status last changed.
+class WritePacing:
+    """Paces status writes of one service. Its one writer is the service's reporter."""
 
-    `now` is in seconds since the epoch. Messages are cut at 1024 characters.
+    def __init__(self) -> None:
+        self._measured_at = float("-inf")
+
+    def due(self, before: Manifest, after: Manifest, *, now: float) -> Manifest:
+        """Return the status to write: `after`, or `before` if only measured values differ.
+
+        `now` is in seconds. At most every `MEASURED_SECONDS`, measured values are written too.
+        """
+        if before == after:
+            return before
+        if meaning(before) == meaning(after) and now - self._measured_at < MEASURED_SECONDS:
+            return before
+        self._measured_at = now
+        return after
+
+
+def meaning(status: Manifest) -> Manifest:
+    """Return a status without its measured values."""
+    found = copy.deepcopy({key: value for key, value in status.items() if key != "model"})
+    for name in _MEASURED_IN_SUMMARY:
+        found.get("summary", {}).pop(name, None)
+    for pool in found.get("pools", {}).values():
+        for name in _MEASURED_IN_POOL:
+            pool.pop(name, None)
+        for variant in pool.get("variants", []):
+            variant.pop("startupP90Seconds", None)
+    for entry in found.get("slo", []):
+        for name in ("ttftP95Milliseconds", "stages", "dominantStage"):
+            entry.pop(name, None)
+    return found
+
+
+def pool_status(view: StatusInputs, role: Role, previous: Manifest) -> dict[str, Any]:
+    """Return the content of `status.pools.<role>`; `previous` is its present content."""
+    pods = view.observed.of(role)
+    decisions = view.history(role)
+    found: dict[str, Any] = {
+        "desiredReplicas": view.desired.get(role, 0),
+        "replicas": len(pods),
+        "readyReplicas": len(view.serving(role)),
+        "startingReplicas": sum(pod.starting for pod in pods),
+        "pendingReplicas": sum(pod.pending for pod in pods),
+        "drainingReplicas": sum(pod.draining for pod in pods),
+        "updatedReplicas": len(view.updated(role)),
+        "variants": _variants(view, role),
+        "load": load(view, role),
+    }
+    decision = view.decisions.get(role)
+    if decision is not None and decision.recommendation not in (None, decision.to):
+        found["recommendation"] = decision.recommendation
+    if decisions:
+        told = previous.get("lastDecision", {})
+        found["lastDecision"] = decision_status(decisions[-1], told, epoch=view.epoch)
+        earlier = [past_status(item) for item in reversed(decisions[:-1])][:_HISTORY]
+        if earlier:
+            found["history"] = earlier
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def cost_per_hour(view: StatusInputs) -> float | None:
+    """Return the cost of all pods of the pools per hour; None if no variant has a known cost."""
+    total, known = 0.0, False
+    for role, pool in view.policy.pools.items():
+        for variant in pool.variants:
+            if variant.cost_per_hour is not None:
+                known = True
+                total += variant.cost_per_hour * len(_pods(view, role, variant.name))
+    return total if known else None
+
+
+def load(view: StatusInputs, role: Role) -> dict[str, int] | None:
+    """Return the load that pods report, rounded to avoid writes; None if no pod answers."""
+    samples = view.samples(role)
+    if not samples:
+        return None
+    found = {
+        "inflight": sum(sample.inflight for sample in samples),
+        "queuedRequests": sum(sample.queued_requests for sample in samples),
+        "queuedSeconds": round(sum(sample.queued_work_seconds for sample in samples)),
+    }
+    occupancy = kv_occupancy_percent(samples)
+    if occupancy is not None:
+        found["kvOccupancyPercent"] = occupancy
+    return found
+
+
+def kv_occupancy_percent(samples: Sequence[Sample]) -> int | None:
+    """Return the share of KV tokens in use or reserved, in steps of 5 %; cached tokens are free.
+
+    None if no sample has KV capacity.
     """
-    known = {item["type"]: item for item in previous.get("conditions", [])}
-    moment = _moment(now)
-    states = []
-    for state in found:
-        status = {True: "True", False: "False", None: "Unknown"}[state.status]
-        before = known.get(state.type)
-        same = before is not None and before["status"] == status
-        states.append(
-            {
-                "type": state.type,
-                "status": status,
-                "reason": state.reason,
-                "message": state.message[:1024],
-                "observedGeneration": generation,
-                "lastTransitionTime": before["lastTransitionTime"] if same and before else moment,
-            }
-        )
-    return states
+    caches = [sample.kv for sample in samples if sample.kv is not None]
+    capacity = sum(kv.capacity for kv in caches)
+    if capacity == 0:
+        return None
+    used = sum(kv.running + kv.reserved for kv in caches)
+    return round(20 * used / capacity) * 5
+
+
+def _variants(view: StatusInputs, role: Role) -> list[dict[str, Any]]:
+    pool = view.service.spec.pools.of(role)
+    assert pool is not None
+    found = []
+    policies = {item.name: item for item in view.policy.pools[role].variants}
+    for variant in pool.variants:
+        pods, known = _pods(view, role, variant.name), policies[variant.name]
+        serving = [pod for pod in view.serving(role) if pod.variant == variant.name]
+        entry: dict[str, Any] = {
+            "name": variant.name,
+            "replicas": len(pods),
+            "readyReplicas": len(serving),
+        }
+        if variant.node_class_ref is not None:
+            entry["nodeClass"] = variant.node_class_ref.name
+        if known.cost_per_hour is not None:
+            entry["costPerHour"] = money(known.cost_per_hour * len(pods))
+        if known.startup_seconds is not None:
+            entry["startupP90Seconds"] = round(known.startup_seconds / 5) * 5
+        found.append(entry)
+    return found
+
+
+def _pods(view: StatusInputs, role: Role, variant: str) -> list[PodState]:
+    return [pod for pod in view.observed.of(role) if pod.variant == variant]
+
+
+def decision_status(
+    decision: Decision, previous: Mapping[str, Any], *, epoch: int
+) -> dict[str, Any]:
+    """Return `status.pools.*.lastDecision`.
+
+    Args:
+        decision: the pool's last decision.
+        previous: the present `lastDecision`; its epoch stays if the decision is the same.
+        epoch: the lease's epoch, for a new decision.
+    """
+    past = past_status(decision)
+    told = all(previous.get(key) == value for key, value in past.items())
+    candidates = [
+        {"signal": item.signal, "replicas": item.replicas} for item in decision.candidates
+    ]
+    found: dict[str, Any] = {
+        **past,
+        "epoch": previous.get("epoch") if told else epoch,
+        "limitedBy": decision.limited_by,
+        "shares": percents(decision.shares) or None,
+        "candidates": candidates or None,
+        "message": decision.message,
+    }
+    if decision.cost_per_hour is not None:
+        found["costPerHour"] = money(decision.cost_per_hour)
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def past_status(decision: Decision) -> dict[str, Any]:
+    """Return an item of `status.pools.*.history`; the operator's log has the full record."""
+    return {
+        "time": timestamp(round(decision.time)),
+        "from": decision.before,
+        "to": decision.to,
+        "reason": decision.reason,
+    }
+
+
+def percents(shares: Mapping[str, float]) -> dict[str, int]:
+    """Round shares to percent in steps of 5, without those that round to 0."""
+    rounded = {name: round(20 * share) * 5 for name, share in sorted(shares.items())}
+    return {name: share for name, share in rounded.items() if share}
+
+
+def money(amount: float) -> str:
+    """Format a cost as a quantity with two decimals."""
+    return f"{amount:.2f}"
 
 
 def _on_its_way(view: StatusInputs) -> bool:
     """Whether the generation is not reached, so that the progress deadline applies."""
     return not view.service.spec.stopped and not (view.step.done and view.settled and serving(view))
-
-
-def _moment(at: float) -> str:
-    return datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def pool_status_of_kind(view: StatusInputs, role: Role) -> Manifest:
@@ -176,12 +331,7 @@ def _summary(view: StatusInputs) -> dict[str, str]:
     if slowest is not None:
         found["ttftP95"] = f"{round_ms(slowest.p95_seconds)}ms"
         found["dominantStage"] = slowest.dominant_stage or ""
-    decodes: list[Sample] = [
-        view.observed.samples[pod.uid]
-        for pod in view.observed.of(Role.DECODE)
-        if pod.uid in view.observed.samples
-    ]
-    occupancy = kv_occupancy_percent(decodes)
+    occupancy = kv_occupancy_percent(view.samples(Role.DECODE))
     if occupancy is not None:
         found["kvOccupancyPercent"] = f"{occupancy}"
     cost = cost_per_hour(view)

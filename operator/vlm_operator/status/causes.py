@@ -1,7 +1,7 @@
 """Finds why pods do not serve: one table of detector, reason, delay, cause and fix. Pure.
 
-pod, its /stats, its place ─▶ POD_CAUSES, the first that applies ─▶ Problem
-Deployment whose pods are refused ─▶ refused_pods ────────────────▶ Problem
+pod, its /stats, the manifest ─▶ POD_CAUSES, the first that applies ─▶ Problem
+Deployment whose pods are refused ─▶ refused_pods ───────────────────▶ Problem
 
 A message is `subject: cause; fix`. `vlm status`, `vlm doctor`, Events and docs/conditions.md use
 the same text. Messages contain no duration and no load, so a lasting state is written once.
@@ -13,7 +13,8 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from vlm_operator.names import Role
 from vlm_operator.state import ContainerState, Manifest, PodState, Sample
@@ -39,6 +40,18 @@ _KINDS = {
     "persistentvolumeclaim": "PersistentVolumeClaim",
     "secret": "Secret",
     "configmap": "ConfigMap",
+}
+_CLAIM = "PersistentVolumeClaim"
+# Key of the manifest → kind of the object that it names, and the key of the name below it.
+_NAMING = {
+    "secretRef": ("Secret", "name"),
+    "credentialsSecretRef": ("Secret", "name"),
+    "secretKeyRef": ("Secret", "name"),
+    "secret": ("Secret", "secretName"),
+    "configMapRef": ("ConfigMap", "name"),
+    "configMapKeyRef": ("ConfigMap", "name"),
+    "configMap": ("ConfigMap", "name"),
+    "persistentVolumeClaim": (_CLAIM, "claimName"),
 }
 _QUIET_LINE = re.compile(r"\b(INFO|DEBUG|WARNING|WARN|TRACE)\b", re.IGNORECASE)
 _PROBED_SECONDS = 20.0  # no liveness probe ends a process sooner than this
@@ -75,26 +88,18 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A pod's part of the manifest.
+class Facts:
+    """Input of a detector.
 
     Attributes:
         accelerators: number of devices that the pod requests.
         fields: manifest field that refers to a Secret, ConfigMap or claim, by kind and name.
     """
 
-    role: Role
-    accelerators: int = 0
-    fields: Mapping[Reference, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """Input of a detector."""
-
     pod: PodState
     sample: Sample | None
-    place: Place
+    accelerators: int
+    fields: Mapping[Reference, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +109,11 @@ class Cause:
     Attributes:
         delay: seconds after which a user must act; None leaves that to the progress deadline.
         find: returns the texts of cause and fix, or None if the row does not apply.
-        meaning: explanation of the reason in docs/conditions.md.
     """
 
     reason: str
     delay: float | None
     find: Callable[[Facts], tuple[str, str] | None]
-    meaning: str
 
 
 def sentence(cause: str, fix: str) -> str:
@@ -124,11 +127,20 @@ def split(message: str) -> tuple[str, str]:
     return (cause, fix) if mark else (message, "")
 
 
-def pod_problem(pod: PodState, sample: Sample | None, place: Place) -> Problem | None:
-    """Return the problem of the first row that applies to a pod; None if no row does."""
+def pod_problem(
+    pod: PodState,
+    sample: Sample | None,
+    *,
+    accelerators: int = 0,
+    fields: Mapping[Reference, str] | None = None,
+) -> Problem | None:
+    """Return the problem of the first row that applies to a pod; None if no row does.
+
+    `fields` is the result of `references`.
+    """
     if pod.draining or pod.finished:
         return None
-    facts = Facts(pod, sample, place)
+    facts = Facts(pod, sample, accelerators, fields or {})
     for row in POD_CAUSES:
         found = row.find(facts)
         if found is not None:
@@ -136,6 +148,17 @@ def pod_problem(pod: PodState, sample: Sample | None, place: Place) -> Problem |
             subject = f"pod {pod.name}"
             return Problem(row.reason, subject, cause, fix, pod.waiting_since, row.delay)
     return None
+
+
+def references(spec: Mapping[str, Any]) -> dict[Reference, str]:
+    """Return the field of a manifest's spec that names each Secret, ConfigMap or claim."""
+    found: dict[Reference, str] = {}
+    for kind, name, path in _walk(spec, ""):
+        found.setdefault((kind, name), path)
+    uri = str(spec.get("model", {}).get("uri", ""))
+    if uri.startswith("pvc://"):
+        found[_CLAIM, uri.removeprefix("pvc://").partition("/")[0]] = "model.uri"
+    return found
 
 
 def refused_pods(deployment: Manifest) -> Problem | None:
@@ -196,14 +219,14 @@ def _unmounted(facts: Facts) -> tuple[str, str] | None:
     Only Events name the volume that fails. The operator reads neither Events nor Secrets, so the
     fix lists the objects that the pod refers to.
     """
-    pod, role = facts.pod, facts.place.role
+    pod, role = facts.pod, facts.pod.role
     creating = [item.waiting == "ContainerCreating" for item in pod.containers]
     if not pod.scheduled or pod.ip or not creating or not all(creating):
         return None
     own = ("model.", "gateway." if role is Role.GATEWAY else f"pools.{role}.")
     named = [
         f'{kind} "{name}" ({field})'
-        for (kind, name), field in sorted(facts.place.fields.items())
+        for (kind, name), field in sorted(facts.fields.items())
         if field.startswith(own)
     ]
     if not named:
@@ -215,7 +238,7 @@ def _unschedulable(facts: Facts) -> tuple[str, str] | None:
     if not facts.pod.unscheduled:
         return None
     said = facts.pod.blocked.removeprefix("Pending: ") or facts.pod.unscheduled
-    if facts.place.role is Role.GATEWAY:
+    if facts.pod.role is Role.GATEWAY:
         return said, "add nodes, or change gateway.placement, gateway.resources or gateway.replicas"
     return said, "add nodes or a variant, or lower replicas"
 
@@ -238,14 +261,14 @@ def _crash(facts: Facts) -> tuple[str, str] | None:
     for item in facts.pod.containers:
         looping = item.waiting == "CrashLoopBackOff" or not item.ready
         if item.restarts >= CRASHES and looping and _ended_soon(item):
-            return _ending(item, facts.place.role)
+            return _ending(item, facts.pod.role)
     return None
 
 
 def _first_crashes(facts: Facts) -> tuple[str, str] | None:
     for item in facts.pod.containers:
         if item.waiting == "CrashLoopBackOff" and _ended_soon(item):
-            return _ending(item, facts.place.role)
+            return _ending(item, facts.pod.role)
     return None
 
 
@@ -281,7 +304,7 @@ def _model_failed(facts: Facts) -> tuple[str, str] | None:
 
 def _access_denied(facts: Facts) -> tuple[str, str] | None:
     sample = facts.sample
-    if facts.place.role is not Role.GATEWAY or sample is None:
+    if facts.pod.role is not Role.GATEWAY or sample is None:
         return None
     if not sample.message.startswith(ACCESS_DENIED):
         return None
@@ -298,51 +321,26 @@ def _node_not_ready(facts: Facts) -> tuple[str, str] | None:
 
 def _device(facts: Facts) -> tuple[str, str] | None:
     sample = facts.sample
-    if sample is None or facts.place.accelerators == 0 or not sample.device.startswith("cpu"):
+    if sample is None or facts.accelerators == 0 or not sample.device.startswith("cpu"):
         return None
-    cause = f"it holds {facts.place.accelerators} devices and its worker computes on the CPU"
+    cause = f"it holds {facts.accelerators} devices and its worker computes on the CPU"
     return cause, "use the CUDA image and check the node's driver"
 
 
 POD_CAUSES: tuple[Cause, ...] = (
-    Cause(
-        "MissingReference", 60.0, _missing_reference,
-        "A Secret, ConfigMap or claim that the pod refers to does not exist.",
-    ),
-    Cause(
-        "VolumePending", None, _volume_pending,
-        "A claim has no volume yet, or a volume cannot be mounted.",
-    ),
-    Cause(
-        "VolumesNotMounted", 60.0, _unmounted,
-        "A pod on a node has no address and no container yet: often a Secret or ConfigMap that a "
-        "volume names is missing.",
-    ),
-    Cause("Unschedulable", None, _unschedulable, "No node fits the pod."),
-    Cause("ImagePullFailed", 120.0, _image, "The image cannot be pulled."),
-    Cause(
-        "ContainerRefused", 120.0, _container_refused,
-        "The container runtime refuses to make the container.",
-    ),
-    Cause("CrashLoop", 0.0, _crash, f"A container was restarted {CRASHES} times and is not ready."),
-    Cause("PodsFailing", None, _first_crashes, "A container does not run; the message says why."),
-    Cause("ModelFailed", 0.0, _model_failed, "The worker says that its model failed."),
-    Cause(
-        "AccessDenied", 60.0, _access_denied,
-        "RBAC denies a gateway the list of its service's pods.",
-    ),
-    Cause("NodeNotReady", None, _node_not_ready, "The pod's node is not ready."),
-    Cause(
-        "DeviceMismatch", None, _device,
-        "The pod holds accelerators and its worker computes on the CPU. The role still serves: "
-        "its condition stays True.",
-    ),
-)  # fmt: skip
-# Reasons that come from a Deployment's condition ReplicaFailure.
-DEPLOYMENT_CAUSES: Mapping[str, str] = {
-    "QuotaExceeded": "A ResourceQuota does not allow one more pod.",
-    "PodsRefused": "The API server or a webhook refuses the pods.",
-}
+    Cause("MissingReference", 60.0, _missing_reference),
+    Cause("VolumePending", None, _volume_pending),
+    Cause("VolumesNotMounted", 60.0, _unmounted),
+    Cause("Unschedulable", None, _unschedulable),
+    Cause("ImagePullFailed", 120.0, _image),
+    Cause("ContainerRefused", 120.0, _container_refused),
+    Cause("CrashLoop", 0.0, _crash),
+    Cause("PodsFailing", None, _first_crashes),
+    Cause("ModelFailed", 0.0, _model_failed),
+    Cause("AccessDenied", 60.0, _access_denied),
+    Cause("NodeNotReady", None, _node_not_ready),
+    Cause("DeviceMismatch", None, _device),
+)
 # A pod may have these while it serves: they are reported and do not change readiness.
 SERVING_CAUSES = ("DeviceMismatch",)
 
@@ -371,9 +369,23 @@ def _waiting(pod: PodState, reasons: tuple[str, ...]) -> list[ContainerState]:
 
 
 def _field(facts: Facts, kind: str, name: str) -> str:
-    return facts.place.fields.get((kind, name), "the field that names it")
+    return facts.fields.get((kind, name), "the field that names it")
 
 
 def _one_line(text: str, *, limit: int = 300) -> str:
     flat = " ".join(text.split()).rstrip(": ").replace("; ", ", ")
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def _walk(node: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            here = f"{path}.{key}" if path else str(key)
+            kind, name = _NAMING.get(key, ("", ""))
+            if kind and isinstance(value, Mapping) and value.get(name):
+                yield kind, str(value[name]), here
+            yield from _walk(value, here)
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            label = value.get("name", number) if isinstance(value, Mapping) else number
+            yield from _walk(value, f"{path}[{label}]")

@@ -7,12 +7,13 @@ pods of services ───┴▶ class_status        services ─▶ class_uses 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 
 from vlm_operator.api import VLMService, quantity
 from vlm_operator.state import Manifest, Observed
+from vlm_operator.status.conditions import with_times
+from vlm_operator.status.inputs import ConditionState
 
 STARTS_KEPT = 20  # starts per class, for the 90th percentile
 _QUANTILE = 0.9
@@ -101,7 +102,7 @@ def class_status(
     found: Manifest = {
         "nodes": len(matching),
         "inUse": sum(item.get("replicas", 0) for item in entries),
-        "conditions": [_found(len(matching), selector, previous, now)],
+        "conditions": with_times([_nodes_found(len(matching), selector)], previous, now=now),
     }
     accelerator = spec.get("accelerator")
     if accelerator is not None:
@@ -156,19 +157,9 @@ def _p90(seconds: list[float]) -> int | None:
     return max(1, round(ordered[rank] / _STEP_SECONDS)) * _STEP_SECONDS
 
 
-def _found(count: int, selector: Mapping[str, str], previous: Manifest, now: float) -> Manifest:
+def _nodes_found(count: int, selector: Mapping[str, str]) -> ConditionState:
     """Return the condition NodesFound: whether any node matches the selector."""
-    status = "True" if count else "False"
     labels = ", ".join(f"{key}={value}" for key, value in sorted(selector.items())) or "any label"
-    before = next(
-        (item for item in previous.get("conditions", []) if item["type"] == "NodesFound"), None
-    )
-    moment = datetime.datetime.fromtimestamp(now, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    same = before is not None and before["status"] == status
-    return {
-        "type": "NodesFound",
-        "status": status,
-        "reason": "Found" if count else "NoNodes",
-        "message": f"{count} nodes have {labels}" if count else f"no node has {labels}",
-        "lastTransitionTime": before["lastTransitionTime"] if before and same else moment,
-    }
+    if count:
+        return ConditionState("NodesFound", True, "Found", f"{count} nodes have {labels}")
+    return ConditionState("NodesFound", False, "NoNodes", f"no node has {labels}")

@@ -1,4 +1,4 @@
-"""Finds transitions that become Events. A test compares docs/events.md with this table.
+"""Finds transitions that become Events. docs/events.md explains each reason; a test compares them.
 
 Events follow from the comparison of two statuses, so a new operator process repeats none.
 """
@@ -15,29 +15,6 @@ from vlm_operator.names import Role
 from vlm_operator.state import Manifest
 from vlm_operator.status.inputs import ConditionReason
 
-REASONS = {
-    "Ready": "Every role serves.",
-    "NotReady": "A role no longer has all its pods; the message names the cause.",
-    "ConfigInvalid": "The manifest cannot be met as written; the message names the field.",
-    "NameConflict": "An object with a child's name has another owner; it was not changed.",
-    "ChildContested": "Another writer keeps changing a child; repairs become less frequent.",
-    "ChildRepaired": "Another writer changed a child; the fields in the message were restored.",
-    "ForeignObject": "An object with this service's labels belongs to others; it is ignored.",
-    "Stalled": "No progress until a user acts; the message says what to do.",
-    "ScaledUp": "A pool was made larger.",
-    "ScaledDown": "A pool was made smaller.",
-    "ScaleLimited": "A pool needs a size that its bounds, the budget or a ratio does not allow.",
-    "SLOUnattainable": "No number of replicas meets the goal; the message names the stage.",
-    "PodsSilent": "Serving pods do not answer; their load does not count as zero.",
-    "ScalePutBack": "Another writer scaled a VLMPool in mode Manual; the size was restored.",
-    "ScalingConflict": "Another writer keeps scaling a VLMPool in mode Auto; its size is held.",
-    "Unschedulable": "No node fits a pod, or a node type gives none; the message names the lack.",
-    "RolloutStarted": "Pods of a new revision are being created beside the old ones.",
-    "RolloutComplete": "Every role serves pods of the newest revision.",
-    "RolloutFailed": "A new pod missed progressDeadlineSeconds; the message names pod and cause.",
-    "RolledBack": "The revision before the failed one serves again.",
-    "Draining": "The service is being deleted and finishes its requests.",
-}
 _NAMED = 5  # limit of objects in one message
 _WARNINGS = {
     "NotReady",
@@ -57,7 +34,7 @@ _WARNINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One Event; its reason is a key of `REASONS`."""
+    """One Event; docs/events.md lists the reasons."""
 
     reason: str
     message: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Literal
 
 from vlm_operator.api import VLMService
 from vlm_operator.api.status import ConditionType
@@ -13,7 +14,7 @@ from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 from vlm_operator.rollout import Step
-from vlm_operator.state import Observed, PodState, Revision
+from vlm_operator.state import Observed, PodState, Revision, Sample
 from vlm_operator.status.causes import Problem
 
 
@@ -55,9 +56,12 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class ConditionState:
-    """One condition without its times. If `status` is None, the condition is Unknown."""
+    """One condition without its times. If `status` is None, the condition is Unknown.
 
-    type: ConditionType
+    NodesFound is the condition of a VLMNodeClass.
+    """
+
+    type: ConditionType | Literal["NodesFound"]
     status: bool | None
     reason: str
     message: str
@@ -119,6 +123,11 @@ class StatusInputs:
     def serving(self, role: Role) -> tuple[PodState, ...]:
         """Return the pods of a role that accept requests."""
         return tuple(pod for pod in self.observed.of(role) if pod.ready and not pod.draining)
+
+    def samples(self, role: Role) -> list[Sample]:
+        """Return the answers to /stats of a role's pods."""
+        known = self.observed.samples
+        return [known[pod.uid] for pod in self.observed.of(role) if pod.uid in known]
 
     def aimed(self, role: Role) -> tuple[PodState, ...]:
         """Return the pods of the revisions that the rollout goes to."""

@@ -24,10 +24,10 @@ from vlm_operator.status.causes import (
     Problem,
     Reference,
     pod_problem,
+    references,
     refused_pods,
 )
 from vlm_operator.status.inputs import ConditionState, StatusInputs
-from vlm_operator.status.manifest_fields import field_of, references
 from vlm_operator.status.progress import steady
 
 READY_NAMES: Mapping[Role, ConditionType] = {
@@ -119,9 +119,12 @@ def problems(view: StatusInputs, role: Role) -> tuple[Problem, ...]:
 
 def _problems(view: StatusInputs, role: Role, fields: Mapping[Reference, str]) -> list[Problem]:
     found = []
+    pool: Pool | None = None if role is Role.GATEWAY else view.service.spec.pools.of(role)
+    devices = {item.name: item.accelerators() for item in pool.variants} if pool else {}
     for pod in view.aimed(role):
         sample = view.observed.samples.get(pod.uid)
-        problem = pod_problem(pod, sample, field_of(view.service, pod, fields))
+        num = devices.get(pod.variant, 0)
+        problem = pod_problem(pod, sample, accelerators=num, fields=fields)
         if problem is not None and (not pod.ready or problem.reason in SERVING_CAUSES):
             found.append(problem)
     found += [

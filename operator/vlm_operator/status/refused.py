@@ -1,4 +1,6 @@
-"""Builds the status of a service whose manifest is refused, or that is being deleted. Pure.
+"""Builds the status of objects on which the operator does not act. Pure.
+
+A VLMService whose manifest is refused or that is being deleted; a VLMPool without a VLMService.
 
 A refused manifest changes no pod, so pods that served before continue. Ready and the role
 conditions describe the pods; the conditions about decisions say that none is made.
@@ -8,13 +10,16 @@ from __future__ import annotations
 
 import datetime
 
+from vlm_operator import names
 from vlm_operator.errors import SpecError
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.state import Manifest, Observed
-from vlm_operator.status.build import conditions
+from vlm_operator.state import Manifest, Observed, controller
+from vlm_operator.status.causes import sentence
+from vlm_operator.status.conditions import NOT_STALLED, SEE_STALLED, with_times
 from vlm_operator.status.inputs import ConditionReason, ConditionState, Failure
 from vlm_operator.status.readiness import READY_NAMES
 
+NO_SERVICE = "NoService"
 CLASS_SECONDS = 60.0  # a node class may be created this much later than its service
 
 
@@ -45,6 +50,7 @@ def refused_status(
     short = next((item for item in known if not item.status), None)
     served = bool(known) and short is None
     last = "the last accepted manifest is served; see Accepted"
+    unjudged = "not judged while the manifest is refused"
     states = [
         ConditionState("Ready", True, "Serving", last)
         if served
@@ -52,12 +58,8 @@ def refused_status(
         ConditionState("Accepted", False, reason, message),
         *known,
         ConditionState("ScalingActive", False, reason, "pools keep their sizes"),
-        ConditionState(
-            "MetricsAvailable", None, reason, "not judged while the manifest is refused"
-        ),
-        ConditionState(
-            "CapacitySufficient", None, reason, "not judged while the manifest is refused"
-        ),
+        ConditionState("MetricsAvailable", None, reason, unjudged),
+        ConditionState("CapacitySufficient", None, reason, unjudged),
         ConditionState(
             "RolloutProgressing", False, reason, "the refused manifest is not rolled out"
         ),
@@ -65,11 +67,11 @@ def refused_status(
             "Reconciling",
             not failure.needs_user_action,
             reason,
-            "a person is needed: see Stalled" if failure.needs_user_action else message,
+            SEE_STALLED.message if failure.needs_user_action else message,
         ),
         ConditionState("Stalled", failure.needs_user_action, reason, message),
     ]
-    fresh = conditions(states, previous, generation, now=observed.now)
+    fresh = with_times(states, previous, generation=generation, now=observed.now)
     kept = {key: value for key, value in previous.items() if key != "lastProgressTime"}
     return {**kept, "observedGeneration": generation, "conditions": fresh}
 
@@ -84,17 +86,44 @@ def deleting_status(
     reason = ConditionReason.DRAIN_TIMEOUT if overdue else ConditionReason.DELETING
     states = [
         ConditionState("Ready", False, reason, message),
-        ConditionState("Reconciling", False, "Stalled", "a person is needed: see Stalled")
-        if overdue
-        else ConditionState("Reconciling", True, reason, message),
-        ConditionState("Stalled", True, reason, message)
-        if overdue
-        else ConditionState("Stalled", False, "NotStalled", "nothing waits for a person"),
+        SEE_STALLED if overdue else ConditionState("Reconciling", True, reason, message),
+        ConditionState("Stalled", True, reason, message) if overdue else NOT_STALLED,
     ]
     told = {item.type for item in states}
     others = [item for item in previous.get("conditions", []) if item["type"] not in told]
-    fresh = conditions(states, previous, generation, now=now)
+    fresh = with_times(states, previous, generation=generation, now=now)
     return {**previous, "observedGeneration": generation, "conditions": [*fresh, *others]}
+
+
+def unowned_status(manifest: Manifest, *, now: float) -> Manifest | None:
+    """Return the status of a VLMPool that a user created; None if a VLMService controls it.
+
+    None also if it is being deleted. kstatus reads Stalled=True as Failed.
+
+    Args:
+        manifest: the VLMPool; an unchanged condition keeps its time.
+        now: seconds since the epoch.
+    """
+    meta = manifest["metadata"]
+    owner = controller(manifest)
+    if "deletionTimestamp" in meta or (
+        owner is not None
+        and owner.get("kind") == names.KIND_SERVICE
+        and str(owner.get("apiVersion", "")).partition("/")[0] == names.GROUP
+    ):
+        return None
+    state = ConditionState(
+        "Stalled",
+        True,
+        NO_SERVICE,
+        sentence(
+            "no VLMService controls this VLMPool: nobody reads it and it makes no pod",
+            "delete it and write a VLMService, whose operator makes the VLMPools that can be "
+            "scaled",
+        ),
+    )
+    previous, generation = manifest.get("status", {}), meta["generation"]
+    return {"conditions": with_times([state], previous, generation=generation, now=now)}
 
 
 def _role(role: Role, observed: Observed) -> ConditionState | None:

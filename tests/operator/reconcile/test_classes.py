@@ -8,7 +8,7 @@ from support.world import World, body, external, pool
 from vlm_operator.cluster import DEPLOYMENT, NODE, POD, VLM_NODE_CLASS
 from vlm_operator.reconcile import NodeClassReconciler, NodeClassUsage
 from vlm_operator.reconcile.service import ServiceReconciler
-from vlm_operator.status import ClassUse, Start
+from vlm_operator.status.classes import ClassUse, Start
 
 SPEC: dict[str, Any] = {
     "nodeSelector": {"type": "gpu"},

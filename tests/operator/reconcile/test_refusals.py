@@ -28,7 +28,7 @@ from vlm_operator.errors import ClusterError
 from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.retries import CHILD, Retries
 from vlm_operator.state import NodeClassState
-from vlm_operator.status import Failure
+from vlm_operator.status.inputs import Failure
 
 GPU = {"nodeSelector": {"type": "gpu"}}
 REFUSED = {"decode": {"scaling": {"mode": "Manual", "replicas": 2}, "variants": [

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.fakes import sample_of
 from vlm_operator.names import Role
 from vlm_operator.state import ContainerState, PodState
-from vlm_operator.status.causes import Place, error_line, pod_problem, sentence, split
-from vlm_operator.status.manifest_fields import references
+from vlm_operator.status.causes import error_line, pod_problem, references, sentence, split
 
 POD = PodState(
     name="demo-decode-0", uid="u", role=Role.DECODE, variant="default", revision="r", node="n1",
@@ -87,7 +86,7 @@ def test_a_manifest_knows_which_field_names_what():
 def test_a_pod_that_does_not_serve_says_cause_and_fix(
     pod: PodState, reason: str, cause: str, fix: str
 ):
-    problem = pod_problem(pod, None, Place(Role.DECODE, fields=FIELDS))
+    problem = pod_problem(pod, None, fields=FIELDS)
     assert problem is not None
     assert problem.reason == reason
     assert cause in problem.cause
@@ -97,25 +96,25 @@ def test_a_pod_that_does_not_serve_says_cause_and_fix(
 
 def test_a_pod_whose_gate_was_just_opened_has_not_lost_its_node():
     pod = seen(containers_ready=True, accepting=True, gate_since=300.0, unready_since=200.0)
-    assert pod_problem(pod, None, Place(Role.DECODE)) is None
+    assert pod_problem(pod, None) is None
 
 
 def test_a_worker_on_the_cpu_in_a_pod_that_holds_gpus_is_a_mismatch_though_it_is_ready():
     pod = dataclasses.replace(POD, ready=True, containers_ready=True, accepting=True)
     sample = sample_of(pod, device="cpu")
-    problem = pod_problem(pod, sample, Place(Role.DECODE, accelerators=1))
+    problem = pod_problem(pod, sample, accelerators=1)
     assert problem is not None
     assert (problem.reason, problem.delay) == ("DeviceMismatch", None)
     assert "CUDA image" in problem.fix
-    assert pod_problem(pod, sample, Place(Role.DECODE)) is None
-    assert pod_problem(pod, sample_of(pod, device="cuda"), Place(Role.DECODE, 1)) is None
-    assert pod_problem(pod, sample_of(pod), Place(Role.DECODE, 1)) is None
+    assert pod_problem(pod, sample) is None
+    assert pod_problem(pod, sample_of(pod, device="cuda"), accelerators=1) is None
+    assert pod_problem(pod, sample_of(pod), accelerators=1) is None
 
 
 def test_a_gateway_that_may_not_list_pods_is_denied_access():
     pod = dataclasses.replace(POD, role=Role.GATEWAY)
     sample = sample_of(pod, message="the API server denies the list of pods: 403 Forbidden")
-    problem = pod_problem(pod, sample, Place(Role.GATEWAY))
+    problem = pod_problem(pod, sample)
     assert problem is not None
     assert problem.reason == "AccessDenied"
     assert "Role and RoleBinding" in problem.fix
@@ -140,9 +139,9 @@ def test_a_crash_is_told_by_its_last_error_line_and_never_by_an_info_line(output
 
 def test_three_restarts_long_ago_are_no_crash_loop():
     ended = ContainerState(restarts=3, started=True, exit_code=1, lived_seconds=86_400.0)
-    assert pod_problem(seen(ended), None, Place(Role.DECODE)) is None
+    assert pod_problem(seen(ended), None) is None
     loop = dataclasses.replace(ended, lived_seconds=3.0)
-    problem = pod_problem(seen(loop), None, Place(Role.DECODE))
+    problem = pod_problem(seen(loop), None)
     assert problem is not None
     assert problem.reason == "CrashLoop"
 

@@ -10,8 +10,9 @@ from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.cluster import EVENT
 from vlm_operator.metrics import REGISTRY
 from vlm_operator.names import Role
-from vlm_operator.status import StatusInputs, build_status, events
-from vlm_operator.status.decisions import decision_status, percents
+from vlm_operator.status.build import build_status, decision_status, percents
+from vlm_operator.status.events import events
+from vlm_operator.status.inputs import StatusInputs
 
 UNATTAINABLE = Attribution(
     modality="image",

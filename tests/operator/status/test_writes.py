@@ -13,7 +13,7 @@ from support.world import World, body, pool
 from vlm_operator import names
 from vlm_operator.cluster import POD, VLM_SERVICE
 from vlm_operator.names import Role
-from vlm_operator.status.write_pacing import MEASURED_SECONDS, WritePacing, meaning
+from vlm_operator.status.build import MEASURED_SECONDS, WritePacing, meaning
 
 
 def status_writes(world: World) -> int:
