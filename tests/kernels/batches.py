@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,6 +14,17 @@ from vlm_kernels.kv_rows import quantise, slot_elements, split_pieces
 from vlm_kernels.paged_attention import paged_attention_reference
 
 NUM_LAYERS = 2
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: a definition is thousands of operations too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclasses.dataclass
@@ -36,6 +49,7 @@ class Batch:
         )  # fmt: skip
         return paged_attention(self.q, self.kv_cache, layer, plan, scale=0.3, softcap=self.softcap)
 
+    @one_thread()
     def definition(self, layer: int) -> torch.Tensor:
         return paged_attention_reference(
             self.q, self.kv_cache, layer, self.query_start, self.context_lens, self.block_table,

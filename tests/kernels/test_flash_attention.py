@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.batches import make_batch, poison
+from kernels.batches import make_batch, one_thread, poison
 from kernels.packed import Case
 from kernels.rounding import OVER_OTHER_KV, assert_attended, assert_near
 from kernels.variants import each_variant
@@ -47,6 +47,7 @@ def check(case: Case) -> None:
     assert_defined(attend(case, q, k, v), case, q, k, v)
 
 
+@one_thread()
 def assert_defined(
     got: torch.Tensor, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     *, scale: float = 0.3,

@@ -69,7 +69,7 @@ async def until_ready(url: str, *, ready: bool) -> str:
 
 
 async def test_it_is_ready_when_every_stage_has_a_pod_and_stays_so_without_encoders() -> None:
-    async with stack(*EPD) as served:
+    async with stack(*EPD, patience_seconds=0.5) as served:
         await until_ready(served.url, ready=True)
         (encoder,) = served.of(Role.ENCODER)
         await encoder.kill()

@@ -94,14 +94,15 @@ async def test_the_same_seed_draws_the_same_answer(served: Stack) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-async def test_one_token_needs_no_decode(served: Stack) -> None:
-    (decode,) = served.of(Role.DECODE)
-    await decode.kill()
-    registry = served.gateway.context.registry
-    assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-        one = await client.post("/v1/chat/completions", json=body(max_tokens=1))
-        two = await client.post("/v1/chat/completions", json=body(max_tokens=2))
+async def test_one_token_needs_no_decode() -> None:
+    async with stack(*EPD, patience_seconds=0.5) as served:
+        (decode,) = served.of(Role.DECODE)
+        await decode.kill()
+        registry = served.gateway.context.registry
+        assert await registry.wait_until(lambda: len(registry.candidates()) == 2, timeout=15)
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            one = await client.post("/v1/chat/completions", json=body(max_tokens=1))
+            two = await client.post("/v1/chat/completions", json=body(max_tokens=2))
     assert one.json()["choices"][0]["finish_reason"] == "length"
     assert one.json()["usage"]["completion_tokens"] == 1
     assert two.status_code == 503
