@@ -11,7 +11,7 @@ from vlm_operator.api import VLMService
 from vlm_operator.autoscale.decide import Memory
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.names import Role
-from vlm_operator.plan import replicas_apply
+from vlm_operator.plan.children import replicas_apply
 from vlm_operator.reconcile.decisions import Options, TurnPlan, plan_turn
 from vlm_operator.state import DeploymentState, NodeClassState, Observed
 

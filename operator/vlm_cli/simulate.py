@@ -34,7 +34,7 @@ from vlm_operator.autoscale.view import View
 from vlm_operator.errors import SpecError
 from vlm_operator.names import KIND_NODE_CLASS, KIND_SERVICE, Role
 from vlm_operator.observe import node_class
-from vlm_operator.pods import place
+from vlm_operator.pods.worker import place
 
 
 @dataclasses.dataclass(frozen=True)

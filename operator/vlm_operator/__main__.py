@@ -26,9 +26,9 @@ from vlm_operator.framework import Watching
 from vlm_operator.handlers import App
 from vlm_operator.informer import CachedClient, Informer, label_of
 from vlm_operator.leader import AT_ONCE, BackgroundLoop, Fenced, Lease, Timing
-from vlm_operator.plan import Network
-from vlm_operator.plan import Options as PlanOptions
-from vlm_operator.pods import Images
+from vlm_operator.plan.deployments import Options as PlanOptions
+from vlm_operator.plan.policies import Network
+from vlm_operator.pods.parts import Images
 from vlm_operator.reconcile import (
     NodeClassReconciler,
     NodeClassUsage,

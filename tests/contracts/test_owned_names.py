@@ -15,8 +15,9 @@ from vlm_operator.api.pod import (
     Engine,
 )
 from vlm_operator.names import Role
-from vlm_operator.pods import gateway_template, worker_template
-from vlm_operator.rollout import current_revisions, keep_defaults
+from vlm_operator.pods.gateway import gateway_template
+from vlm_operator.pods.worker import worker_template
+from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 from vlm_worker.settings.flags import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -23,7 +23,7 @@ HERE = pathlib.Path(__file__).parent
 MAXIMAL = HERE.parent / "operator" / "crd" / "maximal.yaml"
 FOLDER = HERE / "templates"
 FIX = (
-    "raise `Resolved.template` in operator/vlm_operator/state/revisions.py, or the next upgrade of "
+    "raise `Resolved.template` in vlm_operator/state/deployments.py, or the next upgrade of "
     "the operator restarts all pods of all services; then write templates/VERSION.json anew: "
     "PYTHONPATH=tests python tests/contracts/test_pod_templates.py"
 )

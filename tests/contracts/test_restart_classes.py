@@ -14,7 +14,7 @@ from vlm_operator import api
 from vlm_operator.api.base import Restarts
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
-from vlm_operator.rollout import current_revisions, keep_defaults
+from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 
 ROOT = pathlib.Path(__file__).parents[2]
 MAXIMAL = yaml.safe_load((ROOT / "tests" / "operator" / "crd" / "maximal.yaml").read_text())

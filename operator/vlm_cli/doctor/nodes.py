@@ -14,7 +14,7 @@ from vlm_operator.cluster import Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class
-from vlm_operator.pods import place
+from vlm_operator.pods.worker import place
 from vlm_operator.state import NodeClassState
 
 

@@ -13,7 +13,7 @@ from vlm_operator.apply.objects import check_owner
 from vlm_operator.cluster import CONFIG_MAP, POD, VLM_SERVICE, Cluster, Manifest
 from vlm_operator.errors import ClusterError, ConflictError
 from vlm_operator.metrics import WRITES
-from vlm_operator.rollout import PodPatch
+from vlm_operator.rollout.drain import PodPatch
 from vlm_operator.state import ANNOTATION_DELETION_COST
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,9 @@ from vlm_operator.plan.deployments import (
     owner_reference,
 )
 from vlm_operator.plan.policies import network_policies
-from vlm_operator.pods import CONFIG_KEY, gateway_config, object_labels, selector
-from vlm_operator.rollout import Step
+from vlm_operator.pods.gateway import CONFIG_KEY, gateway_config
+from vlm_operator.pods.parts import object_labels, selector
+from vlm_operator.rollout.steps import Step
 from vlm_operator.state import Observed, Revision
 
 # The operator has these permissions itself; RBAC allows it to grant no others.

@@ -14,8 +14,10 @@ from vlm_operator.api import VLMService
 from vlm_operator.cluster import DEPLOYMENT, Manifest
 from vlm_operator.names import Role
 from vlm_operator.plan.policies import Network
-from vlm_operator.pods import Images, gateway_template, labels, selector, worker_template
-from vlm_operator.rollout import Step
+from vlm_operator.pods.gateway import gateway_template
+from vlm_operator.pods.parts import Images, labels, selector
+from vlm_operator.pods.worker import worker_template
+from vlm_operator.rollout.steps import Step
 from vlm_operator.state import (
     ANNOTATION_FAILED,
     ANNOTATION_INITIAL,

@@ -13,7 +13,7 @@ from typing import Any
 from vlm_operator import names
 from vlm_operator.api import VLMService
 from vlm_operator.names import Role
-from vlm_operator.pods import selector
+from vlm_operator.pods.parts import selector
 
 Rule = dict[str, Any]
 

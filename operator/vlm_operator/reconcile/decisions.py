@@ -12,23 +12,16 @@ from vlm_operator.autoscale.decide import Memory
 from vlm_operator.autoscale.inputs import pool_owner
 from vlm_operator.autoscale.outcome import Decision
 from vlm_operator.names import Role
-from vlm_operator.plan import Options as PlanOptions
-from vlm_operator.plan import Plan, plan
-from vlm_operator.pods import place
+from vlm_operator.plan.children import Plan, plan
+from vlm_operator.plan.deployments import Options as PlanOptions
+from vlm_operator.pods.worker import place
 from vlm_operator.reconcile.rolling import choose_rollout_target, plan_rollout, rolling
 from vlm_operator.reconcile.sizing import Sizing, size_pools
-from vlm_operator.rollout import (
-    Key,
-    PodPatch,
-    RolloutTarget,
-    Step,
-    current_revisions,
-    drain_seconds,
-    keep_defaults,
-    key_of,
-    plan_drain,
-)
-from vlm_operator.state import DeploymentState, Observed, Revision
+from vlm_operator.rollout.drain import PodPatch, plan_drain
+from vlm_operator.rollout.revisions import current_revisions, drain_seconds, keep_defaults
+from vlm_operator.rollout.steps import Step
+from vlm_operator.rollout.target import RolloutTarget
+from vlm_operator.state import DeploymentState, Key, Observed, Revision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +193,7 @@ def _bounded_by_drains(
     Returns:
         Replicas by Deployment, patches of pods, and the names of draining pods.
     """
-    live = {key_of(item): item for item in deployments if item.role is not Role.GATEWAY}
+    live = {item.key: item for item in deployments if item.role is not Role.GATEWAY}
     replicas = {key: count for key, count in step.replicas.items() if key not in live}
     pod_patches: list[PodPatch] = []
     draining: list[str] = []

@@ -39,8 +39,9 @@ from vlm_operator.metrics import (
     SCALE_DECISIONS,
 )
 from vlm_operator.names import Role
-from vlm_operator.plan import owner_reference, replicas_apply
-from vlm_operator.pods import object_labels
+from vlm_operator.plan.children import replicas_apply
+from vlm_operator.plan.deployments import owner_reference
+from vlm_operator.pods.parts import object_labels
 from vlm_operator.reconcile.accepted_spec import KEY as ACCEPTED_KEY
 from vlm_operator.reconcile.accepted_spec import AcceptedSpec
 from vlm_operator.reconcile.accepted_spec import object_name as state_name

@@ -10,16 +10,9 @@ from vlm_operator.api import VLMService, quantity, stages
 from vlm_operator.api.enums import NoSpareCapacity
 from vlm_operator.api.pool import PoolRollout
 from vlm_operator.names import Role
-from vlm_operator.rollout import (
-    BudgetUse,
-    RolloutTarget,
-    Step,
-    SurgeLimits,
-    next_step,
-    select_target,
-    sizes,
-    within_budget,
-)
+from vlm_operator.rollout.replica_counts import BudgetUse, SurgeLimits, within_budget
+from vlm_operator.rollout.steps import Step, next_step
+from vlm_operator.rollout.target import RolloutTarget, select_target, sizes
 from vlm_operator.state import DeploymentState, Observed, Revision
 
 

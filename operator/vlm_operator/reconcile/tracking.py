@@ -13,7 +13,7 @@ from vlm_operator.apply.write_conflicts import WriteConflicts
 from vlm_operator.autoscale.outcome import Decision, Reason
 from vlm_operator.cluster import Manifest
 from vlm_operator.names import Role
-from vlm_operator.rollout import service_revision
+from vlm_operator.rollout.revisions import service_revision
 from vlm_operator.status.causes import sentence
 from vlm_operator.status.inputs import StatusInputs
 from vlm_operator.status.progress import Progress, restored, update_progress

@@ -30,7 +30,7 @@ from vlm_operator.errors import (
     NamespaceEndsError,
     UnavailableError,
 )
-from vlm_operator.plan import replicas_apply
+from vlm_operator.plan.children import replicas_apply
 from vlm_operator.reconcile.accepted_spec import object_name as state_name
 from vlm_operator.reconcile.decisions import TurnPlan
 from vlm_operator.reconcile.retries import CHILD, TEMPLATE, Retries

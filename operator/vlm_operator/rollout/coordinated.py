@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 
 from vlm_operator.names import Role
 from vlm_operator.rollout import replica_counts
-from vlm_operator.rollout.replica_counts import Key
-from vlm_operator.rollout.surge import SurgeLimits
+from vlm_operator.rollout.replica_counts import SurgeLimits
 from vlm_operator.rollout.target import RevisionTarget
-from vlm_operator.state import DeploymentState
+from vlm_operator.state import DeploymentState, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +214,9 @@ def _grow(
     """
     own = {variant: goal for (name, variant), goal in goals.items() if name is part.role}
     current = {(part.role, variant, goal.revision) for variant, goal in own.items()}
-    older = [item for item in part.new if replica_counts.key_of(item) not in current]
+    older = [item for item in part.new if item.key not in current]
     kept = replica_counts.shrunk(older, replica_counts.available(older))
-    newest = [item for item in part.new if replica_counts.key_of(item) in current]
+    newest = [item for item in part.new if item.key in current]
     others = replica_counts.existing(
         [item for item in live if item.role is part.role and item not in part.new]
     )
@@ -240,7 +239,7 @@ def _shrink(
     are being removed, no pool shrinks.
     """
     if retiring is not None:
-        return {replica_counts.key_of(item): item.desired for item in part.old}
+        return {item.key: item.desired for item in part.old}
     excess = replica_counts.desired(part.old) - part.next_old(at, steps)
     found: dict[Key, int] = {}
     for compat in serving:

@@ -2,7 +2,12 @@
 
 strategy Recreate              ─▶ old pods end, then new pods start
 pods of another compat exist   ─▶ coordinated.py   all roles in steps, gateways included
-else, role by role             ─▶ independent.py   old and new communicate with the same peers
+else, role by role             ─▶ old and new communicate with the same peers
+
+target 3, surge 1      old ███        old ███ new ░    old ██ new █░    old █ new ██░    new ███
+
+If the new pods of a role do not load a stage that its old pods load, the old pods stay until the
+new pods of the role that takes over the stage are available.
 
 Only annotations of the Deployments keep state: the replicas of an old one before the rollout
 (`initial`), and the reason why a new one is not tried again (`failed`). So a step is idempotent
@@ -12,17 +17,15 @@ and does not depend on the process that takes it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vlm_operator.api import RolloutStrategy
 from vlm_operator.names import Role
 from vlm_operator.rollout import replica_counts
 from vlm_operator.rollout.coordinated import CoordinatedStep, step_coordinated
-from vlm_operator.rollout.independent import missing, replace_role, waits_for
-from vlm_operator.rollout.replica_counts import Key
-from vlm_operator.rollout.surge import SurgeLimits
+from vlm_operator.rollout.replica_counts import SurgeLimits
 from vlm_operator.rollout.target import RevisionTarget, RolloutTarget
-from vlm_operator.state import DeploymentState
+from vlm_operator.state import DeploymentState, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ def next_step(
     """
     goals = rollout_target.goals
     kept = {
-        **{replica_counts.key_of(item): item.failed for item in live if item.failed},
+        **{item.key: item.failed for item in live if item.failed},
         **rollout_target.marks,
     }
     wanted = {(*key, goal.revision) for key, goal in goals.items()}
@@ -87,7 +90,7 @@ def next_step(
     fronts = {item.compat for item in live if item.role is Role.GATEWAY} - {compat}
     fronts |= {name for name, count in gateways.items() if count} - {compat}
     pools = [item for item in live if item.role is not Role.GATEWAY]
-    old = [item for item in pools if replica_counts.key_of(item) not in wanted]
+    old = [item for item in pools if item.key not in wanted]
     moving = [item for item in old if item.desired or item.replicas]
     coordinated = None
     fronted: Mapping[str, int]
@@ -107,7 +110,7 @@ def next_step(
     if fronts and not waiting:
         waiting = "gateways of the old revision finish their streams"
     # a failed revision keeps its Deployment at 0 replicas: its annotation says that it failed
-    failed = {replica_counts.key_of(item) for item in pools} & kept.keys() - wanted
+    failed = {item.key for item in pools} & kept.keys() - wanted
     replicas |= {key: replicas.get(key, 0) for key in failed if rollout_target.back}
     return Step(
         replicas=replicas,
@@ -131,13 +134,13 @@ def _roles(
 ) -> tuple[dict[Key, int], str]:
     """Replace every role independently; return the replicas and what the rollout waits for."""
     roles = {role for role, _ in goals if role is not Role.GATEWAY} | {i.role for i in moving}
-    lacking = {role: missing(role, goals, target, pools) for role in roles}
+    lacking = {role: _missing(role, goals, target, pools) for role in roles}
     behind = [role for role, count in lacking.items() if count]
     replicas: dict[Key, int] = {}
     for role in sorted(roles):
         own = [item for item in pools if item.role is role]
         limits = limits_by_role.get(role, SurgeLimits(1, 0))
-        replicas |= replace_role(role, goals, target, own, limits, behind=behind)
+        replicas |= _replace_role(role, goals, target, own, limits, behind=behind)
     left = sum(replica_counts.existing([item]) for item in moving)
     if not left:
         return replicas, ""
@@ -145,10 +148,90 @@ def _roles(
     needed = movers | {
         one
         for role in movers
-        for one in waits_for(role, goals, target, [i for i in moving if i.role is role])
+        for one in _waits_for(role, goals, target, [i for i in moving if i.role is role])
     }
     awaited = [role for role in behind if role in needed]
     return replicas, _not_ready(awaited, lacking, goals) or _draining(left)
+
+
+def _replace_role(
+    role: Role,
+    goals: Mapping[tuple[Role, str], RevisionTarget],
+    target: Mapping[tuple[Role, str], int],
+    live: Sequence[DeploymentState],
+    limits: SurgeLimits,
+    *,
+    behind: Collection[Role],
+) -> dict[Key, int]:
+    """Decide the replicas of one role's Deployments, all of one compat set.
+
+    Args:
+        role: the role to replace.
+        goals: target revisions of all roles.
+        target: replicas of each role and variant after the rollout.
+        live: Deployments of this role.
+        limits: surge and unavailability limits of this role.
+        behind: roles whose new pods are not all available.
+
+    Returns:
+        Replicas by Deployment; an old Deployment without an entry is deleted.
+    """
+    own = {variant: goal for (name, variant), goal in goals.items() if name is role}
+    wanted = {(role, variant, goal.revision) for variant, goal in own.items()}
+    new = [item for item in live if item.key in wanted]
+    old = [item for item in live if item.key not in wanted]
+    sizes = {variant: target.get((role, variant), 0) for variant in own}
+    whole = sum(sizes.values())
+    room = whole + limits.surge - replica_counts.existing(old)
+    grown = replica_counts.grown({item.variant: item.desired for item in new}, sizes, room)
+    found: dict[Key, int] = {
+        (role, variant, goal.revision): grown[variant] for variant, goal in own.items()
+    }
+    if old and _waits_for(role, goals, target, old) & set(behind):
+        return found | {item.key: item.desired for item in old}
+    keep = max(0, limits.floor(whole) - replica_counts.available(new))
+    return found | {key: count for key, count in replica_counts.shrunk(old, keep).items() if count}
+
+
+def _waits_for(
+    role: Role,
+    goals: Mapping[tuple[Role, str], RevisionTarget],
+    target: Mapping[tuple[Role, str], int],
+    old: Sequence[DeploymentState],
+) -> set[Role]:
+    """Return the roles that take over stages which the old pods of `role` load and its new do not.
+
+    Args:
+        role: the role whose old pods may wait.
+        goals: target revisions of all roles.
+        target: replicas of each role and variant; a goal with 0 replicas takes over nothing.
+        old: old Deployments of `role`.
+    """
+    staffed = {key: goal for key, goal in goals.items() if target.get(key, 0)}
+    loaded = frozenset.union(
+        frozenset(), *(goal.stages for (name, _), goal in staffed.items() if name is role)
+    )
+    lost = frozenset.union(frozenset(), *(item.stages for item in old)) - loaded
+    if lost or any(name is role for name, _ in goals):
+        return {name for (name, _), goal in staffed.items() if goal.stages & lost}
+    # if a removed role's Deployments do not name their stages, its pods wait for all other roles
+    return {name for name, _ in goals} - {Role.GATEWAY}
+
+
+def _missing(
+    role: Role,
+    goals: Mapping[tuple[Role, str], RevisionTarget],
+    target: Mapping[tuple[Role, str], int],
+    live: Sequence[DeploymentState],
+) -> int:
+    """Return how many pods of a role's goals are not available yet."""
+    found = 0
+    for (name, variant), goal in goals.items():
+        if name is role:
+            key = (role, variant, goal.revision)
+            new = [item for item in live if item.key == key]
+            found += max(0, target.get((role, variant), 0) - replica_counts.available(new))
+    return found
 
 
 def _recreate(
@@ -166,7 +249,7 @@ def _recreate(
     Returns:
         Replicas of the pools' Deployments, and gateway replicas by compat.
     """
-    now = {replica_counts.key_of(item): item.desired for item in live}
+    now = {item.key: item.desired for item in live}
     replicas: dict[Key, int] = {
         (role, variant, goal.revision): target.get((role, variant), 0)
         for (role, variant), goal in goals.items()
@@ -185,9 +268,9 @@ def _initial(old: Sequence[DeploymentState], replicas: Mapping[Key, int]) -> dic
     """Return the replicas of old Deployments from before the rollout removed their first pod."""
     found = {}
     for item in old:
-        key = replica_counts.key_of(item)
+        key = item.key
         if key in replicas and (item.initial is not None or replicas[key] < item.desired):
-            found[key] = item.desired if item.initial is None else item.initial
+            found[key] = item.before_rollout
     return found
 
 

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from vlm_operator.api.enums import OnFailure
 from vlm_operator.api.policy import Rollout
 from vlm_operator.names import Role
-from vlm_operator.rollout.replica_counts import Key, key_of
-from vlm_operator.state import DeploymentState, PodState, Revision
+from vlm_operator.state import DeploymentState, Key, PodState, Revision
 
 CRASHES = 3  # restarts from which a short time of readiness does not count as recovery
 
@@ -81,7 +80,7 @@ def select_target(
         key: RevisionTarget(item.id, item.resolved.compat, stages.get(key[0], frozenset()))
         for key, item in revisions.items()
     }
-    known = {key_of(item): item for item in deployments}
+    known = {item.key: item for item in deployments}
     failures = {
         key: live.failed
         for key, goal in wanted.items()
@@ -228,7 +227,7 @@ def sizes(
             found |= {(role, variant): asked[variant] for variant in variants}
             continue
         had = {
-            item.variant: item.desired if item.initial is None else item.initial
+            item.variant: item.before_rollout
             for item in live
             if item.role is role
             and item.revision == goals.get((role, item.variant), _NOWHERE).revision

@@ -1,18 +1,27 @@
 """The observed state: pods, their statistics, the objects of a service. Values only.
 
-pod_stats.py    a pod's /stats                                   Sample
-containers.py   one container of a pod                           ContainerState
-cluster_view.py pods, node classes, all objects of a service     Observed
-deployments.py  one role, variant and revision                   DeploymentState
-owners.py       the owner of an object                           owned_by, is_pod_of
-revisions.py    inputs of a revision's pods, and annotations Revision, Resolved
+pod_stats.py    a pod's /stats                                          Sample
+cluster_view.py pods, node classes, all objects of a service            Observed
+deployments.py  revisions, and the Deployments that store them          DeploymentState, Revision
+owners.py       the owner of an object                                  owned_by, is_pod_of
 
 `observe` and `scrape` build these values.
 """
 
-from vlm_operator.state.cluster_view import NodeClassState, Observed, PodState
-from vlm_operator.state.containers import ContainerState
-from vlm_operator.state.deployments import DeploymentState, Manifest
+from vlm_operator.state.cluster_view import ContainerState, NodeClassState, Observed, PodState
+from vlm_operator.state.deployments import (
+    ANNOTATION_APPLIED,
+    ANNOTATION_DELETION_COST,
+    ANNOTATION_FAILED,
+    ANNOTATION_INITIAL,
+    ANNOTATION_INPUTS,
+    ANNOTATION_RESOLVED,
+    DeploymentState,
+    Key,
+    Manifest,
+    Resolved,
+    Revision,
+)
 from vlm_operator.state.owners import controller, is_pod_of, names_of, owned_by, parted
 from vlm_operator.state.pod_stats import (
     ItlHistogram,
@@ -23,16 +32,6 @@ from vlm_operator.state.pod_stats import (
     StageSeconds,
     Ttft,
     WorkCounters,
-)
-from vlm_operator.state.revisions import (
-    ANNOTATION_APPLIED,
-    ANNOTATION_DELETION_COST,
-    ANNOTATION_FAILED,
-    ANNOTATION_INITIAL,
-    ANNOTATION_INPUTS,
-    ANNOTATION_RESOLVED,
-    Resolved,
-    Revision,
 )
 
 __all__ = [
@@ -45,6 +44,7 @@ __all__ = [
     "ContainerState",
     "DeploymentState",
     "ItlHistogram",
+    "Key",
     "KvTokens",
     "Manifest",
     "ModelFacts",

@@ -1,4 +1,4 @@
-"""The fields of a Deployment that decisions need."""
+"""Revisions, and the Deployments whose annotations store them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,69 @@ from typing import Any
 
 from vlm_operator import names
 from vlm_operator.names import Role
-from vlm_operator.state.revisions import (
-    ANNOTATION_FAILED,
-    ANNOTATION_INITIAL,
-    ANNOTATION_INPUTS,
-    ANNOTATION_RESOLVED,
-    BIND_FLAG,
-    STAGES_FLAG,
-)
 
 Manifest = dict[str, Any]
+Key = tuple[Role, str, str]  # role, variant, revision
+
+# On each Deployment: inputs of its revision, so that another operator version renders equal pods.
+ANNOTATION_INPUTS = f"{names.GROUP}/inputs"
+ANNOTATION_RESOLVED = f"{names.GROUP}/resolved"
+# On Deployments of a rollout: replicas of an old one before it; why a new one is not tried again.
+ANNOTATION_INITIAL = f"{names.GROUP}/initial"
+ANNOTATION_FAILED = f"{names.GROUP}/failed"
+# Defined by Kubernetes: if a ReplicaSet shrinks, pods with lower cost are deleted first.
+ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+# On each child: digest of the last applied manifest.
+ANNOTATION_APPLIED = f"{names.GROUP}/applied"
+_STAGES_FLAG = "--stages="
+_BIND_FLAG = "--bind="
 _ROLES = frozenset(role.value for role in Role)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """Values of a revision that the manifest does not fix.
+
+    The operator keeps them for existing revisions, so that its upgrade restarts no pod.
+
+    Attributes:
+        base: digest of the fields that all pods of the service share.
+        image: image of roles whose pool names none.
+        block_size: tokens per KV block.
+        compat: pods with the same value may exchange KV and embeddings.
+        drain_seconds: drain timeout at the creation of the revision. A change of the timeout
+            alone restarts no pod.
+        template: version of the pod template.
+        pull_policy: imagePullPolicy from the operator's settings; "" leaves Kubernetes' default.
+            None: a Deployment of version 0.1, which stored neither this field nor `bind`.
+        bind: listen address of the pods, from the operator's settings.
+    """
+
+    base: str
+    image: str
+    block_size: int
+    compat: str
+    drain_seconds: int
+    template: int = 2
+    pull_policy: str | None = None
+    bind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Revision:
+    """The revision of one role and variant.
+
+    Attributes:
+        id: digest that names the revision.
+        inputs: digest of the manifest fields that restart pods.
+        resolved: values that the manifest does not fix.
+    """
+
+    role: Role
+    variant: str
+    id: str
+    inputs: str
+    resolved: Resolved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +111,15 @@ class DeploymentState:
     pull_policy: str = ""
     bind: str = ""
 
+    @property
+    def key(self) -> Key:
+        return (self.role, self.variant, self.revision)
+
+    @property
+    def before_rollout(self) -> int:
+        """Replicas from before the rollout removed the first pod."""
+        return self.desired if self.initial is None else self.initial
+
     @classmethod
     def of(cls, manifest: Manifest) -> DeploymentState | None:
         """Read a manifest of a Deployment that the service controls; None if it has no role.
@@ -84,14 +145,14 @@ class DeploymentState:
             ready=int(status.get("readyReplicas", 0)),
             deleting=meta.get("deletionTimestamp") is not None,
             available=int(status.get("availableReplicas", 0)),
-            stages=frozenset(filter(None, _flag(manifest, STAGES_FLAG).split(","))),
+            stages=frozenset(filter(None, _flag(manifest, _STAGES_FLAG).split(","))),
             initial=int(noted)
             if (noted := notes.get(ANNOTATION_INITIAL, "")).isdecimal()
             else None,
             failed=notes.get(ANNOTATION_FAILED, ""),
             created=_seconds(meta.get("creationTimestamp")),
             pull_policy=next(_containers(manifest), {}).get("imagePullPolicy", ""),
-            bind=_flag(manifest, BIND_FLAG),
+            bind=_flag(manifest, _BIND_FLAG),
         )
 
 

@@ -13,7 +13,7 @@ from vlm_operator.autoscale.decide import Outcome
 from vlm_operator.autoscale.outcome import Attribution, Decision
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
-from vlm_operator.rollout import Step
+from vlm_operator.rollout.steps import Step
 from vlm_operator.state import Observed, PodState, Revision, Sample
 from vlm_operator.status.causes import Problem
 

@@ -16,7 +16,7 @@ from vlm_operator.api.pool import Pool
 from vlm_operator.api.status import ConditionType
 from vlm_operator.cluster import DEPLOYMENT
 from vlm_operator.names import Role
-from vlm_operator.rollout import share
+from vlm_operator.rollout.replica_counts import share
 from vlm_operator.state import DeploymentState, PodState, Sample
 from vlm_operator.status.causes import (
     POD_CAUSES,

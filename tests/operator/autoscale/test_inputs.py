@@ -13,8 +13,8 @@ from vlm_operator.autoscale.constants import CONSTANTS, Constants, parse_constan
 from vlm_operator.autoscale.inputs import service_policy, service_view
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class, observe, pod_states, seconds
-from vlm_operator.pods import place
-from vlm_operator.rollout import current_revisions, keep_defaults
+from vlm_operator.pods.worker import place
+from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 
 AUTO: dict[str, Any] = {"mode": "Auto", "minReplicas": 1, "maxReplicas": 6}
 ZERO: dict[str, Any] = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3}

@@ -9,7 +9,7 @@ import pytest
 from support.world import body, pool, service
 from vlm_operator import names
 from vlm_operator.plan.policies import Network, network_policies
-from vlm_operator.pods import object_labels
+from vlm_operator.pods.parts import object_labels
 
 OPERATOR = "triptych-system"
 

@@ -8,8 +8,8 @@ from support.world import body, pool, service
 from vlm_operator.api import Variant
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
-from vlm_operator.pods import place
-from vlm_operator.rollout import current_revisions, keep_defaults
+from vlm_operator.pods.worker import place
+from vlm_operator.rollout.revisions import current_revisions, keep_defaults
 from vlm_operator.state import NodeClassState
 
 L40S = NodeClassState(

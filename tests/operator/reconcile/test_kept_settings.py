@@ -8,8 +8,8 @@ import pytest
 
 from support.world import World, body, pool
 from vlm_operator.cluster import DEPLOYMENT, POD, Manifest
-from vlm_operator.plan import Options as PlanOptions
-from vlm_operator.pods import Images
+from vlm_operator.plan.deployments import Options as PlanOptions
+from vlm_operator.pods.parts import Images
 from vlm_operator.reconcile import Options
 from vlm_operator.state import ANNOTATION_RESOLVED
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.fakes import sample_of
 from vlm_operator.names import Role
-from vlm_operator.rollout import PodPatch, plan_drain
+from vlm_operator.rollout.drain import PodPatch, plan_drain
 from vlm_operator.state import DeploymentState, KvTokens, PodState, Sample
 
 NOW = 1_800_000_000.0

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from support.fleet import CHAIN, Fleet
 from vlm_operator.names import POOL_ROLES, Role
-from vlm_operator.rollout import Step, SurgeLimits
+from vlm_operator.rollout.replica_counts import SurgeLimits
+from vlm_operator.rollout.steps import Step
 
 TURNS = 200
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 
 from vlm_operator.api import RolloutStrategy
 from vlm_operator.names import Role
-from vlm_operator.rollout import RevisionTarget, RolloutTarget, Step, SurgeLimits, next_step, sizes
+from vlm_operator.rollout.replica_counts import SurgeLimits
+from vlm_operator.rollout.steps import Step, next_step
+from vlm_operator.rollout.target import RevisionTarget, RolloutTarget, sizes
 from vlm_operator.state import DeploymentState
 
 Key = tuple[Role, str, str]
