@@ -10,7 +10,7 @@ from worker.engine.by_hand import ByHand
 from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.events import CancelOutcome, NeedItems
+from vlm_worker.engine.events import NeedItems
 from vlm_worker.engine.kv_handoff import ReceiveResult
 from vlm_worker.errors import (
     CorruptTransferError,
@@ -29,6 +29,7 @@ from vlm_worker.types import (
     FinishReason,
     RequestKey,
 )
+from vlm_worker.wire.messages import CancelOutcome
 
 # ---- embeddings ----------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import pytest
 from worker.engine.talk import IMAGE, about_image, error, events, first_token, text, tokens
 
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.events import CancelOutcome
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import (
     CancelledError,
@@ -34,6 +33,7 @@ from vlm_worker.types import (
     ScheduledEvent,
     TokenEvent,
 )
+from vlm_worker.wire.messages import CancelOutcome
 
 
 async def test_idle_time_is_the_runners_until_somebody_comes(start: Any, until: Any) -> None:

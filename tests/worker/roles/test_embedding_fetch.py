@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 from worker.server.pairs import IMAGES, TENTH, about, encoding, until
-from worker.server.serving import KEY, serving
+from worker.server.serving import serving
 
 from vlm_worker.roles.embedding_fetch import EmbeddingFetcher
 from vlm_worker.testing import assert_idle
@@ -22,7 +22,7 @@ async def test_a_call_that_is_cancelled_twice_releases_its_leases(num_turns: int
     async with serving("encoder", TENTH) as encoder, serving("prefill", TENTH) as prefill:
         encoder.runner.gate.clear()
         source, encode = encoding(encoder, IMAGES[0])
-        await until(lambda: encoder.components.context.transfers.leases.of(KEY))
+        await until(lambda: len(encoder.components.context.attempts.leases))
         call = PrefillCall(about(IMAGES[:1]), "t-1", (source,))
         embeddings = EmbeddingFetcher(prefill.components.context, call)
         fetching = asyncio.create_task(fetch(embeddings))

@@ -19,8 +19,8 @@ async def test_what_is_announced_may_be_fetched_before_its_call_goes_on() -> Non
     async with serving("encoder", TENTH) as worker:
         async with aclosing(encode(worker, IMAGE, transfer_id="e-1")) as replies:
             assert isinstance((await anext(replies)).event, Decoded)
-            transfers = worker.components.context.transfers
-            outgoing = transfers.local("e-1", KEY.request_id, content=IMAGE.image_key)
+            attempts = worker.components.context.attempts
+            outgoing = attempts.local("e-1", KEY.request_id, content=IMAGE.image_key)
             fetching = asyncio.create_task(outgoing.whole(IMAGE.num_tokens))
             [ready] = [reply.event async for reply in replies]
             assert isinstance(ready, ItemReady)
@@ -33,6 +33,6 @@ async def test_a_caller_that_leaves_at_the_announcement_leaves_nothing() -> None
     async with serving("encoder", TENTH) as worker:
         async with aclosing(encode(worker, IMAGE)) as replies:
             await anext(replies)
-            assert worker.components.context.transfers.leases.of(KEY)
+            assert worker.components.context.attempts.by_key[KEY].producers
         await assert_idle(worker.server)
-        assert not worker.components.context.transfers.leases.of(KEY)
+        assert not worker.components.context.attempts.by_key

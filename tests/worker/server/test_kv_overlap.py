@@ -100,7 +100,7 @@ async def test_all_chunks_come_in_during_one_step_of_others(
         monkeypatch.setattr(engine, "confirm_blocks", confirm_and_tell)
         monkeypatch.setattr(prefill.runner, "execute", execute_in_turn)
         answering = asyncio.create_task(two.answer(request))
-        await until(lambda: prefill.components.context.transfers.outstanding["readers"])
+        await until(lambda: prefill.components.context.attempts.outstanding["readers"])
         decode.runner.gate.clear()
         other = engine.submit_prefill(request_of(9, RequestKey("other", 1)), for_peer=False)
         await until(lambda: decode.runner.num_steps)

@@ -34,6 +34,7 @@ from vlm_worker.errors import (
     GoneError,
     PeerLostError,
 )
+from vlm_worker.roles.attempt_registry import EndReason
 from vlm_worker.server.state import Phase
 from vlm_worker.settings.timers import PRODUCTION
 from vlm_worker.testing import answer_alone, assert_idle, make_image
@@ -54,7 +55,7 @@ from vlm_worker.wire.messages import (
 async def test_decode_that_dies_before_it_fetches_costs_prefill_a_lease_and_no_more() -> None:
     async with serving("prefill", TENTH) as p:
         accepted = await accept(p, request_of())
-        leases = p.components.context.transfers.leases
+        leases = p.components.context.attempts.leases
         assert leases.count(LeaseKind.HELD) == 1
         await assert_idle(p.server)
         assert leases.num_expired[LeaseKind.HELD] == 1, "a lost cancel is counted"
@@ -68,7 +69,7 @@ async def test_a_reservation_that_nobody_claims_ends_and_is_counted() -> None:
         await d.client.reserve(ReserveCall(KEY, 40))
         assert d.components.outstanding["KV tokens reserved"] == 40
         await assert_idle(d.server)
-        assert d.components.context.transfers.leases.num_expired[LeaseKind.RESERVED] == 1
+        assert d.components.context.attempts.leases.num_expired[LeaseKind.RESERVED] == 1
 
 
 async def test_prefill_that_dies_in_the_middle_leaves_decode_with_nothing_but_a_prefix() -> None:
@@ -103,10 +104,10 @@ async def test_a_consumer_that_gives_up_while_prefill_computes_leaves_nothing_th
     async with serving("prefill", "--max-requests=4", "--max-batched-tokens=16", TENTH) as p:
         p.runner.gate.clear()
         prefilling = asyncio.create_task(collect(p, PrefillCall(request_of(60), "t-1", ())))
-        transfers = p.components.context.transfers
-        await until(lambda: transfers.holds("t-1"))
+        attempts = p.components.context.attempts
+        await until(lambda: attempts.holds("t-1"))
         await p.client.release(p.components.context.incarnation.boot_id, "t-1")
-        assert not transfers.holds("t-1")
+        assert not attempts.holds("t-1")
         p.runner.gate.set()
         assert isinstance((await prefilling)[1], FirstToken)
         await assert_idle(p.server)
@@ -124,7 +125,7 @@ async def test_a_call_that_comes_while_the_one_before_is_given_up_goes_on() -> N
                 await context.engine.release(KEY)
             return "done"
 
-        giving_up = asyncio.create_task(context.end_attempt(KEY))
+        giving_up = asyncio.create_task(context.attempts.open(KEY).end(EndReason.GIVEN_UP))
         await asyncio.sleep(0)
         again = asyncio.create_task(work())
         await begun.wait()
@@ -224,13 +225,13 @@ async def test_an_encoder_whose_device_is_lost_is_neither_healthy_nor_ready(faul
 async def test_a_task_that_ends_by_itself_fails_the_process() -> None:
     """Leases that nobody sweeps any more would be held for ever."""
     async with serving("prefill", TENTH) as p:
-        p.components.context.transfers._outgoing["broken"] = None  # type: ignore[assignment]
+        p.components.context.attempts.by_key[KEY] = None  # type: ignore[assignment]
         async with asyncio.timeout(60):
             await p.server.failed()
         assert p.server.state.phase is Phase.FAILED
         assert "sweep leases" in p.server.state.message
         assert (await page(p.server, "/healthz"))[0] == 503
-        del p.components.context.transfers._outgoing["broken"]
+        del p.components.context.attempts.by_key[KEY]
 
 
 async def test_an_encoder_that_is_out_of_memory_counts_it_and_goes_on() -> None:
@@ -253,21 +254,21 @@ async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
         context = p.components.context
         await accept(p, request_of())
         names = [f"lease-{number}" for number in range(1_200)]
+        handle = context.attempts.by_key[KEY]
         for name in names:
-            context.transfers.reserve(name, KEY)
+            handle.offer(name, None)
         peers = Peers(PRODUCTION.scaled(0.1), Sources("shapes", ""))
         async with contextlib.AsyncExitStack() as held:
             for name in names:
                 source = Source(p.client.address, context.incarnation.boot_id, name, b"f" * 16)
                 await held.enter_async_context(peers.hold(source))
-            deadline = max(lease.deadline for lease in context.transfers.leases.of(KEY))
-            await until(
-                lambda: all(
-                    lease.deadline > deadline
-                    for lease in context.transfers.leases.of(KEY)
-                    if lease.id != "t-1"
-                )
-            )
+
+            def deadlines() -> list[float]:
+                leases = map(context.attempts.leases.get, names)
+                return [lease.deadline for lease in leases if lease is not None]
+
+            deadline = max(deadlines())
+            await until(lambda: len(deadlines()) == len(names) and min(deadlines()) > deadline)
         await peers.close()
         await assert_idle(p.server)
 
@@ -277,7 +278,7 @@ async def test_more_leases_than_fit_into_one_call_are_all_renewed() -> None:
 
 async def test_a_resource_without_a_holder_fails_a_strict_worker() -> None:
     async with serving("prefill", "--timer-scale=0.01") as p:
-        p.components.context.transfers._renewed_by_maker["forgotten"] += 1
+        p.components.context.attempts._renewed_by_maker["forgotten"] += 1
         with pytest.raises(AssertionError, match="renewed by their maker"):
             await assert_idle(p.server, within_seconds=0.0)
         async with asyncio.timeout(TIMEOUT):

@@ -19,7 +19,7 @@ async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it
     async with serving("encoder", TENTH) as e, serving("prefill", TENTH) as p:
         e.runner.gate.clear()
         source, task = encoding(e, IMAGES[0])
-        await until(lambda: e.components.context.transfers.leases.count(LeaseKind.HELD) == 1)
+        await until(lambda: e.components.context.attempts.leases.count(LeaseKind.HELD) == 1)
         call = PrefillCall(about(IMAGES[:1]), "t-1", (source,))
         prefilling = asyncio.create_task(collect(p, call))
         await until(lambda: e.server._service.live["FetchEmbedding"] == 1)
@@ -36,14 +36,14 @@ async def test_an_encoder_that_dies_is_one_error_of_the_prompt_that_waits_for_it
 async def test_a_lease_that_ends_before_its_image_is_pinned_leaves_no_pin(how: str) -> None:
     """A consumer gives up while the image is still on its way to the engine."""
     async with serving("encoder", TENTH) as e:
-        transfers, delay = e.components.context.transfers, e.components.context.delay
+        attempts, delay = e.components.context.attempts, e.components.context.delay
 
         async def give_up(stage: str) -> None:
             await delay(stage)
             if stage == "encoder_queue" and how == "released":
-                transfers.release(e.components.context.incarnation.boot_id, "e-1")
+                attempts.release(e.components.context.incarnation.boot_id, "e-1")
             elif stage == "encoder_queue":
-                transfers.cancel(KEY, CancelledError("the caller left"))
+                attempts.by_key[KEY].stop_readers(CancelledError("the caller left"))
 
         e.components.context.delay = give_up  # type: ignore[method-assign]
         await encoding(e, IMAGES[0])[1]

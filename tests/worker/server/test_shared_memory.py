@@ -100,7 +100,7 @@ async def test_memory_that_nobody_vouches_for_makes_the_worker_start_anew(
         frames = [frame async for frame in p.client.fetch(Fetch.KV, call, timeout=TIMEOUT)]
         assert len(frames) > 2
         # it read everything, and then neither released nor renewed
-        await until(lambda: context.transfers.leases.count(LeaseKind.QUARANTINED) == 1)
+        await until(lambda: context.attempts.leases.count(LeaseKind.QUARANTINED) == 1)
         async with asyncio.timeout(TIMEOUT):
             await p.server.failed()
         assert context.transport.account.abandoned == 26 * p.runner.kv_layout.block_bytes  # type: ignore[union-attr]

@@ -63,7 +63,7 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases of one worker. Every lease has an owner and a deadline.
+    """All leases of one worker by id. Every lease has an owner and a deadline.
 
     Attributes:
         num_expired: leases that expired so far, by kind.
@@ -90,14 +90,6 @@ class LeaseTable:
     def get(self, lease_id: str) -> Lease | None:
         """The lease, expired or not; None if it was released or swept."""
         return self._leases.get(lease_id)
-
-    def of(self, owner: RequestKey) -> list[Lease]:
-        """All leases of one request."""
-        return [lease for lease in self._leases.values() if lease.owner == owner]
-
-    def owners(self) -> set[RequestKey]:
-        """Every request that has a lease."""
-        return {lease.owner for lease in self._leases.values()}
 
     def grant(
         self,

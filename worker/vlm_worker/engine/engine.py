@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from vlm_worker.engine.events import (
-    CancelOutcome,
     EncodeEvent,
     EventStream,
     ItemFailed,
@@ -53,6 +52,7 @@ from vlm_worker.engine.state import State
 from vlm_worker.errors import DrainingError, EngineError, WorkerError
 from vlm_worker.types import FailedEvent, PreparedImage, Request, RequestKey
 from vlm_worker.wire.buffers import BufferViews
+from vlm_worker.wire.messages import CancelOutcome
 
 T = TypeVar("T")
 

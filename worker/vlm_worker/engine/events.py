@@ -18,7 +18,6 @@ import asyncio
 import collections
 import ctypes
 import dataclasses
-import enum
 import itertools
 import os
 import threading
@@ -74,15 +73,6 @@ PrefillEvent = EngineEvent | NeedItems
 
 EncodeEvent = ItemReady | ItemFailed
 """What `encode` streams: one per item, in the order in which they become ready."""
-
-
-class CancelOutcome(enum.Enum):
-    """What a cancellation found; equals `vlm.v1.CancelOutcome`."""
-
-    NOT_FOUND = 1
-    ALREADY_COMPLETE = 2
-    CANCELLED_BEFORE_ADVERTISED = 3
-    CANCEL_REQUESTED_IN_FLIGHT = 4
 
 
 class EventStream(AsyncIterator[E], Generic[E]):

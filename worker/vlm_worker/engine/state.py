@@ -14,7 +14,7 @@ from vlm_worker.core.encoder_cache import CacheTier
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import AttemptTable, ResourceKind, Track
 from vlm_worker.engine.encode_requests import EncodeRequests
-from vlm_worker.engine.events import CancelOutcome, EventBuffer, OutputEvent
+from vlm_worker.engine.events import EventBuffer, OutputEvent
 from vlm_worker.engine.kv_handoff import KVHandoff
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner
@@ -31,6 +31,7 @@ from vlm_worker.engine.settings import (
 from vlm_worker.engine.step_loop import StepLoop
 from vlm_worker.errors import CancelledError, DrainingError, WorkerError
 from vlm_worker.types import RequestKey
+from vlm_worker.wire.messages import CancelOutcome
 
 logger = logging.getLogger(__name__)
 

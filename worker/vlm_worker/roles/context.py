@@ -1,36 +1,24 @@
-"""The state that the roles of one process share: engine, transfer registry, calls in flight.
-
-call(name, key) ── replies ... last reply       one call of one attempt
-      └ cancel(key) ends it from outside
-"""
+"""The state that the roles of one process share: engine, attempts, peers, clean-ups."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from vlm_worker.core.leases import Lease, LeaseTable
 from vlm_worker.core.request_memory import MemoryBudget
 from vlm_worker.core.sources import Sources
 from vlm_worker.engine.engine import Engine
-from vlm_worker.errors import (
-    CancelledError,
-    DrainingError,
-    DuplicateError,
-    OverloadedError,
-    Refusal,
-    WorkerError,
-)
-from vlm_worker.roles.call_history import CallHistory
+from vlm_worker.errors import DrainingError, Refusal
+from vlm_worker.roles.attempt_registry import AttemptHandle, AttemptRegistry, EndReason, Incarnation
 from vlm_worker.roles.request_memory import RequestMemory
-from vlm_worker.roles.transfer_registry import Incarnation, TransferRegistry
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.supervision import AtEnd, Supervisor
 from vlm_worker.transfer.peers import Peers
@@ -39,7 +27,7 @@ from vlm_worker.transfer.transport import ByteStream, Transport
 from vlm_worker.types import EmbedLayout, KVLayout, RequestKey, StageSpan
 from vlm_worker.wire.buffers import PLAIN, Copier
 from vlm_worker.wire.frames import FrameBatches
-from vlm_worker.wire.messages import CancelOutcome, FetchCall
+from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +36,6 @@ SUSPECT_SWEEPS: Final = 10
 UPLOADS: Final = 512 << 20
 IMAGES: Final = 1536 << 20
 """Default limit in bytes for image files, and for decoded images."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Call:
-    """One call in flight. `cancel` sets `error` before it cancels the task."""
-
-    name: str
-    key: RequestKey
-    task: asyncio.Task[Any]
-    error: WorkerError | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,18 +83,18 @@ class RoleContext:
         self.num_refused: Counter[Refusal] = Counter()
         self.num_violations = 0
         self._strict = strict
-        self._suspects: dict[str, int] = {}
+        self._num_suspect_sweeps = 0
         self._supervisor = Supervisor()
-        leases = LeaseTable(timers)
-        self.transfers = TransferRegistry(
-            incarnation=incarnation, free=self._free, clock=time.monotonic, leases=leases
+        self.attempts = AttemptRegistry(
+            incarnation=incarnation,
+            free=self._free,
+            end_in_engine=engine.cancel,
+            leases=LeaseTable(timers),
         )
         self.peers = Peers(timers, sources, self._supervisor)
         self.accepting = True
         self.on_transfer = on_transfer
         self._delays = dict(delays or {})
-        self._history = CallHistory()
-        self._calls: set[Call] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._makers = ThreadPoolExecutor(1, thread_name_prefix="make-ahead")
 
@@ -129,14 +107,15 @@ class RoleContext:
         await self._supervisor.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.peers.close()
-        self.transfers.close()
+        self.attempts.close()
         self.transport.close()
         self._makers.shutdown(wait=False)
 
     @property
     def num_inflight(self) -> int:
         """Calls in flight and leases that a peer may still use; 0 is empty."""
-        return len(self._calls) + len(self.transfers.leases) + len(self._tasks)
+        held = self.attempts.outstanding
+        return held["calls"] + held["leases"] + len(self._tasks)
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -149,75 +128,29 @@ class RoleContext:
     def outstanding(self) -> dict[str, int]:
         """Counts of everything that has not ended, by kind; all 0 at rest."""
         return {
-            "calls": len(self._calls),
             "clean-ups": len(self._tasks),
-            **self.transfers.outstanding,
+            **self.attempts.outstanding,
             "leases held at peers": self.peers.num_held,
             "exposed memory": self.transport.account.num_exposed,
+            "sequences, reservations and pins": self.engine.stats().inflight,
         }
 
-    @contextlib.contextmanager
     def call(
         self, name: str, key: RequestKey, *, last_resort: bool | None = None
-    ) -> Iterator[Call]:
+    ) -> AbstractContextManager[AttemptHandle]:
         """Register one call; `last_resort` None marks calls that draining does not refuse.
 
         Raises:
             DrainingError: this worker takes no new work.
-            DuplicateError: this attempt made this call before.
-            CancelledError: the attempt was cancelled, before the call or during it.
+            DuplicateError, CancelledError: see `AttemptRegistry.call`.
         """
         if last_resort is False and not self.accepting:
             raise DrainingError("this worker is draining and takes no new work")
-        now = time.monotonic()
-        if self._history.was_cancelled(key, now=now):
-            raise CancelledError(f"attempt {key.attempt} was cancelled")
-        if not self._history.begin(name, key, now=now):
-            raise DuplicateError(f"{name} was called before with attempt {key.attempt}")
-        task = asyncio.current_task()
-        assert task is not None
-        call = Call(name, key, task)
-        self._calls.add(call)
-        try:
-            yield call
-        except asyncio.CancelledError:
-            if call.error is not None and task.uncancel() == 0:
-                raise call.error from None
-            raise
-        except OverloadedError:
-            # rejected before it acquired anything: the same attempt may call again
-            self._history.forget(name, key)
-            raise
-        finally:
-            self._calls.discard(call)
+        return self.attempts.call(name, key)
 
-    async def cancel(self, request_id: str, attempt: int) -> CancelOutcome:
-        """End an attempt, or with attempt 0 all of them, and free what they hold."""
-        if attempt:
-            return await self._cancel(RequestKey(request_id, attempt))
-        owners = {call.key for call in self._calls} | self.transfers.leases.owners()
-        found = [await self._cancel(key) for key in owners if key.request_id == request_id]
-        return max(found, key=lambda outcome: outcome.value, default=CancelOutcome.NOT_FOUND)
-
-    async def end_attempt(self, key: RequestKey) -> None:
-        """End and free an attempt whose call failed here or lost its caller."""
-        await self._end(key, CancelledError(f"attempt {key.attempt} was given up"))
-
-    async def _cancel(self, key: RequestKey) -> CancelOutcome:
-        self._history.cancel(key, now=time.monotonic())
-        error = CancelledError(f"attempt {key.attempt} was cancelled by its caller")
-        return await self._end(key, error)
-
-    async def _end(self, key: RequestKey, error: CancelledError) -> CancelOutcome:
-        ending = [call for call in self._calls if call.key == key]
-        in_flight = self.transfers.cancel(key, error)
-        outcome = CancelOutcome((await self.engine.cancel(key)).value)
-        # only the calls above: a call that was refused as overloaded may have been repeated
-        for call in self._calls.intersection(ending):
-            if call.error is None:
-                call.error = error
-                call.task.cancel()
-        return CancelOutcome.CANCEL_REQUESTED_IN_FLIGHT if in_flight else outcome
+    def give_up(self, handle: AttemptHandle) -> None:
+        """End and free an attempt whose call failed here or lost its caller, in the background."""
+        self.run(handle.end(EndReason.GIVEN_UP))
 
     def refused(self, refusal: Refusal) -> None:
         """Count a transfer that was rejected."""
@@ -263,29 +196,23 @@ class RoleContext:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.timers.sweep)
-            self.transfers.sweep()
+            self.attempts.sweep()
             self._check_idle()
 
     def _check_idle(self) -> None:
-        """Report counts that stay above 0 for `SUSPECT_SWEEPS` sweeps while nothing is in flight.
+        """Report what is held for `SUSPECT_SWEEPS` sweeps while nothing is in flight.
 
         Calls that a peer keeps open do not count; they end by deadline or ping. The engine may
         finish a long step before it executes a command.
         """
-        owed = self._calls or self._tasks or self.transfers.leases
-        outstanding = {
-            **self.outstanding,
-            "sequences, reservations and pins": self.engine.stats().inflight,
-        }
-        self._suspects = {
-            name: self._suspects.get(name, 0) + 1
-            for name, count in outstanding.items()
-            if count and not owed
-        }
-        for name, num_sweeps in self._suspects.items():
-            if num_sweeps == SUSPECT_SWEEPS:
-                self.num_violations += 1
-                logger.error("resource not freed", extra={"what": name, "count": outstanding[name]})
+        held = {name: count for name, count in self.outstanding.items() if count}
+        if not held or self.num_inflight:
+            self._num_suspect_sweeps = 0
+            return
+        self._num_suspect_sweeps += 1
+        if self._num_suspect_sweeps == SUSPECT_SWEEPS:
+            self.num_violations += 1
+            logger.error("resources not freed", extra={"resources": held})
 
 
 class CallTimer:

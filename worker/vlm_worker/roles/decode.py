@@ -19,9 +19,9 @@ from vlm_worker.core.kv_cache import content_of
 from vlm_worker.core.peer_shares import PeerShares
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError, OverloadedError
+from vlm_worker.roles.attempt_registry import AttemptHandle, check_fingerprint
 from vlm_worker.roles.context import CallTimer, RoleContext, TransferStats
 from vlm_worker.roles.pulling import start_pull
-from vlm_worker.roles.transfer_registry import check_fingerprint
 from vlm_worker.transfer.consumer import Pull
 from vlm_worker.transfer.write_window import WriteWindow
 from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, RequestKey, StageSpan, TokenEvent
@@ -61,7 +61,7 @@ class DecodeRole:
             DrainingError, DuplicateError, CancelledError: see `RoleContext.call`.
         """
         context = self._context
-        with context.call("Reserve", call.key, last_resort=call.last_resort):
+        with context.call("Reserve", call.key, last_resort=call.last_resort) as handle:
             await context.delay("decode_reserve")
             self._check_share(peer, call.num_tokens)
             reserved = False
@@ -70,7 +70,7 @@ class DecodeRole:
                 reservation = Reservation(
                     uuid.uuid4().hex, context.incarnation.boot_id, context.timers.reservation
                 )
-                context.transfers.reserve(reservation.reservation_id, call.key)
+                handle.offer(reservation.reservation_id, None)
                 self._shares.add(reservation.reservation_id, peer, call.num_tokens)
                 reserved = True
             finally:
@@ -79,7 +79,7 @@ class DecodeRole:
             return reservation
 
     def _check_share(self, peer: str, num_tokens: int) -> None:
-        self._shares.keep(self._context.transfers.holds)
+        self._shares.keep(self._context.attempts.holds)
         kv = self._context.engine.stats().kv
         capacity = kv.capacity_tokens if kv else 0
         if not self._shares.admits(peer, num_tokens, capacity=capacity):
@@ -101,27 +101,27 @@ class DecodeRole:
         """
         context, key = self._context, call.request.key
         local = call.kv.boot_id == context.incarnation.boot_id
-        with context.call("Decode", key):
+        with context.call("Decode", key) as handle:
             finished = False
             try:
                 context.incarnation.check(call.boot_id)
-                replies = self._adopted(call, timer) if local else self._pulled(call, timer)
+                replies = (self._adopted if local else self._pulled)(call, handle, timer)
                 async with aclosing(replies):
                     async for reply in replies:
                         finished = isinstance(reply.event, Finished)
                         yield reply
             finally:
                 if not finished:
-                    context.run(context.end_attempt(key))
+                    context.give_up(handle)
 
     async def _adopted(
-        self, call: DecodeCall, timer: CallTimer
+        self, call: DecodeCall, handle: AttemptHandle, timer: CallTimer
     ) -> AsyncGenerator[Reply[DecodeEvent]]:
         """Continue a prompt that this process has prefilled or prefills; needs no reservation."""
         context, key = self._context, call.request.key
         content = content_of(call.request)
-        prefilled = context.transfers.local(call.kv.transfer_id, key.request_id, content=content)
-        if not context.transfers.take_over(call.kv.transfer_id, key):
+        prefilled = context.attempts.local(call.kv.transfer_id, key.request_id, content=content)
+        if not handle.take_over(call.kv.transfer_id):
             raise GoneError(f"transfer {call.kv.transfer_id} is not held here")
         stream = context.engine.adopt_local(call.request)
         try:
@@ -135,11 +135,11 @@ class DecodeRole:
             yield ended_by_first_token(call, commit, (), timer)
 
     async def _pulled(
-        self, call: DecodeCall, timer: CallTimer
+        self, call: DecodeCall, handle: AttemptHandle, timer: CallTimer
     ) -> AsyncGenerator[Reply[DecodeEvent]]:
         """Continue a prompt that another worker has prefilled or prefills."""
         context, key = self._context, call.request.key
-        if not context.transfers.take_over(call.reservation_id, key):
+        if not handle.take_over(call.reservation_id):
             raise GoneError(f"reservation {call.reservation_id} is not held here")
         begun = timer.arrived + timer.now()
         commit = await self._pull(call)

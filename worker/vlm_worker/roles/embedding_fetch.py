@@ -44,7 +44,7 @@ class EmbeddingFetcher:
         """Hold the leases of all items."""
         for source in self._call.sources:
             if source.boot_id == self._context.incarnation.boot_id:
-                self._stack.enter_context(self._context.transfers.renew_while([source.transfer_id]))
+                self._stack.enter_context(self._context.attempts.renew_while([source.transfer_id]))
             else:
                 await self._stack.enter_async_context(self._context.peers.hold(source))
         return self
@@ -57,7 +57,7 @@ class EmbeddingFetcher:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         finally:
             for source in self._call.sources:
-                self._context.transfers.release(source.boot_id, source.transfer_id)
+                self._context.attempts.release(source.boot_id, source.transfer_id)
             await self._stack.aclose()
 
     def need(self, items: Iterable[int]) -> None:
@@ -115,7 +115,7 @@ class EmbeddingFetcher:
         """Get an item from the encoder in this process, without frames."""
         request = self._call.request
         image = request.items[item]
-        outgoing = self._context.transfers.local(
+        outgoing = self._context.attempts.local(
             source.transfer_id, request.key.request_id, content=image.image_key
         )
         return await outgoing.whole(image.num_tokens)

@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 from vlm_worker.engine.events import ItemReady as EngineItemReady
 from vlm_worker.errors import InvalidRequestError
+from vlm_worker.roles.attempt_registry import AttemptHandle
 from vlm_worker.roles.context import CallTimer, RoleContext
 from vlm_worker.roles.uploads import Chunk, DecodedUpload, Media, Uploads
 from vlm_worker.transfer.producer import Producer
@@ -48,14 +49,14 @@ class EncoderRole:
         """
         context = self._context
         tracked = context.call("Encode", call.key, last_resort=call.last_resort)
-        with tracked, context.memory.call(call.cache_salt) as memory:
+        with tracked as handle, context.memory.call(call.cache_salt) as memory:
             try:
                 prepared = await self._uploads.prepare(call, chunks, memory)
                 good = [i for i, p in enumerate(prepared) if isinstance(p.result, PreparedImage)]
                 if len(good) < len(prepared) and not call.skip_corrupt:
                     yield _decoded(prepared, timer)
                     return
-                async with aclosing(self._encode(call, prepared, good, timer)) as replies:
+                async with aclosing(self._encode(call, handle, prepared, good, timer)) as replies:
                     async for reply in replies:
                         yield reply
             finally:
@@ -65,16 +66,17 @@ class EncoderRole:
         """The frames of one embedding, as soon as it is ready.
 
         Raises:
-            GoneError, IncompatibleError: see `TransferRegistry.find`.
+            GoneError, IncompatibleError: see `AttemptRegistry.find`.
             Exception: the error of the encoding.
         """
         layout = self._context.embed_layout
-        outgoing = self._context.transfers.find(call, fingerprint=layout.fingerprint)
+        outgoing = self._context.attempts.find(call, fingerprint=layout.fingerprint)
         return self._context.send(outgoing, call, large=large)
 
     async def _encode(
         self,
         call: EncodeCall,
+        handle: AttemptHandle,
         prepared: Sequence[DecodedUpload],
         good: Sequence[int],
         timer: CallTimer,
@@ -87,12 +89,12 @@ class EncoderRole:
         images = [one.result for one in prepared if isinstance(one.result, PreparedImage)]
         transfers = [call.items[i].transfer_id for i in good]
         rows: dict[int, memoryview] = {}
-        producers = [self._offer(call.key, i, transfers[i], p, rows) for i, p in enumerate(images)]
+        producers = [self._offer(handle, i, transfers[i], p, rows) for i, p in enumerate(images)]
         num_left = len(good)
         # the time of sending Decoded is part of the queue time
         queued = max(image.done for image in prepared)
         try:
-            with context.transfers.renew_while(transfers):
+            with context.attempts.renew_while(transfers):
                 yield _decoded(prepared, timer)
                 await context.delay("encoder_queue")
                 asked = context.engine.encode(call.key, images, priority=call.priority)
@@ -116,19 +118,19 @@ class EncoderRole:
         finally:
             # after the last image is announced, the caller may leave; then the leases decide
             if num_left:
-                context.run(context.end_attempt(call.key))
+                context.give_up(handle)
             else:
                 self._release_expired(call.key, transfers)
 
     def _release_expired(self, key: RequestKey, transfers: Sequence[str]) -> None:
         """Free the items whose lease ended before the engine pinned them; no sweep frees them."""
         for index, transfer_id in enumerate(transfers):
-            if not self._context.transfers.holds(transfer_id):
+            if not self._context.attempts.holds(transfer_id):
                 self._context.engine.release_embedding(key, index)
 
     def _offer(
         self,
-        key: RequestKey,
+        handle: AttemptHandle,
         index: int,
         transfer_id: str,
         image: PreparedImage,
@@ -139,7 +141,7 @@ class EncoderRole:
 
         async def prepare() -> None:
             if index not in rows:
-                rows[index] = await self._context.engine.export_embedding(key, index)
+                rows[index] = await self._context.engine.export_embedding(handle.key, index)
 
         def export(first: int, count: int, _: memoryview) -> memoryview:
             whole = rows[index]
@@ -148,7 +150,7 @@ class EncoderRole:
             return whole.cast("B")[first * layout.row_bytes : (first + count) * layout.row_bytes]
 
         identity = self._context.incarnation.transfer_id(
-            key, transfer_id, layout.fingerprint, content=image.image_key
+            handle.key, transfer_id, layout.fingerprint, content=image.image_key
         )
         outgoing = Producer(
             identity,
@@ -159,7 +161,7 @@ class EncoderRole:
             timers=self._context.timers,
             copier=self._context.copier,
         )
-        self._context.transfers.offer(transfer_id, key, outgoing, item=index)
+        handle.offer(transfer_id, outgoing, item=index)
         return outgoing
 
 

@@ -17,9 +17,9 @@ from contextlib import aclosing
 from vlm_worker.core.kv_cache import content_of
 from vlm_worker.engine.events import EventStream, NeedItems, PrefillEvent
 from vlm_worker.errors import EngineError
+from vlm_worker.roles.attempt_registry import AttemptHandle, check_fingerprint
 from vlm_worker.roles.context import CallTimer, RoleContext
 from vlm_worker.roles.embedding_fetch import EmbeddingFetcher
-from vlm_worker.roles.transfer_registry import check_fingerprint
 from vlm_worker.transfer.producer import Producer
 from vlm_worker.types import (
     BlocksReady,
@@ -72,10 +72,10 @@ class PrefillRole:
             WorkerError: a refusal or an error of the engine.
         """
         context, key = self._context, call.request.key
-        with context.call("Prefill", key, last_resort=call.last_resort):
+        with context.call("Prefill", key, last_resort=call.last_resort) as handle:
             for source in call.sources:
                 check_fingerprint(source.fingerprint, context.embed_layout.fingerprint)
-            outgoing = self._offer(call)
+            outgoing = self._offer(call, handle)
             finished = False
             try:
                 async with EmbeddingFetcher(context, call) as embeddings:
@@ -89,22 +89,22 @@ class PrefillRole:
                     spans = (*embeddings.spans(timer), *_spans(progress, timer))
                 # from now on the lease decides when the KV is freed, not the caller
                 finished = True
-                if not context.transfers.holds(call.transfer_id):
+                if not context.attempts.holds(call.transfer_id):
                     # the lease ended during the prefill; a KV that was adopted stays
                     context.run(context.engine.release(key))
                 yield Reply(_first_token(progress), spans, timer.now())
                 yield Reply(PrefillDone(), (), timer.now())
             finally:
                 if not finished:
-                    context.run(context.end_attempt(key))
+                    context.give_up(handle)
 
     def fetch(self, call: FetchCall, *, large: bool) -> FrameBatches:
         """The frames of a prompt's KV, as blocks are written.
 
         Raises:
-            GoneError, IncompatibleError: see `TransferRegistry.find`.
+            GoneError, IncompatibleError: see `AttemptRegistry.find`.
         """
-        outgoing = self._context.transfers.find(call, fingerprint=self._layout.fingerprint)
+        outgoing = self._context.attempts.find(call, fingerprint=self._layout.fingerprint)
         return self._context.send(outgoing, call, large=large)
 
     def _submit(self, call: PrefillCall) -> EventStream[PrefillEvent]:
@@ -115,7 +115,7 @@ class PrefillRole:
             request = dataclasses.replace(request, sampling=sampling)
         return self._context.engine.submit_prefill(request, for_peer=call.handoff)
 
-    def _offer(self, call: PrefillCall) -> Producer:
+    def _offer(self, call: PrefillCall, handle: AttemptHandle) -> Producer:
         key = call.request.key
         identity = self._context.incarnation.transfer_id(
             key,
@@ -132,7 +132,7 @@ class PrefillRole:
             copier=self._context.copier,
         )
         if call.handoff:
-            self._context.transfers.offer(call.transfer_id, key, outgoing)
+            handle.offer(call.transfer_id, outgoing)
         return outgoing
 
     def _accepted(self, call: PrefillCall) -> Accepted:

@@ -19,12 +19,12 @@ from vlm_worker.core.sources import Sources
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.media.pool import MediaObserver, MediaPool, MediaSettings
+from vlm_worker.roles.attempt_registry import Incarnation
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encode import EncoderRole
 from vlm_worker.roles.prefill import PrefillRole
 from vlm_worker.roles.request_memory import RequestMemory
-from vlm_worker.roles.transfer_registry import Incarnation
 from vlm_worker.serve.budget import MemoryPlan, cold_cache_bytes, embedding_copies, plan_memory
 from vlm_worker.serve.loading import Loaded, Progress, load
 from vlm_worker.serve.process import (

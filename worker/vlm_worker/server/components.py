@@ -55,7 +55,7 @@ class WorkerComponents:
 
     def snapshot(self) -> Snapshot:
         """Return the current statistics."""
-        leases = self.context.transfers.leases
+        leases = self.context.attempts.leases
         counts = LeaseCounts(
             held=leases.count(LeaseKind.HELD),
             reserved=leases.count(LeaseKind.RESERVED),
@@ -104,11 +104,9 @@ class WorkerComponents:
     @property
     def outstanding(self) -> dict[str, int]:
         """Nonzero counts of everything that has not ended, by kind; empty at rest."""
-        stats = self.engine.stats()
-        kv = stats.kv
+        kv = self.engine.stats().kv
         counts = {
             **self.context.outstanding,
-            "sequences, reservations and pins": stats.inflight,
             "KV tokens in use": kv.running_tokens if kv else 0,
             "KV tokens reserved": kv.reserved_tokens if kv else 0,
         }

@@ -126,20 +126,20 @@ class Service:
 
     async def _Cancel(self, request: pb.CancelRequest, _: Any) -> pb.CancelReply:  # noqa: N802
         key = identity.cancel_call_of(request)
-        outcome = await self._ready().context.cancel(key.request_id, key.attempt)
+        outcome = await self._ready().context.attempts.cancel(key.request_id, key.attempt)
         return pb.CancelReply(outcome=pb.CancelOutcome.Name(outcome.value))
 
     async def _RenewLeases(  # noqa: N802
         self, request: pb.RenewLeasesRequest, _: Any
     ) -> pb.RenewLeasesReply:
         boot_id, lease_ids = identity.renew_call_of(request)
-        return pb.RenewLeasesReply(gone=self._ready().context.transfers.renew(boot_id, lease_ids))
+        return pb.RenewLeasesReply(gone=self._ready().context.attempts.renew(boot_id, lease_ids))
 
     async def _ReleaseLease(  # noqa: N802
         self, request: pb.ReleaseLeaseRequest, _: Any
     ) -> pb.ReleaseLeaseReply:
         boot_id, lease_id = identity.release_call_of(request)
-        self._ready().context.transfers.release(boot_id, lease_id)
+        self._ready().context.attempts.release(boot_id, lease_id)
         return pb.ReleaseLeaseReply()
 
     # ---- Encoder -------------------------------------------------------------------------------

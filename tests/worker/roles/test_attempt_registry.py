@@ -1,4 +1,4 @@
-"""What is held for consumers ends by release, by claim, by cancel, or by its lease; never twice."""
+"""The laws of attempts on the event loop (`roles.attempt_registry`): calls, leases, and the end."""
 
 from __future__ import annotations
 
@@ -6,22 +6,34 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlm_worker.core.leases import Lease, LeaseKind, LeaseTable
 from vlm_worker.errors import (
     CancelledError,
     CorruptTransferError,
+    DuplicateError,
     GoneError,
     IncompatibleError,
     InvalidRequestError,
+    OverloadedError,
     Refusal,
 )
-from vlm_worker.roles.transfer_registry import Incarnation, TransferRegistry
+from vlm_worker.roles.attempt_registry import (
+    MAX_REMEMBERED,
+    REMEMBER_SECONDS,
+    AttemptHandle,
+    AttemptRegistry,
+    EndReason,
+    History,
+    Incarnation,
+)
 from vlm_worker.transfer.producer import Producer
 from vlm_worker.transfer.transport import ByteStream, Exposure, ExposureAccount
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.frames import Commit, join_frames
-from vlm_worker.wire.messages import FetchCall
+from vlm_worker.wire.messages import CancelOutcome, FetchCall
 
 INCARNATION = Incarnation(b"b" * 16, "pod")
 KEY = RequestKey("r-1", 1)
@@ -30,17 +42,30 @@ CONTENT = b"c" * 32
 
 
 class Table:
-    """TransferRegistry under a clock that the test moves."""
+    """AttemptRegistry under a clock that the test moves, and an engine that records its calls."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.freed: list[str] = []
-        self.transfers = TransferRegistry(
-            incarnation=INCARNATION, free=self._free, clock=lambda: self.now, leases=LeaseTable()
+        self.ended: list[RequestKey] = []
+        self.attempts = AttemptRegistry(
+            incarnation=INCARNATION,
+            free=self._free,
+            end_in_engine=self._end,
+            clock=lambda: self.now,
+            leases=LeaseTable(),
         )
 
     def _free(self, lease: Lease) -> None:
         self.freed.append(lease.id)
+
+    async def _end(self, key: RequestKey) -> CancelOutcome:
+        self.ended.append(key)
+        await asyncio.sleep(0)
+        return CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+
+    def handle(self, key: RequestKey = KEY) -> AttemptHandle:
+        return self.attempts.open(key)
 
     def offer(self, name: str = "t", key: RequestKey = KEY) -> Producer:
         def export(first: int, count: int, _: memoryview) -> memoryview:
@@ -53,11 +78,11 @@ class Table:
             export=export,
             clock=lambda: self.now,
         )
-        self.transfers.offer(name, key, outgoing)
+        self.handle(key).offer(name, outgoing)
         return outgoing
 
     def find(self, name: str = "t", key: RequestKey = KEY, layout: bytes = LAYOUT) -> Producer:
-        return self.transfers.find(
+        return self.attempts.find(
             FetchCall(name, INCARNATION.boot_id, layout, key), fingerprint=LAYOUT
         )
 
@@ -70,18 +95,18 @@ def test_it_is_found_by_its_request_alone() -> None:
     with pytest.raises(IncompatibleError):
         table.find(layout=b"g" * 16)
     with pytest.raises(GoneError, match="another incarnation"):
-        table.transfers.find(FetchCall("t", b"x" * 16, LAYOUT, KEY), fingerprint=LAYOUT)
+        table.attempts.find(FetchCall("t", b"x" * 16, LAYOUT, KEY), fingerprint=LAYOUT)
 
 
 def test_a_consumer_in_this_process_gets_what_it_is_made_from_alone() -> None:
     table = Table()
     outgoing = table.offer()
-    assert table.transfers.local("t", KEY.request_id, content=CONTENT) is outgoing
+    assert table.attempts.local("t", KEY.request_id, content=CONTENT) is outgoing
     with pytest.raises(CorruptTransferError, match="other tokens") as refused:
-        table.transfers.local("t", KEY.request_id, content=b"d" * 32)
+        table.attempts.local("t", KEY.request_id, content=b"d" * 32)
     assert refused.value.refusal is Refusal.IDENTITY
     with pytest.raises(GoneError):
-        table.transfers.local("t", "r-2", content=CONTENT)
+        table.attempts.local("t", "r-2", content=CONTENT)
 
 
 @pytest.mark.parametrize("key", [KEY, RequestKey("r-2", 1)])
@@ -96,10 +121,10 @@ def test_the_name_of_another_transfer_is_refused(key: RequestKey) -> None:
 def test_a_release_frees_once() -> None:
     table = Table()
     table.offer()
-    table.transfers.release(b"x" * 16, "t")
+    table.attempts.release(b"x" * 16, "t")
     assert table.freed == []
     for _ in range(3):
-        table.transfers.release(INCARNATION.boot_id, "t")
+        table.attempts.release(INCARNATION.boot_id, "t")
     assert table.freed == ["t"]
     with pytest.raises(GoneError):
         table.find()
@@ -110,25 +135,25 @@ def test_a_lease_that_is_not_renewed_is_freed_by_the_sweep() -> None:
     table.offer("kept")
     table.offer("left")
     for table.now in range(0, 30, 2):
-        table.transfers.renew(INCARNATION.boot_id, ["kept"])
-        table.transfers.sweep()
+        table.attempts.renew(INCARNATION.boot_id, ["kept"])
+        table.attempts.sweep()
     assert table.freed == ["left"]
-    assert table.transfers.renew(INCARNATION.boot_id, ["kept", "left"]) == ["left"]
-    assert table.transfers.renew(b"x" * 16, ["kept"]) == ["kept"]
+    assert table.attempts.renew(INCARNATION.boot_id, ["kept", "left"]) == ["left"]
+    assert table.attempts.renew(b"x" * 16, ["kept"]) == ["kept"]
 
 
 def test_what_its_maker_keeps_does_not_expire_and_then_has_a_whole_lease() -> None:
     table = Table()
     table.offer()
-    with table.transfers.renew_while(["t"]):
+    with table.attempts.renew_while(["t"]):
         for table.now in range(0, 100, 5):
-            table.transfers.sweep()
+            table.attempts.sweep()
     assert table.freed == []
     table.now += 9
-    table.transfers.sweep()
+    table.attempts.sweep()
     assert table.freed == []
     table.now += 2
-    table.transfers.sweep()
+    table.attempts.sweep()
     assert table.freed == ["t"]
 
 
@@ -136,33 +161,33 @@ def test_what_two_keep_is_kept_until_both_are_done() -> None:
     """The encoder that makes it, and the prompt in the same process that waits for its turn."""
     table = Table()
     table.offer()
-    with table.transfers.renew_while(["t"]):
-        with table.transfers.renew_while(["t"]):
+    with table.attempts.renew_while(["t"]):
+        with table.attempts.renew_while(["t"]):
             pass
         for _ in range(3):
             table.now += 8.0
-            table.transfers.sweep()
+            table.attempts.sweep()
         assert table.freed == []
-        assert table.transfers.outstanding["leases renewed by their maker"] == 1
-    assert table.transfers.outstanding["leases renewed by their maker"] == 0
+        assert table.attempts.outstanding["leases renewed by their maker"] == 1
+    assert table.attempts.outstanding["leases renewed by their maker"] == 0
 
 
 def test_what_is_claimed_is_not_freed_and_not_claimed_again() -> None:
     table = Table()
-    table.transfers.reserve("room", KEY)
-    assert not table.transfers.take_over("room", RequestKey("r-2", 1))
-    assert table.transfers.take_over("room", KEY)
-    assert not table.transfers.take_over("room", KEY)
+    table.handle().offer("room", None)
+    assert not table.handle(RequestKey("r-2", 1)).take_over("room")
+    assert table.handle().take_over("room")
+    assert not table.handle().take_over("room")
     table.now = 100.0
-    table.transfers.sweep()
+    table.attempts.sweep()
     assert table.freed == []
 
 
 def test_an_expired_reservation_cannot_be_claimed() -> None:
     table = Table()
-    table.transfers.reserve("room", KEY)
+    table.handle().offer("room", None)
     table.now = 11.0
-    assert not table.transfers.take_over("room", KEY)
+    assert not table.handle().take_over("room")
 
 
 async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> None:
@@ -171,13 +196,13 @@ async def test_a_cancel_while_somebody_reads_is_quarantined_until_he_stops() -> 
     outgoing.advance(1)
     async with aclosing(join_frames(outgoing.frame_batches(KEY, first_unit=0))) as frames:
         await anext(frames)
-        assert table.transfers.cancel(KEY, CancelledError("stop"))
-        table.transfers.sweep()
-        assert len(table.transfers.leases) == 1
+        assert table.handle().stop_readers(CancelledError("stop"))
+        table.attempts.sweep()
+        assert len(table.attempts.leases) == 1
         with pytest.raises(CancelledError):
             await anext(frames)
-    table.transfers.sweep()
-    assert len(table.transfers.leases) == 0
+    table.attempts.sweep()
+    assert len(table.attempts.leases) == 0
     assert table.freed == [], "the engine has freed it with the request"
 
 
@@ -189,13 +214,13 @@ async def test_a_lease_does_not_expire_under_a_stream_that_takes_frames() -> Non
             outgoing.advance(unit)
             await anext(frames)
             table.now += 7
-            table.transfers.sweep()
+            table.attempts.sweep()
         assert table.freed == [], "56 s without a renewal"
         # a stream that takes nothing any more keeps nothing alive
         table.now += 19
-        table.transfers.sweep()
+        table.attempts.sweep()
         assert table.freed == ["t"]
-        assert table.transfers.leases.num_expired[LeaseKind.HELD] == 1
+        assert table.attempts.leases.num_expired[LeaseKind.HELD] == 1
         with pytest.raises(GoneError, match="expired"):
             await anext(frames)
 
@@ -243,9 +268,9 @@ async def test_exposed_memory_is_free_when_its_reader_is_proven_to_have_stopped(
     await read_all(table.offer(), transport)
     assert transport.account.used == 64
     if proof == "release":
-        table.transfers.release(INCARNATION.boot_id, "t")
+        table.attempts.release(INCARNATION.boot_id, "t")
     else:
-        assert table.transfers.take_over("t", KEY)
+        assert table.handle().take_over("t")
     assert (transport.account.used, transport.account.abandoned) == (0, 0)
 
 
@@ -257,24 +282,22 @@ async def test_exposed_memory_of_a_request_that_ended_is_quarantined(
     table, transport = Table(), Exposing()
     await read_all(table.offer(), transport)
     if end == "cancel":
-        assert table.transfers.cancel(KEY, CancelledError("stop"))
+        assert table.handle().stop_readers(CancelledError("stop"))
     else:
         table.now = 11.0
-        table.transfers.sweep()
+        table.attempts.sweep()
         assert table.freed == ["t"], "the engine's blocks were copied, and are free"
     for _ in range(5):
         table.now += 10
-        table.transfers.sweep()
-        assert table.transfers.leases.count(LeaseKind.QUARANTINED) == 1
+        table.attempts.sweep()
+        assert table.attempts.leases.count(LeaseKind.QUARANTINED) == 1
         assert transport.account.used == 64
-    assert table.transfers.renew(INCARNATION.boot_id, ["t"]) == ["t"], (
-        "it is not given back to life"
-    )
+    assert table.attempts.renew(INCARNATION.boot_id, ["t"]) == ["t"], "it is not given back to life"
     if released:
-        table.transfers.release(INCARNATION.boot_id, "t")
+        table.attempts.release(INCARNATION.boot_id, "t")
     table.now += 30
-    table.transfers.sweep()
-    assert len(table.transfers.leases) == 0
+    table.attempts.sweep()
+    assert len(table.attempts.leases) == 0
     assert (transport.account.used, transport.account.abandoned) == (0, 0 if released else 64)
     assert (transport.account.unhealthy_reason is None) == released, "6 % of the pool are lost"
 
@@ -282,8 +305,8 @@ async def test_exposed_memory_of_a_request_that_ended_is_quarantined(
 async def test_a_cancel_that_nobody_sees_needs_no_quarantine() -> None:
     table = Table()
     outgoing = table.offer()
-    assert not table.transfers.cancel(KEY, CancelledError("stop"))
-    assert len(table.transfers.leases) == 0
+    assert not table.handle().stop_readers(CancelledError("stop"))
+    assert len(table.attempts.leases) == 0
     outgoing.finish(Commit(0, 0))
     with pytest.raises(CancelledError):
         async with asyncio.timeout(60):
@@ -295,10 +318,103 @@ def test_an_expired_lease_is_told_with_its_id_kind_owner_and_cause(
 ) -> None:
     """In the text itself: not every log shows fields."""
     table = Table()
-    table.transfers.reserve("room-1", KEY)
+    table.handle().offer("room-1", None)
     table.now = 11.0
-    table.transfers.sweep()
+    table.attempts.sweep()
     (record,) = caplog.records
     for part in ("room-1", "reserved", KEY.request_id, "attempt 1", "nobody renewed it"):
         assert part in record.getMessage()
     assert "nobody renewed it" in record.cause  # type: ignore[attr-defined]
+
+
+async def test_the_end_stops_readers_then_the_engine_then_the_calls() -> None:
+    table, order = Table(), []
+
+    async def call() -> None:
+        try:
+            with table.attempts.call("Prefill", KEY) as handle:
+                begun.set()
+                await asyncio.Event().wait()
+        except CancelledError as error:
+            order.append(("call", str(error), handle.producers))
+
+    begun, calling = asyncio.Event(), asyncio.create_task(call())
+    await begun.wait()
+    producer = table.offer()
+    outcome = await table.attempts.cancel(KEY.request_id, KEY.attempt)
+    assert outcome is CancelOutcome.CANCELLED_BEFORE_ADVERTISED
+    assert table.ended == [KEY]
+    with pytest.raises(CancelledError):
+        _ = [frame async for frame in join_frames(producer.frame_batches(KEY, first_unit=0))]
+    await calling
+    assert order == [("call", "attempt 1 was cancelled by its caller", {})]
+    assert table.attempts.by_key == {}
+    with pytest.raises(CancelledError), table.attempts.call("Decode", KEY):
+        pass
+
+
+async def test_attempt_0_cancels_all_attempts_of_a_request_and_no_other() -> None:
+    table = Table()
+    for name, attempt in (("r-1", 1), ("r-1", 2), ("r-2", 1)):
+        table.offer(f"{name}-{attempt}", RequestKey(name, attempt))
+    await table.attempts.cancel("r-1", 0)
+    assert table.ended == [RequestKey("r-1", 1), RequestKey("r-1", 2)]
+    assert list(table.attempts.by_key) == [RequestKey("r-2", 1)]
+    assert await table.attempts.cancel("r-3", 0) is CancelOutcome.NOT_FOUND
+
+
+async def test_an_attempt_that_was_given_up_or_refused_as_overloaded_may_call_again() -> None:
+    table = Table()
+    for _ in range(2):
+        with pytest.raises(OverloadedError), table.attempts.call("Reserve", KEY):
+            raise OverloadedError("no free KV block", retry_after_seconds=1)
+        await table.handle().end(EndReason.GIVEN_UP)
+        assert table.attempts.by_key == {}
+    with table.attempts.call("Reserve", KEY):
+        pass
+    with pytest.raises(DuplicateError), table.attempts.call("Reserve", KEY):
+        pass
+
+
+# ---- calls -------------------------------------------------------------------------------------
+
+keys = st.builds(RequestKey, st.sampled_from("abc"), st.integers(1, 3))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["Prefill", "Decode"]), keys), max_size=30))
+def test_only_the_first_call_of_an_attempt_is_new(calls: list[tuple[str, RequestKey]]) -> None:
+    history, seen = History(), set()
+    for now, (name, key) in enumerate(calls):
+        assert history.begin(name, key, now=float(now)) == ((name, key) not in seen)
+        seen.add((name, key))
+
+
+@given(keys, keys)
+def test_a_cancel_is_of_one_attempt(cancelled: RequestKey, other: RequestKey) -> None:
+    history = History()
+    history.cancel(cancelled, now=0.0)
+    assert history.was_cancelled(other, now=1.0) == (other == cancelled)
+
+
+def test_a_refused_call_may_come_again() -> None:
+    history, key = History(), RequestKey("a", 1)
+    assert history.begin("Reserve", key, now=0.0)
+    history.forget("Reserve", key)
+    assert history.begin("Reserve", key, now=1.0)
+
+
+def test_what_is_old_is_forgotten() -> None:
+    history, key = History(), RequestKey("a", 1)
+    history.begin("Prefill", key, now=0.0)
+    history.cancel(key, now=0.0)
+    assert history.was_cancelled(key, now=REMEMBER_SECONDS - 1)
+    assert not history.was_cancelled(key, now=REMEMBER_SECONDS)
+    assert history.begin("Prefill", key, now=REMEMBER_SECONDS)
+
+
+def test_the_number_remembered_is_bounded() -> None:
+    history = History()
+    for number in range(MAX_REMEMBERED + 10):
+        history.cancel(RequestKey(str(number), 1), now=0.0)
+    assert len(history) <= MAX_REMEMBERED
+    assert history.was_cancelled(RequestKey(str(MAX_REMEMBERED + 9), 1), now=0.0)
