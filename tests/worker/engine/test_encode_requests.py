@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from worker.engine.encode_helpers import encode_first, events, key, prepared_image
 
+from vlm_worker.core.limits import QueueLimit
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EncodeEvent, ItemFailed, ItemReady
-from vlm_worker.engine.settings import QueueLimit
 from vlm_worker.errors import (
     CancelledError,
     DrainingError,

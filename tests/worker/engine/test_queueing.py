@@ -9,11 +9,12 @@ from worker.engine.encode_helpers import encode_first
 from worker.engine.talk import error, events, text, tokens
 
 from vlm_worker.core.admission_policy import AdmissionPolicy, AdmissionReason, AdmissionSettings
+from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.step_time import LimitReason
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import EncodeEvent, EventStream, ItemFailed
-from vlm_worker.engine.settings import EngineSettings, QueueLimit
+from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import OverloadedError
 from vlm_worker.testing import IMAGE_TOKEN, ChecksumRunner, make_image
 from vlm_worker.types import (

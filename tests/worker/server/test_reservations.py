@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from worker.server.serving import serving
 
-from vlm_worker.core.peer_shares import OTHERS_SHARE
 from vlm_worker.errors import OverloadedError
+from vlm_worker.roles.decode import OTHERS_SHARE
 from vlm_worker.types import RequestKey
 from vlm_worker.wire.messages import ReserveCall
 

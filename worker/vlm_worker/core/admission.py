@@ -6,22 +6,38 @@ waiting    admitted if the KV blocks of the whole prompt fit, images included; i
 reserved   a waiting sequence with reserved blocks may bypass any number of others: no other
            sequence can use its blocks
 blocked    a sequence that lacks an embedding requests it if its blocks fit beside all soft
-           reservations (`soft_reservations`); if not, it is blocked until more blocks are free
+           reservations; if not, it is blocked until more blocks are free
+for peers  a prompt whose KV a peer reads is admitted if its blocks and those that peers have not
+           read fit under a limit; so other prompts find free blocks, even if peers read slowly
+
+    free blocks  |- A reserves -|- B reserves -|-- unreserved --|     C needs more: it is blocked
+
+A soft reservation takes no block: a sequence without images bypasses it. Reservations that no
+longer fit together are revoked, so that no sequence pins an image without blocks for it (E4).
+
+Two workers never wait for each other: decode reserves its KV blocks before prefill computes the
+prompt. If decode fails, the lease on the KV expires.
+
+Laws (tests/worker/core/test_soft_reservations.py):
+
+    reserved blocks are free                    after every step
+    a blocked sequence is unblocked             if unreserved blocks grew, or no reservation is left
+    a sequence bypassed too often is next       no other reservation is granted; its own is withheld
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Final
 
 from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
 from vlm_worker.core.admission_queue import AdmissionQueue, AdmissionRound
 from vlm_worker.core.chunks import TokenBudget
 from vlm_worker.core.kv_cache import BlockPool
-from vlm_worker.core.pending_transfers import PendingKVTransfers
+from vlm_worker.core.limits import fits
 from vlm_worker.core.persistent_batch import PersistentBatch
-from vlm_worker.core.sequence import MIN_PRIORITY, Sequence
-from vlm_worker.core.soft_reservations import SoftReservations
+from vlm_worker.core.sequence import MIN_PRIORITY, Sequence, Status
 
 MAX_BYPASSED: Final = 64
 """Sequences that may be admitted before one that lacks blocks or budget; then all wait for it."""
@@ -49,13 +65,13 @@ class AdmissionController:
         batch: PersistentBatch,
         *,
         watermark_blocks: int,
-        pending_transfers: PendingKVTransfers,
+        max_pending_blocks: int,
         settings: AdmissionSettings,
     ) -> None:
         self.waiting = AdmissionQueue(settings)
         self.ready: dict[Sequence, None] = {}
         self.max_running = len(batch.sequences)
-        self.pending_transfers = pending_transfers
+        self.pending_transfers = PendingKVTransfers(max_blocks=max_pending_blocks)
         self._pool = pool
         self._batch = batch
         self._watermark_blocks = watermark_blocks
@@ -232,7 +248,10 @@ class AdmissionController:
     def _has_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
         """Whether the blocks of the whole prompt fit, missing images included."""
         num_blocks = self._pool.blocks_for(sequence.num_tokens)
-        if _is_for_peer(sequence) and not self.pending_transfers.has_capacity(num_blocks):
+        pending = self.pending_transfers
+        if _is_for_peer(sequence) and not fits(
+            pending.num_blocks, num_blocks, maximum=pending.max_blocks
+        ):
             return False
         return self._pool.can_take(
             num_blocks - len(shared),
@@ -274,3 +293,136 @@ class AdmissionController:
 def _is_for_peer(sequence: Sequence) -> bool:
     """Whether a peer reads its KV; a sequence with reserved blocks decodes here."""
     return sequence.for_peer and not sequence.reserved_blocks
+
+
+class SoftReservations:
+    """Blocks of waiting sequences that request embeddings. Only the AdmissionController uses it.
+
+    Attributes:
+        num_blocks: of all soft reservations.
+        num_withheld_blocks: of sequences that were bypassed too often; no other may take these.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_bypassed: int) -> None:
+        self.num_blocks = 0
+        self.num_withheld_blocks = 0
+        self._pool = pool
+        self._max_bypassed = max_bypassed
+        self._reserved: dict[Sequence, int] = {}  # in order of their grant
+        self._bypassed: Sequence | None = None
+        self._refused_at = -1
+
+    def __len__(self) -> int:
+        """Sequences that have a soft reservation."""
+        return len(self._reserved)
+
+    @property
+    def next_bypassed(self) -> Sequence | None:
+        """The refused sequence that was bypassed too often: no other is granted a reservation."""
+        bypassed = self._bypassed
+        return bypassed if bypassed is not None and self._is_bypassed(bypassed) else None
+
+    def has_new_capacity(self, *, keep: int) -> bool:
+        """Whether a refused sequence may be granted a reservation now.
+
+        Args:
+            keep: blocks that no reservation may use.
+        """
+        return not self._reserved or self._num_unreserved(keep) > self._refused_at
+
+    def reserve(self, sequence: Sequence, num_blocks: int, *, keep: int) -> bool:
+        """Reserve the `num_blocks` that a sequence lacks; False if they do not fit.
+
+        A sequence with reserved blocks lacks none. The oldest refused sequence is remembered:
+        at most `max_bypassed` others may bypass it.
+        """
+        if sequence.soft_reserved_blocks is not None:
+            return True
+        if num_blocks > max(self._num_unreserved(keep), 0):
+            self._refuse(sequence, keep=keep)
+            return False
+        if sequence is self._bypassed:
+            self._forget_bypassed()
+        elif num_blocks and self._bypassed is not None:
+            if self._is_bypassed(self._bypassed):
+                return False
+            self._bypassed.num_bypassed += self._bypassed.arrival < sequence.arrival
+        sequence.soft_reserved_blocks = num_blocks
+        self.num_blocks += num_blocks
+        self._reserved[sequence] = num_blocks if self._is_bypassed(sequence) else 0
+        self.num_withheld_blocks += self._reserved[sequence]
+        return True
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence that is admitted or leaves."""
+        if sequence is self._bypassed:
+            self._forget_bypassed()
+        self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the sequence's reservation, if it has one."""
+        if sequence.soft_reserved_blocks is not None:
+            self.num_blocks -= sequence.soft_reserved_blocks
+            self.num_withheld_blocks -= self._reserved.pop(sequence)
+            sequence.soft_reserved_blocks = None
+
+    def revoke(self, *, keep: int) -> Iterator[Sequence]:
+        """Revoke the newest reservations, one by one, until the rest fits."""
+        while self.num_blocks > self._pool.num_available:
+            sequence = next(
+                other for other in reversed(self._reserved) if other.soft_reserved_blocks
+            )
+            self.release(sequence)
+            self._refuse(sequence, keep=keep)
+            yield sequence
+
+    def withheld_from(self, sequence: Sequence) -> int:
+        """Blocks that are withheld from a sequence for the reservations of others."""
+        return self.num_withheld_blocks - self._reserved.get(sequence, 0)
+
+    def _num_unreserved(self, keep: int) -> int:
+        return self._pool.num_available - self.num_blocks - keep
+
+    def _refuse(self, sequence: Sequence, *, keep: int) -> None:
+        if self._bypassed is None or sequence.arrival < self._bypassed.arrival:
+            self._bypassed = sequence
+        self._refused_at = self._num_unreserved(keep)
+
+    def _forget_bypassed(self) -> None:
+        """Let the sequences that were refused because of it try again."""
+        self._bypassed = None
+        self._refused_at = -1
+
+    def _is_bypassed(self, sequence: Sequence) -> bool:
+        return sequence.num_bypassed >= self._max_bypassed
+
+
+class PendingKVTransfers:
+    """KV blocks that wait for a peer to read them. The scheduler and the engine's handoff write it.
+
+    Attributes:
+        num_blocks: blocks of all admitted sequences for peers, HELD ones included.
+        num_held_blocks: blocks of the sequences whose prefill is complete.
+        max_blocks: limit on `num_blocks`; a larger prompt is admitted if it is the only one.
+    """
+
+    def __init__(self, *, max_blocks: int) -> None:
+        self.num_blocks = 0
+        self.num_held_blocks = 0
+        self.max_blocks = max_blocks
+
+    def admit(self, sequence: Sequence) -> None:
+        """Count a sequence that has taken its blocks."""
+        sequence.pending_blocks = len(sequence.blocks)
+        self.num_blocks += sequence.pending_blocks
+
+    def hold(self, sequence: Sequence) -> None:
+        """Count a sequence whose prefill is complete, if it was admitted for a peer."""
+        self.num_held_blocks += sequence.pending_blocks
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence whose KV was read, adopted or freed."""
+        self.num_blocks -= sequence.pending_blocks
+        if sequence.status is Status.HELD:
+            self.num_held_blocks -= sequence.pending_blocks
+        sequence.pending_blocks = 0

@@ -10,8 +10,8 @@ budget. The order:
     3  running prompts get chunks, by priority and age; a chunk may end inside an available image
     4  waiting sequences enter if the whole prompt fits; if not, a few others may bypass them
 
-`admission` implements 1 and 4. `admission_queue` orders the waiting sequences.
-`soft_reservations` decides which of them may request embeddings.
+`admission` implements 1 and 4, and decides which sequences may request embeddings.
+`admission_queue` orders the waiting sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from vlm_worker.core.admission import AdmissionController
 from vlm_worker.core.admission_policy import AdmissionSettings, preemption_order
 from vlm_worker.core.chunks import TokenBudget
 from vlm_worker.core.kv_cache import BlockPool
-from vlm_worker.core.pending_transfers import PendingKVTransfers
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.publish import publish_answer, publish_answers_for, publish_written
 from vlm_worker.core.sequence import Sequence, Status
@@ -51,15 +50,14 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.batch = batch
-        max_blocks = pool.capacity if max_pending_blocks is None else max_pending_blocks
-        self.pending_transfers = PendingKVTransfers(max_blocks=max_blocks)
         self.admission = AdmissionController(
             pool,
             batch,
             watermark_blocks=watermark_blocks,
-            pending_transfers=self.pending_transfers,
+            max_pending_blocks=pool.capacity if max_pending_blocks is None else max_pending_blocks,
             settings=settings or AdmissionSettings(),
         )
+        self.pending_transfers = self.admission.pending_transfers
         self.waiting = self.admission.waiting
         self.num_preemptions = 0
         self._max_num_batched_tokens = max_num_batched_tokens

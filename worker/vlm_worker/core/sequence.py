@@ -65,7 +65,8 @@ class Sequence:
         blocks: its KV blocks, in order.
         hashes: the hash chain of its full blocks.
         reserved_blocks: number of blocks reserved for it: those of its whole prompt, or 0.
-        soft_reserved_blocks: blocks of its soft reservation (`soft_reservations`), or None.
+        soft_reserved_blocks: blocks of its soft reservation (`admission`), or None.
+        pending_blocks: blocks that a peer has not read (`PendingKVTransfers`).
         embeddings: per item, its encoder output if it is here, or None.
         aged_priority: the top running priority when it was admitted by age; used for preemption.
         num_bypassed: sequences admitted before it because it lacked blocks or budget.
@@ -89,6 +90,7 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     reserved_blocks: int = 0
     soft_reserved_blocks: int | None = None
+    pending_blocks: int = 0
     embeddings: list[Any] = dataclasses.field(default_factory=list)
     aged_priority: int = MIN_PRIORITY
     num_bypassed: int = 0

@@ -6,7 +6,7 @@
     encoder_batches  one encoder call                  encode_requests    encode calls, pinned items
     step_loop        one step of the language model    prompt_embeddings  embeddings for prompts
     embedding_cache  buffers of the encoder cache      sequences          submit, find, end
-    queue_limits     limits of the queue               kv_handoff         KV to and from peers
+                                                       kv_handoff         KV to and from peers
                                                        readable_blocks    blocks that peers read
 
 `attempts` records what each request holds, and frees it. `runner` is the interface to a model.

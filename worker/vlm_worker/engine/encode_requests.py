@@ -16,20 +16,20 @@ from typing import Any
 
 from vlm_worker.core.encoder_cache import Entry, Lookup
 from vlm_worker.core.image_queue import num_pixels
+from vlm_worker.core.limits import Demand, Limits, QueueLimit
 from vlm_worker.core.step_time import retry_after
 from vlm_worker.engine.attempts import Attempt, AttemptTable, ResourceKind
 from vlm_worker.engine.embedding_cache import EmbeddingCache
 from vlm_worker.engine.encoder_batches import EncoderQueue
 from vlm_worker.engine.events import EncodeEvent, EventBuffer, EventStream, ItemFailed, ItemReady
 from vlm_worker.engine.runner import Runner, run_device_copy
-from vlm_worker.engine.settings import EngineSettings, QueueLimit
+from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import (
     DrainingError,
     DuplicateError,
     EngineError,
     GoneError,
     InvalidRequestError,
-    OverloadedError,
     WorkerError,
 )
 from vlm_worker.types import ImageItem, PreparedImage, RequestKey
@@ -86,6 +86,7 @@ class EncodeRequests:
         runner: Runner,
         *,
         attempts: AttemptTable,
+        limits: Limits,
         settings: EngineSettings,
         events: EventBuffer,
         clock: Callable[[], float],
@@ -99,7 +100,7 @@ class EncodeRequests:
         )
         self.queue = EncoderQueue(runner, self.cache, settings=settings, clock=clock)
         self.draining = False
-        self.num_refused = dict.fromkeys(QueueLimit, 0)
+        self._limits = limits
         self._runner = runner
         self._settings = settings
         self._events = events
@@ -139,9 +140,9 @@ class EncodeRequests:
             self._events.end(stream)
             return
         call = EncodeCall(stream, set(range(len(images))), priority, self._events)
-        own_bytes = sum(pin.num_bytes for pin in self._cached_pins(key))
-        refusal = self._refusal(key, images, own_bytes)
-        if refusal is not None:
+        try:
+            self._check(key, images)
+        except WorkerError as refusal:
             for item in range(len(images)):
                 self._finish_item(call, ItemFailed(item, refusal))
             return
@@ -243,49 +244,38 @@ class EncodeRequests:
         num_bytes = self._num_bytes(entry.num_tokens)
         attempt.acquire(EmbeddingPin(entry, owner, item, num_bytes, self))
 
-    def _refusal(
-        self, key: RequestKey, images: tuple[PreparedImage, ...], own_bytes: int
-    ) -> WorkerError | None:
+    def _check(self, key: RequestKey, images: tuple[PreparedImage, ...]) -> None:
+        """Raise the error of a call that is refused."""
         if self.draining:
-            return DrainingError("this worker is draining")
+            raise DrainingError("this worker is draining")
         if self._is_encoded(key):
-            return DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
+            raise DuplicateError(f"{key.request_id} attempt {key.attempt} is encoded already")
         needed = self._num_bytes(sum(image.num_tokens for image in images))
         if needed > self._settings.embedding_cache_bytes:
-            return InvalidRequestError(
+            raise InvalidRequestError(
                 f"the embeddings of this request take {needed} bytes, and this worker has "
                 f"{self._settings.embedding_cache_bytes}: send fewer or smaller images, or raise "
                 "--embedding-cache-bytes"
             )
-        return self._overload(images, needed - own_bytes)
+        self._check_limits(images, needed - sum(pin.num_bytes for pin in self._cached_pins(key)))
 
-    def _overload(
-        self, images: tuple[PreparedImage, ...], additional_bytes: int
-    ) -> OverloadedError | None:
-        """The error if a queue limit is reached; an empty queue accepts one call of any size.
+    def _check_limits(self, images: tuple[PreparedImage, ...], additional_bytes: int) -> None:
+        """Raise OverloadedError if a limit is reached.
 
         `additional_bytes` of embeddings are held for each request by itself, shared images
         included: each has copies made for its own consumer.
         """
         queue, settings = self.queue, self._settings
-        additional_pixels = sum(num_pixels(image) for image in images) if queue else 0
-        for bound, queued, additional, maximum in (
-            (QueueLimit.IMAGES, len(queue), len(images), settings.max_waiting_images),
-            (QueueLimit.PIXELS, queue.num_pixels, additional_pixels, settings.max_waiting_pixels),
+        pixels = queue.num_pixels, sum(map(num_pixels, images)), settings.max_waiting_pixels
+        embeddings = self.held_bytes, additional_bytes, settings.embedding_cache_bytes
+        self._limits.check(
             (
-                QueueLimit.EMBEDDINGS,
-                self.held_bytes,
-                additional_bytes,
-                settings.embedding_cache_bytes,
+                Demand(QueueLimit.IMAGES, len(queue), len(images), settings.max_waiting_images),
+                Demand(QueueLimit.PIXELS, *pixels),
+                Demand(QueueLimit.EMBEDDINGS, *embeddings),
             ),
-        ):
-            if queued + additional > maximum:
-                self.num_refused[bound] += 1
-                what = f"{queued} {bound.value} wait for the encoder, {maximum} may"
-                if bound is QueueLimit.EMBEDDINGS:
-                    what = f"{queued} bytes of {bound.value} are queued or held, {maximum} may be"
-                return OverloadedError(what, retry_after_seconds=retry_after(queue.seconds))
-        return None
+            retry_after_seconds=lambda: retry_after(queue.seconds),
+        )
 
     def _begin(self, call: EncodeCall, attempt: Attempt, item: int, image: PreparedImage) -> None:
         now = self._clock()

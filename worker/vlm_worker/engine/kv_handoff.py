@@ -86,7 +86,7 @@ class KVHandoff:
         if not self._pool.reserve(count, keep=sequences.scheduler.withheld_blocks):
             raise OverloadedError(
                 f"{num_tokens} tokens need {count} KV blocks; {available} are available",
-                retry_after_seconds=sequences.limits.retry_after_seconds,
+                retry_after_seconds=sequences.retry_after_seconds(),
             )
         self._attempts.open(key).acquire(ReservedBlocks(self._pool, count))
 
@@ -107,7 +107,7 @@ class KVHandoff:
         if blocks is None:
             raise OverloadedError(
                 f"{reserved.num_blocks} KV blocks are reserved, the request needs {needed}",
-                retry_after_seconds=sequences.limits.retry_after_seconds,
+                retry_after_seconds=sequences.retry_after_seconds(),
             )
         sequence.status = Status.RECEIVING
         sequence.blocks = shared + blocks

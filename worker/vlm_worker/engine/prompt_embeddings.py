@@ -5,7 +5,7 @@ an item is   cached      Sequence.embeddings[item], its cache entry pinned
              requested   NeedItems was sent; `put_embedding` delivers it
 
 KV blocks come before embeddings: only a sequence with blocks or a soft reservation
-(`core.soft_reservations`) requests and pins embeddings (E4). An embedding that arrives when it has
+(`core.admission`) requests and pins embeddings (E4). An embedding that arrives when it has
 neither goes to the cache, if it fits.
 """
 

@@ -16,11 +16,13 @@ import numpy as np
 
 from vlm_worker.core.admission import MAX_CANDIDATES
 from vlm_worker.core.kv_cache import BlockPool
+from vlm_worker.core.limits import Demand, Limits, QueueLimit
 from vlm_worker.core.measurements import KVUsage
 from vlm_worker.core.persistent_batch import PersistentBatch
 from vlm_worker.core.request_validation import validate_request
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
+from vlm_worker.core.step_time import StepTimeModel, retry_after
 from vlm_worker.engine.attempts import (
     Attempt,
     AttemptTable,
@@ -30,7 +32,6 @@ from vlm_worker.engine.attempts import (
 )
 from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
-from vlm_worker.engine.queue_limits import QueueLimits
 from vlm_worker.engine.readable_blocks import ReadableBlocks, ReadableResource
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.settings import EngineSettings
@@ -62,13 +63,18 @@ class ScheduledSequence:
 
 
 class Sequences:
-    """The generations of one engine. Lives on the engine thread."""
+    """The generations of one engine. Lives on the engine thread.
+
+    Attributes:
+        work: the step time model; the step loop updates it.
+    """
 
     def __init__(
         self,
         runner: Runner,
         *,
         attempts: AttemptTable,
+        limits: Limits,
         settings: EngineSettings,
         positions: Positions,
         prompt_embeddings: PromptEmbeddings,
@@ -97,7 +103,8 @@ class Sequences:
         self.readable_blocks = ReadableBlocks(runner)
         self.num_requests = 0
         self.usage = KVUsage(runner.kv_layout)
-        self.limits = QueueLimits(self.scheduler, settings=settings)
+        self.work = StepTimeModel()
+        self._limits = limits
         self._positions = positions
         self._vocab_size = runner.vocab_size
         self._prompt_embeddings = prompt_embeddings
@@ -113,7 +120,7 @@ class Sequences:
         """See `Engine.submit_prefill`."""
         try:
             self.check_new(request.key)
-            self.limits.check(len(request.token_ids), for_peer=for_peer)
+            self._check_limits(len(request.token_ids), for_peer=for_peer)
             sequence = self.make(request, for_peer=for_peer)
         except WorkerError as error:
             self._events.fail(stream, error)
@@ -142,6 +149,32 @@ class Sequences:
         in_use = attempt is not None and attempt.sequence is not None
         if in_use or self.attempts.has_ended(key):
             raise DuplicateError(f"{key.request_id} attempt {key.attempt} was used already")
+
+    def _check_limits(self, num_tokens: int, *, for_peer: bool) -> None:
+        """Raise OverloadedError if a prompt may not wait.
+
+        With `for_peer`, it may not wait either while peers leave too much KV unread.
+        """
+        waiting, settings = self.scheduler.waiting, self.settings
+        tokens = waiting.num_tokens, num_tokens, settings.max_waiting_tokens
+        demands = [
+            Demand(QueueLimit.REQUESTS, len(waiting), 1, settings.max_waiting),
+            Demand(QueueLimit.TOKENS, *tokens),
+        ]
+        if for_peer:
+            pending = self.scheduler.pending_transfers
+            unread = pending.num_held_blocks, 0, pending.max_blocks
+            demands.append(Demand(QueueLimit.UNREAD, *unread))
+        self._limits.check(demands, retry_after_seconds=self.retry_after_seconds)
+
+    def predict(self, num_tokens: int) -> float:
+        """Predicted seconds to compute `num_tokens` prompt tokens."""
+        return self.work.predict(num_tokens, units_per_step=self.settings.max_num_batched_tokens)
+
+    def retry_after_seconds(self) -> float:
+        """Predicted seconds until the queue is computed and a running sequence has ended."""
+        seconds = self.batch.min_steps_to_finish * self.predict(len(self.batch))
+        return retry_after(self.predict(self.scheduler.waiting.num_tokens) + seconds)
 
     def make(self, request: Request, *, for_peer: bool) -> Sequence:
         """Make a sequence; raises the error of a request that cannot run here."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping
 from typing import Final
 
 from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
+from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.measurements import Buckets, BusyTime, WorkKind
 from vlm_worker.core.sequence import Lane
 from vlm_worker.core.step_time import LimitReason
@@ -15,19 +15,6 @@ from vlm_worker.types import Modality
 
 MAX_ENCODE_TOKENS: Final = 2048
 """Default visual tokens of one encoder call."""
-
-
-class QueueLimit(enum.StrEnum):
-    """The limit because of which a request got an OverloadedError."""
-
-    REQUESTS = "requests"
-    TOKENS = "tokens"
-    IMAGES = "images"
-    PIXELS = "pixels"
-    UNREAD = "unread"
-    EMBEDDINGS = "embeddings"
-    UPLOADS = "uploads"
-    IMAGE_MEMORY = "image_memory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

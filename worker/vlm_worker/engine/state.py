@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from vlm_worker.core.admission_policy import AdmissionReason
 from vlm_worker.core.encoder_cache import CacheTier
+from vlm_worker.core.limits import Limits, QueueLimit
 from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import AttemptTable, ResourceKind, Track
 from vlm_worker.engine.encode_requests import EncodeRequests
@@ -24,7 +25,6 @@ from vlm_worker.engine.settings import (
     EngineSettings,
     EngineStats,
     KVStats,
-    QueueLimit,
     QueueStats,
     TierStats,
 )
@@ -50,8 +50,14 @@ class State:
     ) -> None:
         self.events = EventBuffer(send)
         self.attempts = AttemptTable()
+        self.limits = Limits()
         self.encode_requests = EncodeRequests(
-            runner, attempts=self.attempts, settings=settings, events=self.events, clock=clock
+            runner,
+            attempts=self.attempts,
+            limits=self.limits,
+            settings=settings,
+            events=self.events,
+            clock=clock,
         )
         self.prompt_embeddings = PromptEmbeddings(
             runner, encode_requests=self.encode_requests, events=self.events
@@ -59,6 +65,7 @@ class State:
         self.sequences = Sequences(
             runner,
             attempts=self.attempts,
+            limits=self.limits,
             settings=settings,
             positions=positions,
             prompt_embeddings=self.prompt_embeddings,
@@ -217,11 +224,7 @@ class State:
             waiting_pixels=self.encode_requests.queue.num_pixels,
             oldest_wait_seconds=self._clock() - oldest.arrived_at if oldest else 0.0,
             admitted={reason: waiting.num_admitted[reason] for reason in AdmissionReason},
-            refused={
-                bound: self.sequences.limits.num_refused[bound]
-                + self.encode_requests.num_refused[bound]
-                for bound in QueueLimit
-            },
+            refused={limit: self.limits.num_refused[limit] for limit in QueueLimit},
             running_limit=limit.value,
             running_limit_reason=limit.reason,
         )

@@ -103,7 +103,7 @@ class StepLoop:
 
     def predict(self, num_tokens: int) -> float:
         """Predicted seconds to compute `num_tokens` prompt tokens."""
-        return self._sequences.limits.predict(num_tokens)
+        return self._sequences.predict(num_tokens)
 
     def _work(self, schedule: SchedulerOutput) -> StepWork:
         """The work of a step, measured before the step changes the state."""
@@ -120,7 +120,7 @@ class StepLoop:
 
     def _measured(self, plan: StepPlan, seconds: float) -> None:
         """Update the step time model; only steps with decodes update the running limit."""
-        self._sequences.limits.work.observe(plan.num_tokens, seconds)
+        self._sequences.work.observe(plan.num_tokens, seconds)
         if plan.num_decodes:
             limit = self.limit.observe(seconds, num_running=len(plan))
             self._scheduler.admission.max_running = limit.value

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import Final
 
 from vlm_worker.core.kv_cache import content_of
-from vlm_worker.core.peer_shares import PeerShares
+from vlm_worker.core.limits import fits
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError, OverloadedError
 from vlm_worker.roles.attempt_registry import AttemptHandle, check_fingerprint
@@ -39,6 +39,8 @@ from vlm_worker.wire.messages import (
 )
 
 SHARE_RETRY_SECONDS: Final = 0.1
+OTHERS_SHARE: Final = 8
+"""One peer reserves at most its first request, or all KV but 1 / OTHERS_SHARE."""
 
 
 class DecodeRole:
@@ -48,7 +50,7 @@ class DecodeRole:
         assert context.kv_layout is not None
         self._context = context
         self._layout: KVLayout = context.kv_layout
-        self._shares = PeerShares()
+        self._reserved: dict[str, tuple[str, int]] = {}  # reservation id to peer and tokens
 
     async def reserve(self, call: ReserveCall, *, peer: str = "") -> Reservation:
         """Reserve KV blocks for a prompt, until Decode or the end of the lease.
@@ -71,7 +73,7 @@ class DecodeRole:
                     uuid.uuid4().hex, context.incarnation.boot_id, context.timers.reservation
                 )
                 handle.offer(reservation.reservation_id, None)
-                self._shares.add(reservation.reservation_id, peer, call.num_tokens)
+                self._reserved[reservation.reservation_id] = (peer, call.num_tokens)
                 reserved = True
             finally:
                 if not reserved:
@@ -79,12 +81,15 @@ class DecodeRole:
             return reservation
 
     def _check_share(self, peer: str, num_tokens: int) -> None:
-        self._shares.keep(self._context.attempts.holds)
+        """Raise OverloadedError if a peer would reserve so much that too little is for others."""
+        holds = self._context.attempts.holds
+        self._reserved = {name: of for name, of in self._reserved.items() if holds(name)}
+        reserved = sum(tokens for owner, tokens in self._reserved.values() if owner == peer)
         kv = self._context.engine.stats().kv
         capacity = kv.capacity_tokens if kv else 0
-        if not self._shares.admits(peer, num_tokens, capacity=capacity):
+        if not fits(reserved, num_tokens, maximum=capacity - capacity // OTHERS_SHARE):
             raise OverloadedError(
-                f"{self._shares.of(peer)} of {capacity} tokens of KV are reserved by this peer; "
+                f"{reserved} of {capacity} tokens of KV are reserved by this peer; "
                 "what is left is for others",
                 retry_after_seconds=SHARE_RETRY_SECONDS,
             )

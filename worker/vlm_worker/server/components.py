@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Final
 
 from vlm_worker.core.leases import LeaseKind
+from vlm_worker.core.limits import QueueLimit
 from vlm_worker.core.process_memory import ProcessMemory
 from vlm_worker.core.request_memory import MemoryKind
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.settings import EngineStats, QueueLimit
+from vlm_worker.engine.settings import EngineStats
 from vlm_worker.roles.context import RoleContext
 from vlm_worker.roles.decode import DecodeRole
 from vlm_worker.roles.encode import EncoderRole
