@@ -30,8 +30,7 @@ from vlm_worker.transfer.transport import ByteStream, Transport  # noqa: E402
 from vlm_worker.types import RequestKey  # noqa: E402
 from vlm_worker.wire.buffers import BufferViews, copier_of  # noqa: E402
 from vlm_worker.wire.frames import Commit, FrameBatches, TransferId, join_frames  # noqa: E402
-from vlm_worker.wire.identity import fetch_call_of  # noqa: E402
-from vlm_worker.wire.messages import FetchCall  # noqa: E402
+from vlm_worker.wire.messages import FETCH_CALL, FetchCall  # noqa: E402
 from vlm_worker.wire.rpc import METHODS, server_options  # noqa: E402
 
 SHARED = Path("/dev/shm")
@@ -148,7 +147,7 @@ def over_grpc(offered: Callable[[FetchCall], FrameBatches]) -> Any:
     """The handler of FetchKV."""
 
     async def fetch(request: Any, context: Any) -> None:
-        async with aclosing(join_frames(offered(fetch_call_of(request)))) as frames:
+        async with aclosing(join_frames(offered(FETCH_CALL.decode(request)))) as frames:
             async for frame in frames:
                 await context.write(frame)
 

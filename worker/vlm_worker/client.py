@@ -23,7 +23,7 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.timers import PRODUCTION, Timers
 from vlm_worker.settings.values import MAX_PORT
 from vlm_worker.types import RequestKey
-from vlm_worker.wire import decode, encode, identity, messages, prefill
+from vlm_worker.wire import messages
 from vlm_worker.wire.credentials import open_channel
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.rpc import DATA_PORT, METHODS, SEND_IMAGES, SENT_CHUNK_BYTES
@@ -63,13 +63,15 @@ class WorkerClient:
     async def hello(self, *, timeout: float | None = None) -> messages.Hello:
         """The worker's identity; IncompatibleError if it uses another protocol version."""
         request = pb.HelloRequest(protocol_version=messages.PROTOCOL_VERSION)
-        return self._read(identity.hello_of, await self._unary("Hello", request, timeout=timeout))
+        return self._read(
+            messages.HELLO.decode, await self._unary("Hello", request, timeout=timeout)
+        )
 
     async def watch_load(self) -> AsyncGenerator[messages.Load]:
         """Its load, once a second, until the caller closes; PeerLostError if it is lost."""
         async with aclosing(self._stream("WatchLoad", pb.WatchLoadRequest(), None)) as replies:
             async for message in replies:
-                yield self._read(identity.load_of, message)
+                yield self._read(messages.LOAD.decode, message)
 
     # ---- a request -----------------------------------------------------------------------------
 
@@ -86,7 +88,7 @@ class WorkerClient:
         try:
             async with aclosing(self._stream("Encode", upload, timeout, told)) as replies:
                 async for message in replies:
-                    yield self._read(encode.encode_reply_of, message)
+                    yield self._read(messages.ENCODE_REPLY.decode, message)
         finally:
             if not wanted.done():
                 wanted.set_result(False)
@@ -95,34 +97,33 @@ class WorkerClient:
         self, call: messages.ReserveCall, *, timeout: float | None = None
     ) -> messages.Reservation:
         """Reserve KV blocks; `renew` keeps them until `decode`, `release` frees them."""
-        reply = await self._unary("Reserve", decode.reserve_call_to(call), timeout=timeout)
-        return self._read(decode.reservation_of, reply)
+        reply = await self._unary("Reserve", messages.RESERVE_CALL.encode(call), timeout=timeout)
+        return self._read(messages.RESERVATION.decode, reply)
 
     async def prefill(
         self, call: messages.PrefillCall, *, timeout: float
     ) -> AsyncGenerator[messages.Reply[messages.PrefillEvent]]:
         """Compute a prompt; yields Accepted, FirstToken, PrefillDone."""
-        request = prefill.prefill_call_to(call)
+        request = messages.PREFILL_CALL.encode(call)
         async with aclosing(self._stream("Prefill", request, timeout)) as replies:
             async for message in replies:
-                yield self._read(prefill.prefill_reply_of, message)
+                yield self._read(messages.PREFILL_REPLY.decode, message)
 
     async def decode(
         self, call: messages.DecodeCall, *, timeout: float
     ) -> AsyncGenerator[messages.Reply[messages.DecodeEvent]]:
         """Continue an answer after its first token; yields Tokens, then Finished."""
-        request = decode.decode_call_to(call)
+        request = messages.DECODE_CALL.encode(call)
         async with aclosing(self._stream("Decode", request, timeout)) as replies:
             async for message in replies:
-                yield self._read(decode.decode_reply_of, message)
+                yield self._read(messages.DECODE_REPLY.decode, message)
 
     async def cancel(
         self, key: RequestKey, *, timeout: float | None = None
     ) -> messages.CancelOutcome:
         """End an attempt on the worker and free it; idempotent. Attempt 0 means all attempts."""
-        request = pb.CancelRequest(request_id=key.request_id, attempt=key.attempt)
-        reply = await self._unary("Cancel", request, timeout=timeout)
-        return self._read(identity.cancel_reply_of, reply)
+        reply = await self._unary("Cancel", messages.CANCEL.encode(key), timeout=timeout)
+        return self._read(messages.CANCEL_REPLY.decode, reply).outcome
 
     # ---- transfers -----------------------------------------------------------------------------
 
@@ -134,15 +135,15 @@ class WorkerClient:
         timeout: float | None = None,
     ) -> frozenset[str]:
         """Renew leases and reservations; returns those that are gone."""
-        request = pb.RenewLeasesRequest(transfer_ids=list(transfer_ids), boot_id=boot_id)
+        request = messages.RENEW.encode(messages.RenewCall(tuple(transfer_ids), boot_id))
         reply = await self._unary("RenewLeases", request, timeout=timeout)
-        return self._read(identity.renew_reply_of, reply)
+        return self._read(messages.RENEW_REPLY.decode, reply).gone
 
     async def release(
         self, boot_id: bytes, transfer_id: str, *, timeout: float | None = None
     ) -> None:
         """Release a lease or a reservation; idempotent."""
-        request = pb.ReleaseLeaseRequest(transfer_id=transfer_id, boot_id=boot_id)
+        request = messages.RELEASE.encode(messages.ReleaseCall(transfer_id, boot_id))
         await self._unary("ReleaseLease", request, timeout=timeout)
 
     async def fetch(
@@ -153,7 +154,7 @@ class WorkerClient:
         They arrive while prefill still writes the blocks.
         """
         told: dict[str, Any] = {}
-        request = identity.fetch_call_to(call)
+        request = messages.FETCH_CALL.encode(call)
         async with aclosing(self._stream(fetch.method, request, timeout, told.update)) as frames:
             async for frame in frames:
                 self._learn(told)  # a call that fails has no metadata
@@ -243,7 +244,7 @@ async def _upload(
 
     Images wait for it because grpc.aio loses the status of a call that ends while it writes.
     """
-    yield encode.encode_call_to(call)
+    yield pb.EncodeRequest(begin=messages.ENCODE_CALL.encode(call))
     if not await wanted:
         return
     for item, image in enumerate(images):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+from typing import Annotated
+
+from vlm_worker import annotations as an
+from vlm_worker.annotations import Between, Bytes, Identifier
 
 
 class Role(enum.StrEnum):
@@ -44,8 +48,8 @@ class FinishReason(enum.StrEnum):
 class RequestKey:
     """One attempt at one request. Minted by the gateway; unique on every worker."""
 
-    request_id: str
-    attempt: int
+    request_id: Annotated[str, Identifier()]
+    attempt: Annotated[int, Between(0, an.MAX_ATTEMPT)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,19 +66,21 @@ class SamplingParams:
     of the chosen token and the n best ones; None requests none.
     """
 
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
+    temperature: Annotated[float, Between(0.0, an.MAX_TEMPERATURE)] = 0.0
+    top_p: Annotated[float, Between(0.0, 1.0), an.Unset(1.0)] = 1.0
+    top_k: Annotated[int, Between(0, an.MAX_TOKEN_ID)] = 0
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], an.TokenIds(0, an.MAX_STOP_TOKENS)] = ()
     ignore_eos: bool = False
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    num_logprobs: int | None = None
+    min_p: Annotated[float, Between(0.0, 1.0)] = 0.0
+    frequency_penalty: Annotated[float, Between(-an.MAX_PENALTY, an.MAX_PENALTY)] = 0.0
+    presence_penalty: Annotated[float, Between(-an.MAX_PENALTY, an.MAX_PENALTY)] = 0.0
+    repetition_penalty: Annotated[float, Between(0.0, an.MAX_REPETITION_PENALTY), an.Unset(1.0)] = (
+        1.0
+    )
+    logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.Biases()] = ()
+    num_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,10 +92,10 @@ class ImageItem:
     SHA-256 over model revision, processor parameters, size, pixels and tenant salt.
     """
 
-    image_key: bytes
+    image_key: Annotated[bytes, Bytes(32)]
     offset: int
     num_tokens: int
-    grid_thw: tuple[int, int, int]
+    grid_thw: Annotated[tuple[int, int, int], an.Grid()]
 
     @property
     def end(self) -> int:
@@ -108,14 +114,14 @@ class Request:
     field. A larger `priority` runs first.
     """
 
-    key: RequestKey
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
+    key: Annotated[RequestKey, an.Flat()]
+    token_ids: Annotated[tuple[int, ...], an.TokenIds(1, an.MAX_TOKENS)]
+    num_prompt_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
     sampling: SamplingParams
-    items: tuple[ImageItem, ...] = ()
-    cache_salt: bytes = b""
-    adapter: bytes = b""
-    priority: int = 0
+    items: Annotated[tuple[ImageItem, ...], an.Count(0, an.MAX_ITEMS)] = ()
+    cache_salt: Annotated[bytes, Bytes(0, 32)] = b""
+    adapter: Annotated[bytes, an.NotSent()] = b""
+    priority: Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)] = 0
 
     @property
     def num_delivered_tokens(self) -> int:
@@ -196,10 +202,10 @@ def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
 class Source:
     """Where a consumer fetches from; the gateway takes the address from its own pod watch."""
 
-    address: str
-    boot_id: bytes
-    transfer_id: str
-    fingerprint: bytes
+    address: Annotated[str, an.Address()]
+    boot_id: Annotated[bytes, Bytes(16)]
+    transfer_id: Annotated[str, Identifier()]
+    fingerprint: Annotated[bytes, Bytes(0, 16)]
 
 
 # The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.
@@ -221,9 +227,9 @@ class StageSpan:
     """A part of a request's time, in seconds from the arrival of the call."""
 
     stage: str
-    start: float
-    end: float
-    item: int = 0
+    start: Annotated[float, an.Ticks("start_us", 1_000_000), Between(0.0, an.MAX_SECONDS)]
+    end: Annotated[float, an.Ticks("end_us", 1_000_000), Between(0.0, an.MAX_SECONDS)]
+    item: Annotated[int, Between(0, an.MAX_ITEMS)] = 0
 
 
 # ---- events from the engine to the caller ----

@@ -16,7 +16,7 @@ from worker.gateway.test_detokenization import cut, tokenizer
 from vlm_worker.gateway.api.answers import ChosenToken, chat_body, completion_body
 from vlm_worker.gateway.detokenization import TextAssembler, TextChunk, TokenTexts
 from vlm_worker.types import TokenLogprobs
-from vlm_worker.wire.sampling import logprobs_of, logprobs_to
+from vlm_worker.wire.messages import LOGPROBS
 
 EMOJI = "😀é한"
 
@@ -43,8 +43,10 @@ def pieces(token_ids: list[int], *stop: str) -> list[TextChunk]:
 
 def test_a_token_without_any_probability_is_json_from_the_wire_on() -> None:
     (token_id, other) = ids_of("ab")
-    on_the_wire = logprobs_to(TokenLogprobs(-math.inf, ((other, -0.5), (token_id, -math.inf))))
-    piece = TextAssembler(tokenizer(), texts(), stop=[]).feed(token_id, logprobs_of(on_the_wire))
+    on_the_wire = LOGPROBS.encode(TokenLogprobs(-math.inf, ((other, -0.5), (token_id, -math.inf))))
+    piece = TextAssembler(tokenizer(), texts(), stop=[]).feed(
+        token_id, LOGPROBS.decode(on_the_wire, "")
+    )
     for body in (chat_body(piece.tokens), completion_body(piece.tokens)):
         assert "-9999.0" in json.dumps(body, allow_nan=False)
 

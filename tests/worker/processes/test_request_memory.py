@@ -22,14 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from worker.media.files import encode as encode_file
 from worker.processes.workers import MODEL, Worker, started
 
+from vlm_worker.annotations import MAX_IMAGE_BYTES
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.families import load_family
 from vlm_worker.errors import OverloadedError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.serve.budget import image_bytes
 from vlm_worker.types import RequestKey
-from vlm_worker.wire import checks, encode
-from vlm_worker.wire.messages import EncodeCall, EncodeItem, ItemReady
+from vlm_worker.wire.messages import ENCODE_CALL, EncodeCall, EncodeItem, ItemReady
 
 NUM_CALLS, NUM_IMAGES = 20, 4
 NUM_SLOW = 16
@@ -141,11 +141,11 @@ async def hostile_mix(model: Path, side: int) -> None:
 
     def slow(client: WorkerClient, number: int) -> Any:
         call = EncodeCall(
-            RequestKey(f"slow-{number}", 1), (item("s", checks.MAX_IMAGE_BYTES, 56),), bytes(32)
+            RequestKey(f"slow-{number}", 1), (item("s", MAX_IMAGE_BYTES, 56),), bytes(32)
         )
 
         async def requests() -> AsyncIterator[pb.EncodeRequest]:
-            yield encode.encode_call_to(call)
+            yield pb.EncodeRequest(begin=ENCODE_CALL.encode(call))
             yield pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=bytes(1 << 20)))
             await asyncio.Event().wait()
 

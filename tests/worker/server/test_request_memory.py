@@ -12,14 +12,14 @@ import pytest
 from worker.gateway.image_files import png
 from worker.server.serving import FAMILY, Serving, page, serving
 
+from vlm_worker.annotations import MAX_IMAGE_BYTES
 from vlm_worker.errors import InvalidImageError, InvalidRequestError, OverloadedError
 from vlm_worker.media.image_header import ImageLimits
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.serve.budget import image_bytes
 from vlm_worker.testing import assert_idle
 from vlm_worker.types import RequestKey
-from vlm_worker.wire import checks, encode
-from vlm_worker.wire.messages import Decoded, EncodeCall, EncodeItem, ItemReady
+from vlm_worker.wire.messages import ENCODE_CALL, Decoded, EncodeCall, EncodeItem, ItemReady
 
 TIMEOUT = 60.0
 SIDE = 448
@@ -72,7 +72,7 @@ class Slow:
 
     def __init__(self, worker: Serving, call: EncodeCall) -> None:
         self._components: asyncio.Queue[pb.EncodeRequest] = asyncio.Queue()
-        self._components.put_nowait(encode.encode_call_to(call))
+        self._components.put_nowait(pb.EncodeRequest(begin=ENCODE_CALL.encode(call)))
         self._call = worker.client._call("Encode", self._requests(), TIMEOUT)
 
     async def _requests(self) -> AsyncIterator[pb.EncodeRequest]:
@@ -161,7 +161,7 @@ async def test_a_wait_for_image_memory_is_a_wait_for_the_encoder() -> None:
 
 async def test_callers_that_announce_much_and_send_nothing_turn_nobody_away() -> None:
     async with serving("encoder", *budget(64 << 20)) as worker:
-        item = EncodeItem("t", checks.MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
+        item = EncodeItem("t", MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
         slow = [
             Slow(worker, EncodeCall(RequestKey(f"slow-{n}", 1), (item,), bytes(32)))
             for n in range(16)
@@ -178,10 +178,10 @@ async def test_callers_that_announce_much_and_send_nothing_turn_nobody_away() ->
 async def test_files_are_counted_as_they_arrive_and_refused_beyond_the_memory() -> None:
     async with serving("encoder", *budget(64 << 20)) as worker:
         uploads = worker.components.context.memory.uploads
-        item = EncodeItem("t", checks.MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
+        item = EncodeItem("t", MAX_IMAGE_BYTES, SIDE, SIDE, 64, 0, "PNG")
         slow = Slow(worker, EncodeCall(RequestKey("slow", 1), (item,), bytes(32)))
         await slow.taken()
-        num_parts = (checks.MAX_IMAGE_BYTES >> 20) - 1
+        num_parts = (MAX_IMAGE_BYTES >> 20) - 1
         for _ in range(num_parts):
             slow.send(bytes(1 << 20))
         async with asyncio.timeout(TIMEOUT):
@@ -211,7 +211,7 @@ async def test_files_that_fill_the_memory_while_they_come_end_their_call_and_no_
     """Two callers that each would fit alone: one of them is refused, and the other goes on."""
     async with serving("encoder", *budget(64 << 20)) as worker:
         uploads = worker.components.context.memory.uploads
-        size = checks.MAX_IMAGE_BYTES * 3 // 4
+        size = MAX_IMAGE_BYTES * 3 // 4
         item = EncodeItem("t", size, SIDE, SIDE, 64, 0, "PNG")
         callers = []
         for number in range(2):
@@ -243,19 +243,17 @@ async def test_a_call_that_never_fits_says_which_number_to_change() -> None:
 
 
 async def test_a_file_above_the_decoders_limit_is_refused_when_it_is_announced() -> None:
-    assert ImageLimits().max_bytes == checks.MAX_IMAGE_BYTES
+    assert ImageLimits().max_bytes == MAX_IMAGE_BYTES
     async with serving("encoder") as worker:
         items = (
             EncodeItem("a", 10, SIDE, SIDE, 64, 0, "PNG"),
-            EncodeItem("b", checks.MAX_IMAGE_BYTES + 1, SIDE, SIDE, 64, 0, "PNG"),
+            EncodeItem("b", MAX_IMAGE_BYTES + 1, SIDE, SIDE, 64, 0, "PNG"),
         )
         slow = Slow(worker, EncodeCall(RequestKey("r", 1), items, bytes(32)))
         with pytest.raises(Exception, match="image has 20971521 bytes"):
             await slow._call.read()
     with pytest.raises(InvalidImageError) as refused:
-        encode.encode_call_of(
-            encode.encode_call_to(EncodeCall(RequestKey("r", 1), items, bytes(32))).begin
-        )
+        ENCODE_CALL.decode(ENCODE_CALL.encode(EncodeCall(RequestKey("r", 1), items, bytes(32))))
     assert (refused.value.item, refused.value.code) == (1, "image_too_large")
 
 

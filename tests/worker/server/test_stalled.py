@@ -14,9 +14,8 @@ from worker.server.serving import serving
 from vlm_worker.errors import DrainingError, PeerLostError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.testing import assert_idle
-from vlm_worker.wire import encode
 from vlm_worker.wire.frames import Frame, FrameBatches
-from vlm_worker.wire.messages import EncodeCall, EncodeItem
+from vlm_worker.wire.messages import ENCODE_CALL, EncodeCall, EncodeItem
 from vlm_worker.wire.rpc import METHODS, SEND_IMAGES
 
 CALL = EncodeCall(KEY, (EncodeItem("e-1", 100, 8, 8, 4, 0, "PNG"),), bytes(32))
@@ -45,7 +44,7 @@ async def test_an_upload_that_stands_still_ends_and_leaves_nothing() -> None:
         call = channel.stream_stream(
             method.path, method.request_to_bytes, method.response_from_bytes
         )()
-        await call.write(encode.encode_call_to(CALL))
+        await call.write(pb.EncodeRequest(begin=ENCODE_CALL.encode(CALL)))
         assert SEND_IMAGES in dict(await call.initial_metadata())
         await call.write(pb.EncodeRequest(chunk=pb.EncodeChunk(item=0, data=b"x")))
         assert await call.code() is grpc.StatusCode.UNAVAILABLE

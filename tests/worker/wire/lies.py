@@ -9,8 +9,6 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from vlm_worker.errors import InvalidImageError
-from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
     FinishReason,
     ImageItem,
@@ -23,7 +21,8 @@ from vlm_worker.types import (
     StageSpan,
     TokenLogprobs,
 )
-from vlm_worker.wire import decode, encode, identity, messages, prefill
+from vlm_worker.wire import messages
+from vlm_worker.wire.codec import Codec
 
 KEY = RequestKey("r-1", 1)
 SOURCE = Source("127.0.0.1:9", b"b" * 16, "t-1", b"f" * 16)
@@ -58,8 +57,8 @@ Door = tuple[Message, Callable[[Any], Any]]
 """An honest message, and what makes a value of it."""
 
 
-def _reply(event: Any) -> Any:
-    return messages.Reply(event, SPANS, 1.5)
+def _door(codec: Codec[Any], value: Any) -> Door:
+    return codec.encode(value), codec.decode
 
 
 def server_doors() -> dict[str, Door]:
@@ -72,23 +71,16 @@ def server_doors() -> dict[str, Door]:
     prefilling = messages.PrefillCall(REQUEST, "t-1", (SOURCE,))
     decoding = messages.DecodeCall(REQUEST, "res-1", SOURCE, b"b" * 16)
     fetch = messages.FetchCall("t-1", b"b" * 16, b"f" * 16, KEY, 3, "shared-memory", b"i" * 16)
-    renewal = pb.RenewLeasesRequest(transfer_ids=["a", "b"], boot_id=b"b" * 16)
     return {
-        "Encode": (encode.encode_call_to(encoding).begin, encode.encode_call_of),
-        "Prefill": (prefill.prefill_call_to(prefilling), prefill.prefill_call_of),
-        "Reserve": (
-            decode.reserve_call_to(messages.ReserveCall(KEY, 9)),
-            decode.reserve_call_of,
-        ),
-        "Decode": (decode.decode_call_to(decoding), decode.decode_call_of),
-        "FetchKV": (identity.fetch_call_to(fetch), identity.fetch_call_of),
-        "FetchEmbedding": (identity.fetch_call_to(fetch), identity.fetch_call_of),
-        "Cancel": (pb.CancelRequest(request_id="r-1", attempt=1), identity.cancel_call_of),
-        "RenewLeases": (renewal, identity.renew_call_of),
-        "ReleaseLease": (
-            pb.ReleaseLeaseRequest(transfer_id="t-1", boot_id=b"b" * 16),
-            identity.release_call_of,
-        ),
+        "Encode": _door(messages.ENCODE_CALL, encoding),
+        "Prefill": _door(messages.PREFILL_CALL, prefilling),
+        "Reserve": _door(messages.RESERVE_CALL, messages.ReserveCall(KEY, 9)),
+        "Decode": _door(messages.DECODE_CALL, decoding),
+        "FetchKV": _door(messages.FETCH_CALL, fetch),
+        "FetchEmbedding": _door(messages.FETCH_CALL, fetch),
+        "Cancel": _door(messages.CANCEL, KEY),
+        "RenewLeases": _door(messages.RENEW, messages.RenewCall(("a", "b"), b"b" * 16)),
+        "ReleaseLease": _door(messages.RELEASE, messages.ReleaseCall("t-1", b"b" * 16)),
     }
 
 
@@ -100,12 +92,11 @@ def client_doors() -> dict[str, Door]:
         b"g" * 16, "c", "int8", limits,
     )  # fmt: skip
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
-    broken = messages.DecodedItem(0, (0, 0, 0), b"", InvalidImageError("no", item=1))
+    broken = messages.DecodedItem(0, (0, 0, 0), b"", messages.ItemError("", "no"))
     decoded = messages.Decoded((messages.DecodedItem(4, (1, 4, 4), b"k" * 32), broken))
-    encoding = encode.encode_reply_to, encode.encode_reply_of
-    prefilling = prefill.prefill_reply_to, prefill.prefill_reply_of
-    decoding = decode.decode_reply_to, decode.decode_reply_of
-    replies: dict[str, tuple[Any, tuple[Any, Any]]] = {
+    encoding, prefilling = messages.ENCODE_REPLY, messages.PREFILL_REPLY
+    decoding = messages.DECODE_REPLY
+    replies: dict[str, tuple[Any, Codec[Any]]] = {
         "Decoded": (decoded, encoding),
         "ItemReady": (messages.ItemReady(1, cache_hit=True, num_bytes=9), encoding),
         "ItemFailed": (messages.ItemFailed(1, "code", "why"), encoding),
@@ -115,16 +106,18 @@ def client_doors() -> dict[str, Door]:
         "Tokens": (messages.Tokens(1, (7, 8), (LOGPROBS, LOGPROBS)), decoding),
         "Finished": (messages.Finished(FinishReason.LENGTH, 8), decoding),
     }
-    reservation = pb.ReserveReply(
-        reservation_id="res-1", boot_id=b"b" * 16, lease_milliseconds=10_000
-    )
+    reservation = messages.Reservation("res-1", b"b" * 16, 10.0)
+    cancelled = messages.CancelReply(messages.CancelOutcome.ALREADY_COMPLETE)
     return {
-        **{name: (to(_reply(event)), of) for name, (event, (to, of)) in replies.items()},
-        "Hello": (identity.hello_to(hello), identity.hello_of),
-        "Load": (identity.load_to(load), identity.load_of),
-        "Reservation": (reservation, decode.reservation_of),
-        "Cancelled": (pb.CancelReply(outcome=2), identity.cancel_reply_of),
-        "Renewed": (pb.RenewLeasesReply(gone=["a"]), identity.renew_reply_of),
+        **{
+            name: _door(codec, messages.Reply(event, SPANS, 1.5))
+            for name, (event, codec) in replies.items()
+        },
+        "Hello": _door(messages.HELLO, hello),
+        "Load": _door(messages.LOAD, load),
+        "Reservation": _door(messages.RESERVATION, reservation),
+        "Cancelled": _door(messages.CANCEL_REPLY, cancelled),
+        "Renewed": _door(messages.RENEW_REPLY, messages.RenewReply(frozenset({"a"}))),
     }
 
 

@@ -13,8 +13,8 @@ import pytest
 from worker.seeds import drawing
 from worker.wire.lies import Door, client_doors, lie, server_doors
 
+from vlm_worker.annotations import Between
 from vlm_worker.errors import IncompatibleError, InvalidRequestError
-from vlm_worker.wire import checks
 
 MOST = 1 << 42
 UNBOUNDED = {"seed", "logprob", "top"}  # any 64 bits are a seed; the logarithm of 0 is -inf
@@ -88,5 +88,6 @@ def test_a_hundred_thousand_messages_that_lie_are_values_within_bounds_or_refuse
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 2.0])
 def test_a_measure_is_a_number_within_its_bounds(value: float) -> None:
-    with pytest.raises(InvalidRequestError, match="share must be 0 to 1"):
-        checks.bounded_float(value, "share", 1.0)
+    bound = Between(0.0, 1.0)
+    assert not bound.accepts(value)
+    assert bound.problem(value).startswith("must be 0 to 1, not")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_worker.errors import IncompatibleError, InvalidImageError, InvalidRequestError
+from vlm_worker.annotations import MAX_TEXT
+from vlm_worker.errors import IncompatibleError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
     FinishReason,
@@ -23,7 +25,8 @@ from vlm_worker.types import (
     StageSpan,
     TokenLogprobs,
 )
-from vlm_worker.wire import decode, encode, identity, messages, prefill
+from vlm_worker.wire import messages
+from vlm_worker.wire.codec import Codec
 
 KEY = RequestKey("01J9-abc_d.e:f/g", 3)
 SOURCE = Source("[::1]:9000", b"b" * 16, "t-1", b"f" * 16)
@@ -73,15 +76,15 @@ def requests(draw: st.DrawFn) -> Request:
 def test_a_prefill_call_survives(request: Request, handoff: bool, last_resort: bool) -> None:
     sources = (SOURCE,) * len(request.items)
     call = messages.PrefillCall(request, "t", sources, handoff=handoff, last_resort=last_resort)
-    message = pb.PrefillRequest.FromString(prefill.prefill_call_to(call).SerializeToString())
-    assert prefill.prefill_call_of(message) == call
+    message = pb.PrefillRequest.FromString(messages.PREFILL_CALL.encode(call).SerializeToString())
+    assert messages.PREFILL_CALL.decode(message) == call
 
 
 @given(requests())
 def test_a_decode_call_survives(request: Request) -> None:
     call = messages.DecodeCall(request, "reservation", SOURCE, b"x" * 16)
-    message = pb.DecodeRequest.FromString(decode.decode_call_to(call).SerializeToString())
-    assert decode.decode_call_of(message) == call
+    message = pb.DecodeRequest.FromString(messages.DECODE_CALL.encode(call).SerializeToString())
+    assert messages.DECODE_CALL.decode(message) == call
 
 
 def test_an_encode_call_survives() -> None:
@@ -89,21 +92,19 @@ def test_an_encode_call_survives() -> None:
     call = messages.EncodeCall(
         KEY, items, b"s" * 32, last_resort=True, skip_corrupt=True, priority=-3
     )
-    message = pb.EncodeRequest.FromString(encode.encode_call_to(call).SerializeToString())
-    assert encode.encode_call_of(message.begin) == call
+    message = pb.EncodeBegin.FromString(messages.ENCODE_CALL.encode(call).SerializeToString())
+    assert messages.ENCODE_CALL.decode(message) == call
 
 
 SPANS = (StageSpan("encode", 0.25, 0.5, 2),)
-ERROR = InvalidImageError("broken", item=1, code="invalid_image")
+ERROR = messages.ItemError("invalid_image", "broken")
 
 
-ENCODE = (encode.encode_reply_to, encode.encode_reply_of)
-PREFILL = (prefill.prefill_reply_to, prefill.prefill_reply_of)
-DECODE = (decode.decode_reply_to, decode.decode_reply_of)
+ENCODE, PREFILL, DECODE = messages.ENCODE_REPLY, messages.PREFILL_REPLY, messages.DECODE_REPLY
 
 
 @pytest.mark.parametrize(
-    ("event", "ways"),
+    ("event", "codec"),
     [
         (messages.ItemReady(1, cache_hit=True, num_bytes=9), ENCODE),
         (messages.ItemFailed(1, "code", "why"), ENCODE),
@@ -117,22 +118,18 @@ DECODE = (decode.decode_reply_to, decode.decode_reply_of)
         (messages.Finished(FinishReason.DRAINED, 9), DECODE),
     ],
 )
-def test_a_reply_survives(event: Any, ways: Any) -> None:
-    to, of = ways
+def test_a_reply_survives(event: Any, codec: Codec[Any]) -> None:
     reply = messages.Reply(event, SPANS, 1.5)
-    assert of(to(reply)) == reply
+    assert codec.decode(codec.encode(reply)) == reply
 
 
 def test_decoded_items_and_their_errors_survive() -> None:
     good = messages.DecodedItem(12, (1, 6, 8), b"k" * 32)
     bad = messages.DecodedItem(0, (0, 0, 0), b"", ERROR)
-    sent = encode.encode_reply_to(messages.Reply(messages.Decoded((good, bad)), (), 0.0))
-    event = encode.encode_reply_of(sent).event
+    sent = ENCODE.encode(messages.Reply(messages.Decoded((good, bad)), (), 0.0))
+    event = ENCODE.decode(sent).event
     assert isinstance(event, messages.Decoded)
-    assert event.items[0] == good
-    error = event.items[1].error
-    assert error is not None
-    assert (str(error), vars(error)) == (str(ERROR), vars(ERROR))
+    assert event.items == (good, bad)
 
 
 def test_hello_and_load_survive() -> None:
@@ -150,23 +147,23 @@ def test_hello_and_load_survive() -> None:
         weights="int8",
         limits=messages.Limits(64, 4096, 2048, 8),
     )
-    assert identity.hello_of(identity.hello_to(hello)) == hello
+    assert messages.HELLO.decode(messages.HELLO.encode(hello)) == hello
     load = messages.Load(1, 2, 0.5, 100, 200, accepting=True, boot_id=b"b" * 16)
-    assert identity.load_of(identity.load_to(load)) == load
+    assert messages.LOAD.decode(messages.LOAD.encode(load)) == load
     fetch = messages.FetchCall("t", b"b" * 16, b"f" * 16, KEY, 5)
-    assert identity.fetch_call_of(identity.fetch_call_to(fetch)) == fetch
+    assert messages.FETCH_CALL.decode(messages.FETCH_CALL.encode(fetch)) == fetch
 
 
 def test_a_peer_of_another_protocol_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="protocol 2"):
-        identity.hello_of(pb.HelloReply(protocol_version=2, pod_name="p"))
+        messages.HELLO.decode(pb.HelloReply(protocol_version=2, pod_name="p"))
 
 
 def _valid() -> pb.PrefillRequest:
     request = Request(
         KEY, (1, 2, 3, 4), 4, SamplingParams(4), (ImageItem(b"k" * 32, 1, 2, (1, 2, 4)),)
     )
-    return prefill.prefill_call_to(messages.PrefillCall(request, "t", (SOURCE,)))
+    return messages.PREFILL_CALL.encode(messages.PrefillCall(request, "t", (SOURCE,)))
 
 
 BAD = {
@@ -189,7 +186,7 @@ def test_a_field_out_of_bounds_is_named(case: str) -> None:
         else:
             setattr(message, name, value)
     with pytest.raises(InvalidRequestError, match=case.split()[0]):
-        prefill.prefill_call_of(message)
+        messages.PREFILL_CALL.decode(message)
 
 
 FLOATS = (
@@ -211,14 +208,14 @@ def test_an_item_out_of_bounds_is_refused(case: str) -> None:
     message = _valid()
     ITEM_CASES[case](message.items[0])
     with pytest.raises(InvalidRequestError):
-        prefill.prefill_call_of(message)
+        messages.PREFILL_CALL.decode(message)
 
 
 def test_items_that_overlap_are_refused() -> None:
     message = _valid()
     message.items.append(message.items[0])
     with pytest.raises(InvalidRequestError, match="overlap"):
-        prefill.prefill_call_of(message)
+        messages.PREFILL_CALL.decode(message)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +230,7 @@ def test_a_sampling_parameter_out_of_bounds_is_named(field: str, value: float) -
     message = _valid()
     setattr(message.sampling, field, value)
     with pytest.raises(InvalidRequestError, match=rf"sampling\.{field} must be"):
-        prefill.prefill_call_of(message)
+        messages.PREFILL_CALL.decode(message)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +243,7 @@ def test_biases_out_of_bounds_are_refused(biases: dict[int, float]) -> None:
     for token_id, bias in biases.items():
         message.sampling.logit_bias[token_id] = bias
     with pytest.raises(InvalidRequestError, match=r"sampling\.logit_bias must be"):
-        prefill.prefill_call_of(message)
+        messages.PREFILL_CALL.decode(message)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +259,20 @@ def test_biases_out_of_bounds_are_refused(biases: dict[int, float]) -> None:
 def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[Any]) -> None:
     tokens = pb.Tokens(first_index=0, token_ids=[1, 2], logprobs=logprobs)
     with pytest.raises(InvalidRequestError, match="logprobs"):
-        decode.decode_reply_of(pb.DecodeReply(tokens=tokens))
+        messages.DECODE_REPLY.decode(pb.DecodeReply(tokens=tokens))
+
+
+def test_a_value_that_lacks_a_field_of_its_message_is_refused_at_import() -> None:
+    @dataclasses.dataclass
+    class Chunk:
+        item: int
+
+    with pytest.raises(TypeError, match="data"):
+        Codec(Chunk, pb.EncodeChunk)
+
+
+def test_a_text_that_is_too_long_for_a_peer_is_cut() -> None:
+    failed = messages.ItemFailed(0, "code", "x" * 5000)
+    sent = ENCODE.decode(ENCODE.encode(messages.Reply(failed, (), 0.0))).event
+    assert isinstance(sent, messages.ItemFailed)
+    assert sent.message == "x" * MAX_TEXT

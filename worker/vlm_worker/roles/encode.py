@@ -25,6 +25,7 @@ from vlm_worker.wire.messages import (
     EncodeCall,
     EncodeEvent,
     FetchCall,
+    ItemError,
     ItemFailed,
     ItemReady,
     Reply,
@@ -186,7 +187,7 @@ def _decoded_item(one: DecodedUpload) -> DecodedItem:
     image = one.result
     if isinstance(image, PreparedImage):
         return DecodedItem(image.num_tokens, image.grid_thw, image.image_key)
-    return DecodedItem(0, (0, 0, 0), b"", image)
+    return DecodedItem(0, (0, 0, 0), b"", ItemError(image.code or "", str(image)))
 
 
 def _encode_spans(

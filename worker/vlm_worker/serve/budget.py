@@ -14,6 +14,7 @@ import functools
 import math
 from typing import Final
 
+from vlm_worker.annotations import MAX_IMAGE_BYTES
 from vlm_worker.core.families import Family
 from vlm_worker.core.image_geometry import LARGE_SIDE
 from vlm_worker.core.process_memory import ProcessMemory
@@ -26,7 +27,6 @@ from vlm_worker.serve.process import KEPT_BYTES, MESSAGE_BYTES
 from vlm_worker.settings import WorkerSettings
 from vlm_worker.transfer.transport import STREAM
 from vlm_worker.types import Stage
-from vlm_worker.wire.checks import MAX_IMAGE_BYTES
 
 DEFAULT_UPLOADS: Final = 512 << 20
 MIN_DECODERS: Final = 2

@@ -28,11 +28,11 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.roles.context import CallTimer
 from vlm_worker.server.components import WorkerComponents
 from vlm_worker.server.state import WorkerState
-from vlm_worker.wire import checks, decode, encode, identity, prefill
+from vlm_worker.wire import messages
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frames import FrameBatches, join_frames
 from vlm_worker.wire.messages import DecodeCall, DecodeEvent, FetchCall, Reply
-from vlm_worker.wire.rpc import CHUNK_BYTES, DATA_PORT, METHODS, PACKAGE, SEND_IMAGES, Method
+from vlm_worker.wire.rpc import DATA_PORT, METHODS, PACKAGE, SEND_IMAGES, Method
 from vlm_worker.wire.status import status_of
 
 logger = logging.getLogger(__name__)
@@ -115,31 +115,28 @@ class Service:
 
     # ---- Worker --------------------------------------------------------------------------------
 
-    async def _Hello(self, _: pb.HelloRequest, __: Any) -> pb.HelloReply:  # noqa: N802
-        return identity.hello_to(self._ready().hello(self._state))
+    async def _Hello(self, _: pb.HelloRequest, __: Any) -> Any:  # noqa: N802
+        return messages.HELLO.encode(self._ready().hello(self._state))
 
     async def _WatchLoad(self, _: pb.WatchLoadRequest, context: Any) -> None:  # noqa: N802
         components = self._ready()
         while True:
-            await context.write(identity.load_to(components.load(self._state)))
+            await context.write(messages.LOAD.encode(components.load(self._state)))
             await asyncio.sleep(self._state.settings.timers.load)
 
-    async def _Cancel(self, request: pb.CancelRequest, _: Any) -> pb.CancelReply:  # noqa: N802
-        key = identity.cancel_call_of(request)
+    async def _Cancel(self, request: pb.CancelRequest, _: Any) -> Any:  # noqa: N802
+        key = messages.CANCEL.decode(request)
         outcome = await self._ready().context.attempts.cancel(key.request_id, key.attempt)
-        return pb.CancelReply(outcome=pb.CancelOutcome.Name(outcome.value))
+        return messages.CANCEL_REPLY.encode(messages.CancelReply(outcome))
 
-    async def _RenewLeases(  # noqa: N802
-        self, request: pb.RenewLeasesRequest, _: Any
-    ) -> pb.RenewLeasesReply:
-        boot_id, lease_ids = identity.renew_call_of(request)
-        return pb.RenewLeasesReply(gone=self._ready().context.attempts.renew(boot_id, lease_ids))
+    async def _RenewLeases(self, request: pb.RenewLeasesRequest, _: Any) -> Any:  # noqa: N802
+        call = messages.RENEW.decode(request)
+        gone = self._ready().context.attempts.renew(call.boot_id, call.transfer_ids)
+        return messages.RENEW_REPLY.encode(messages.RenewReply(frozenset(gone)))
 
-    async def _ReleaseLease(  # noqa: N802
-        self, request: pb.ReleaseLeaseRequest, _: Any
-    ) -> pb.ReleaseLeaseReply:
-        boot_id, lease_id = identity.release_call_of(request)
-        self._ready().context.attempts.release(boot_id, lease_id)
+    async def _ReleaseLease(self, request: pb.ReleaseLeaseRequest, _: Any) -> Any:  # noqa: N802
+        call = messages.RELEASE.decode(request)
+        self._ready().context.attempts.release(call.boot_id, call.transfer_id)
         return pb.ReleaseLeaseReply()
 
     # ---- Encoder -------------------------------------------------------------------------------
@@ -153,12 +150,14 @@ class Service:
             raise CancelledError("the caller ended the Encode stream before its first message")
         if first.WhichOneof("kind") != "begin":
             raise InvalidRequestError("an Encode stream starts with `begin`")
-        call = encode.encode_call_of(first.begin)
+        call = messages.ENCODE_CALL.decode(first.begin)
         replies = role.encode(call, _chunks(context, within), timer)
-        await _write_all(replies, encode.encode_reply_to, context)
+        await _write_all(replies, messages.ENCODE_REPLY.encode, context)
 
     async def _FetchEmbedding(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
-        await self._send(self._fetched(Fetch.EMBEDDING, identity.fetch_call_of(request)), context)
+        await self._send(
+            self._fetched(Fetch.EMBEDDING, messages.FETCH_CALL.decode(request)), context
+        )
 
     async def _send(self, runs: FrameBatches, context: Any) -> None:
         """Send frames over gRPC.
@@ -201,31 +200,25 @@ class Service:
     async def _Prefill(self, request: pb.PrefillRequest, context: Any) -> None:  # noqa: N802
         timer = CallTimer()
         role = _loaded(self._ready().prefill, "prefill")
-        replies = role.prefill(prefill.prefill_call_of(request), timer)
-        await _write_all(replies, prefill.prefill_reply_to, context)
+        replies = role.prefill(messages.PREFILL_CALL.decode(request), timer)
+        await _write_all(replies, messages.PREFILL_REPLY.encode, context)
 
     async def _FetchKV(self, request: pb.FetchRequest, context: Any) -> None:  # noqa: N802
-        await self._send(self._fetched(Fetch.KV, identity.fetch_call_of(request)), context)
+        await self._send(self._fetched(Fetch.KV, messages.FETCH_CALL.decode(request)), context)
 
     # ---- Decode --------------------------------------------------------------------------------
 
-    async def _Reserve(  # noqa: N802
-        self, request: pb.ReserveRequest, context: Any
-    ) -> pb.ReserveReply:
+    async def _Reserve(self, request: pb.ReserveRequest, context: Any) -> Any:  # noqa: N802
         role = _loaded(self._ready().decode, "decode")
         peer = _host_of(context.peer())
-        reservation = await role.reserve(decode.reserve_call_of(request), peer=peer)
-        return pb.ReserveReply(
-            reservation_id=reservation.reservation_id,
-            boot_id=reservation.boot_id,
-            lease_milliseconds=round(reservation.lease_seconds * 1000),
-        )
+        reservation = await role.reserve(messages.RESERVE_CALL.decode(request), peer=peer)
+        return messages.RESERVATION.encode(reservation)
 
     async def _Decode(self, request: pb.DecodeRequest, context: Any) -> None:  # noqa: N802
         timer = CallTimer()
         role = _loaded(self._ready().decode, "decode")
-        replies = role.decode(decode.decode_call_of(request), timer)
-        await _write_all(replies, decode.decode_reply_to, context)
+        replies = role.decode(messages.DECODE_CALL.decode(request), timer)
+        await _write_all(replies, messages.DECODE_REPLY.encode, context)
 
 
 def _rpc_handler(method: Method, handler: Handler) -> Any:
@@ -278,7 +271,8 @@ def _chunk_of(message: pb.EncodeRequest | None) -> tuple[int, bytes] | None:
         return None
     if message.WhichOneof("kind") != "chunk":
         raise InvalidRequestError("an Encode stream goes on with chunks")
-    return message.chunk.item, checks.at_most(message.chunk.data, "chunk.data", CHUNK_BYTES)
+    chunk = messages.CHUNK.decode(message.chunk, "chunk.")
+    return chunk.item, chunk.data
 
 
 async def _next(context: Any, within: float) -> pb.EncodeRequest | None:

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any, Final
 
+from vlm_worker.annotations import MAX_IDS
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.sources import Sources
 from vlm_worker.errors import WorkerError
@@ -26,7 +27,6 @@ from vlm_worker.supervision import AtEnd, Supervisor
 from vlm_worker.transfer.consumer import checked_units
 from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads, UnreachableError
 from vlm_worker.types import Source
-from vlm_worker.wire.checks import MAX_IDS
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import Units

@@ -23,10 +23,9 @@ from google.protobuf.message import DecodeError
 
 from vlm_worker.errors import CorruptTransferError, InvalidRequestError, PeerLostError, Refusal
 from vlm_worker.pb import worker_pb2 as pb
-from vlm_worker.wire import identity
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import HEADER, HEADER_BYTES, Frame, FrameKind, Header, Units
-from vlm_worker.wire.messages import FetchCall
+from vlm_worker.wire.messages import FETCH_CALL, FetchCall
 from vlm_worker.wire.status import error_of, status_of
 
 LENGTH: Final = struct.Struct("<I")
@@ -57,7 +56,7 @@ class _Record(enum.IntEnum):
 
 def request_to(fetch: Fetch, call: FetchCall) -> bytes:
     """The bytes that a consumer sends."""
-    message = pb.DataRequest(**{fetch.field: identity.fetch_call_to(call)})
+    message = pb.DataRequest(**{fetch.field: FETCH_CALL.encode(call)})
     data: bytes = message.SerializeToString()
     return LENGTH.pack(len(data)) + data
 
@@ -74,7 +73,7 @@ def request_of(data: bytes) -> tuple[Fetch, FetchCall]:
         raise InvalidRequestError(f"a data request: {error}") from error
     for fetch in Fetch:
         if message.HasField(fetch.field):
-            return fetch, identity.fetch_call_of(getattr(message, fetch.field))
+            return fetch, FETCH_CALL.decode(getattr(message, fetch.field))
     raise InvalidRequestError("a data request names neither `embedding` nor `kv`")
 
 

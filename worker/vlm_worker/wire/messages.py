@@ -1,27 +1,49 @@
-"""The calls of worker.proto as values: what a client sends and receives, and what a role gets.
+"""The messages of worker.proto as values, with their bounds and codecs.
 
 `Request`, `Source` and `StageSpan` are in types.py; this module has the types that only calls use.
+A codec checks what it decodes: InvalidRequestError names the invalid field.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Generic, TypeVar
+import itertools
+from typing import Annotated, Final, Generic, TypeVar
 
-from vlm_worker.errors import InvalidImageError
+from vlm_worker import annotations as an
+from vlm_worker.annotations import Between, Bytes, Count, Flat, Identifier, Named, Text, Ticks
+from vlm_worker.errors import IncompatibleError, InvalidImageError, InvalidRequestError
+from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
+    STAGES,
     FinishReason,
+    ImageItem,
     Request,
     RequestKey,
     Role,
+    SamplingParams,
     Source,
     Stage,
     StageSpan,
     TokenLogprobs,
 )
+from vlm_worker.wire.codec import Codec
 
 PROTOCOL_VERSION = 1
+MAX_INVITATION_BYTES = 64
+MAX_CHUNK_BYTES = 1 << 20
+
+Id = Annotated[str, Identifier()]
+BootId = Annotated[bytes, Bytes(16)]
+Fingerprint = Annotated[bytes, Bytes(0, 16)]
+Name = Annotated[str, Text(an.MAX_TEXT)]
+Label = Annotated[str, Text(an.MAX_LABEL)]
+NumTokens = Annotated[int, Between(0, an.MAX_TOKENS)]
+LargeCount = Annotated[int, Between(0, an.MAX_COUNT)]
+ItemIndex = Annotated[int, Between(0, an.MAX_ITEMS - 1)]
+Priority = Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)]
+LeaseSeconds = Annotated[float, Ticks("lease_milliseconds", 1000), Between(0.0, an.MAX_SECONDS)]
 
 E = TypeVar("E")
 
@@ -36,13 +58,20 @@ class CancelOutcome(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CancelReply:
+    """The reply to a Cancel."""
+
+    outcome: CancelOutcome
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a worker; 0 without KV."""
 
-    block_size: int
-    kv_capacity_tokens: int
-    max_model_len: int
-    max_requests: int
+    block_size: Annotated[NumTokens, Named("block_size_tokens")]
+    kv_capacity_tokens: LargeCount
+    max_model_len: Annotated[NumTokens, Named("max_model_len_tokens")]
+    max_requests: NumTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,16 +85,17 @@ class Hello:
 
     role: Role
     stages: frozenset[Stage]
-    model: str
-    model_revision: str
-    pod_name: str
-    pod_uid: str
-    boot_id: bytes
-    layout_fingerprint: bytes
-    embed_fingerprint: bytes
-    compat: str
-    weights: str
+    model: Name
+    model_revision: Name
+    pod_name: Name
+    pod_uid: Name
+    boot_id: BootId
+    layout_fingerprint: Fingerprint
+    embed_fingerprint: Fingerprint
+    compat: Name
+    weights: Label
     limits: Limits
+    protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,11 +104,11 @@ class Load:
 
     num_inflight: int
     num_waiting: int
-    work_queued_seconds: float
-    kv_free_tokens: int
-    kv_capacity_tokens: int
+    work_queued_seconds: Annotated[float, Between(0.0, float(an.MAX_COUNT))]
+    kv_free_tokens: LargeCount
+    kv_capacity_tokens: LargeCount
     accepting: bool
-    boot_id: bytes
+    boot_id: BootId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,9 +121,83 @@ class Reply(Generic[E]):
         clock: seconds from then until the worker wrote this message.
     """
 
-    event: E
-    spans: tuple[StageSpan, ...]
-    clock: float
+    event: Annotated[E, an.OneOf()]
+    spans: Annotated[
+        tuple[StageSpan, ...],
+        Count(0, an.MAX_SPANS),
+        an.Known("stage", frozenset((*STAGES, "kv_transfer"))),
+    ]
+    clock: Annotated[float, Ticks("clock_us", 1_000_000), Between(0.0, an.MAX_SECONDS)]
+
+
+def _refuse_incompatible(message: pb.HelloReply) -> None:
+    if message.protocol_version != PROTOCOL_VERSION:
+        raise IncompatibleError(
+            f"{message.pod_name} speaks protocol {message.protocol_version}, "
+            f"this is {PROTOCOL_VERSION}"
+        )
+    try:
+        Role(message.role)
+        for stage in message.stages:
+            Stage(stage)
+    except ValueError as error:
+        raise IncompatibleError(f"{message.pod_name}: {error}") from error
+
+
+Codec(StageSpan, pb.StageSpan)
+Codec(Limits, pb.Limits)
+HELLO: Final = Codec(Hello, pb.HelloReply, before=_refuse_incompatible)
+LOAD: Final = Codec(Load, pb.LoadReply)
+CANCEL: Final = Codec(RequestKey, pb.CancelRequest)
+CANCEL_REPLY: Final = Codec(CancelReply, pb.CancelReply)
+
+
+# ---- leases and fetches -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenewCall:
+    """The leases to renew, and the producer's incarnation."""
+
+    transfer_ids: Annotated[tuple[str, ...], Count(0, an.MAX_IDS, Identifier())]
+    boot_id: BootId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenewReply:
+    """The leases that are gone."""
+
+    gone: Annotated[frozenset[str], Count(0, an.MAX_IDS, Identifier())]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleaseCall:
+    """The lease to release, and the producer's incarnation."""
+
+    transfer_id: Id
+    boot_id: BootId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchCall:
+    """A consumer's request to a producer; `first_unit` is the first block or row that it lacks.
+
+    With a `transport`, payloads may be out of band; `invitation` is the transport's own bytes.
+    """
+
+    transfer_id: Id
+    boot_id: BootId
+    fingerprint: Fingerprint
+    key: Annotated[RequestKey, Flat()]
+    first_unit: NumTokens = 0
+    transport: Label = ""
+    invitation: Annotated[bytes, an.MaxBytes(MAX_INVITATION_BYTES)] = b""
+
+
+RENEW: Final = Codec(RenewCall, pb.RenewLeasesRequest)
+RENEW_REPLY: Final = Codec(RenewReply, pb.RenewLeasesReply)
+RELEASE: Final = Codec(ReleaseCall, pb.ReleaseLeaseRequest)
+FETCH_CALL: Final = Codec(FetchCall, pb.FetchRequest)
 
 
 # ---- encode -------------------------------------------------------------------------------------
@@ -103,63 +207,162 @@ class Reply(Generic[E]):
 class EncodeItem:
     """One image to encode, from its header; `max_pixels` 0 selects the model's limit."""
 
-    transfer_id: str
-    num_bytes: int
-    width: int
-    height: int
-    num_tokens: int
-    max_pixels: int
-    format: str
+    transfer_id: Id
+    num_bytes: Annotated[int, Between(1, an.MAX_BYTES)]  # EncodeCall checks the maximum of a file
+    width: Annotated[int, Between(0, an.MAX_SIDE)]
+    height: Annotated[int, Between(0, an.MAX_SIDE)]
+    num_tokens: NumTokens
+    max_pixels: Annotated[int, Between(0, an.MAX_PIXELS)]
+    format: Label
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeCall:
     """The images of a request. Their bytes follow in chunks."""
 
-    key: RequestKey
-    items: tuple[EncodeItem, ...]
-    cache_salt: bytes = b""
+    key: Annotated[RequestKey, Flat()]
+    items: Annotated[tuple[EncodeItem, ...], Count(1, an.MAX_ITEMS)]
+    cache_salt: Annotated[bytes, Bytes(0, 32)] = b""
     last_resort: bool = False
-    skip_corrupt: bool = False
-    priority: int = 0
+    skip_corrupt: Annotated[bool, an.Choice("on_corrupt", true="Skip", false="Reject")] = False
+    priority: Priority = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes of image `item`."""
+
+    item: int
+    data: Annotated[bytes, an.MaxBytes(MAX_CHUNK_BYTES)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ItemError:
+    """Why an image is not decoded."""
+
+    code: Label
+    message: Annotated[str, an.CutText(an.MAX_TEXT)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodedItem:
     """One decoded image; with `error` set, the rest is empty."""
 
-    num_tokens: int
-    grid_thw: tuple[int, int, int]
-    image_key: bytes
-    error: InvalidImageError | None = None
+    num_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
+    grid_thw: Annotated[tuple[int, int, int], an.Grid()]
+    image_key: Annotated[bytes, Bytes(32)]
+    error: ItemError | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoded:
     """The images are decoded or failed; the last message if one failed and none may be skipped."""
 
-    items: tuple[DecodedItem, ...]
+    items: Annotated[tuple[DecodedItem, ...], Count(1, an.MAX_ITEMS)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ItemReady:
     """The embedding of an image may be fetched."""
 
-    item: int
+    item: ItemIndex
     cache_hit: bool
-    num_bytes: int
+    num_bytes: Annotated[int, Between(0, an.MAX_BYTES)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ItemFailed:
     """An image was decoded but could not be encoded."""
 
-    item: int
-    code: str
-    message: str
+    item: ItemIndex
+    code: Annotated[Label, Named("error.code")]
+    message: Annotated[str, Named("error.message"), an.CutText(an.MAX_TEXT)]
 
 
 EncodeEvent = Decoded | ItemReady | ItemFailed
+
+
+def _check_encode_call(call: EncodeCall) -> None:
+    if len({item.transfer_id for item in call.items}) < len(call.items):
+        raise InvalidRequestError("items.transfer_id must be another for each item")
+    for index, item in enumerate(call.items):
+        if item.num_bytes > an.MAX_IMAGE_BYTES:
+            raise InvalidImageError(
+                f"the image has {item.num_bytes} bytes; at most {an.MAX_IMAGE_BYTES} are accepted",
+                item=index,
+                code="image_too_large",
+            )
+
+
+def _decode_item(message: pb.DecodedItem, path: str) -> DecodedItem:
+    if message.HasField("error"):
+        error = _ITEM_ERROR.decode(message.error, f"{path}error.")
+        return DecodedItem(0, (0, 0, 0), b"", error)
+    return _DECODED_IMAGE.decode(message, path)
+
+
+def _encode_item(item: DecodedItem) -> pb.DecodedItem:
+    if item.error is not None:
+        return pb.DecodedItem(error=_ITEM_ERROR.encode(item.error))
+    message: pb.DecodedItem = _DECODED_IMAGE.encode(item)
+    return message
+
+
+_ITEM_ERROR: Final = Codec(ItemError, pb.ItemError)
+_DECODED_IMAGE: Final = Codec(DecodedItem, pb.DecodedItem)
+Codec.by_hand(DecodedItem, decode=_decode_item, encode=_encode_item)
+Codec(Decoded, pb.Decoded)
+Codec(ItemReady, pb.ItemReady)
+Codec(ItemFailed, pb.ItemFailed)
+Codec(EncodeItem, pb.EncodeItem)
+CHUNK: Final = Codec(Chunk, pb.EncodeChunk)
+ENCODE_CALL: Final = Codec(EncodeCall, pb.EncodeBegin, check=_check_encode_call)
+ENCODE_REPLY: Final[Codec[Reply[EncodeEvent]]] = Codec(
+    Reply, pb.EncodeReply, events={"decoded": Decoded, "ready": ItemReady, "failed": ItemFailed}
+)
+
+
+# ---- requests and tokens ------------------------------------------------------------------------
+
+
+def _check_request(call: PrefillCall | DecodeCall) -> None:
+    request = call.request
+    num_tokens = len(request.token_ids)
+    if request.num_prompt_tokens > num_tokens:
+        raise InvalidRequestError(
+            f"num_prompt_tokens must be 1 to {num_tokens}, not {request.num_prompt_tokens}"
+        )
+    if any(item.num_tokens == 0 or item.end > num_tokens for item in request.items):
+        raise InvalidRequestError("items must be inside token_ids and have tokens")
+    for one, following in itertools.pairwise(request.items):
+        if following.offset < one.end:
+            raise InvalidRequestError("items must be in order and must not overlap")
+
+
+def _decode_logprobs(message: pb.TokenLogprobs, path: str) -> TokenLogprobs:
+    ids, values = message.top_token_ids, message.top_logprobs
+    if len(ids) != len(values) or len(ids) > an.MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"{path}top_logprobs must be those of up to {an.MAX_LOGPROBS} top_token_ids"
+        )
+    # The logarithm of a probability: not NaN, and at most 0 apart from rounding.
+    if not all(value <= 1.0 for value in (message.logprob, *values)):
+        raise InvalidRequestError(f"{path}logprob must be the logarithm of a probability")
+    return TokenLogprobs(message.logprob, tuple(zip(ids, values, strict=True)))
+
+
+def _encode_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+Codec(Source, pb.Source)
+Codec(SamplingParams, pb.Sampling)
+Codec(ImageItem, pb.ImageItem, elsewhere=("source",))
+LOGPROBS: Final = Codec.by_hand(TokenLogprobs, decode=_decode_logprobs, encode=_encode_logprobs)
 
 
 # ---- prefill ------------------------------------------------------------------------------------
@@ -177,9 +380,9 @@ class PrefillCall:
         last_resort: a draining worker accepts the call.
     """
 
-    request: Request
-    transfer_id: str
-    sources: tuple[Source, ...]
+    request: Annotated[Request, Flat()]
+    transfer_id: Id
+    sources: Annotated[tuple[Source, ...], an.Column("items", "source")]
     handoff: bool = True
     last_resort: bool = False
 
@@ -188,19 +391,19 @@ class PrefillCall:
 class Accepted:
     """The prompt is queued: decode may be called with this as its source."""
 
-    transfer_id: str
-    boot_id: bytes
-    layout_fingerprint: bytes
-    lease_seconds: float
+    transfer_id: Id
+    boot_id: BootId
+    layout_fingerprint: Annotated[bytes, Bytes(16)]
+    lease_seconds: LeaseSeconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstToken:
     """Token `index` of the answer; `finish_reason` is set if it ends the answer."""
 
-    index: int
-    token_id: int
-    num_cached_tokens: int
+    index: NumTokens
+    token_id: Annotated[int, Between(0, an.MAX_TOKEN_ID)]
+    num_cached_tokens: NumTokens
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
 
@@ -212,6 +415,16 @@ class PrefillDone:
 
 PrefillEvent = Accepted | FirstToken | PrefillDone
 
+Codec(Accepted, pb.PrefillAccepted)
+Codec(FirstToken, pb.FirstToken)
+Codec(PrefillDone, pb.PrefillDone)
+PREFILL_CALL: Final = Codec(PrefillCall, pb.PrefillRequest, check=_check_request)
+PREFILL_REPLY: Final[Codec[Reply[PrefillEvent]]] = Codec(
+    Reply,
+    pb.PrefillReply,
+    events={"accepted": Accepted, "first_token": FirstToken, "done": PrefillDone},
+)
+
 
 # ---- decode -------------------------------------------------------------------------------------
 
@@ -220,8 +433,8 @@ PrefillEvent = Accepted | FirstToken | PrefillDone
 class ReserveCall:
     """KV blocks to reserve; `num_tokens` counts prompt, delivered tokens, and one."""
 
-    key: RequestKey
-    num_tokens: int
+    key: Annotated[RequestKey, Flat()]
+    num_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
     last_resort: bool = False
 
 
@@ -229,27 +442,27 @@ class ReserveCall:
 class Reservation:
     """Reserved KV blocks, held until the lease ends; renewed like a transfer."""
 
-    reservation_id: str
-    boot_id: bytes
-    lease_seconds: float
+    reservation_id: Id
+    boot_id: BootId
+    lease_seconds: LeaseSeconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeCall:
     """An answer to continue after its first token; `boot_id` is that of the reservation."""
 
-    request: Request
-    reservation_id: str
+    request: Annotated[Request, Flat()]
+    reservation_id: Id
     kv: Source
-    boot_id: bytes
+    boot_id: BootId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens of the answer from index `first_index` on; `logprobs` has one per token, or none."""
 
-    first_index: int
-    token_ids: tuple[int, ...]
+    first_index: NumTokens
+    token_ids: Annotated[tuple[int, ...], an.TokenIds(1, an.MAX_TOKENS)]
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -257,24 +470,23 @@ class Tokens:
 class Finished:
     """The last message of a decode; `num_tokens` counts the whole answer."""
 
-    reason: FinishReason
-    num_tokens: int
+    reason: Annotated[FinishReason, Named("finish_reason")]
+    num_tokens: NumTokens
 
 
 DecodeEvent = Tokens | Finished
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FetchCall:
-    """A consumer's request to a producer; `first_unit` is the first block or row that it lacks.
+def _check_tokens(tokens: Tokens) -> None:
+    if tokens.logprobs and len(tokens.logprobs) != len(tokens.token_ids):
+        raise InvalidRequestError("tokens.logprobs must be one per token, or none")
 
-    With a `transport`, payloads may be out of band; `invitation` is the transport's own bytes.
-    """
 
-    transfer_id: str
-    boot_id: bytes
-    fingerprint: bytes
-    key: RequestKey
-    first_unit: int = 0
-    transport: str = ""
-    invitation: bytes = b""
+RESERVE_CALL: Final = Codec(ReserveCall, pb.ReserveRequest)
+RESERVATION: Final = Codec(Reservation, pb.ReserveReply)
+Codec(Tokens, pb.Tokens, check=_check_tokens)
+Codec(Finished, pb.Finished)
+DECODE_CALL: Final = Codec(DecodeCall, pb.DecodeRequest, check=_check_request)
+DECODE_REPLY: Final[Codec[Reply[DecodeEvent]]] = Codec(
+    Reply, pb.DecodeReply, events={"tokens": Tokens, "finished": Finished}
+)

@@ -19,8 +19,6 @@ from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.settings.timers import Timers
 
 MAX_MESSAGE_BYTES = 4 << 20
-CHUNK_BYTES = 1 << 20
-"""Maximum size of a chunk of a file."""
 SENT_CHUNK_BYTES = 256 << 10
 """Chunk size of a client: a worker counts a chunk when it is complete; until then gRPC buffers it
 for each call."""

@@ -10,12 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-from vlm_worker.core.families import Detail
-from vlm_worker.gateway.api import schema
-from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
-from vlm_worker.gateway.api.schema import Fields, check_text, refuse
-from vlm_worker.gateway.turns import Steps
-from vlm_worker.wire.checks import (
+from vlm_worker.annotations import (
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -23,6 +18,11 @@ from vlm_worker.wire.checks import (
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
 )
+from vlm_worker.core.families import Detail
+from vlm_worker.gateway.api import schema
+from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
+from vlm_worker.gateway.api.schema import Fields, check_text, refuse
+from vlm_worker.gateway.turns import Steps
 
 # Limit on the parts of one message, and of all together; a string is one part.
 MAX_PARTS = 1024

@@ -372,9 +372,10 @@ class Encoding:
         """Set `decoded`; return the number of images to encode. Raises as `run` does."""
         if len(decoded.items) != len(self._prepared.images):
             raise EngineError("the encoder answered for another number of images")
-        errors = [item.error for item in decoded.items if item.error is not None]
+        errors = [(i, one.error) for i, one in enumerate(decoded.items) if one.error is not None]
         if errors and not self._prepared.skip_corrupt:
-            raise errors[0]
+            item, error = errors[0]
+            raise InvalidImageError(error.message, item=item, code=error.code)
         self.decoded.set_result(decoded.items)
         return len(decoded.items) - len(errors)
 

@@ -1,0 +1,392 @@
+"""Compiles converters between values and the messages of worker.proto, from the values' fields.
+
+value ─▶ encode ─▶ message ─▶ decode ─▶ value, or InvalidRequestError that names the field
+
+A value is a frozen dataclass. `Annotated` has the bounds of a field and, if its form in the message
+differs, that form (vlm_worker/annotations.py). Python source is generated, as `dataclasses` does:
+`Tokens` is on the path of every decode step. An import fails if the fields of a value and of its
+message differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Generic, TypeVar
+
+from google.protobuf import message_factory
+
+from vlm_worker.annotations import (
+    Between,
+    Bound,
+    Choice,
+    Column,
+    Count,
+    CutText,
+    Flat,
+    Known,
+    Named,
+    NotSent,
+    OffsetByOne,
+    OneOf,
+    Pairs,
+    Ticks,
+    Unset,
+)
+from vlm_worker.errors import InvalidRequestError
+
+V = TypeVar("V")
+
+
+class Codec(Generic[V]):
+    """The converters of one class of values.
+
+    `decode` checks the message with `before` and the value with `check`. `events` has the class of
+    each field of the message's oneof. `elsewhere` names the fields that an outer value has.
+    """
+
+    def __init__(
+        self,
+        value: type[V],
+        message: type[Any],
+        *,
+        before: Callable[[Any], None] | None = None,
+        check: Callable[[V], None] | None = None,
+        events: Mapping[str, type[Any]] | None = None,
+        elsewhere: Sequence[str] = (),
+    ) -> None:
+        compiled = _Compiler(value, message, events or {}, elsewhere)
+        self.decode: Callable[..., V] = compiled.decode(before, check)
+        self.encode: Callable[[V], Any] = compiled.encode()
+        _CODECS[value] = self
+
+    @classmethod
+    def by_hand(
+        cls, value: type[V], *, decode: Callable[[Any, str], V], encode: Callable[[V], Any]
+    ) -> Codec[V]:
+        """For a value of another form than its message. `decode` gets the path of the message."""
+        codec = cls.__new__(cls)
+        codec.decode, codec.encode = decode, encode
+        _CODECS[value] = codec
+        return codec
+
+
+_CODECS: dict[type[Any], Codec[Any]] = {}
+
+
+def refuse(path: str, bound: Bound, value: Any) -> None:
+    """Raise the InvalidRequestError of a field."""
+    section, _, name = path.rpartition(".")
+    param = name if section == "sampling" else None
+    raise InvalidRequestError(f"{path} {bound.problem(value)}", param=param)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Member:
+    kind: type[enum.Enum]
+
+    def accepts(self, value: Any) -> bool:
+        return value in self.kind._value2member_map_
+
+    def problem(self, value: Any) -> str:
+        return f"{value!r} is unknown"
+
+
+class _Compiler:
+    """Generates the source of `decode(m, path="")` and `encode(v)`."""
+
+    def __init__(
+        self,
+        value: type[Any],
+        message: type[Any],
+        events: Mapping[str, type[Any]],
+        elsewhere: Sequence[str],
+    ) -> None:
+        self._value = value
+        self._message = message
+        self._events = events
+        self._names: dict[str, Any] = {"refuse": refuse, "InvalidRequestError": InvalidRequestError}
+        self._lines: list[str] = []
+        self._wired = set(elsewhere)
+
+    def decode(
+        self, before: Callable[[Any], None] | None, check: Callable[[Any], None] | None
+    ) -> Callable[..., Any]:
+        if before is not None:
+            self._line(f"{self._bind(before)}(m)")
+        self._line(f"value = {self._construct(self._value)}")
+        if check is not None:
+            self._line(f"{self._bind(check)}(value)")
+        self._line("return value")
+        self._compare_fields()
+        return self._compile("decode", "m, path=''")
+
+    def encode(self) -> Callable[[Any], Any]:
+        self._lines = []
+        message = self._bind(self._message)
+        args = ", ".join(self._arguments(self._value, "v"))
+        for name, kind in self._events.items():
+            event = f"{name}={self._encode_of(kind)}(v.event)"
+            self._line(f"if type(v.event) is {self._bind(kind)}: return {message}({event}, {args})")
+        if self._events:
+            self._line("raise TypeError(f'{type(v.event)} is no event of this reply')")
+        else:
+            self._line(f"m = {message}({args})")
+            self._columns("v", self._value)
+            self._line("return m")
+        return self._compile("encode", "v")
+
+    def _compile(self, name: str, arguments: str) -> Callable[..., Any]:
+        source = f"def {name}({arguments}):\n" + "\n".join(f"    {line}" for line in self._lines)
+        filename = f"<{name} of {self._value.__qualname__}>"
+        exec(compile(source, filename, "exec"), self._names)  # noqa: S102  as `dataclasses` does
+        compiled: Callable[..., Any] = self._names[name]
+        return compiled
+
+    def _compare_fields(self) -> None:
+        fields = {field.name for field in self._message.DESCRIPTOR.fields}
+        if fields != self._wired:
+            raise TypeError(
+                f"{self._value.__qualname__} and {self._message.DESCRIPTOR.full_name} differ in "
+                f"{sorted(fields ^ self._wired)}"
+            )
+
+    def _line(self, text: str) -> None:
+        self._lines.append(text)
+
+    def _bind(self, value: Any) -> str:
+        name = f"_{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _decode_of(self, kind: Any) -> str:
+        return self._bind(_CODECS[kind].decode)
+
+    def _encode_of(self, kind: Any) -> str:
+        return self._bind(_CODECS[kind].encode)
+
+    # ---- decode ----------------------------------------------------------------------------------
+
+    def _construct(self, cls: type[Any]) -> str:
+        """The expression of a value; the lines before it read and check its fields."""
+        args = []
+        for field in _fields(cls):
+            if field.marker(Flat):
+                args.append(self._construct(field.kind))
+            elif field.marker(NotSent):
+                args.append(self._bind(field.default))
+            elif field.marker(OneOf):
+                args.append(self._event())
+            else:
+                args.append(self._field(field))
+        return f"{self._bind(cls)}({', '.join(args)})"
+
+    def _field(self, field: _Field) -> str:
+        """Read and check one field; returns the variable with its value."""
+        variable = f"x{len(self._lines)}"
+        column = field.marker(Column)
+        if column is None:
+            self._wired.add(field.wire.partition(".")[0])
+        where = f"path + {field.wire!r}"
+        if field.is_checked_as_sent:
+            self._line(f"{variable} = m.{field.wire}")
+            self._check(variable, where, field)
+            self._line(f"{variable} = {self._read(field, variable, where)}")
+        else:
+            self._line(f"{variable} = {self._read(field, f'm.{field.wire}', where)}")
+            self._check(variable, where, field)
+        return variable
+
+    def _check(self, variable: str, where: str, field: _Field) -> None:
+        for bound in field.bounds:
+            name = self._bind(bound)
+            if isinstance(bound, Between):
+                test = f"{bound.minimum!r} <= {variable} <= {bound.maximum!r}"
+            else:
+                test = f"{name}.accepts({variable})"
+            absent = f"{variable} is None or {variable} == '' or " if field.is_optional else ""
+            self._line(f"if not ({absent}{test}): refuse({where}, {name}, {variable})")
+
+    def _read(self, field: _Field, source: str, where: str) -> str:
+        for marker in field.markers:
+            match marker:
+                case Ticks(_, per_second):
+                    return f"{source} / {per_second}"
+                case Choice(_, true):
+                    return f"{source} == {true!r}"
+                case Unset(means):
+                    return f"{source} or {means!r}"
+                case OffsetByOne():
+                    return f"{source} - 1 if {source} else None"
+                case Pairs():
+                    return f"tuple(sorted({source}.items()))"
+                case Column(of, name):
+                    one = self._decode_of(field.element)
+                    return f"tuple([{one}(y.{name}, path + '{of}.{name}.') for y in m.{of}])"
+        return self._read_by_kind(field, source, where)
+
+    def _read_by_kind(self, field: _Field, source: str, where: str) -> str:
+        kind, element = field.kind, field.element
+        if field.container is not None:
+            container = field.container.__name__
+            if dataclasses.is_dataclass(element):
+                known = field.marker(Known)
+                given = f" if y.{known.name} in {self._bind(known.values)}" if known else ""
+                one = self._decode_of(element)
+                prefix = f"path + '{field.wire}.'"
+                elements = f"[{one}(y, {prefix}) for y in {source}{given}]"
+                return f"{container}({elements} if {source} else ())"
+            if _is_enum(element):
+                return f"{container}(map({self._bind(element)}, {source}))"
+            return f"{container}({source})"
+        if dataclasses.is_dataclass(kind):
+            decoded = f"{self._decode_of(kind)}({source}, {where} + '.')"
+            present = f"{decoded} if m.HasField({field.wire!r}) else None"
+            return present if field.is_optional else decoded
+        if _is_enum(kind):
+            found = f"{self._bind(kind)}({source})"
+            return f"{found} if {source} else None" if field.is_optional else found
+        return source
+
+    def _event(self) -> str:
+        self._line("kind = m.WhichOneof('kind')")
+        for index, (name, kind) in enumerate(self._events.items()):
+            self._wired.add(name)
+            decoded = f"{self._decode_of(kind)}(m.{name}, '{name}.')"
+            self._line(f"{'elif' if index else 'if'} kind == {name!r}: event = {decoded}")
+        problem = f"{self._message.DESCRIPTOR.name} must have one of {', '.join(self._events)}"
+        self._line(f"else: raise InvalidRequestError({problem!r})")
+        return "event"
+
+    # ---- encode ----------------------------------------------------------------------------------
+
+    def _arguments(self, cls: type[Any], value: str) -> list[str]:
+        """The arguments of the message's constructor."""
+        args: list[str] = []
+        nested: dict[str, list[str]] = {}
+        for field in _fields(cls):
+            source = f"{value}.{field.name}"
+            if field.marker(Flat):
+                args += self._arguments(field.kind, source)
+            elif field.marker(NotSent):
+                default = self._bind(field.default)
+                self._line(f"assert {source} == {default}, 'no message has {field.name}'")
+            elif not (field.marker(OneOf) or field.marker(Column)):
+                outer, _, inner = field.wire.rpartition(".")
+                nested.setdefault(outer, []).append(f"{inner}={self._write(field, source)}")
+        args += nested.pop("", [])
+        for outer, inners in nested.items():
+            part = self._message.DESCRIPTOR.fields_by_name[outer].message_type
+            message = self._bind(message_factory.GetMessageClass(part))
+            args.append(f"{outer}={message}({', '.join(inners)})")
+        return args
+
+    def _write(self, field: _Field, source: str) -> str:
+        for marker in field.markers:
+            match marker:
+                case Ticks(_, per_second):
+                    return f"max(0, round({source} * {per_second}))"
+                case Choice(_, true, false):
+                    return f"{true!r} if {source} else {false!r}"
+                case OffsetByOne():
+                    return f"0 if {source} is None else {source} + 1"
+                case Pairs():
+                    return f"dict({source})"
+                case CutText(maximum):
+                    return f"{source}[:{maximum}]"
+        kind, element = field.kind, field.element
+        if field.container is not None:
+            if dataclasses.is_dataclass(element):
+                return f"[{self._encode_of(element)}(y) for y in {source}] if {source} else ()"
+            written = f"sorted({source})" if field.container is frozenset else source
+            return f"[y.value for y in {written}]" if _is_enum(element) else written
+        if dataclasses.is_dataclass(kind):
+            encoded = f"{self._encode_of(kind)}({source})"
+            return f"None if {source} is None else {encoded}" if field.is_optional else encoded
+        if _is_enum(kind):
+            return f"{source}.value if {source} else ''" if field.is_optional else f"{source}.value"
+        return source
+
+    def _columns(self, value: str, cls: type[Any]) -> None:
+        for field in _fields(cls):
+            if column := field.marker(Column):
+                pairs = f"zip(m.{column.of}, {value}.{field.name}, strict=True)"
+                encoded = f"{self._encode_of(field.element)}(y)"
+                self._line(f"for x, y in {pairs}: x.{column.name}.CopyFrom({encoded})")
+
+
+M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    """One field of a value, as its annotation declares it."""
+
+    name: str
+    kind: Any
+    markers: tuple[Any, ...]
+    default: Any
+
+    def marker(self, kind: type[M]) -> M | None:
+        return next((one for one in self.markers if isinstance(one, kind)), None)
+
+    @property
+    def wire(self) -> str:
+        """Its name in the message."""
+        named = next((one for one in self.markers if isinstance(one, Named | Ticks | Choice)), None)
+        return named.name if named else self.name
+
+    @property
+    def is_optional(self) -> bool:
+        return any(isinstance(one, _Optional) for one in self.markers)
+
+    @property
+    def container(self) -> Any:
+        origin = typing.get_origin(self.kind)
+        return origin if origin in (tuple, frozenset) else None
+
+    @property
+    def element(self) -> Any:
+        return typing.get_args(self.kind)[0] if self.container else None
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """Its bounds; the members of an enum are one."""
+        found: list[Bound] = [one for one in self.markers if hasattr(one, "accepts")]
+        if _is_enum(self.kind):
+            found.append(_Member(self.kind))
+        if _is_enum(self.element):
+            found.append(Count(0, len(self.element), _Member(self.element)))
+        return found
+
+    @property
+    def is_checked_as_sent(self) -> bool:
+        converted = self.marker(Column) or self.marker(Pairs)
+        return _is_enum(self.kind) or (self.container is not None and converted is None)
+
+
+class _Optional:
+    """None is allowed."""
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _fields(cls: type[Any]) -> list[_Field]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [_field(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _field(field: dataclasses.Field[Any], hint: Any) -> _Field:
+    markers: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is Annotated:
+        hint, *found = typing.get_args(hint)
+        markers = tuple(found)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
+        markers += (_Optional(),)
+    return _Field(field.name, hint, markers, field.default)
