@@ -30,7 +30,7 @@ from transformers.generation.logits_process import (
 
 from vlm_kernels import sample_tokens
 from vlm_kernels.sampling_reference import sample_reference
-from vlm_worker.core.step_values import EditedRow, LogitEdits, SampleParams
+from vlm_worker.core.step_values import EditedRow, LogitEdits, SampleParams, sampling_columns
 from vlm_worker.types import SamplingParams
 
 BATCHES, VOCABULARIES, ANSWER, ROUNDS = (1, 16, 256), (32_000, 152_000), 200, 5
@@ -51,14 +51,13 @@ CASES = {
 def params_of(sampling: SamplingParams, token_ids: np.ndarray) -> SampleParams:
     """The same sampling for every row, each after tokens of its own, `[R, ANSWER]`."""
     num_rows, edits = len(token_ids), LogitEdits.of(sampling)
-    ones = np.ones(num_rows)
+    columns = sampling_columns(num_rows)
+    for name, column in columns.items():
+        column[:] = getattr(sampling, name)
+    columns["seed"][:] = np.arange(num_rows)
     return SampleParams(
         greedy=sampling.temperature == 0,
-        temperature=(ones * sampling.temperature).astype(np.float32),
-        top_p=(ones * sampling.top_p).astype(np.float32),
-        top_k=(ones * sampling.top_k).astype(np.int32),
-        min_p=(ones * sampling.min_p).astype(np.float32),
-        seed=np.arange(num_rows, dtype=np.uint64),
+        columns=columns,
         index=np.arange(num_rows, dtype=np.int64),
         edited=tuple(EditedRow(r, edits, token_ids[r], 0) for r in range(num_rows) if edits),
     )

@@ -51,9 +51,9 @@ ROW = np.dtype(
     + [(name, np.float32) for name in ("temperature", "top_p", "min_p")]
     + [(name, np.int32) for name in ("top_k", "num_logprobs", "edit")]
 )
-"""`struct SampledRow` of `cpu/sampling.h`."""
+"""`struct SampledRow` of `cpu/sampling.cpp`."""
 
-_PER_ROW = ("temperature", "top_p", "top_k", "min_p", "seed", "index", "num_logprobs")
+_DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LARGEST = float(np.finfo(np.float32).max)
 _MOST = {"temperature": _LARGEST, "top_p": _LARGEST, "min_p": 1, "top_k": 2**31 - 1}
 """Maximum values of the parameters of a draw; the minimum is 0."""
@@ -95,9 +95,10 @@ def _rows(params: Sampling) -> np.ndarray | None:
     """The parameters as `ROW`; None if all rows are greedy and request nothing else."""
     if params.greedy and params.num_logprobs is None and not params.edited:
         return None
-    rows = np.empty(len(params.temperature), ROW)
-    for name in _PER_ROW[:-1]:
-        rows[name] = getattr(params, name)
+    rows = np.empty(len(params.index), ROW)
+    for name in _DRAWN:
+        rows[name] = params.columns[name]
+    rows["index"] = params.index
     rows["num_logprobs"] = -1 if params.num_logprobs is None else params.num_logprobs
     rows["edit"] = -1
     rows["edit"][[one.row for one in params.edited]] = np.arange(len(params.edited))
@@ -131,8 +132,8 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
             f"sample_tokens: rows of {vocabulary} logits with stride {logits_RV.stride(1)}; must "
             f"be 1 to {MAX_VOCABULARY}, one behind the other"
         )
-    for name in _PER_ROW:
-        values = getattr(params, name)
+    per_row = {"index": params.index, "num_logprobs": params.num_logprobs}
+    for name, values in {**params.columns, **per_row}.items():
         if values is not None and values.shape != (num_rows,):
             raise ValueError(f"sample_tokens: {name} is {values.shape}, not ({num_rows},)")
     if not params.greedy:
@@ -154,7 +155,7 @@ def _check(logits_RV: torch.Tensor, params: Sampling) -> None:
 def _check_numbers(params: Sampling) -> None:
     """Raise ValueError for parameters out of bounds, which would leave no token, and for NaN."""
     for name, most in _MOST.items():
-        values = getattr(params, name)
+        values = params.columns[name]
         if not ((values >= 0) & (values <= most)).all():
             raise ValueError(
                 f"sample_tokens: {name} is {values.min()} to {values.max()}; must be 0 to {most}"

@@ -14,7 +14,7 @@ Shapes: R rows over V tokens. This module has torch's definition. On CPUs `sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,16 +25,13 @@ class Edits(Protocol):
     """The edits that one request asks for."""
 
     @property
-    def frequency_penalty(self) -> float:
-        """Subtracted for each occurrence of a token in the answer; 0 has no effect."""
+    def penalties(self) -> Mapping[str, float]:
+        """The penalties by name.
 
-    @property
-    def presence_penalty(self) -> float:
-        """Subtracted if the token is in the answer; 0 has no effect."""
-
-    @property
-    def repetition_penalty(self) -> float:
-        """Divides a positive logit, multiplies a negative one; 1 has no effect."""
+        frequency_penalty: subtracted for each occurrence in the answer; 0 has no effect
+        presence_penalty: subtracted if the token is in the answer; 0 has no effect
+        repetition_penalty: divides a positive logit, multiplies a negative one; 1 has no effect
+        """
 
     @property
     def bias_ids(self) -> np.ndarray:
@@ -88,7 +85,7 @@ def edit_logits(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> torch.T
     """
     logits_RV = logits_RV.clone(memory_format=torch.contiguous_format)
     _add_biases(logits_RV, [one for one in edited if len(one.edits.bias_ids)])
-    _divide_repeated(logits_RV, [one for one in edited if one.edits.repetition_penalty != 1])
+    _divide_repeated(logits_RV, [one for one in edited if _repetition(one) != 1])
     _subtract_counted(logits_RV, [one for one in edited if _counts(one)])
     return logits_RV
 
@@ -102,9 +99,9 @@ def pack_edits(edited: Sequence[EditedRow]) -> PackedEdits:
     rows["tokens"] = rows["tokens_end"] - num_tokens
     rows["biases"] = rows["biases_end"] - num_biases
     rows["answer"] = rows["tokens"] + [one.num_prompt for one in edited]
-    rows["frequency"] = [one.edits.frequency_penalty for one in edited]
-    rows["presence"] = [one.edits.presence_penalty for one in edited]
-    rows["repetition"] = [one.edits.repetition_penalty for one in edited]
+    rows["frequency"] = [one.edits.penalties["frequency_penalty"] for one in edited]
+    rows["presence"] = [one.edits.penalties["presence_penalty"] for one in edited]
+    rows["repetition"] = [_repetition(one) for one in edited]
     return PackedEdits(
         rows,
         np.concatenate([one.token_ids for one in edited], dtype=np.int32),
@@ -114,7 +111,11 @@ def pack_edits(edited: Sequence[EditedRow]) -> PackedEdits:
 
 
 def _counts(one: EditedRow) -> bool:
-    return one.edits.frequency_penalty != 0 or one.edits.presence_penalty != 0
+    return any(one.edits.penalties[name] for name in ("frequency_penalty", "presence_penalty"))
+
+
+def _repetition(one: EditedRow) -> float:
+    return one.edits.penalties["repetition_penalty"]
 
 
 def _add_biases(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> None:
@@ -132,7 +133,7 @@ def _divide_repeated(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> No
         return
     at = _places(logits_RV, edited, lambda one: one.token_ids)
     lengths = [len(one.token_ids) for one in edited]
-    values = np.repeat([one.edits.repetition_penalty for one in edited], lengths)
+    values = np.repeat([_repetition(one) for one in edited], lengths)
     flat = logits_RV.view(-1)
     places = torch.from_numpy(at[at >= 0]).to(flat.device)
     penalty = torch.from_numpy(values[at >= 0].astype(np.float32)).to(flat.device)
@@ -149,8 +150,8 @@ def _subtract_counted(logits_RV: torch.Tensor, edited: Sequence[EditedRow]) -> N
     frequency = np.zeros(len(logits_RV), np.float64)
     presence = np.zeros(len(logits_RV), np.float64)
     for one in edited:
-        frequency[one.row] = one.edits.frequency_penalty
-        presence[one.row] = one.edits.presence_penalty
+        frequency[one.row] = one.edits.penalties["frequency_penalty"]
+        presence[one.row] = one.edits.penalties["presence_penalty"]
     rows = found // logits_RV.shape[-1]
     penalty = (counts * frequency[rows] + presence[rows]).astype(np.float32)
     flat = logits_RV.view(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,24 +31,15 @@ class Sampling(Protocol):
         """Whether every temperature is 0."""
 
     @property
-    def temperature(self) -> np.ndarray:
-        """float32; 0 is greedy."""
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """The parameters of a draw, by name.
 
-    @property
-    def top_p(self) -> np.ndarray:
-        """float32; 1 keeps all tokens."""
-
-    @property
-    def top_k(self) -> np.ndarray:
-        """int32; 0 keeps all tokens."""
-
-    @property
-    def min_p(self) -> np.ndarray:
-        """float32; 0 keeps all tokens."""
-
-    @property
-    def seed(self) -> np.ndarray:
-        """uint64."""
+        temperature: float32; 0 is greedy
+        top_p: float32; 1 keeps all tokens
+        top_k: int32; 0 keeps all tokens
+        min_p: float32; 0 keeps all tokens
+        seed: uint64
+        """
 
     @property
     def index(self) -> np.ndarray:
@@ -86,7 +77,7 @@ def sample_reference(logits_RV: torch.Tensor, params: Sampling) -> Sampled:
     chosen = logits_RV.argmax(dim=-1)
     if not params.greedy:
         part = _PART_CPU if logits_RV.device.type == "cpu" else _PART_DEVICE
-        drawn = np.flatnonzero(params.temperature > 0)
+        drawn = np.flatnonzero(params.columns["temperature"] > 0)
         step = max(1, part // logits_RV.shape[-1])
         for at in (drawn[i : i + step] for i in range(0, len(drawn), step)):
             rows = torch.from_numpy(at).to(logits_RV.device)
@@ -108,18 +99,20 @@ def weigh(logits_RV: torch.Tensor, params: Sampling, at: np.ndarray) -> torch.Te
 
     Intermediate weights are float32, which represents each of them exactly.
     """
-    temperature = torch.from_numpy(params.temperature[at]).to(logits_RV.device)[:, None]
+    columns = {name: column[at] for name, column in params.columns.items()}
+    temperature = torch.from_numpy(columns["temperature"]).to(logits_RV.device)[:, None]
     best = logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = ((logits_RV - best) / temperature).exp_().mul_(_ONE).round_().nan_to_num_()
-    _keep_top_k(weights_RV, logits_RV, params.top_k[at])
-    _keep_likely(weights_RV, params.top_p[at], params.min_p[at])
+    _keep_top_k(weights_RV, logits_RV, columns["top_k"])
+    _keep_likely(weights_RV, columns["top_p"], columns["min_p"])
     return weights_RV.to(torch.int64)
 
 
 def _draw(logits_RV: torch.Tensor, params: Sampling, at: np.ndarray) -> torch.Tensor:
     """Draw the tokens of the rows `at` from their edited logits."""
     sums_RV = weigh(logits_RV, params, at).cumsum_(dim=-1)
-    draws = torch.from_numpy(uniform(params.seed[at], params.index[at])).to(sums_RV.device)
+    drawn = uniform(params.columns["seed"][at], params.index[at])
+    draws = torch.from_numpy(drawn).to(sums_RV.device)
     level = (draws[:, None] * sums_RV[:, -1:].double()).long()
     place = torch.searchsorted(sums_RV, level, right=True)
     return place[:, 0].clamp_(max=logits_RV.shape[-1] - 1)  # for a row that is not finite

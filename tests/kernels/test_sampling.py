@@ -30,6 +30,11 @@ class Edits:
     bias_ids: np.ndarray
     bias_values: np.ndarray
 
+    @property
+    def penalties(self) -> dict[str, float]:
+        names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclasses.dataclass(frozen=True)
 class Edited:
@@ -55,6 +60,11 @@ class Params:
     @property
     def greedy(self) -> bool:
         return not self.temperature.any()
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
+        return {name: getattr(self, name) for name in names}
 
 
 def params(num_rows: int, temperature: float = 0.0, **others: float) -> Params:

@@ -1,15 +1,17 @@
 """What `Annotated` declares of a field: its bounds, and its form in a message.
 
 A bound has `accepts(value)` and `problem(value)`, the text after the name of the field in an error.
-`wire/codec.py` reads both.
+`wire/codec.py` reads both. `Parameter` declares a sampling parameter to all that read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import string
+import types
+import typing
 from collections.abc import Sequence, Sized
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 MAX_ITEMS = 64
 MAX_TOKENS = 1 << 21
@@ -30,8 +32,6 @@ MAX_TEXT = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
-MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 10.0
 MAX_PRIORITY = 1000
 MAX_STOP_TOKENS = 256
 MAX_TEMPERATURE = 100.0
@@ -39,6 +39,44 @@ MAX_TEMPERATURE = 100.0
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/")
 _MAX_ID = 128
 _MAX_ADDRESS = 300
+
+M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a dataclass, as its annotation declares it."""
+
+    name: str
+    kind: Any
+    is_optional: bool
+    markers: tuple[Any, ...]
+    default: Any
+
+    def marker(self, kind: type[M]) -> M | None:
+        """The marker of a class, if the field has one."""
+        return next((one for one in self.markers if isinstance(one, kind)), None)
+
+    @property
+    def bounds(self) -> list[Bound]:
+        return [one for one in self.markers if hasattr(one, "accepts")]
+
+
+def fields_of(cls: type[Any]) -> list[Field]:
+    """The fields of a dataclass, in order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [_field(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
+    markers: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is Annotated:
+        hint, *found = typing.get_args(hint)
+        markers = tuple(found)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if is_union:
+        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
+    return Field(field.name, hint, is_union, markers, field.default)
 
 
 class Bound(Protocol):
@@ -271,3 +309,29 @@ class Known:
 
     name: str
     values: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """A sampling parameter that a client may set.
+
+    Attributes:
+        note: its row in docs/openai.md.
+        minimum, maximum: its bounds in the API, if it is a number.
+        unset: in the API the same as the default here, but not the model's default.
+        is_extension: vLLM's API has it, OpenAI's has not.
+        model_default: the default if `generation_config.json` samples; that file may set another.
+        greedy_model_default: the file may set it even if it does not sample.
+        dtype: numpy's type in the batch, if it chooses among the tokens of one row.
+        is_penalty: it changes logits by the tokens so far.
+    """
+
+    note: str
+    minimum: float = 0
+    maximum: float = 0
+    unset: float | None = None
+    is_extension: bool = False
+    model_default: float | None = None
+    greedy_model_default: bool = False
+    dtype: str | None = None
+    is_penalty: bool = False

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-from typing import Annotated
+from typing import Annotated, Final
 
 from vlm_worker import annotations as an
-from vlm_worker.annotations import Between, Bytes, Identifier
+from vlm_worker.annotations import Between, Bytes, Identifier, Parameter
 
 
 class Role(enum.StrEnum):
@@ -67,20 +67,83 @@ class SamplingParams:
     """
 
     max_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
-    temperature: Annotated[float, Between(0.0, an.MAX_TEMPERATURE)] = 0.0
-    top_p: Annotated[float, Between(0.0, 1.0), an.Unset(1.0)] = 1.0
-    top_k: Annotated[int, Between(0, an.MAX_TOKEN_ID)] = 0
-    seed: int = 0
+    temperature: Annotated[
+        float,
+        Between(0.0, an.MAX_TEMPERATURE),
+        Parameter(
+            "0 to 2, 0 is greedy; default: the model's `generation_config.json`",
+            0, 2, model_default=1.0, dtype="float32",
+        ),
+    ] = 0.0  # fmt: skip
+    top_p: Annotated[
+        float,
+        Between(0.0, 1.0),
+        an.Unset(1.0),
+        Parameter(
+            "0 to 1, 0 is greedy; default: the model's `generation_config.json`",
+            0, 1, model_default=1.0, dtype="float32",
+        ),
+    ] = 1.0  # fmt: skip
+    top_k: Annotated[
+        int,
+        Between(0, an.MAX_TOKEN_ID),
+        Parameter(
+            "tokens to choose from; 0 or -1: all; default: `generation_config.json`",
+            -1, an.MAX_TOKEN_ID, unset=-1, is_extension=True, model_default=0, dtype="int32",
+        ),
+    ] = 0  # fmt: skip
+    seed: Annotated[
+        int,
+        Parameter(
+            "-2^63 to 2^63-1; the same seed gives the same answer, on any pod",
+            -(2**63), 2**63 - 1, dtype="uint64",
+        ),
+    ] = 0  # fmt: skip
     stop_token_ids: Annotated[tuple[int, ...], an.TokenIds(0, an.MAX_STOP_TOKENS)] = ()
-    ignore_eos: bool = False
-    min_p: Annotated[float, Between(0.0, 1.0)] = 0.0
-    frequency_penalty: Annotated[float, Between(-an.MAX_PENALTY, an.MAX_PENALTY)] = 0.0
-    presence_penalty: Annotated[float, Between(-an.MAX_PENALTY, an.MAX_PENALTY)] = 0.0
-    repetition_penalty: Annotated[float, Between(0.0, an.MAX_REPETITION_PENALTY), an.Unset(1.0)] = (
-        1.0
-    )
+    ignore_eos: Annotated[
+        bool,
+        Parameter("go on to `max_tokens`, past the model's end of the answer", is_extension=True),
+    ] = False
+    min_p: Annotated[
+        float,
+        Between(0.0, 1.0),
+        Parameter(
+            "0 to 1: the least probability, as a share of the likeliest token's",
+            0, 1, is_extension=True, model_default=0.0, dtype="float32",
+        ),
+    ] = 0.0  # fmt: skip
+    frequency_penalty: Annotated[
+        float,
+        Between(-2.0, 2.0),
+        Parameter(
+            "-2 to 2, for each time that the answer holds a token", -2.0, 2.0, is_penalty=True
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float,
+        Between(-2.0, 2.0),
+        Parameter("-2 to 2, for a token that the answer holds", -2.0, 2.0, is_penalty=True),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Between(0.0, 10.0),
+        an.Unset(1.0),
+        Parameter(
+            "0.01 to 10, for tokens of prompt and answer; default: `generation_config.json`",
+            0.01, 10.0, is_extension=True, model_default=1.0, greedy_model_default=True,
+            is_penalty=True,
+        ),
+    ] = 1.0  # fmt: skip
     logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.Biases()] = ()
     num_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
+
+
+PARAMETERS: Final = [
+    (field, parameter)
+    for field in an.fields_of(SamplingParams)
+    if (parameter := field.marker(Parameter)) is not None
+]
+"""The sampling parameters of the API that are numbers or truths."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

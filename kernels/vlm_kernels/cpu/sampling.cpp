@@ -13,6 +13,21 @@
 #include "sampling_ranks.h"
 #include "threads.h"
 
+namespace triptych {
+
+// As sampling.py lays it out.
+struct SampledRow {
+  uint64_t seed;
+  int64_t index;      // of the token in its answer
+  float temperature;  // 0 is greedy
+  float top_p, min_p;
+  int32_t top_k;         // 0 is all
+  int32_t num_logprobs;  // -1 is none
+  int32_t edit;          // which of the edits is this row's; -1 is none
+};
+
+}  // namespace triptych
+
 using namespace triptych;
 
 namespace {

@@ -1,4 +1,4 @@
-// What rows of sampling ask for, as sampling.py lays it out, and the memory that one thread works in.
+// What edits of logits ask for, as sampling_edits.py lays it out, and the memory that one thread works in.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,6 @@
 #include "vectors.h"
 
 namespace triptych {
-
-struct SampledRow {
-  uint64_t seed;
-  int64_t index;      // of the token in its answer
-  float temperature;  // 0 is greedy
-  float top_p, min_p;
-  int32_t top_k;         // 0 is all
-  int32_t num_logprobs;  // -1 is none
-  int32_t edit;          // which of the edits is this row's; -1 is none
-};
 
 // Ranges of the arrays of all edits.
 struct Edit {

@@ -195,8 +195,8 @@ def test_sampling_is_taken_as_it_is_meant() -> None:
     options = parse(CHAT, said | {"logprobs": True, "n": 3}).options
     assert options.num_choices == 3
     assert options.sampling == SamplingOptions(
-        temperature=0.5, top_k=0, priority=5, logit_bias=((7, -2.5), (9, 1.0)),
-        repetition_penalty=1.25, num_logprobs=0,
+        {"temperature": 0.5, "top_k": 0, "repetition_penalty": 1.25},
+        logit_bias=((7, -2.5), (9, 1.0)), num_logprobs=0, priority=5,
     )  # fmt: skip
     assert parse(CHAT, {"logprobs": True, "top_logprobs": 3}).options.sampling.num_logprobs == 3
     assert parse(COMPLETION, {"logprobs": 4}).options.sampling.num_logprobs == 4

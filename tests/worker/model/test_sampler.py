@@ -21,7 +21,14 @@ from transformers.generation.logits_process import (
 
 from vlm_kernels.sampling_edits import edit_logits
 from vlm_kernels.sampling_reference import uniform, weigh
-from vlm_worker.core.step_values import NOT_FINITE, EditedRow, LogitEdits, SampleParams, StepOutput
+from vlm_worker.core.step_values import (
+    NOT_FINITE,
+    EditedRow,
+    LogitEdits,
+    SampleParams,
+    StepOutput,
+    sampling_columns,
+)
 from vlm_worker.model.runner import sample
 from vlm_worker.types import SamplingParams, TokenLogprobs
 
@@ -67,11 +74,10 @@ def params(rows: list[Row]) -> SampleParams:
     wanted = [-1 if row.num_logprobs is None else row.num_logprobs for row in rows]
     return SampleParams(
         greedy=all(row.temperature == 0 for row in rows),
-        temperature=np.array([row.temperature for row in rows], np.float32),
-        top_p=np.array([row.top_p for row in rows], np.float32),
-        top_k=np.array([row.top_k for row in rows], np.int32),
-        min_p=np.array([row.min_p for row in rows], np.float32),
-        seed=np.array([row.seed for row in rows], np.uint64),
+        columns={
+            name: np.array([getattr(row, name) for row in rows], column.dtype)
+            for name, column in sampling_columns(0).items()
+        },
         index=np.array([row.index for row in rows], np.int64),
         num_logprobs=np.array(wanted) if max(wanted) >= 0 else None,
         edited=tuple(one for i, row in enumerate(rows) for one in row.edited(i)),

@@ -127,15 +127,11 @@ class BatchBuilder:
         batch = self._batch
         if indices is None:
             indices = batch.num_tokens.take(rows) - batch.num_prompt.take(rows)
-        temperature = batch.temperature.take(rows)
+        columns = {name: column.take(rows) for name, column in batch.sampling.items()}
         num_logprobs = batch.num_logprobs.take(rows)
         return SampleParams(
-            greedy=not temperature.any(),
-            temperature=temperature,
-            top_p=batch.top_p.take(rows),
-            top_k=batch.top_k.take(rows),
-            min_p=batch.min_p.take(rows),
-            seed=batch.seed.take(rows),
+            greedy=not columns["temperature"].any(),
+            columns=columns,
             index=indices,
             num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
             edited=self._edited(rows),

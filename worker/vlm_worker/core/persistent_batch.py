@@ -18,7 +18,7 @@ import numpy as np
 from vlm_worker.core.decode_columns import DecodeColumns
 from vlm_worker.core.kv_cache import NULL_BLOCK
 from vlm_worker.core.sequence import Sequence, Status
-from vlm_worker.core.step_values import LogitEdits
+from vlm_worker.core.step_values import LogitEdits, sampling_columns
 
 NO_TOKEN = -1
 
@@ -34,7 +34,7 @@ class PersistentBatch:
         prefilling: bool [N]; True until all known tokens were computed
         block_table: int32 [N, B], padded with the null block
         stop_ids: int64 [N, K], padded with NO_TOKEN
-        temperature, top_p, min_p: float32 [N]; top_k: int32 [N]; seed: uint64 [N]
+        sampling: [N], by the name of each parameter of a draw
         num_logprobs: int64 [N]; -1 if the request wants none
         priority: int64 [N]
         logit_edits: by row, for the rows that want any
@@ -65,11 +65,7 @@ class PersistentBatch:
             (num_rows, -(-max_model_len // block_size)), NULL_BLOCK, np.int32
         )
         self.stop_ids = np.full((num_rows, max(1, len(eos_token_ids))), NO_TOKEN, np.int64)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_p = np.ones(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.seed = np.zeros(num_rows, np.uint64)
+        self.sampling = sampling_columns(num_rows)
         self.num_logprobs = np.full(num_rows, -1, np.int64)
         self.priority = np.zeros(num_rows, np.int64)
         self.logit_edits: dict[int, LogitEdits] = {}
@@ -171,11 +167,8 @@ class PersistentBatch:
         self.position_delta[row] = sequence.position_delta
         self.prefilling[row] = prefilling
         self._set_stop_ids(row, stop_ids(sequence, eos_token_ids=self.eos_token_ids))
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        self.min_p[row] = sampling.min_p
-        self.seed[row] = sampling.seed & (2**64 - 1)
+        for name, column in self.sampling.items():
+            column[row] = getattr(sampling, name)
         self.num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self.priority[row] = sequence.priority
         edits = LogitEdits.of(sampling)

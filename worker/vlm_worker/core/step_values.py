@@ -12,12 +12,13 @@ The arrays may be views of buffers that the next step reuses: a runner copies wh
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from vlm_worker.core.sequence import Sequence
-from vlm_worker.types import FinishReason, SamplingParams, TokenLogprobs
+from vlm_worker.types import PARAMETERS, FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,30 +35,29 @@ class ImageRows:
     num_rows: int
 
 
+_NO_PENALTIES = {field.name: field.default for field, one in PARAMETERS if one.is_penalty}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitEdits:
     """Changes to a request's logits before sampling; `SamplingParams` defines the penalties.
 
-    `bias_ids` is int64 [B], `bias_values` float32 [B].
+    `penalties` has all of them by name. `bias_ids` is int64 [B], `bias_values` float32 [B].
     """
 
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
+    penalties: Mapping[str, float]
     bias_ids: np.ndarray
     bias_values: np.ndarray
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> LogitEdits | None:
         """The edits of a request; None if it changes no logits."""
-        penalties = (
-            sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty
-        )  # fmt: skip
-        if penalties == (0.0, 0.0, 1.0) and not sampling.logit_bias:
+        penalties = {name: getattr(sampling, name) for name in _NO_PENALTIES}
+        if penalties == _NO_PENALTIES and not sampling.logit_bias:
             return None
         ids = [token_id for token_id, _ in sampling.logit_bias]
         values = [bias for _, bias in sampling.logit_bias]
-        return cls(*penalties, np.array(ids, np.int64), np.array(values, np.float32))
+        return cls(penalties, np.array(ids, np.int64), np.array(values, np.float32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,17 +78,14 @@ class EditedRow:
 class SampleParams:
     """Sampling of the rows in `StepInputs.sample_rows`; arrays of the same length R.
 
-    `greedy` is True if every row is greedy, the fast path. `index` is the index of the token in its
-    answer: the generator of a row is a function of (seed, index). `num_logprobs` is None if no row
-    wants any; otherwise it is -1 for rows that want none. `edited` has the rows with logit edits.
+    `columns` has the parameters of a draw by name. `greedy` is True if every row is greedy, the
+    fast path. `index` is the index of the token in its answer: the generator of a row is a
+    function of (seed, index). `num_logprobs` is None if no row wants any; otherwise it is -1 for
+    rows that want none. `edited` has the rows with logit edits.
     """
 
     greedy: bool
-    temperature: np.ndarray  # [R] float32
-    top_p: np.ndarray  # [R] float32
-    top_k: np.ndarray  # [R] int32
-    min_p: np.ndarray  # [R] float32
-    seed: np.ndarray  # [R] uint64
+    columns: Mapping[str, np.ndarray]  # [R], `Parameter.dtype`
     index: np.ndarray  # [R] int64
     num_logprobs: np.ndarray | None = None  # [R] int64
     edited: tuple[EditedRow, ...] = ()
@@ -98,13 +95,18 @@ class SampleParams:
         """Parameters of `num_rows` greedy rows, each the first token of its answer."""
         return cls(
             greedy=True,
-            temperature=np.zeros(num_rows, np.float32),
-            top_p=np.ones(num_rows, np.float32),
-            top_k=np.zeros(num_rows, np.int32),
-            min_p=np.zeros(num_rows, np.float32),
-            seed=np.zeros(num_rows, np.uint64),
+            columns=sampling_columns(num_rows),
             index=np.zeros(num_rows, np.int64),
         )
+
+
+def sampling_columns(num_rows: int) -> dict[str, np.ndarray]:
+    """An array for each parameter of a draw, with its default."""
+    return {
+        field.name: np.full(num_rows, field.default, parameter.dtype)
+        for field, parameter in PARAMETERS
+        if parameter.dtype is not None
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

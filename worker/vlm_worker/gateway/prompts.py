@@ -15,7 +15,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from vlm_worker.annotations import MAX_REPETITION_PENALTY
 from vlm_worker.core.families import Family, ModelConfigError, load_family
 from vlm_worker.core.model_files import LFS_POINTER, ConfigFields, check_no_pointer, read_json
 from vlm_worker.errors import InvalidRequestError
@@ -23,6 +22,7 @@ from vlm_worker.gateway.api.errors import ApiError, invalid
 from vlm_worker.gateway.api.requests import Message
 from vlm_worker.gateway.chat_template import ChatTemplate, drops_strings, read_template
 from vlm_worker.gateway.detokenization import TokenTexts
+from vlm_worker.types import PARAMETERS
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 # Upper bound: normalizers shrink text most by composing Hangul and accents, to a third.
@@ -46,17 +46,6 @@ class Prompt:
     def num_text_tokens(self) -> int:
         """Number of all other tokens."""
         return len(self.token_ids) - self.num_image_tokens
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Defaults of sampling parameters, from the model's `generation_config.json`."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 class PromptBuilder:
@@ -214,26 +203,24 @@ def _named_tokens(model_dir: Path) -> dict[str, str]:
     return named
 
 
-def _sampling_defaults(model_dir: Path) -> SamplingDefaults:
+def _sampling_defaults(model_dir: Path) -> dict[str, float]:
+    """Defaults of sampling parameters, from `generation_config.json`."""
     path = model_dir / "generation_config.json"
     # 0 and null mean that a field is not set
     given = {name: value for name, value in _read_optional(path).items() if value}
-    fields = ConfigFields(str(path), given)
-    repetition_penalty = fields.number("repetition_penalty", 1.0)
-    if not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
-        raise ModelConfigError(
-            f"{path}: repetition_penalty is {repetition_penalty}; "
-            f"it must be above 0 and at most {MAX_REPETITION_PENALTY:g}"
-        )
-    if "do_sample" not in fields:
-        return SamplingDefaults(repetition_penalty=repetition_penalty)
-    return SamplingDefaults(
-        temperature=fields.number("temperature", 1.0),
-        top_p=fields.number("top_p", 1.0),
-        top_k=fields.count("top_k") if "top_k" in fields else 0,
-        min_p=fields.number("min_p", 1.0) if "min_p" in fields else 0.0,
-        repetition_penalty=repetition_penalty,
-    )
+    config = ConfigFields(str(path), given)
+    defaults: dict[str, float] = {}
+    for field, parameter in PARAMETERS:
+        name, value = field.name, parameter.model_default
+        if value is None or not (parameter.greedy_model_default or "do_sample" in config):
+            continue
+        if name in config:
+            value = config.count(name) if field.kind is int else config.number(name, value)
+        for bound in field.bounds:
+            if not bound.accepts(value):
+                raise ModelConfigError(f"{path}: {name} {bound.problem(value)}")
+        defaults[name] = value
+    return defaults
 
 
 PromptPiece = tuple[str, bool]

@@ -9,8 +9,8 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from vlm_worker.gateway.api.data_urls import BodyBytes
 from vlm_worker.gateway.api.errors import ApiError, invalid
@@ -34,14 +34,11 @@ from vlm_worker.gateway.orchestrate.prepared_request import PreparedRequest
 from vlm_worker.gateway.prompts import (
     Prompt,
     PromptBuilder,
-    SamplingDefaults,
     check_context,
     context_exceeded,
 )
 from vlm_worker.gateway.turns import Steps, Turns
 from vlm_worker.types import SamplingParams
-
-T = TypeVar("T")
 
 # Longer texts are tokenized on a thread: they would block the event loop for milliseconds.
 LONG_TEXT_BYTES = 32 * 1024
@@ -278,24 +275,16 @@ def _without(messages: Sequence[Message], dropped: Sequence[int]) -> tuple[Messa
 
 
 def _sampling(
-    options: SamplingOptions, defaults: SamplingDefaults, max_tokens: int
+    options: SamplingOptions, defaults: Mapping[str, float], max_tokens: int
 ) -> SamplingParams:
-    def either(asked: T | None, default: T) -> T:
-        return default if asked is None else asked
-
-    top_p = either(options.top_p, defaults.top_p)
+    chosen: dict[str, Any] = {**defaults, **options.given}
+    if chosen.get("top_p") == 0:  # a nucleus of 0 contains only the most likely token
+        chosen |= {"top_p": 1.0, "temperature": 0.0}
+    seed = chosen.pop("seed", None)
     return SamplingParams(
         max_tokens=max_tokens,
-        # A nucleus of 0 contains only the most likely token.
-        temperature=0.0 if top_p == 0 else either(options.temperature, defaults.temperature),
-        top_p=top_p or 1.0,
-        top_k=either(options.top_k, defaults.top_k),
-        min_p=either(options.min_p, defaults.min_p),
-        seed=secrets.randbits(63) if options.seed is None else options.seed % 2**64,
-        ignore_eos=options.ignore_eos,
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        repetition_penalty=either(options.repetition_penalty, defaults.repetition_penalty),
+        seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=options.logit_bias,
         num_logprobs=options.num_logprobs,
+        **chosen,
     )

@@ -38,7 +38,7 @@ def next_token(
 
 def told(edits: LogitEdits, token_ids: np.ndarray, num_prompt: int) -> bytes:
     """The inputs of penalties and biases as bytes: parameters, biases, and the answer's tokens."""
-    numbers = (edits.frequency_penalty, edits.presence_penalty, edits.repetition_penalty)
+    numbers = tuple(edits.penalties.values())
     answer = token_ids[num_prompt:].astype(np.int32)
     arrays = (np.array(numbers, np.float32), edits.bias_ids, edits.bias_values, answer)
     return b"".join(array.tobytes() for array in arrays)

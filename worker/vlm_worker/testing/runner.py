@@ -123,7 +123,8 @@ class ChecksumRunner:
     def choose(self, contexts: Sequence[np.ndarray | None], params: SampleParams) -> StepOutput:
         """The token after each of R contexts of numbers; None is a context with poison."""
         edits = {one.row: told(one.edits, one.token_ids, one.num_prompt) for one in params.edited}
-        drawn = zip(params.temperature.tolist(), params.seed, params.index, strict=True)
+        temperature, seed = params.columns["temperature"].tolist(), params.columns["seed"]
+        drawn = zip(temperature, seed, params.index, strict=True)
         tokens = [
             NOT_FINITE
             if context is None

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from google.protobuf import message_factory
 
@@ -26,6 +25,7 @@ from vlm_worker.annotations import (
     Column,
     Count,
     CutText,
+    Field,
     Flat,
     Known,
     Named,
@@ -35,6 +35,7 @@ from vlm_worker.annotations import (
     Pairs,
     Ticks,
     Unset,
+    fields_of,
 )
 from vlm_worker.errors import InvalidRequestError
 
@@ -173,7 +174,7 @@ class _Compiler:
     def _construct(self, cls: type[Any]) -> str:
         """The expression of a value; the lines before it read and check its fields."""
         args = []
-        for field in _fields(cls):
+        for field in fields_of(cls):
             if field.marker(Flat):
                 args.append(self._construct(field.kind))
             elif field.marker(NotSent):
@@ -184,24 +185,24 @@ class _Compiler:
                 args.append(self._field(field))
         return f"{self._bind(cls)}({', '.join(args)})"
 
-    def _field(self, field: _Field) -> str:
+    def _field(self, field: Field) -> str:
         """Read and check one field; returns the variable with its value."""
         variable = f"x{len(self._lines)}"
         column = field.marker(Column)
         if column is None:
-            self._wired.add(field.wire.partition(".")[0])
-        where = f"path + {field.wire!r}"
-        if field.is_checked_as_sent:
-            self._line(f"{variable} = m.{field.wire}")
+            self._wired.add(_wire_name(field).partition(".")[0])
+        where = f"path + {_wire_name(field)!r}"
+        if _is_checked_as_sent(field):
+            self._line(f"{variable} = m.{_wire_name(field)}")
             self._check(variable, where, field)
             self._line(f"{variable} = {self._read(field, variable, where)}")
         else:
-            self._line(f"{variable} = {self._read(field, f'm.{field.wire}', where)}")
+            self._line(f"{variable} = {self._read(field, f'm.{_wire_name(field)}', where)}")
             self._check(variable, where, field)
         return variable
 
-    def _check(self, variable: str, where: str, field: _Field) -> None:
-        for bound in field.bounds:
+    def _check(self, variable: str, where: str, field: Field) -> None:
+        for bound in _bounds(field):
             name = self._bind(bound)
             if isinstance(bound, Between):
                 test = f"{bound.minimum!r} <= {variable} <= {bound.maximum!r}"
@@ -210,7 +211,7 @@ class _Compiler:
             absent = f"{variable} is None or {variable} == '' or " if field.is_optional else ""
             self._line(f"if not ({absent}{test}): refuse({where}, {name}, {variable})")
 
-    def _read(self, field: _Field, source: str, where: str) -> str:
+    def _read(self, field: Field, source: str, where: str) -> str:
         for marker in field.markers:
             match marker:
                 case Ticks(_, per_second):
@@ -224,19 +225,19 @@ class _Compiler:
                 case Pairs():
                     return f"tuple(sorted({source}.items()))"
                 case Column(of, name):
-                    one = self._decode_of(field.element)
+                    one = self._decode_of(_element(field))
                     return f"tuple([{one}(y.{name}, path + '{of}.{name}.') for y in m.{of}])"
         return self._read_by_kind(field, source, where)
 
-    def _read_by_kind(self, field: _Field, source: str, where: str) -> str:
-        kind, element = field.kind, field.element
-        if field.container is not None:
-            container = field.container.__name__
+    def _read_by_kind(self, field: Field, source: str, where: str) -> str:
+        kind, element = field.kind, _element(field)
+        if _container(field) is not None:
+            container = _container(field).__name__
             if dataclasses.is_dataclass(element):
                 known = field.marker(Known)
                 given = f" if y.{known.name} in {self._bind(known.values)}" if known else ""
                 one = self._decode_of(element)
-                prefix = f"path + '{field.wire}.'"
+                prefix = f"path + '{_wire_name(field)}.'"
                 elements = f"[{one}(y, {prefix}) for y in {source}{given}]"
                 return f"{container}({elements} if {source} else ())"
             if _is_enum(element):
@@ -244,7 +245,7 @@ class _Compiler:
             return f"{container}({source})"
         if dataclasses.is_dataclass(kind):
             decoded = f"{self._decode_of(kind)}({source}, {where} + '.')"
-            present = f"{decoded} if m.HasField({field.wire!r}) else None"
+            present = f"{decoded} if m.HasField({_wire_name(field)!r}) else None"
             return present if field.is_optional else decoded
         if _is_enum(kind):
             found = f"{self._bind(kind)}({source})"
@@ -267,7 +268,7 @@ class _Compiler:
         """The arguments of the message's constructor."""
         args: list[str] = []
         nested: dict[str, list[str]] = {}
-        for field in _fields(cls):
+        for field in fields_of(cls):
             source = f"{value}.{field.name}"
             if field.marker(Flat):
                 args += self._arguments(field.kind, source)
@@ -275,7 +276,7 @@ class _Compiler:
                 default = self._bind(field.default)
                 self._line(f"assert {source} == {default}, 'no message has {field.name}'")
             elif not (field.marker(OneOf) or field.marker(Column)):
-                outer, _, inner = field.wire.rpartition(".")
+                outer, _, inner = _wire_name(field).rpartition(".")
                 nested.setdefault(outer, []).append(f"{inner}={self._write(field, source)}")
         args += nested.pop("", [])
         for outer, inners in nested.items():
@@ -284,7 +285,7 @@ class _Compiler:
             args.append(f"{outer}={message}({', '.join(inners)})")
         return args
 
-    def _write(self, field: _Field, source: str) -> str:
+    def _write(self, field: Field, source: str) -> str:
         for marker in field.markers:
             match marker:
                 case Ticks(_, per_second):
@@ -297,11 +298,11 @@ class _Compiler:
                     return f"dict({source})"
                 case CutText(maximum):
                     return f"{source}[:{maximum}]"
-        kind, element = field.kind, field.element
-        if field.container is not None:
+        kind, element = field.kind, _element(field)
+        if _container(field) is not None:
             if dataclasses.is_dataclass(element):
                 return f"[{self._encode_of(element)}(y) for y in {source}] if {source} else ()"
-            written = f"sorted({source})" if field.container is frozenset else source
+            written = f"sorted({source})" if _container(field) is frozenset else source
             return f"[y.value for y in {written}]" if _is_enum(element) else written
         if dataclasses.is_dataclass(kind):
             encoded = f"{self._encode_of(kind)}({source})"
@@ -311,82 +312,43 @@ class _Compiler:
         return source
 
     def _columns(self, value: str, cls: type[Any]) -> None:
-        for field in _fields(cls):
+        for field in fields_of(cls):
             if column := field.marker(Column):
                 pairs = f"zip(m.{column.of}, {value}.{field.name}, strict=True)"
-                encoded = f"{self._encode_of(field.element)}(y)"
+                encoded = f"{self._encode_of(_element(field))}(y)"
                 self._line(f"for x, y in {pairs}: x.{column.name}.CopyFrom({encoded})")
 
 
-M = TypeVar("M")
+def _wire_name(field: Field) -> str:
+    """The name of a field in the message."""
+    named = field.marker(Named) or field.marker(Ticks) or field.marker(Choice)
+    return named.name if named else field.name
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Field:
-    """One field of a value, as its annotation declares it."""
-
-    name: str
-    kind: Any
-    markers: tuple[Any, ...]
-    default: Any
-
-    def marker(self, kind: type[M]) -> M | None:
-        return next((one for one in self.markers if isinstance(one, kind)), None)
-
-    @property
-    def wire(self) -> str:
-        """Its name in the message."""
-        named = next((one for one in self.markers if isinstance(one, Named | Ticks | Choice)), None)
-        return named.name if named else self.name
-
-    @property
-    def is_optional(self) -> bool:
-        return any(isinstance(one, _Optional) for one in self.markers)
-
-    @property
-    def container(self) -> Any:
-        origin = typing.get_origin(self.kind)
-        return origin if origin in (tuple, frozenset) else None
-
-    @property
-    def element(self) -> Any:
-        return typing.get_args(self.kind)[0] if self.container else None
-
-    @property
-    def bounds(self) -> list[Bound]:
-        """Its bounds; the members of an enum are one."""
-        found: list[Bound] = [one for one in self.markers if hasattr(one, "accepts")]
-        if _is_enum(self.kind):
-            found.append(_Member(self.kind))
-        if _is_enum(self.element):
-            found.append(Count(0, len(self.element), _Member(self.element)))
-        return found
-
-    @property
-    def is_checked_as_sent(self) -> bool:
-        converted = self.marker(Column) or self.marker(Pairs)
-        return _is_enum(self.kind) or (self.container is not None and converted is None)
+def _container(field: Field) -> Any:
+    origin = typing.get_origin(field.kind)
+    return origin if origin in (tuple, frozenset) else None
 
 
-class _Optional:
-    """None is allowed."""
+def _element(field: Field) -> Any:
+    return typing.get_args(field.kind)[0] if _container(field) else None
+
+
+def _bounds(field: Field) -> list[Bound]:
+    """The bounds of a field; the members of an enum are one."""
+    found = field.bounds
+    if _is_enum(field.kind):
+        found.append(_Member(field.kind))
+    element = _element(field)
+    if _is_enum(element):
+        found.append(Count(0, len(element), _Member(element)))
+    return found
+
+
+def _is_checked_as_sent(field: Field) -> bool:
+    converted = field.marker(Column) or field.marker(Pairs)
+    return _is_enum(field.kind) or (_container(field) is not None and converted is None)
 
 
 def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, enum.Enum)
-
-
-def _fields(cls: type[Any]) -> list[_Field]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return [_field(field, hints[field.name]) for field in dataclasses.fields(cls)]
-
-
-def _field(field: dataclasses.Field[Any], hint: Any) -> _Field:
-    markers: tuple[Any, ...] = ()
-    if typing.get_origin(hint) is Annotated:
-        hint, *found = typing.get_args(hint)
-        markers = tuple(found)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(one for one in typing.get_args(hint) if one is not types.NoneType)
-        markers += (_Optional(),)
-    return _Field(field.name, hint, markers, field.default)

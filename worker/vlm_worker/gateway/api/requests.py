@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from vlm_worker.annotations import (
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
-    MAX_PENALTY,
     MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
 )
 from vlm_worker.core.families import Detail
 from vlm_worker.gateway.api import schema
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.api.schema import Fields, check_text, refuse
 from vlm_worker.gateway.turns import Steps
+from vlm_worker.types import PARAMETERS
 
 # Limit on the parts of one message, and of all together; a string is one part.
 MAX_PARTS = 1024
@@ -144,56 +143,33 @@ def _unknown_part(path: str, kind: str) -> ApiError:
     )
 
 
-MAX_TOP_K = 2**31 - 1
-_MIN_REPETITION_PENALTY = 0.01
-# vLLM's value for an unset `top_k`.
-_ALL_TOKENS = -1
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Sampling parameters of a request. None selects the model's default.
+    """Sampling parameters of a request.
 
-    `logit_bias` has (token id, bias) pairs in the order of their ids. `num_logprobs` is the number
-    of most likely tokens to return with the chosen one; None returns no log-probabilities. Requests
-    of a larger `priority` run first.
+    `given` has those of `PARAMETERS` that the client sets, by name. `logit_bias` has (token id,
+    bias) pairs in the order of their ids. `num_logprobs` is the number of most likely tokens to
+    return with the chosen one; None returns no log-probabilities. Requests of a larger `priority`
+    run first.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float | None = None
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
-    ignore_eos: bool = False
     num_logprobs: int | None = None
     priority: int = 0
 
 
 def parse_sampling(fields: Fields, num_logprobs: int | None) -> SamplingOptions:
     """Take the parameters of both endpoints. Raises ApiError that names the invalid one."""
-
-    def penalty(name: str) -> float:
-        return fields.number(name, minimum=-MAX_PENALTY, maximum=MAX_PENALTY) or 0.0
-
-    top_k = fields.integer("top_k", minimum=_ALL_TOKENS, maximum=MAX_TOP_K)
+    given = {}
+    for field, parameter in PARAMETERS:
+        value = fields.parameter(field, parameter)
+        if value is not None:
+            given[field.name] = field.default if value == parameter.unset else value
     priority = fields.integer("priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     return SamplingOptions(
-        temperature=fields.number("temperature", minimum=0, maximum=2),
-        top_p=fields.number("top_p", minimum=0, maximum=1),
-        top_k=0 if top_k == _ALL_TOKENS else top_k,
-        min_p=fields.number("min_p", minimum=0, maximum=1),
-        seed=fields.integer("seed", minimum=-(2**63), maximum=2**63 - 1),
-        frequency_penalty=penalty("frequency_penalty"),
-        presence_penalty=penalty("presence_penalty"),
-        repetition_penalty=fields.number(
-            "repetition_penalty", minimum=_MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY
-        ),
+        given=given,
         logit_bias=_logit_bias(fields),
-        ignore_eos=fields.boolean("ignore_eos") or False,
         num_logprobs=num_logprobs,
         # In vLLM's API the smaller value runs first; internally the larger does.
         priority=-(priority or 0),

@@ -21,9 +21,11 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from vlm_worker import annotations as an
 from vlm_worker.gateway.api.data_urls import BodyBytes, take_images
 from vlm_worker.gateway.api.errors import ApiError, invalid, unsupported
 from vlm_worker.gateway.turns import Steps
+from vlm_worker.types import PARAMETERS
 
 # Similarity of names that differ by a letter or two.
 _TYPO = 0.85
@@ -83,7 +85,7 @@ class Fields:
             f"'{self.at(name)}' must be one of {listed}.", param=self.at(name), code="invalid_value"
         )
 
-    def integer(self, name: str, *, minimum: int, maximum: int) -> int | None:
+    def integer(self, name: str, *, minimum: float, maximum: float) -> int | None:
         """Take an integer in `[minimum, maximum]`; neither 4.0 nor true is one."""
         value = self.take(name)
         if value is None:
@@ -100,6 +102,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._type(name, "a number")
         return float(self._bounded(name, value, minimum, maximum))
+
+    def parameter(self, field: an.Field, parameter: an.Parameter) -> float | bool | None:
+        """Take a sampling parameter within its bounds."""
+        if field.kind is bool:
+            return self.boolean(field.name)
+        take = self.integer if field.kind is int else self.number
+        return take(field.name, minimum=parameter.minimum, maximum=parameter.maximum)
 
     def boolean(self, name: str) -> bool | None:
         value = self.take(name)
@@ -227,17 +236,21 @@ def _refused(name: str, note: str) -> Parameter:
     return Parameter(name, Support.REFUSED, note)
 
 
+def _sampling(*, is_extension: bool) -> list[Parameter]:
+    return [
+        _supported(field.name, parameter.note)
+        for field, parameter in PARAMETERS
+        if parameter.is_extension == is_extension
+    ]
+
+
 _SHARED: Final = (
     _supported("model", "required: the served name; any other is 404 `model_not_found`"),
-    _supported("temperature", "0 to 2, 0 is greedy; default: the model's `generation_config.json`"),
-    _supported("top_p", "0 to 1, 0 is greedy; default: the model's `generation_config.json`"),
-    _supported("seed", "-2^63 to 2^63-1; the same seed gives the same answer, on any pod"),
+    *_sampling(is_extension=False),
     _supported("stop", "a string or up to 4 of 1 to 256 characters; found across token borders"),
     _supported("stream", "server-sent events"),
     _supported("stream_options", "`include_usage`; only with `stream`"),
     _supported("n", "1 to 8 choices; each draws by its own seed, made from the request's"),
-    _supported("frequency_penalty", "-2 to 2, for each time that the answer holds a token"),
-    _supported("presence_penalty", "-2 to 2, for a token that the answer holds"),
     _supported("logit_bias", "up to 1024 pairs: token id to a number from -100 to 100"),
     _logged("user", "up to 256 characters; written to the log, used for nothing else"),
 )
@@ -288,13 +301,7 @@ COMPLETION: Final = (
 
 # Extensions that vLLM's clients send in `extra_body`, to both endpoints.
 EXTRA: Final = (
-    _supported("top_k", "tokens to choose from; 0 or -1: all; default: `generation_config.json`"),
-    _supported("min_p", "0 to 1: the least probability, as a share of the likeliest token's"),
-    _supported(
-        "repetition_penalty",
-        "0.01 to 10, for tokens of prompt and answer; default: `generation_config.json`",
-    ),
-    _supported("ignore_eos", "go on to `max_tokens`, past the model's end of the answer"),
+    *_sampling(is_extension=True),
     _supported(
         "priority",
         "0 to 1000, 0 by default: a smaller one goes first; "

@@ -1,0 +1,60 @@
+"""A sampling parameter is declared in `SamplingParams`, and other code finds it there.
+
+A new one edits the proto, `SamplingParams`, the kernel, its reference, its C++ and docs/openai.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vlm_worker.types import PARAMETERS
+
+ROOT = Path(__file__).parents[2]
+TYPES = "worker/vlm_worker/types.py"
+KERNELS = {
+    "kernels/vlm_kernels/sampling.py",
+    "kernels/vlm_kernels/sampling_reference.py",
+    "kernels/vlm_kernels/sampling_edits.py",
+}
+NUM_OTHER_FILES = 3  # worker.proto, the C++ and docs/openai.md
+# Other files that name a parameter, because it has a meaning of its own there.
+MEANINGS = {
+    "temperature": {
+        "worker/vlm_worker/core/batch_builder.py",  # a step without a draw is faster
+        "worker/vlm_worker/gateway/request_preparation.py",  # `top_p` 0 is greedy
+        "worker/vlm_worker/testing/arithmetic.py",  # the simulated model draws, too
+        "worker/vlm_worker/testing/runner.py",
+    },
+    "top_p": {"worker/vlm_worker/gateway/request_preparation.py"},
+    "seed": {
+        "worker/vlm_worker/gateway/request_preparation.py",  # drawn if the client sends none
+        "worker/vlm_worker/gateway/endpoint.py",  # each choice has its own
+        "worker/vlm_worker/testing/arithmetic.py",
+        "worker/vlm_worker/testing/runner.py",
+    },
+    "ignore_eos": {
+        "worker/vlm_worker/core/persistent_batch.py",  # which tokens end an answer
+        "worker/vlm_worker/testing/arithmetic.py",
+    },
+}
+
+
+def _naming(name: str) -> set[str]:
+    """The Python files of the product that use a parameter by name."""
+    used = re.compile(rf"""\.{name}\b|"{name}"|\b{name}(=|:)""")
+    files = [*(ROOT / "worker").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    return {
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.parent.name != "pb" and used.search(file.read_text())
+    }
+
+
+@pytest.mark.parametrize("name", [field.name for field, _ in PARAMETERS])
+def test_only_the_declaration_and_the_kernels_name_a_parameter(name: str) -> None:
+    naming = _naming(name)
+    assert naming - KERNELS - {TYPES} == MEANINGS.get(name, set())
+    assert len(naming & {*KERNELS, TYPES}) + NUM_OTHER_FILES <= 6
