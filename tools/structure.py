@@ -37,7 +37,7 @@ class Count(NamedTuple):
 # A commit that lowers a count lowers its limit. If a change needs more, its commit raises the limit
 # and says why.
 LIMITS = {
-    "worker": Count(lines=34_762, single_importers=49, short_files=20),
+    "worker": Count(lines=34_740, single_importers=50, short_files=20),
     "operator": Count(lines=34_177, single_importers=92, short_files=60),
     "kernels": Count(lines=7_000, single_importers=13, short_files=11),
 }

@@ -1,17 +1,18 @@
 """What `Annotated` declares of a field: its bounds, and its form in a message.
 
-A bound has `accepts(value)` and `problem(value)`, the text after the name of the field in an error.
+A bound has `accepts(value)` and `problem(value)`, the text of an error after the field's name.
 `wire/codec.py` reads both. `Parameter` declares a sampling parameter to all that read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 import types
 import typing
-from collections.abc import Sequence, Sized
-from typing import Annotated, Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 MAX_ITEMS = 64
 MAX_TOKENS = 1 << 21
@@ -39,6 +40,7 @@ MAX_TEMPERATURE = 100.0
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/")
 _MAX_ID = 128
 _MAX_ADDRESS = 300
+_MAX_SHOWN = 80
 
 M = TypeVar("M")
 
@@ -58,8 +60,8 @@ class Field:
         return next((one for one in self.markers if isinstance(one, kind)), None)
 
     @property
-    def bounds(self) -> list[Bound]:
-        return [one for one in self.markers if hasattr(one, "accepts")]
+    def bounds(self) -> list[Bound | Between]:
+        return [one for one in self.markers if isinstance(one, Bound | Between)]
 
 
 def fields_of(cls: type[Any]) -> list[Field]:
@@ -79,12 +81,16 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
     return Field(field.name, hint, is_union, markers, field.default)
 
 
-class Bound(Protocol):
-    """What a field may contain."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """What a field may contain; `must` says it. An error shows `shown(value)`."""
 
-    def accepts(self, value: Any) -> bool: ...
+    accepts: Callable[[Any], bool]
+    must: str
+    shown: Callable[[Any], Any] = repr
 
-    def problem(self, value: Any) -> str: ...
+    def problem(self, value: Any) -> str:
+        return f"must {self.must}, not {str(self.shown(value))[:_MAX_SHOWN]}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,135 +111,71 @@ def _number(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Count:
-    """A sequence of `minimum` to `maximum` elements, each within `each`."""
-
-    minimum: int
-    maximum: int
-    each: Bound | None = None
-
-    def accepts(self, value: Sequence[Any]) -> bool:
-        each = self.each
-        return self.minimum <= len(value) <= self.maximum and (
-            each is None or all(map(each.accepts, value))
-        )
-
-    def problem(self, value: Sequence[Any]) -> str:
-        if self.each is not None and self.minimum <= len(value) <= self.maximum:
-            return self.each.problem(next(one for one in value if not self.each.accepts(one)))
-        return f"must have {self.minimum} to {self.maximum} elements, not {len(value)}"
+def count(minimum: int, maximum: int) -> Bound:
+    """The number of elements."""
+    return Bound(lambda x: minimum <= len(x) <= maximum, f"have {minimum} to {maximum} items", len)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenIds:
+def each(bound: Bound) -> Bound:
+    """A bound of every element."""
+    return Bound(lambda x: all(map(bound.accepts, x)), f"{bound.must} each", lambda _: "another")
+
+
+def token_ids(minimum: int, maximum: int) -> Bound:
     """`minimum` to `maximum` token ids, each a non-negative int32."""
-
-    minimum: int
-    maximum: int
-
-    def accepts(self, value: Sequence[int]) -> bool:
-        return self.minimum <= len(value) <= self.maximum and (
-            not value or max(value) <= MAX_TOKEN_ID
-        )
-
-    def problem(self, value: Sequence[int]) -> str:
-        if self.minimum <= len(value) <= self.maximum:
-            return f"must be 0 to {MAX_TOKEN_ID}, not {max(value)}"
-        return f"must have {self.minimum} to {self.maximum} tokens, not {len(value)}"
+    return Bound(
+        lambda x: minimum <= len(x) <= maximum and (not x or max(x) <= MAX_TOKEN_ID),
+        f"be {minimum} to {maximum} tokens of 0 to {MAX_TOKEN_ID}",
+        lambda x: f"{len(x)} up to {max(x, default=0)}",
+    )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Identifier:
+def identifier() -> Bound:
     """An id of the gateway."""
-
-    def accepts(self, value: str) -> bool:
-        return 0 < len(value) <= _MAX_ID and _ID_CHARACTERS.issuperset(value)
-
-    def problem(self, _: str) -> str:
-        return f"must be 1 to {_MAX_ID} letters, digits or -_.:/"
+    return Bound(
+        lambda x: 0 < len(x) <= _MAX_ID and _ID_CHARACTERS.issuperset(x),
+        f"be 1 to {_MAX_ID} letters, digits or -_.:/",
+    )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Address:
+def address() -> Bound:
     """`host:port`."""
-
-    def accepts(self, value: str) -> bool:
-        host, _, port = value.rpartition(":")
-        return bool(host) and port.isdecimal() and len(value) <= _MAX_ADDRESS
-
-    def problem(self, _: str) -> str:
-        return "must read host:port"
+    pattern = re.compile(r".+:\d+", re.DOTALL)
+    return Bound(lambda x: len(x) <= _MAX_ADDRESS and bool(pattern.fullmatch(x)), "read host:port")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Text:
+def text(maximum: int) -> Bound:
     """Text of at most `maximum` characters."""
-
-    maximum: int
-
-    def accepts(self, value: Sized) -> bool:
-        return len(value) <= self.maximum
-
-    def problem(self, value: Sized) -> str:
-        return f"must have at most {self.maximum} characters, not {len(value)}"
+    return Bound(lambda x: len(x) <= maximum, f"have at most {maximum} characters", len)
 
 
-class CutText(Text):
-    """As Text; a longer text is cut where it is encoded."""
-
-
-class Bytes:
+def num_bytes(*lengths: int) -> Bound:
     """Bytes of one of the `lengths`."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = lengths
-
-    def accepts(self, value: bytes) -> bool:
-        return len(value) in self.lengths
-
-    def problem(self, value: bytes) -> str:
-        return f"must have {' or '.join(map(str, self.lengths))} bytes, not {len(value)}"
+    allowed = " or ".join(map(str, lengths))
+    return Bound(lambda x: len(x) in lengths, f"have {allowed} bytes", len)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MaxBytes:
+def max_bytes(maximum: int) -> Bound:
     """At most `maximum` bytes."""
-
-    maximum: int
-
-    def accepts(self, value: bytes) -> bool:
-        return len(value) <= self.maximum
-
-    def problem(self, value: bytes) -> str:
-        return f"must have at most {self.maximum} bytes, not {len(value)}"
+    return Bound(lambda x: len(x) <= maximum, f"have at most {maximum} bytes", len)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Grid:
+def grid() -> Bound:
     """A patch grid (time, height, width)."""
+    return Bound(
+        lambda x: len(x) == 3 and all(0 < side < 1 << 16 for side in x),
+        "be three positive numbers below 65536",
+        lambda x: list(x)[:4],
+    )
 
-    def accepts(self, value: Sequence[int]) -> bool:
-        return len(value) == 3 and all(0 < side < 1 << 16 for side in value)
 
-    def problem(self, _: Sequence[int]) -> str:
-        return "must be three positive numbers"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Biases:
+def biases() -> Bound:
     """(token id, bias) pairs."""
-
-    def accepts(self, value: Sequence[tuple[int, float]]) -> bool:
-        return len(value) <= MAX_LOGIT_BIASES and all(
-            -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS for _, bias in value
-        )
-
-    def problem(self, _: Sequence[tuple[int, float]]) -> str:
-        return (
-            f"must be up to {MAX_LOGIT_BIASES} biases, each "
-            f"{-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
-        )
+    return Bound(
+        lambda x: len(x) <= MAX_LOGIT_BIASES and all(abs(b) <= MAX_LOGIT_BIAS for _, b in x),
+        f"be up to {MAX_LOGIT_BIASES} biases of {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+        lambda x: f"{len(x)} biases",
+    )
 
 
 # ---- the form of a field in a message; without one, the message has the same field --------------
@@ -288,6 +230,13 @@ class Unset:
 @dataclasses.dataclass(frozen=True)
 class OffsetByOne:
     """0 on the wire means None, n + 1 means n."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A longer text is cut where it is encoded."""
+
+    maximum: int
 
 
 @dataclasses.dataclass(frozen=True)

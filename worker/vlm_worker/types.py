@@ -8,7 +8,7 @@ import hashlib
 from typing import Annotated, Final
 
 from vlm_worker import annotations as an
-from vlm_worker.annotations import Between, Bytes, Identifier, Parameter
+from vlm_worker.annotations import Between, Parameter
 
 
 class Role(enum.StrEnum):
@@ -48,7 +48,7 @@ class FinishReason(enum.StrEnum):
 class RequestKey:
     """One attempt at one request. Minted by the gateway; unique on every worker."""
 
-    request_id: Annotated[str, Identifier()]
+    request_id: Annotated[str, an.identifier()]
     attempt: Annotated[int, Between(0, an.MAX_ATTEMPT)]
 
 
@@ -99,7 +99,7 @@ class SamplingParams:
             -(2**63), 2**63 - 1, dtype="uint64",
         ),
     ] = 0  # fmt: skip
-    stop_token_ids: Annotated[tuple[int, ...], an.TokenIds(0, an.MAX_STOP_TOKENS)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], an.token_ids(0, an.MAX_STOP_TOKENS)] = ()
     ignore_eos: Annotated[
         bool,
         Parameter("go on to `max_tokens`, past the model's end of the answer", is_extension=True),
@@ -134,7 +134,7 @@ class SamplingParams:
             is_penalty=True,
         ),
     ] = 1.0  # fmt: skip
-    logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.Biases()] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], an.Pairs(), an.biases()] = ()
     num_logprobs: Annotated[int | None, Between(0, an.MAX_LOGPROBS), an.OffsetByOne()] = None
 
 
@@ -155,10 +155,10 @@ class ImageItem:
     SHA-256 over model revision, processor parameters, size, pixels and tenant salt.
     """
 
-    image_key: Annotated[bytes, Bytes(32)]
+    image_key: Annotated[bytes, an.num_bytes(32)]
     offset: int
     num_tokens: int
-    grid_thw: Annotated[tuple[int, int, int], an.Grid()]
+    grid_thw: Annotated[tuple[int, int, int], an.grid()]
 
     @property
     def end(self) -> int:
@@ -178,11 +178,11 @@ class Request:
     """
 
     key: Annotated[RequestKey, an.Flat()]
-    token_ids: Annotated[tuple[int, ...], an.TokenIds(1, an.MAX_TOKENS)]
+    token_ids: Annotated[tuple[int, ...], an.token_ids(1, an.MAX_TOKENS)]
     num_prompt_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
     sampling: SamplingParams
-    items: Annotated[tuple[ImageItem, ...], an.Count(0, an.MAX_ITEMS)] = ()
-    cache_salt: Annotated[bytes, Bytes(0, 32)] = b""
+    items: Annotated[tuple[ImageItem, ...], an.count(0, an.MAX_ITEMS)] = ()
+    cache_salt: Annotated[bytes, an.num_bytes(0, 32)] = b""
     adapter: Annotated[bytes, an.NotSent()] = b""
     priority: Annotated[int, Between(-an.MAX_PRIORITY, an.MAX_PRIORITY)] = 0
 
@@ -265,10 +265,10 @@ def _fingerprint(tag: str, layout: KVLayout | EmbedLayout) -> bytes:
 class Source:
     """Where a consumer fetches from; the gateway takes the address from its own pod watch."""
 
-    address: Annotated[str, an.Address()]
-    boot_id: Annotated[bytes, Bytes(16)]
-    transfer_id: Annotated[str, Identifier()]
-    fingerprint: Annotated[bytes, Bytes(0, 16)]
+    address: Annotated[str, an.address()]
+    boot_id: Annotated[bytes, an.num_bytes(16)]
+    transfer_id: Annotated[str, an.identifier()]
+    fingerprint: Annotated[bytes, an.num_bytes(0, 16)]
 
 
 # The stages of TTFT (docs/glossary.md). At each instant one stage owns the time.

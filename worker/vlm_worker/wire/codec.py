@@ -23,8 +23,7 @@ from vlm_worker.annotations import (
     Bound,
     Choice,
     Column,
-    Count,
-    CutText,
+    Cut,
     Field,
     Flat,
     Known,
@@ -35,6 +34,7 @@ from vlm_worker.annotations import (
     Pairs,
     Ticks,
     Unset,
+    each,
     fields_of,
 )
 from vlm_worker.errors import InvalidRequestError
@@ -78,22 +78,11 @@ class Codec(Generic[V]):
 _CODECS: dict[type[Any], Codec[Any]] = {}
 
 
-def refuse(path: str, bound: Bound, value: Any) -> None:
+def refuse(path: str, bound: Bound | Between, value: Any) -> None:
     """Raise the InvalidRequestError of a field."""
     section, _, name = path.rpartition(".")
     param = name if section == "sampling" else None
     raise InvalidRequestError(f"{path} {bound.problem(value)}", param=param)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Member:
-    kind: type[enum.Enum]
-
-    def accepts(self, value: Any) -> bool:
-        return value in self.kind._value2member_map_
-
-    def problem(self, value: Any) -> str:
-        return f"{value!r} is unknown"
 
 
 class _Compiler:
@@ -296,7 +285,7 @@ class _Compiler:
                     return f"0 if {source} is None else {source} + 1"
                 case Pairs():
                     return f"dict({source})"
-                case CutText(maximum):
+                case Cut(maximum):
                     return f"{source}[:{maximum}]"
         kind, element = field.kind, _element(field)
         if _container(field) is not None:
@@ -334,15 +323,17 @@ def _element(field: Field) -> Any:
     return typing.get_args(field.kind)[0] if _container(field) else None
 
 
-def _bounds(field: Field) -> list[Bound]:
+def _bounds(field: Field) -> list[Bound | Between]:
     """The bounds of a field; the members of an enum are one."""
-    found = field.bounds
     if _is_enum(field.kind):
-        found.append(_Member(field.kind))
+        return [*field.bounds, _member_of(field.kind)]
     element = _element(field)
-    if _is_enum(element):
-        found.append(Count(0, len(element), _Member(element)))
-    return found
+    return [*field.bounds, each(_member_of(element))] if _is_enum(element) else field.bounds
+
+
+def _member_of(kind: type[enum.Enum]) -> Bound:
+    members = kind._value2member_map_
+    return Bound(members.__contains__, f"be one of {', '.join(map(str, members))}")
 
 
 def _is_checked_as_sent(field: Field) -> bool:

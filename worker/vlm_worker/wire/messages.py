@@ -12,7 +12,7 @@ import itertools
 from typing import Annotated, Final, Generic, TypeVar
 
 from vlm_worker import annotations as an
-from vlm_worker.annotations import Between, Bytes, Count, Flat, Identifier, Named, Text, Ticks
+from vlm_worker.annotations import Between, Flat, Named, Ticks
 from vlm_worker.errors import IncompatibleError, InvalidImageError, InvalidRequestError
 from vlm_worker.pb import worker_pb2 as pb
 from vlm_worker.types import (
@@ -34,11 +34,11 @@ PROTOCOL_VERSION = 1
 MAX_INVITATION_BYTES = 64
 MAX_CHUNK_BYTES = 1 << 20
 
-Id = Annotated[str, Identifier()]
-BootId = Annotated[bytes, Bytes(16)]
-Fingerprint = Annotated[bytes, Bytes(0, 16)]
-Name = Annotated[str, Text(an.MAX_TEXT)]
-Label = Annotated[str, Text(an.MAX_LABEL)]
+Id = Annotated[str, an.identifier()]
+BootId = Annotated[bytes, an.num_bytes(16)]
+Fingerprint = Annotated[bytes, an.num_bytes(0, 16)]
+Name = Annotated[str, an.text(an.MAX_TEXT)]
+Label = Annotated[str, an.text(an.MAX_LABEL)]
 NumTokens = Annotated[int, Between(0, an.MAX_TOKENS)]
 LargeCount = Annotated[int, Between(0, an.MAX_COUNT)]
 ItemIndex = Annotated[int, Between(0, an.MAX_ITEMS - 1)]
@@ -124,7 +124,7 @@ class Reply(Generic[E]):
     event: Annotated[E, an.OneOf()]
     spans: Annotated[
         tuple[StageSpan, ...],
-        Count(0, an.MAX_SPANS),
+        an.count(0, an.MAX_SPANS),
         an.Known("stage", frozenset((*STAGES, "kv_transfer"))),
     ]
     clock: Annotated[float, Ticks("clock_us", 1_000_000), Between(0.0, an.MAX_SECONDS)]
@@ -159,7 +159,7 @@ CANCEL_REPLY: Final = Codec(CancelReply, pb.CancelReply)
 class RenewCall:
     """The leases to renew, and the producer's incarnation."""
 
-    transfer_ids: Annotated[tuple[str, ...], Count(0, an.MAX_IDS, Identifier())]
+    transfer_ids: Annotated[tuple[str, ...], an.count(0, an.MAX_IDS), an.each(an.identifier())]
     boot_id: BootId
 
 
@@ -167,7 +167,7 @@ class RenewCall:
 class RenewReply:
     """The leases that are gone."""
 
-    gone: Annotated[frozenset[str], Count(0, an.MAX_IDS, Identifier())]
+    gone: Annotated[frozenset[str], an.count(0, an.MAX_IDS), an.each(an.identifier())]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class FetchCall:
     key: Annotated[RequestKey, Flat()]
     first_unit: NumTokens = 0
     transport: Label = ""
-    invitation: Annotated[bytes, an.MaxBytes(MAX_INVITATION_BYTES)] = b""
+    invitation: Annotated[bytes, an.max_bytes(MAX_INVITATION_BYTES)] = b""
 
 
 RENEW: Final = Codec(RenewCall, pb.RenewLeasesRequest)
@@ -221,8 +221,8 @@ class EncodeCall:
     """The images of a request. Their bytes follow in chunks."""
 
     key: Annotated[RequestKey, Flat()]
-    items: Annotated[tuple[EncodeItem, ...], Count(1, an.MAX_ITEMS)]
-    cache_salt: Annotated[bytes, Bytes(0, 32)] = b""
+    items: Annotated[tuple[EncodeItem, ...], an.count(1, an.MAX_ITEMS)]
+    cache_salt: Annotated[bytes, an.num_bytes(0, 32)] = b""
     last_resort: bool = False
     skip_corrupt: Annotated[bool, an.Choice("on_corrupt", true="Skip", false="Reject")] = False
     priority: Priority = 0
@@ -233,7 +233,7 @@ class Chunk:
     """Bytes of image `item`."""
 
     item: int
-    data: Annotated[bytes, an.MaxBytes(MAX_CHUNK_BYTES)]
+    data: Annotated[bytes, an.max_bytes(MAX_CHUNK_BYTES)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class ItemError:
     """Why an image is not decoded."""
 
     code: Label
-    message: Annotated[str, an.CutText(an.MAX_TEXT)]
+    message: Annotated[str, an.text(an.MAX_TEXT), an.Cut(an.MAX_TEXT)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,8 +249,8 @@ class DecodedItem:
     """One decoded image; with `error` set, the rest is empty."""
 
     num_tokens: Annotated[int, Between(1, an.MAX_TOKENS)]
-    grid_thw: Annotated[tuple[int, int, int], an.Grid()]
-    image_key: Annotated[bytes, Bytes(32)]
+    grid_thw: Annotated[tuple[int, int, int], an.grid()]
+    image_key: Annotated[bytes, an.num_bytes(32)]
     error: ItemError | None = None
 
 
@@ -258,7 +258,7 @@ class DecodedItem:
 class Decoded:
     """The images are decoded or failed; the last message if one failed and none may be skipped."""
 
-    items: Annotated[tuple[DecodedItem, ...], Count(1, an.MAX_ITEMS)]
+    items: Annotated[tuple[DecodedItem, ...], an.count(1, an.MAX_ITEMS)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class ItemFailed:
 
     item: ItemIndex
     code: Annotated[Label, Named("error.code")]
-    message: Annotated[str, Named("error.message"), an.CutText(an.MAX_TEXT)]
+    message: Annotated[str, Named("error.message"), an.text(an.MAX_TEXT), an.Cut(an.MAX_TEXT)]
 
 
 EncodeEvent = Decoded | ItemReady | ItemFailed
@@ -393,7 +393,7 @@ class Accepted:
 
     transfer_id: Id
     boot_id: BootId
-    layout_fingerprint: Annotated[bytes, Bytes(16)]
+    layout_fingerprint: Annotated[bytes, an.num_bytes(16)]
     lease_seconds: LeaseSeconds
 
 
@@ -462,7 +462,7 @@ class Tokens:
     """Tokens of the answer from index `first_index` on; `logprobs` has one per token, or none."""
 
     first_index: NumTokens
-    token_ids: Annotated[tuple[int, ...], an.TokenIds(1, an.MAX_TOKENS)]
+    token_ids: Annotated[tuple[int, ...], an.token_ids(1, an.MAX_TOKENS)]
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
