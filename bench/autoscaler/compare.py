@@ -10,13 +10,12 @@ from typing import Any
 
 from autoscaler.perturb import TROUBLES
 from vlm_cli.simulator.baselines import BASELINES
-from vlm_cli.simulator.contenders import OURS, Settings, contender
+from vlm_cli.simulator.contenders import GRID, OURS, Settings, adjusted, contender
 from vlm_cli.simulator.generate import generate
 from vlm_cli.simulator.run import simulate
 from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.score import Score, score
 from vlm_cli.simulator.trace import Trace
-from vlm_cli.simulator.triptych_policy import GRID, adjusted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoscaler.waiting import least_servers
-from vlm_cli.simulator.baselines.horizontal import choose
+from vlm_cli.simulator.contenders import adjusted
 from vlm_cli.simulator.generate import (
     OUTPUT_SIGMA,
     PATCHES_SIGMA,
@@ -27,11 +27,11 @@ from vlm_cli.simulator.generate import (
     generate,
 )
 from vlm_cli.simulator.hardware import Hardware
+from vlm_cli.simulator.horizontal import choose
 from vlm_cli.simulator.run import EPOCH, Choice, Reading, simulate
 from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.score import Score, score
 from vlm_cli.simulator.trace import Trace
-from vlm_cli.simulator.triptych_policy import adjusted
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.names import Role
 

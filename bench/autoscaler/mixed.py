@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from vlm_cli.simulator.contenders import TriptychAutoscaler
 from vlm_cli.simulator.generate import generate
 from vlm_cli.simulator.run import Setup, simulate
 from vlm_cli.simulator.scenario import mixed, standard
 from vlm_cli.simulator.score import Score, score
 from vlm_cli.simulator.trace import Trace
-from vlm_cli.simulator.triptych_policy import TriptychAutoscaler
 
 PRICES = (0.7, 0.5, 0.33, 0.2)  # of the cheaper node type, relative to the other
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from vlm_cli.errors import CliError
+from vlm_cli.output import CliError
 from vlm_operator import kube, names
 from vlm_operator.cluster import POD, VLM_SERVICE, Manifest
 from vlm_operator.errors import ClusterError, UnavailableError

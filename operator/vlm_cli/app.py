@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from vlm_cli.flags import (
+from vlm_cli.output import (
     ApiKey,
     Context,
+    Format,
     Images,
     Kubeconfig,
     Model,
@@ -19,8 +20,7 @@ from vlm_cli.flags import (
     Output,
     Url,
 )
-from vlm_cli.flags import run as run_command
-from vlm_cli.output import Format
+from vlm_cli.output import run as run_command
 from vlm_cli.planning import render, rollout
 from vlm_cli.repair import doctor, release_finalizers
 from vlm_cli.target import Options

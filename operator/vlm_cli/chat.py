@@ -11,10 +11,8 @@ import aiohttp
 from rich.console import Console
 
 from vlm_cli.client import Answer, ApiError, chat_body, read_image, stream_chat
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format, console, emit, notes
+from vlm_cli.output import CliError, Format, console, emit, notes, ordered, ttft_breakdown
 from vlm_cli.target import Options, open_target
-from vlm_cli.ttft_breakdown import ordered, ttft_breakdown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from vlm_cli.errors import CliError
 from vlm_cli.images import data_url, media_type
+from vlm_cli.output import CliError
 from vlm_cli.target import Target
 
 

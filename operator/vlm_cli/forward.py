@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 
 from vlm_cli.access import Access
-from vlm_cli.errors import CliError
+from vlm_cli.output import CliError
 
 PROTOCOL = "v4.channel.k8s.io"
 DATA, ERROR = 0, 1

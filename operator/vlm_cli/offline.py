@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format, console, emit, plain_table
+from vlm_cli.output import CliError, Format, console, emit, plain_table
 from vlm_cli.preview import Row, children, preview
 from vlm_operator import names
 from vlm_operator.api import VLMService, parse

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from vlm_cli.access import find_service, open_cluster
-from vlm_cli.errors import CliError
-from vlm_cli.output import console
+from vlm_cli.output import CliError, console
 from vlm_operator import names
 from vlm_operator.cluster import VLM_SERVICE, Cluster, Manifest
 

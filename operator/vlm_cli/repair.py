@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlm_cli.flags import Context, Kubeconfig, Namespace, Output, run
-from vlm_cli.output import Format
+from vlm_cli.output import Context, Format, Kubeconfig, Namespace, Output, run
 
 
 def doctor(

@@ -11,11 +11,17 @@ from typing import Any, TextIO
 
 import yaml
 
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format, console, emit, plain_table
+from vlm_cli.output import CliError, Format, console, emit, plain_table
 from vlm_cli.simulator.baselines import BASELINES
 from vlm_cli.simulator.chart import Point, draw
-from vlm_cli.simulator.contenders import OURS, contender, read_tuned
+from vlm_cli.simulator.contenders import (
+    OURS,
+    TriptychAutoscaler,
+    Watch,
+    adjusted,
+    contender,
+    read_tuned,
+)
 from vlm_cli.simulator.generate import ALL_SHAPES, generate
 from vlm_cli.simulator.hardware import Hardware
 from vlm_cli.simulator.run import Setup, simulate
@@ -23,7 +29,6 @@ from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.score import Score, front, score
 from vlm_cli.simulator.settings import HardwareError, read_hardware
 from vlm_cli.simulator.trace import Trace, TraceError, read_trace
-from vlm_cli.simulator.triptych_policy import TriptychAutoscaler, Watch, adjusted
 from vlm_operator.api import parse, resolve
 from vlm_operator.api.enums import ScalingMode
 from vlm_operator.autoscale.decide import Memory, Outcome

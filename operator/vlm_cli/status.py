@@ -9,9 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from vlm_cli.access import condition, find_service, open_cluster
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format, console, emit, plain_table
-from vlm_cli.ttft_breakdown import STAGES
+from vlm_cli.output import STAGES, CliError, Format, console, emit, plain_table
 from vlm_operator.cluster import VLM_SERVICE, Manifest
 from vlm_operator.names import POOL_ROLES
 

@@ -15,8 +15,8 @@ from vlm_cli.access import (
     is_ready,
     open_cluster,
 )
-from vlm_cli.errors import CliError
 from vlm_cli.forward import forward
+from vlm_cli.output import CliError
 from vlm_operator import names
 from vlm_operator.cluster import Manifest
 

@@ -7,8 +7,7 @@ import datetime
 from pathlib import Path
 
 from vlm_cli.access import Access, condition, find_service, open_cluster
-from vlm_cli.errors import CliError
-from vlm_cli.output import console
+from vlm_cli.output import CliError, console
 from vlm_operator import names
 from vlm_operator.apply import MEMORY_KEY
 from vlm_operator.autoscale import memory as memories

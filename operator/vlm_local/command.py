@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlm_cli.errors import CliError
+from vlm_cli.output import CliError
 from vlm_local.errors import LocalError
 
 if TYPE_CHECKING:

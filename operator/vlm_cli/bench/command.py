@@ -11,11 +11,10 @@ from pathlib import Path
 import aiohttp
 
 from vlm_cli.bench.load import Arrival, Result, poisson, run_load
-from vlm_cli.bench.made_images import make_image
 from vlm_cli.bench.report import print_report, summarise
 from vlm_cli.client import Answer, chat_body, read_image, stream_chat
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format, console, emit, notes
+from vlm_cli.images import make_image
+from vlm_cli.output import CliError, Format, console, emit, notes
 from vlm_cli.target import Options, Target, open_target
 
 IMAGE_QUESTION = "What color is the shape?"

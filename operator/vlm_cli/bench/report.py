@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from vlm_cli.bench.load import Outcome, Result
-from vlm_cli.output import plain_table
-from vlm_cli.ttft_breakdown import ordered
+from vlm_cli.output import ordered, plain_table
 
 PERCENTILES = (50, 95, 99)
 

@@ -1,21 +1,21 @@
-"""Runs `vlm doctor` and prints one line per finding."""
+"""Runs the checks of `vlm doctor` and prints one line per finding."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from vlm_cli.access import open_cluster
-from vlm_cli.doctor.checks import examine
-from vlm_cli.doctor.facts import Finding, Level
+from vlm_cli.doctor import installed, nodes, rights, services
+from vlm_cli.doctor.facts import Facts, Finding, Level
 from vlm_cli.doctor.gather import gather
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format, console, emit
+from vlm_cli.output import CliError, Format, console, emit
 
+Check = Callable[[Facts], Iterator[Finding]]
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
@@ -58,3 +58,45 @@ def print_findings(found: Sequence[Finding], out: Console) -> None:
             out.print(f"{'':4}  {'':{wide}}  → {escape(item.remedy)}")
     counts = {level: sum(item.level is level for item in found) for level in Level}
     out.print("\n" + ", ".join(f"{count} {level.value}" for level, count in counts.items()))
+
+
+def unread(facts: Facts) -> Iterator[Finding]:
+    """Report kinds that could not be read, and so are not checked."""
+    for kind, why in facts.unread.items():
+        message = f"{kind.plural} cannot be judged: {why}"
+        yield Finding("access", Level.WARN, message, "run it as an administrator, or with -n")
+
+
+def gateway(facts: Facts) -> Iterator[Finding]:
+    """Report the fetch of one gateway's metrics, if --probe was given."""
+    if facts.gateway is not None:
+        yield facts.gateway
+
+
+# In the order of output: prerequisites come first.
+CHECKS: tuple[Check, ...] = (
+    installed.version,
+    unread,
+    installed.definitions,
+    rights.own,
+    installed.operator,
+    installed.alone,
+    rights.operators,
+    installed.gateway_role,
+    nodes.ready,
+    nodes.classes,
+    nodes.variants,
+    services.watched,
+    services.security,
+    services.claims,
+    services.conditions,
+    services.gateways,
+    services.pods,
+    services.writers,
+    gateway,
+)
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """Run all checks."""
+    return [finding for check in CHECKS for finding in check(facts)]

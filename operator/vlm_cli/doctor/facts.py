@@ -1,4 +1,4 @@
-"""Input and output of the checks, as values: checks send no requests."""
+"""Input and output of the checks, as values: checks send no requests. The kinds that they read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,30 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vlm_operator import names
-from vlm_operator.cluster import Kind, Manifest
+from vlm_operator.cluster import (
+    NODE,
+    POD,
+    ROLE,
+    VLM_NODE_CLASS,
+    VLM_POOL,
+    VLM_SERVICE,
+    Kind,
+    Manifest,
+)
+
+CRD = Kind(
+    "apiextensions.k8s.io/v1",
+    "CustomResourceDefinition",
+    "customresourcedefinitions",
+    namespaced=False,
+)
+NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
+CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+AUTOSCALER = Kind("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
+
+# Kinds read in the whole cluster, and kinds read in the chosen namespaces.
+GLOBAL = (CRD, NAMESPACE, NODE, VLM_NODE_CLASS)
+LOCAL = (VLM_SERVICE, VLM_POOL, POD, ROLE, CLAIM, AUTOSCALER)
 
 
 class Level(enum.StrEnum):

@@ -10,21 +10,23 @@ from collections.abc import Iterable
 import aiohttp
 
 from vlm_cli.access import Access, gateway_pods
-from vlm_cli.doctor.facts import Facts, Finding, Installation, Level, Right
+from vlm_cli.doctor.facts import GLOBAL, LOCAL, Facts, Finding, Installation, Level, Right
 from vlm_cli.doctor.installed import installations
-from vlm_cli.doctor.kinds import (
-    DEPLOYMENT,
-    GLOBAL,
-    LEASE,
-    LOCAL,
-    ROLE,
-    VLM_SERVICE,
-)
 from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
-from vlm_cli.errors import CliError
 from vlm_cli.forward import forward
+from vlm_cli.output import CliError
 from vlm_operator import names
-from vlm_operator.cluster import POD, REVIEW, SELF_REVIEW, Kind, Manifest
+from vlm_operator.cluster import (
+    DEPLOYMENT,
+    LEASE,
+    POD,
+    REVIEW,
+    ROLE,
+    SELF_REVIEW,
+    VLM_SERVICE,
+    Kind,
+    Manifest,
+)
 from vlm_operator.errors import ClusterError, UnavailableError
 
 _AT_ONCE = 8  # limit of concurrent requests

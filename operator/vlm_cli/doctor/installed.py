@@ -9,10 +9,9 @@ from itertools import combinations
 from typing import Any
 
 from vlm_cli.definitions.manifests import KINDS, crd
-from vlm_cli.doctor.facts import Facts, Finding, Installation, Level
-from vlm_cli.doctor.kinds import CRD, DEPLOYMENT, LEASE, ROLE, VLM_SERVICE
+from vlm_cli.doctor.facts import CRD, Facts, Finding, Installation, Level
 from vlm_operator import names
-from vlm_operator.cluster import Manifest
+from vlm_operator.cluster import DEPLOYMENT, LEASE, ROLE, VLM_SERVICE, Manifest
 from vlm_operator.names import Role
 
 OLDEST = (1, 30)  # the chart's kubeVersion

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from vlm_cli.doctor.facts import Facts, Finding, Level
-from vlm_cli.doctor.kinds import NODE, VLM_NODE_CLASS, VLM_SERVICE
 from vlm_operator.api import Variant, VLMService, parse, quantity
-from vlm_operator.cluster import Manifest
+from vlm_operator.cluster import NODE, VLM_NODE_CLASS, VLM_SERVICE, Manifest
 from vlm_operator.errors import SpecError
 from vlm_operator.names import Role
 from vlm_operator.observe import node_class

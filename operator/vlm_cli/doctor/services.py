@@ -6,21 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vlm_cli.access import condition
-from vlm_cli.doctor.facts import Facts, Finding, Level
+from vlm_cli.doctor.facts import AUTOSCALER, CLAIM, NAMESPACE, Facts, Finding, Level
 from vlm_cli.doctor.installed import installations
-from vlm_cli.doctor.kinds import (
-    AUTOSCALER,
-    CLAIM,
-    DEPLOYMENT,
-    NAMESPACE,
-    POD,
-    VLM_POOL,
-    VLM_SERVICE,
-)
 from vlm_operator import names
 from vlm_operator.api.gateway import Gateway
 from vlm_operator.autoscale.inputs import pool_owner
-from vlm_operator.cluster import Manifest
+from vlm_operator.cluster import DEPLOYMENT, POD, VLM_POOL, VLM_SERVICE, Manifest
 from vlm_operator.observe import pod_states
 from vlm_operator.status.causes import pod_problem, references, split
 

@@ -6,13 +6,12 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from vlm_cli.simulator.clock import Clock
 from vlm_cli.simulator.computer import Computer, Pace
 from vlm_cli.simulator.decoder import Decoder
 from vlm_cli.simulator.gateway import Gateway
-from vlm_cli.simulator.hardware import Hardware
+from vlm_cli.simulator.hardware import Hardware, Noise
+from vlm_cli.simulator.job import Clock
 from vlm_cli.simulator.meters import UID as GATEWAY_UID
-from vlm_cli.simulator.noise import Noise
 from vlm_cli.simulator.pods import Life
 from vlm_cli.simulator.pool import Drains, Pool, Predictions, Surroundings
 from vlm_operator.autoscale.policy import ServicePolicy

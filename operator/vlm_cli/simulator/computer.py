@@ -13,9 +13,8 @@ import random
 from collections import deque
 from collections.abc import Iterable
 
-from vlm_cli.simulator.clock import Clock
 from vlm_cli.simulator.hardware import Hardware
-from vlm_cli.simulator.job import Job
+from vlm_cli.simulator.job import Clock, Job
 from vlm_cli.simulator.pods import Handed, Latencies, Life
 from vlm_operator.names import Role
 from vlm_operator.state import KvTokens, Sample, WorkCounters

@@ -13,9 +13,8 @@ import itertools
 import math
 from collections.abc import Callable
 
-from vlm_cli.simulator.clock import Clock
 from vlm_cli.simulator.hardware import Hardware
-from vlm_cli.simulator.job import Job
+from vlm_cli.simulator.job import Clock, Job
 from vlm_cli.simulator.pods import Handed, Latencies, Life
 from vlm_operator.state import KvTokens, Sample, WorkCounters
 

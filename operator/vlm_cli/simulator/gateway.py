@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from vlm_cli.simulator.clock import Clock
 from vlm_cli.simulator.computer import Computer
 from vlm_cli.simulator.decoder import Decoder
 from vlm_cli.simulator.hardware import Hardware
-from vlm_cli.simulator.job import Job
+from vlm_cli.simulator.job import Clock, Job
 from vlm_cli.simulator.meters import Meters
 from vlm_cli.simulator.trace import Request
 from vlm_operator.api.enums import WhileAtZero

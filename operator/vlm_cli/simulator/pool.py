@@ -13,10 +13,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from vlm_cli.simulator.clock import Clock
-from vlm_cli.simulator.hardware import Hardware, NodeType
-from vlm_cli.simulator.job import Job
-from vlm_cli.simulator.noise import Noise
+from vlm_cli.simulator.hardware import Hardware, NodeType, Noise
+from vlm_cli.simulator.job import Clock, Job
 from vlm_cli.simulator.pods import Life, Pod
 from vlm_operator.autoscale.policy import PoolPolicy
 from vlm_operator.autoscale.view import PoolView

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from vlm_cli.simulator.cluster import Cluster
-from vlm_cli.simulator.hardware import Hardware
+from vlm_cli.simulator.hardware import Hardware, Noise
 from vlm_cli.simulator.job import Job
-from vlm_cli.simulator.noise import Noise
 from vlm_cli.simulator.pool import Drains
 from vlm_cli.simulator.trace import Trace
 from vlm_operator.autoscale.outcome import Decision

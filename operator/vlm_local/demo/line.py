@@ -14,7 +14,7 @@ from rich.text import Text
 
 from vlm_cli.access import Access, is_ready, open_cluster
 from vlm_cli.forward import Candidates, forward_to_ready
-from vlm_cli.ttft_breakdown import ttft_breakdown
+from vlm_cli.output import ttft_breakdown
 from vlm_local import build
 from vlm_local.cluster import NodeAgent
 from vlm_local.controlplane import ControlPlane, await_crds

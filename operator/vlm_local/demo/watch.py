@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from vlm_cli.errors import CliError
+from vlm_cli.output import CliError
 from vlm_local.errors import LocalError
 from vlm_operator.cluster import Manifest
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from vlm_cli.chat import Question, chat
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format
+from vlm_cli.output import CliError, Format
 from vlm_cli.target import Options
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)

@@ -12,17 +12,24 @@ import yaml
 
 from support.world import body, pool
 from vlm_cli.definitions.manifests import KINDS, crd
-from vlm_cli.doctor.checks import examine
-from vlm_cli.doctor.facts import Facts, Finding, Installation, Level
-from vlm_cli.doctor.kinds import (
+from vlm_cli.doctor.command import examine
+from vlm_cli.doctor.facts import (
     AUTOSCALER,
     CLAIM,
     CRD,
-    DEPLOYMENT,
     GLOBAL,
-    LEASE,
     LOCAL,
     NAMESPACE,
+    Facts,
+    Finding,
+    Installation,
+    Level,
+)
+from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
+from vlm_operator import names
+from vlm_operator.cluster import (
+    DEPLOYMENT,
+    LEASE,
     NODE,
     POD,
     ROLE,
@@ -30,8 +37,6 @@ from vlm_cli.doctor.kinds import (
     VLM_POOL,
     VLM_SERVICE,
 )
-from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, OF_USERS, of_lease
-from vlm_operator import names
 
 ROOT = pathlib.Path(__file__).parents[3]
 INSTALLED = [item for item in yaml.safe_load_all((ROOT / "install.yaml").read_text()) if item]

@@ -9,17 +9,12 @@ import pytest
 import yaml
 
 from vlm_cli.definitions.manifests import KINDS, crd
-from vlm_cli.doctor.checks import CHECKS, examine
-from vlm_cli.doctor.facts import Level, Right
-from vlm_cli.doctor.kinds import (
-    DEPLOYMENT,
-    GLOBAL,
-    LEASE,
-    LOCAL,
-)
+from vlm_cli.doctor.command import CHECKS, examine
+from vlm_cli.doctor.facts import GLOBAL, LOCAL, Level, Right
 from vlm_cli.doctor.rights import OF_CLUSTER, OF_NAMESPACES, of_lease
 from vlm_cli.doctor.services import gateways
 from vlm_operator import names
+from vlm_operator.cluster import DEPLOYMENT, LEASE
 
 from .doctor_facts import (
     GPU,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.sizing import World, need, pool, service
-from vlm_cli.errors import CliError
+from vlm_cli.output import CliError
 from vlm_cli.why import explain_records, explain_services, memory_notes
 from vlm_operator.autoscale.allocation.history import Exhausted
 from vlm_operator.autoscale.decide import Memory, decide

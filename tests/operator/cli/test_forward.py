@@ -12,8 +12,8 @@ from aiohttp import WSMsgType, web
 from aiohttp.test_utils import TestServer
 
 from vlm_cli.access import Access
-from vlm_cli.errors import CliError
 from vlm_cli.forward import Candidates, forward_to_ready
+from vlm_cli.output import CliError
 from vlm_local.waiting import until
 from vlm_operator.kube import Connection
 

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from support.world import body, pool
-from vlm_cli.errors import CliError
 from vlm_cli.offline import show_children, show_rehearsal
-from vlm_cli.output import Format
+from vlm_cli.output import CliError, Format
 
 EXAMPLES = sorted(
     {

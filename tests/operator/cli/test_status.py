@@ -9,8 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from vlm_cli.errors import CliError
-from vlm_cli.output import Format
+from vlm_cli.output import CliError, Format
 from vlm_cli.status import age, print_service, service_view, show_status
 
 NOW = datetime.datetime(2026, 11, 21, 10, 5, tzinfo=datetime.UTC)

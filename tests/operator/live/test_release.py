@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from support.world import body
-from vlm_cli.errors import CliError
+from vlm_cli.output import CliError
 from vlm_cli.release import release
 from vlm_local.controlplane import ControlPlane
 from vlm_operator import names

@@ -5,9 +5,9 @@ from autoscaler.compare import grid
 
 from support.simulated import run
 from vlm_cli.simulator.baselines import BASELINES, baseline
-from vlm_cli.simulator.baselines.horizontal import Horizontal, by_pods, by_total
 from vlm_cli.simulator.contenders import OURS
 from vlm_cli.simulator.generate import generate
+from vlm_cli.simulator.horizontal import Horizontal, by_pods, by_total
 from vlm_cli.simulator.scenario import standard
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.simulated import Restless, one_of_each, poisson, quick_start, run, with_budget
+from vlm_cli.simulator.contenders import TriptychAutoscaler
 from vlm_cli.simulator.generate import SHAPES, generate
-from vlm_cli.simulator.noise import QUIET, Noise
+from vlm_cli.simulator.hardware import QUIET, Noise
 from vlm_cli.simulator.pool import Drains
 from vlm_cli.simulator.scenario import standard
-from vlm_cli.simulator.triptych_policy import TriptychAutoscaler
 
 SEEDS = st.integers(min_value=0, max_value=10_000)
 

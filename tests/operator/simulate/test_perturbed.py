@@ -7,11 +7,11 @@ import pytest
 from autoscaler.perturb import OUTAGES, PERTURBED
 
 from support.simulated import one_of_each, poisson, run
+from vlm_cli.simulator.contenders import TriptychAutoscaler
 from vlm_cli.simulator.generate import generate
-from vlm_cli.simulator.noise import QUIET, Noise
+from vlm_cli.simulator.hardware import QUIET, Noise
 from vlm_cli.simulator.run import Run, Setup
 from vlm_cli.simulator.scenario import standard
-from vlm_cli.simulator.triptych_policy import TriptychAutoscaler
 from vlm_operator.names import Role
 
 

@@ -4,12 +4,11 @@ import dataclasses
 import random
 
 from support.simulated import quick_start, run
-from vlm_cli.simulator.hardware import Curve
-from vlm_cli.simulator.noise import QUIET
+from vlm_cli.simulator.contenders import TriptychAutoscaler
+from vlm_cli.simulator.hardware import QUIET, Curve
 from vlm_cli.simulator.run import Run, Setup
 from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.trace import Request, Trace
-from vlm_cli.simulator.triptych_policy import TriptychAutoscaler
 from vlm_operator.names import Role
 
 CALM, STORM, SECONDS = 240.0, 420.0, 660.0  # when the other traffic begins and ends

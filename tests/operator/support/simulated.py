@@ -4,8 +4,7 @@ import dataclasses
 import random
 from collections.abc import Mapping
 
-from vlm_cli.simulator.hardware import Curve, Hardware, NodeType
-from vlm_cli.simulator.noise import QUIET
+from vlm_cli.simulator.hardware import QUIET, Curve, Hardware, NodeType
 from vlm_cli.simulator.run import Autoscaler, Choice, Reading, Run, Setup, simulate
 from vlm_cli.simulator.scenario import standard
 from vlm_cli.simulator.trace import Request, Trace
