@@ -43,10 +43,9 @@ from transfer_producer import (
 from vlm_worker.client import WorkerClient
 from vlm_worker.serve.process import set_malloc_thresholds
 from vlm_worker.settings.timers import PRODUCTION
-from vlm_worker.transfer.consumer import Pull, checked_units
+from vlm_worker.transfer.consumer import Pull, WriteWindow, checked_units
 from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads
 from vlm_worker.transfer.transport import ByteStream, Transport
-from vlm_worker.transfer.write_window import WriteWindow
 from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader

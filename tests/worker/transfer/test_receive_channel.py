@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker.transfer.fetching import until
 
-from vlm_worker.transfer.receive_channel import BATCHES_PER_WAKEUP, ReceiveChannel
+from vlm_worker.transfer.consumer import BATCHES_PER_WAKEUP, ReceiveChannel
 from vlm_worker.wire.frames import Units
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from vlm_worker.errors import GoneError
-from vlm_worker.transfer.write_window import WriteWindow
+from vlm_worker.transfer.consumer import WriteWindow
 from vlm_worker.wire.frames import Units
 
 UNIT = 8

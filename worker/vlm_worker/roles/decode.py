@@ -21,9 +21,7 @@ from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, EngineError, GoneError, OverloadedError
 from vlm_worker.roles.attempt_registry import AttemptHandle, check_fingerprint
 from vlm_worker.roles.context import CallTimer, RoleContext, TransferStats
-from vlm_worker.roles.pulling import start_pull
-from vlm_worker.transfer.consumer import Pull
-from vlm_worker.transfer.write_window import WriteWindow
+from vlm_worker.transfer.consumer import Pull, WriteWindow
 from vlm_worker.types import FailedEvent, FinishedEvent, KVLayout, RequestKey, StageSpan, TokenEvent
 from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.data_protocol import Fetch
@@ -168,12 +166,12 @@ class DecodeRole:
         async with context.peers.hold(source) as peer:
             try:
                 received = await context.engine.receive(request, in_place=True)
-                transfer = start_pull(
-                    context,
-                    peer,
+                transfer = peer.pull(
                     Fetch.KV,
                     source,
                     request.key,
+                    transport=context.transport,
+                    on_refused=context.refused,
                     fingerprint=self._layout.fingerprint,
                     content=content_of(request),
                     unit_bytes=self._layout.block_bytes,

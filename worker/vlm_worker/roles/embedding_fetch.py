@@ -18,7 +18,6 @@ from typing import Any, Self
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, Refusal
 from vlm_worker.roles.context import CallTimer, RoleContext, TransferStats
-from vlm_worker.roles.pulling import start_pull
 from vlm_worker.transfer.chunk_framer import allocate_buffer
 from vlm_worker.types import Source, StageSpan
 from vlm_worker.wire.buffers import DestinationBuffers
@@ -138,12 +137,12 @@ class EmbeddingFetcher:
         num_rows = image.num_tokens
         rows = allocate_buffer(num_rows * layout.row_bytes)
         async with self._context.peers.hold(source) as peer:
-            transfer = start_pull(
-                self._context,
-                peer,
+            transfer = peer.pull(
                 Fetch.EMBEDDING,
                 source,
                 key,
+                transport=self._context.transport,
+                on_refused=self._context.refused,
                 fingerprint=layout.fingerprint,
                 content=image.image_key,
                 unit_bytes=layout.row_bytes,

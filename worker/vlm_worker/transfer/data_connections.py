@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from vlm_worker.errors import PeerLostError
 from vlm_worker.settings.timers import Timers
-from vlm_worker.transfer.receive_channel import MAX_PENDING_BATCHES, ReceiveChannel
+from vlm_worker.transfer.consumer import MAX_PENDING_BATCHES, ReceiveChannel
 from vlm_worker.transfer.shared_memory import NAME as SHARED_MEMORY
 from vlm_worker.transfer.thread_call import ThreadCall, run_in_thread
 from vlm_worker.wire.credentials import open_data_connection

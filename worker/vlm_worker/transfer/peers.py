@@ -1,7 +1,7 @@
 """The workers from which this one fetches, and the leases that it holds there.
 
     async with peers.hold(source) as peer:      renewed from here on, released at the end
-        peer.units(...)                         over a data connection, or over gRPC
+        peer.pull(...).units()                  over a data connection, or over gRPC
 
 One renewal call per peer covers all leases held there. If a lease is gone, the producer ends the
 stream of a fetch with GoneError.
@@ -14,22 +14,24 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Final
 
 from vlm_worker.annotations import MAX_IDS
 from vlm_worker.client import WorkerClient
 from vlm_worker.core.sources import Sources
-from vlm_worker.errors import WorkerError
+from vlm_worker.errors import CorruptTransferError, Refusal, WorkerError
 from vlm_worker.settings.timers import Timers
 from vlm_worker.supervision import AtEnd, Supervisor
-from vlm_worker.transfer.consumer import checked_units
+from vlm_worker.transfer.consumer import Pull, checked_units
 from vlm_worker.transfer.data_connections import DataConnectionPool, FetchThreads, UnreachableError
-from vlm_worker.types import Source
+from vlm_worker.transfer.transport import Transport, View
+from vlm_worker.types import RequestKey, Source
+from vlm_worker.wire.buffers import DestinationBuffers
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.frame_reader import FrameReader
-from vlm_worker.wire.frames import Units
+from vlm_worker.wire.frames import TransferId, Units
 from vlm_worker.wire.messages import FetchCall
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,47 @@ class Peer:
                 wanted=boot_id,
             )
             self._met = boot_id
+
+    def pull(
+        self,
+        fetch: Fetch,
+        source: Source,
+        key: RequestKey,
+        *,
+        transport: Transport,
+        on_refused: Callable[[Refusal], None],
+        fingerprint: bytes,
+        content: bytes,
+        unit_bytes: int,
+        first_unit: int,
+        end_unit: int,
+        into: DestinationBuffers | None = None,
+    ) -> Pull:
+        """Start a transfer to this worker. No size comes from the producer.
+
+        `content` identifies the expected data (`TransferId`); a frame with another one voids the
+        transfer. The units are `first_unit` to `end_unit`, each of `unit_bytes`, written to `into`
+        if given.
+        """
+        call = FetchCall(
+            transfer_id=source.transfer_id,
+            boot_id=source.boot_id,
+            fingerprint=fingerprint,
+            key=key,
+            first_unit=first_unit,
+            transport=transport.name,
+            invitation=transport.invitation(),
+        )
+        reader = FrameReader(
+            TransferId(key, source.transfer_id, source.boot_id, fingerprint, content=content),
+            unit_bytes=unit_bytes,
+            first_unit=first_unit,
+            end_unit=end_unit,
+            open_memory=functools.partial(_open, transport) if call.invitation else None,
+            into=into,
+        )
+        units = self.units(fetch, call, reader)
+        return Pull(units, reader, peer=source.address, on_refused=on_refused)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -207,6 +250,14 @@ class Peers:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _open(transport: Transport, name: str, opening: bytes, num_bytes: int) -> View:
+    if name != transport.name:
+        raise CorruptTransferError(
+            f"{name!r} was opened, {transport.name} was asked for", refusal=Refusal.MEMORY
+        )
+    return transport.view(opening, num_bytes)
 
 
 async def _release(peer: Peer, boot_id: bytes, transfer_id: str) -> None:
