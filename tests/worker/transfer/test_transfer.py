@@ -176,7 +176,7 @@ async def test_a_consumer_in_the_same_process_takes_the_whole_without_frames() -
 async def test_a_piece_is_exported_when_the_one_before_has_been_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vlm_worker.transfer.chunk_framer.EXPORT_BYTES", 2 * UNIT)
+    monkeypatch.setattr("vlm_worker.wire.frames.EXPORT_BYTES", 2 * UNIT)
     producer = ProducerSide(8)
     producer.finish()
     async with aclosing(join_frames(producer.producer.frame_batches(KEY, first_unit=0))) as frames:
@@ -188,7 +188,7 @@ async def test_a_piece_is_exported_when_the_one_before_has_been_taken(
 
 
 async def test_a_short_rest_goes_with_the_piece_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm_worker.transfer.chunk_framer.EXPORT_BYTES", 2 * UNIT)
+    monkeypatch.setattr("vlm_worker.wire.frames.EXPORT_BYTES", 2 * UNIT)
     producer = ProducerSide(5)
     producer.finish()
     assert await received(producer.pull()) == list(range(5))

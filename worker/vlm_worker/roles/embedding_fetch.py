@@ -18,9 +18,8 @@ from typing import Any, Self
 from vlm_worker.engine.events import EventStream, PrefillEvent
 from vlm_worker.errors import CorruptTransferError, Refusal
 from vlm_worker.roles.context import CallTimer, RoleContext, TransferStats
-from vlm_worker.transfer.chunk_framer import allocate_buffer
 from vlm_worker.types import Source, StageSpan
-from vlm_worker.wire.buffers import DestinationBuffers
+from vlm_worker.wire.buffers import DestinationBuffers, allocate_buffer
 from vlm_worker.wire.data_protocol import Fetch
 from vlm_worker.wire.messages import PrefillCall
 

@@ -3,8 +3,11 @@
     role ──advance(n) finish(commit) fail(error)──▶ Producer ──frame_batches(first)──▶ a consumer
 
 Several consumers may read at once; each gets every unit from its first on. Memory that a consumer
-reads directly stays exposed until it closes its stream, or until `close`. Frames may be built
-before a fetch (`prebuild_frames`).
+reads directly stays exposed until it closes its stream, or until `close`.
+
+The frames of all units may be built before a fetch (`prebuild_frames`), which then waits for no
+copy and no digest. Every other fetch gets its own frames: a next attempt never gets frames that one
+refused.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +24,23 @@ from contextlib import aclosing
 
 from vlm_worker.errors import CorruptTransferError, GoneError, InvalidRequestError, WorkerError
 from vlm_worker.settings.timers import PRODUCTION, Timers
-from vlm_worker.transfer.chunk_framer import ChunkFramer, Export, allocate_buffer
-from vlm_worker.transfer.exposure_set import ExposureSet
-from vlm_worker.transfer.frame_builder import FrameBuilder
-from vlm_worker.transfer.prebuilt_frames import PrebuiltFrames, build_frames
-from vlm_worker.transfer.thread_call import nothing, run_in_thread, wait_for_change
-from vlm_worker.transfer.transport import Transport
+from vlm_worker.transfer.thread_call import run_in_thread
+from vlm_worker.transfer.transport import Exposure, ExposureSet, Transport
 from vlm_worker.types import RequestKey
-from vlm_worker.wire.buffers import PLAIN, Copier
-from vlm_worker.wire.frames import Commit, Frame, FrameBatches, FrameWriter, TransferId
+from vlm_worker.wire.buffers import PLAIN, Copier, allocate_buffer
+from vlm_worker.wire.frames import (
+    MAX_LARGE_BYTES,
+    MAX_OUT_OF_BAND_BYTES,
+    MAX_PAYLOAD_BYTES,
+    ChunkFramer,
+    Commit,
+    Export,
+    Frame,
+    FrameBatches,
+    FrameWriter,
+    TransferId,
+    chunk_bytes_of,
+)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -35,6 +48,29 @@ class _Reader:
     """One consumer's stream, and the time of its last frame, written by any thread."""
 
     taken_at: float
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Prebuilt:
+    """The frames of all units for the first consumer with this key and invitation.
+
+    `exposure` holds out-of-band payloads; no consumer knows it yet. `frames` are None if building
+    them failed or was abandoned.
+    """
+
+    key: RequestKey
+    invitation: bytes
+    exposure: Exposure | None
+    frames: asyncio.Future[tuple[Frame, ...] | None]
+
+    def is_for(self, key: RequestKey, invitation: bytes) -> bool:
+        """Whether this consumer can read them."""
+        return key == self.key and secrets.compare_digest(invitation, self.invitation)
+
+    def end(self, frames: tuple[Frame, ...] | None) -> None:
+        """Set the frames; the first call counts."""
+        if not self.frames.done():
+            self.frames.set_result(frames)
 
 
 class Producer:
@@ -51,7 +87,7 @@ class Producer:
         unit_bytes: int,
         max_units: int,
         export: Export,
-        prepare: Callable[[], Awaitable[None]] = nothing,
+        prepare: Callable[[], Awaitable[None]] | None = None,
         timers: Timers = PRODUCTION,
         clock: Callable[[], float] = time.monotonic,
         copier: Copier = PLAIN,
@@ -62,10 +98,7 @@ class Producer:
         self._timers = timers
         self._clock = clock
         self._exposures = ExposureSet()
-        self._frame_builder = FrameBuilder(
-            identity, unit_bytes, max_units, export, copier, self._exposures
-        )
-        self._prebuilt: PrebuiltFrames | None = None
+        self._prebuilt: _Prebuilt | None = None
         self._readers: set[_Reader] = set()
         self._unit_bytes = unit_bytes
         self._export = export
@@ -136,23 +169,31 @@ class Producer:
 
         Does nothing if a consumer already reads: chunks serve it sooner. A later fetch gets errors.
         """
-        commit, frame_builder = self._commit, self._frame_builder
+        commit, key = self._commit, self._identity.key
         assert commit is not None
         if self._readers or self._error is not None:
             return
         invitation = b"" if transport is None else transport.invitation()
-        exposure = (
-            transport.expose(invitation, frame_builder.num_bytes) if transport is not None else None
-        )
+        num_bytes = self._max_units * self._unit_bytes
+        exposure = None if transport is None else transport.expose(invitation, num_bytes)
         if invitation and exposure is None:
             return  # no capacity: the bytes go into the frames of a later fetch
-        prebuilt = self._prebuilt = PrebuiltFrames(self._identity.key, invitation, exposure)
+        result = asyncio.get_running_loop().create_future()
+        prebuilt = self._prebuilt = _Prebuilt(key, invitation, exposure, result)
         frames = None
         try:
-            await self._prepare()
-            running = run_in_thread(
-                threads, build_frames, frame_builder.for_all_units(transport, exposure), commit
+            await self._prepared()
+            # No consumer waits for one frame while the next is built: one chunk, large frames.
+            framer = self._framer(
+                key,
+                0,
+                transport,
+                exposure,
+                max_bytes=MAX_PAYLOAD_BYTES if exposure is None else MAX_OUT_OF_BAND_BYTES,
+                chunk_bytes=num_bytes,
+                copier=PLAIN,
             )
+            running = run_in_thread(threads, framer.run_all, commit)
             await running.end()
             with contextlib.suppress(WorkerError):
                 frames = running.result()
@@ -177,7 +218,7 @@ class Producer:
         await self.settled()
         if self._num_units != num_units:
             raise CorruptTransferError(f"{self._num_units} units where {num_units} are due")
-        await self._prepare()
+        await self._prepared()
         room = allocate_buffer(num_units * self._unit_bytes)
         found = self._export(0, num_units, room)
         if isinstance(found, memoryview):
@@ -210,20 +251,20 @@ class Producer:
             )
         if transport is None:
             invitation = b""
+        num_bytes = (self._max_units - first_unit) * self._unit_bytes
         prebuilt = self._prebuilt
         if prebuilt is not None and first_unit == 0 and large and prebuilt.is_for(key, invitation):
             self._prebuilt, exposure = None, prebuilt.exposure
         else:
             self._drop_prebuilt()
             prebuilt = None
-            num_bytes = (self._max_units - first_unit) * self._unit_bytes
             exposure = None if transport is None else transport.expose(invitation, num_bytes)
         reader = _Reader(self._clock())
         self._readers.add(reader)
         if exposure is not None:
             self._exposures.add(exposure)
         try:
-            frames = None if prebuilt is None else await prebuilt.frames()
+            frames = None if prebuilt is None else await prebuilt.frames
             if frames is not None:
                 if self._error is not None:
                     raise self._error
@@ -234,10 +275,17 @@ class Producer:
                 else:
                     raise GoneError("the transfer was abandoned")
                 return
-            framer, writer = self._frame_builder.for_reader(
-                key, first_unit, transport, exposure, large=large
+            large = large or exposure is not None
+            framer = self._framer(
+                key,
+                first_unit,
+                transport,
+                exposure,
+                max_bytes=MAX_LARGE_BYTES if large else MAX_PAYLOAD_BYTES,
+                chunk_bytes=chunk_bytes_of(num_bytes, large=large),
+                copier=self._copier,
             )
-            async with aclosing(self._cut(framer, writer)) as runs:
+            async with aclosing(self._cut(framer)) as runs:
                 async for run in runs:
                     yield self._taken(run, reader)
         except (GeneratorExit, asyncio.CancelledError):
@@ -264,9 +312,7 @@ class Producer:
             yield frame
             reader.taken_at = self._clock()
 
-    async def _cut(
-        self, framer: ChunkFramer, writer: FrameWriter
-    ) -> AsyncGenerator[Iterator[Frame]]:
+    async def _cut(self, framer: ChunkFramer) -> AsyncGenerator[Iterator[Frame]]:
         if framer.next_unit >= self._num_units and self._commit is None:
             # the opening frame need not wait for units
             yield framer.run(framer.next_unit, None)
@@ -276,15 +322,59 @@ class Producer:
             if self._error is not None:
                 raise self._error
             if framer.next_unit < self._num_units and framer.gone is None:
-                await self._prepare()
+                await self._prepared()
                 yield framer.run(self._num_units, self._commit)
                 if framer.gone is not None and (await self.settled()).finish_reason is None:
                     raise framer.gone
             elif self._commit is not None:
                 # with a finish reason no units follow: the answer ended with its first token
                 yield framer.run(framer.next_unit, self._commit)
-            elif not await wait_for_change(changed, seconds=self._timers.wait_frame):
-                yield iter([writer.wait()])
+            else:
+                try:
+                    async with asyncio.timeout(self._timers.wait_frame):
+                        await changed.wait()
+                except TimeoutError:
+                    yield framer.keepalive()
+
+    def _framer(
+        self,
+        key: RequestKey,
+        first_unit: int,
+        transport: Transport | None,
+        exposure: Exposure | None,
+        *,
+        max_bytes: int,
+        chunk_bytes: int,
+        copier: Copier,
+    ) -> ChunkFramer:
+        """Frames from a unit on, for one consumer, to whom `exposure` of `transport` belongs."""
+        write_at = buffer = opening = None
+        if exposure is not None:
+            write_at = functools.partial(self._exposures.write, exposure)
+            buffer = functools.partial(self._exposures.buffer, exposure)
+        writer = FrameWriter(
+            dataclasses.replace(self._identity, key=key),
+            unit_bytes=self._unit_bytes,
+            first_unit=first_unit,
+            write_at=write_at,
+            max_bytes=max_bytes,
+            copier=copier,
+        )
+        if exposure is not None and transport is not None:
+            opening = writer.open(transport.name, exposure.opening)
+        return ChunkFramer(
+            self._export,
+            writer,
+            unit_bytes=self._unit_bytes,
+            first_unit=first_unit,
+            chunk_bytes=chunk_bytes,
+            buffer=buffer,
+            opening=opening,
+        )
+
+    async def _prepared(self) -> None:
+        if self._prepare is not None:
+            await self._prepare()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

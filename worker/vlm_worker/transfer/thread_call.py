@@ -69,17 +69,3 @@ class ThreadCall(Generic[T]):
 def run_in_thread(pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> ThreadCall[T]:
     """Run `work` on a thread of the pool."""
     return ThreadCall(pool.submit(work, *args))
-
-
-async def wait_for_change(changed: asyncio.Event, *, seconds: float) -> bool:
-    """Wait for a change; False after `seconds`, when the consumer needs a keepalive."""
-    try:
-        async with asyncio.timeout(seconds):
-            await changed.wait()
-    except TimeoutError:
-        return False
-    return True
-
-
-async def nothing() -> None:
-    """Do nothing."""

@@ -167,6 +167,12 @@ class DestinationBuffers:
             num_bytes -= part.nbytes
 
 
+def allocate_buffer(num_bytes: int) -> memoryview:
+    """Uninitialised memory; its pages are allocated when they are written."""
+    buffer: memoryview = np.empty(num_bytes, np.uint8).data
+    return buffer
+
+
 def private_memory(num_bytes: int, *, huge: bool = False) -> mmap.mmap:
     """Map `num_bytes`, in huge pages if `huge` and the system has them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -12,6 +12,10 @@ If the consumer can read the producer's memory, an OPEN frame comes first and na
 After it, the payload of units is out of band: both sides compute its offset there, up to 8 MiB a
 frame. Header and digest stay in the frame.
 
+Units become frames chunk by chunk, in the thread that iterates over them: a chunk is copied,
+digested and sent before the next one, so it stays in the cache, and no other thread is woken. The
+socket's buffer holds what a slow network has not sent yet.
+
 The digest gives integrity, not authenticity: see wire/credentials.py.
 """
 
@@ -28,9 +32,16 @@ from typing import NamedTuple
 
 import xxhash
 
-from vlm_worker.errors import GoneError
+from vlm_worker.errors import CorruptTransferError, GoneError
 from vlm_worker.types import FinishReason, RequestKey
-from vlm_worker.wire.buffers import PLAIN, BufferViews, Copier, split_views
+from vlm_worker.wire.buffers import (
+    PLAIN,
+    BufferViews,
+    Copier,
+    address_of,
+    allocate_buffer,
+    split_views,
+)
 
 MAX_FRAME_BYTES = 1 << 20
 VERSION = 2
@@ -47,6 +58,9 @@ OUT_OF_BAND_VERSION = 3
 """Version of frames with out-of-band payloads, part of each transport's name. If consumer and
 producer have different versions, payloads are in the frames, which are the same in both."""
 MAX_OPENING_BYTES = 4096
+EXPORT_BYTES = 4 << 20
+NUM_CHUNKS = 8
+"""Chunks of a small transfer: the consumer validates one while the next is built."""
 # units, tokens, first token, frames before this one, how the answer ended
 COMMIT = struct.Struct("<IIIII")
 # length of the transport's name, then the name and the transport's own bytes
@@ -153,6 +167,10 @@ A tuple is prebuilt and its payloads are out of band: sending it needs no thread
 WriteAt = Callable[[int, memoryview], memoryview]
 """`write_at(position, data)` exposes bytes of units at an offset from the transfer's first unit;
 returns the bytes that must be in the frame."""
+
+Export = Callable[[int, int, memoryview], memoryview | BufferViews]
+"""`export(first_unit, num_units, buffer)` returns `[num_units, unit_bytes]`: a copy in `buffer`, of
+that size; or memory that does not change; or views that must be copied. Thread-safe."""
 
 
 def units_per_frame(unit_bytes: int, *, max_bytes: int) -> int:
@@ -284,6 +302,124 @@ class FrameWriter:
             self._position += payload.nbytes
             return Frame(head, in_frame)
         return Frame(head, payload)
+
+
+class ChunkFramer:
+    """The units of one transfer for one consumer.
+
+    Args:
+        unit_bytes: of one unit; a chunk has as many as fit `chunk_bytes`, at least one, and also a
+            remainder of less than half of that.
+        first_unit: the first unit of the consumer.
+        chunk_bytes: see `chunk_bytes_of`.
+        buffer: `buffer(position, num_bytes)` is exposed memory in which to make a chunk, or None;
+            the first unit is at position 0.
+        opening: the first frame, if there is one.
+
+    Attributes:
+        next_unit: the first unit that is not in a frame yet.
+        gone: why the units ended early, or None.
+        is_committed: the commit was returned.
+    """
+
+    def __init__(
+        self,
+        export: Export,
+        writer: FrameWriter,
+        *,
+        unit_bytes: int,
+        first_unit: int,
+        chunk_bytes: int,
+        buffer: Callable[[int, int], memoryview | None] | None = None,
+        opening: Frame | None = None,
+    ) -> None:
+        self.next_unit = first_unit
+        self.gone: GoneError | None = None
+        self.is_committed = False
+        self._export = export
+        self._writer = writer
+        self._first_unit = first_unit
+        self._unit_bytes = unit_bytes
+        self._batch = max(1, chunk_bytes // unit_bytes)
+        self._buffer = buffer
+        self._opening = opening
+        self._own_buffer = memoryview(b"")
+
+    def run(self, end_unit: int, commit: Commit | None) -> Iterator[Frame]:
+        """The frames up to a unit, and the commit if given; each is valid until the next one.
+
+        Raises:
+            CorruptTransferError: an export has another size than its units.
+        """
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            yield opening
+        while self.next_unit < end_unit:
+            try:
+                frames = self._next_chunk(end_unit)
+            except GoneError as error:
+                self.gone = error
+                return
+            yield from frames
+        if commit is not None:
+            self.is_committed = True
+            yield self._writer.commit(commit)
+
+    def run_all(self, commit: Commit) -> tuple[Frame, ...]:
+        """All frames; if they are one chunk, its buffer is not reused. Thread-safe.
+
+        Raises:
+            GoneError: the exposed memory was freed.
+            Exception: an error of the export.
+        """
+        frames = tuple(self.run(commit.num_units, commit))
+        if self.gone is not None:
+            raise self.gone
+        return frames
+
+    def keepalive(self) -> Iterator[Frame]:
+        """A frame that says that no unit is ready."""
+        yield self._writer.wait()
+
+    def _next_chunk(self, end_unit: int) -> Iterable[Frame]:
+        remaining, max_units = end_unit - self.next_unit, self._batch * 3 // 2
+        num_units = remaining if remaining <= max_units else self._batch
+        num_bytes = num_units * self._unit_bytes
+        position = (self.next_unit - self._first_unit) * self._unit_bytes
+        exposed = None if self._buffer is None else self._buffer(position, num_bytes)
+        buffer = self._own(num_bytes) if exposed is None else exposed
+        data = self._export(self.next_unit, num_units, buffer)
+        if (data.num_bytes if isinstance(data, BufferViews) else data.nbytes) != num_bytes:
+            raise CorruptTransferError("the export has another size than the layout")
+        if (
+            isinstance(data, memoryview)
+            and exposed is not None
+            and address_of(data) != address_of(exposed)
+        ):
+            data = BufferViews([data.cast("B")], lambda: None)
+        frames = (
+            self._writer.copy(data, buffer)
+            if isinstance(data, BufferViews)
+            else self._writer.write(data)
+        )
+        self.next_unit += num_units
+        return frames
+
+    def _own(self, num_bytes: int) -> memoryview:
+        if self._own_buffer.nbytes < num_bytes:
+            self._own_buffer = allocate_buffer(num_bytes)
+        return self._own_buffer[:num_bytes]
+
+
+def chunk_bytes_of(num_bytes: int, *, large: bool) -> int:
+    """The chunk size of a transfer: small enough that both sides work in parallel.
+
+    Chunks near 1 MiB fit the L2 cache; smaller ones cost more calls than they save. If frames are
+    not `large`, several are made of one chunk.
+    """
+    if not large:
+        return EXPORT_BYTES
+    return min(EXPORT_BYTES, max(MAX_PAYLOAD_BYTES, num_bytes // NUM_CHUNKS))
 
 
 def digest(header: memoryview | bytes, payload: memoryview) -> bytes:

@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_worker.errors import GoneError
-from vlm_worker.transfer.chunk_framer import EXPORT_BYTES, ChunkFramer, chunk_bytes_of
 from vlm_worker.types import FinishReason, RequestKey
 from vlm_worker.wire.buffers import BufferViews, DestinationBuffers, address_of
 from vlm_worker.wire.frame_reader import FrameReader
 from vlm_worker.wire.frames import (
+    EXPORT_BYTES,
     HEADER,
     MAX_LARGE_BYTES,
     MAX_PAYLOAD_BYTES,
+    ChunkFramer,
     Commit,
     Frame,
     FrameKind,
@@ -22,6 +23,7 @@ from vlm_worker.wire.frames import (
     Header,
     TransferId,
     Units,
+    chunk_bytes_of,
     digest,
 )
 
@@ -42,7 +44,6 @@ def pieces_of(num_bytes: int, exported: list[int], *, opening: bool = False) -> 
         unit_bytes=ROW_BYTES,
         first_unit=0,
         chunk_bytes=chunk_bytes_of(num_bytes, large=True),
-        buffer=lambda unit, size: None,
         opening=writer.open("shared-memory/2", b"here") if opening else None,
     )
 
@@ -89,9 +90,8 @@ def test_blocks_that_are_gone_by_the_end_of_their_copy_are_in_no_frame(is_placed
         parts = [memoryview(block) for block in blocks[first : first + count]]
         return BufferViews(parts, lambda: check(first))
 
-    def room(unit: int, size: int) -> memoryview | None:
-        start = unit * ROW_BYTES
-        return memoryview(memory)[start : start + size] if is_placed else None
+    def room(position: int, size: int) -> memoryview | None:
+        return memoryview(memory)[position : position + size] if is_placed else None
 
     def place(position: int, data: memoryview) -> memoryview:
         assert address_of(data) == address_of(memoryview(memory)[position:])
