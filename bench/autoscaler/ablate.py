@@ -89,23 +89,11 @@ def _greedy(problem: Any) -> Any:
     return found if met and all(holds(ratio, totals) for ratio in problem.ratios) else None
 
 
-def _decode_only(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fit decode steps only; other kinds keep their rows."""
-
-    def fitted(constants: Any, memory: Any, kind: str, *, now: float) -> Any:
-        found = original(constants, memory, kind, now=now)
-        return found if kind == "decode" else dataclasses.replace(found, fit=None)
-
-    return fitted
-
-
 def _target_bands(_policy: Any, target: float, _neutral: float) -> tuple[float, float]:
     return target, target
 
 
 _SOLVER = {"allocation.allocate:solve": _greedy}
-_FITS = {"estimating.estimate:fitted": functools.partial(_decode_only)}
-_PHI = {"estimating.demand:_variability": _always(1.0)}
 _OVERRUN = {"estimating.size:_overrun": _empty_need}
 
 ROWS: Mapping[str, Row] = {
@@ -114,8 +102,6 @@ ROWS: Mapping[str, Row] = {
         functions={"estimating.needs:wait_budget": _always(None)},
     ),
     "solver": Row("greedy allocation", functions=_SOLVER),
-    "variability": Row("variability is 1", functions=_PHI),
-    "fits": Row("least squares for decode only", functions=_FITS),
     "unknown-times": Row(
         "service times are always credible", functions={"estimating.needs:credible": _always(True)}
     ),
@@ -135,17 +121,10 @@ ROWS: Mapping[str, Row] = {
         "grow and shrink at the target", functions={"estimating.size:bands": _target_bands}
     ),
     "attribution-gate": Row("every pool may grow", constants={"bottleneck_share": 0.0}),
-    "min-requests": Row("no least counts", constants={"min_requests": 1, "min_misses": 1}),
     "ttft-margin": Row("shrinks however close TTFT is", constants={"ttft_margin": 1e9}),
-    "after-growth": Row("shrinks right after growth", constants={"after_growth_seconds": 0.0}),
-    "consolidation": Row("one replica less may use all", constants={"consolidation": 1.0}),
     "window-starts": Row("window without start-ups", constants={"window_starts": 0.0}),
     "dead-zone": Row("no dead zone", functions={"allocation.shrink:DEAD_ZONE": 0.0}),
     "falling": Row("shrinks while the need falls", functions={"allocation.shrink:CALM_SHARE": 1.0}),
-    "cancel-pending": Row(
-        "pods without a node wait for a window",
-        functions={"allocation.shrink:_cancel": _always(None)},
-    ),
     "shared-exhaustion": Row(
         "pools of a node class share nothing",
         functions={"allocation.decide_replicas:_nodes_lacking": _always({})},

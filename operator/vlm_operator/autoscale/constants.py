@@ -17,17 +17,12 @@ class Constants:
     """The constants of the method; docs/autoscaling.md has the reasons.
 
     Attributes:
-        min_requests: if the window has fewer requests, it is widened threefold.
-        min_misses: if fewer requests missed their target, the slowest tenth supplements them.
-        slow_seconds: time between two calibrations.
         smoothing_seconds: time constant of the smoothing of admitted work.
         wait_floor_seconds: minimum budget of waiting time in a queue.
         band_up, band_down: share of capacity in use above which a pool grows, and below which it
             may shrink. Between them the pool keeps its size.
         bottleneck_share: minimum share of a pool's own stages in the overrun of TTFT.
         ttft_margin, itl_margin: share of the target that must not be exceeded before shrinking.
-        consolidation: share of the KV limit from ITL that a pool with one replica fewer may use.
-        after_growth_seconds: time without shrinking after any pool of the service grew.
         write_off: multiple of the usual duration of a start phase after which a pod in that phase
             does not count as capacity.
         pending_seconds: minimum time without a node after which a pod of a variant with known
@@ -52,9 +47,6 @@ class Constants:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
-    min_requests: int = 50
-    min_misses: int = 20
-    slow_seconds: float = 60.0
     smoothing_seconds: float = 20.0
     wait_floor_seconds: float = 0.02
     band_up: float = 0.85
@@ -62,8 +54,6 @@ class Constants:
     bottleneck_share: float = 0.2
     ttft_margin: float = 0.9
     itl_margin: float = 0.8
-    consolidation: float = 0.8
-    after_growth_seconds: float = 60.0
     write_off: float = 2.0
     pending_seconds: float = 120.0
     spot_risk: float = 0.1

@@ -40,7 +40,6 @@ BOUND_NEXT: Mapping[Bound, str] = {
     Bound.WINDOW: "shrinks when a whole window has needed less: scaling.behavior.scaleDown"
     ".stabilizationWindowSeconds, at least twice the start-up time",
     Bound.SLO_MARGIN: "shrinks when no target has been close for a whole window",
-    Bound.RECENT_GROWTH: "shrinks when no pool of the service has grown for a while",
     Bound.ROLLOUT: "shrinks when the rollout is done",
     Bound.FRESHNESS: "shrinks when nearly all ready pods answer",
     Bound.IDLE_SECONDS: "goes to zero when nothing has come for scaling.scaleToZero.idleSeconds",
@@ -64,7 +63,6 @@ REASON_NEXT: Mapping[Reason, str] = {
     Reason.UNATTAINABLE: "faster node types, smaller images or another target",
     Reason.SCALE_DOWN: "more load, or a whole window of still less",
     Reason.IDLE: "images, enough to be worth a replica",
-    Reason.CANCEL_PENDING: "more load",
     Reason.STABILIZING: "more load, or a whole window of less",
     Reason.REPLACING: "nodes of the cheaper type, when it is tried again",
     Reason.WAITING_FOR_DEVICES: "draining pods that end",
@@ -271,10 +269,7 @@ def _of_work(
     each, budget = signals.service_seconds, signals.budget_seconds
     if each is not None and budget is not None:
         known = "" if signals.credible else ", not credible yet"
-        rests.append(
-            f"an item takes {each:.3g} s and may wait {budget:.3g} s, "
-            f"variability {demand.variability:.2g}{known}"
-        )
+        rests.append(f"an item takes {each:.3g} s and may wait {budget:.3g} s{known}")
     return [
         _number_line("load", load),
         _number_line("rests on", "; ".join([*rests, _bottleneck_share(record, signals)])),

@@ -29,7 +29,6 @@ class Reason(enum.StrEnum):
     UNATTAINABLE = "Unattainable"  # no number of replicas meets the target
     SCALE_DOWN = "ScaleDown"  # the need was lower for a whole window
     IDLE = "Idle"  # no images for scaleToZero.idleSeconds: the last replica is removed
-    CANCEL_PENDING = "CancelPending"  # removes pods without a node that are no longer needed
     STABILIZING = "Stabilizing"  # fewer replicas would suffice, but a rule delays the scale-down
     REPLACING = "Replacing"  # a node type provided no node: another variant instead
     WAITING_FOR_DEVICES = "WaitingForDevices"  # grows once draining pods release their devices
@@ -49,7 +48,6 @@ class Bound(enum.StrEnum):
     UP_WINDOW = "UpWindow"  # the need has not lasted for scaleUp.stabilizationWindowSeconds
     WINDOW = "Window"  # the need has not been lower for scaleDown.stabilizationWindowSeconds
     SLO_MARGIN = "SLOMargin"  # too close to a target, now or within the window
-    RECENT_GROWTH = "RecentGrowth"  # a pool of the service has just grown
     ROLLOUT = "Rollout"
     FRESHNESS = "Freshness"  # too few pods answered to remove one
     IDLE_SECONDS = "IdleSeconds"  # the last replica waits for scaleToZero.idleSeconds

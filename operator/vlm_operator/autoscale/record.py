@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from vlm_operator.autoscale.decide import Memory, Outcome, decide
@@ -90,9 +90,13 @@ def load_record(line: str) -> Record:
                 "replay it with the vlm command of the operator that wrote it"
             )
         return RECORD.validate_python(value)
+    except RecordError:
+        raise
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RecordError(f"this is no record of a decision: {where}: {first['msg']}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, RecordError):
-            raise
         raise RecordError(f"this is no record of a decision: {error}") from error
 
 

@@ -123,7 +123,7 @@ def test_the_made_up_services_meet_nearly_every_reason():
         live_through(seed, 150, counts)
     assert {
         "Steady", "ScaleUp", "ScaleDown", "Stabilizing", "MissingMetrics", "Fallback",
-        "CancelPending", "NotBottleneck", "Wake", "Bounds", "Replacing", "WaitingForDevices",
+        "NotBottleneck", "Wake", "Bounds", "Replacing", "WaitingForDevices",
     } <= set(counts)  # fmt: skip
 
 

@@ -16,9 +16,7 @@ from vlm_operator.state import PodState, Sample
 
 SLO = {"ttftP95Milliseconds": 1000}
 FAST: dict[str, Any] = {"intervalSeconds": 5}
-QUICK = Constants(
-    startup_seconds=5.0, smoothing_seconds=1.0, after_growth_seconds=0.0, exhausted_seconds=60.0
-)
+QUICK = Constants(startup_seconds=5.0, smoothing_seconds=1.0, exhausted_seconds=60.0)
 
 
 class Loaded(FakeScraper):

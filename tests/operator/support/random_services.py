@@ -14,7 +14,7 @@ from vlm_operator.names import POOL_ROLES, Role
 OURS = names.MANAGER_AUTOSCALER  # a number that others wrote is followed, whatever pods say
 # Windows of a minute, so that a few hundred ticks see every rule at work.
 QUICK = Constants(
-    after_growth_seconds=20, exhausted_seconds=60, missing_seconds=30,
+    exhausted_seconds=60, missing_seconds=30,
 )  # fmt: skip
 
 

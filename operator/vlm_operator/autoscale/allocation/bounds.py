@@ -147,22 +147,19 @@ class PoolContext:
         grow: int = 0,
         shrink: int = 0,
         need: float | None = None,
-        shrinkable: Mapping[str, int] | None = None,
         limited_by: Bound | None = None,
         held: bool = False,
     ) -> ReplicaBounds:
         """Let the pool grow or shrink by so many replicas, or stand as it is.
 
-        `need` is in units, None keeps what stands; `shrinkable` says how many replicas of each
-        variant may go, where not every one may.
+        `need` is in units, None keeps what stands.
         """
         standing, caps = self.capacity.standing, self.caps(keep=held or shrink > 0)
         lost = any(count > caps[name] for name, count in standing.items())
         lower, upper = {}, {}
         for name, count in standing.items():
-            may_go = count if shrinkable is None else shrinkable.get(name, 0)
             upper[name] = caps[name] if (grow or lost) and not shrink else min(caps[name], count)
-            lower[name] = min(upper[name], count - min(shrink, may_go))
+            lower[name] = min(upper[name], count - min(shrink, count))
         units = self.supply if need is None else need
         return ReplicaBounds(
             least=min(max(self.before - shrink, 0), sum(upper.values())),

@@ -208,7 +208,7 @@ def _remember(
     again = len(known) > len(context.pace.changes) and (known[-1].before, known[-1].to)
     if again == (change.before, change.to):
         return dataclasses.replace(pace, changes=known)
-    oldest = context.now - max(context.service.constants.after_growth_seconds, KEPT_SECONDS)
+    oldest = context.now - KEPT_SECONDS
     recent = tuple(item for item in context.pace.changes if item.at > oldest)
     return dataclasses.replace(
         pace,

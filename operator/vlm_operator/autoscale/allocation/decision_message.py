@@ -84,10 +84,7 @@ def _reason(context: PoolContext, bounds: ReplicaBounds, allocation: Allocation)
         return Reason.SCALE_UP
     if grows and to <= context.before:
         return Reason.STEADY
-    if (
-        bounds.reason in (Reason.SCALE_DOWN, Reason.IDLE, Reason.CANCEL_PENDING)
-        and to == context.before
-    ):
+    if bounds.reason in (Reason.SCALE_DOWN, Reason.IDLE) and to == context.before:
         return Reason.STABILIZING
     return bounds.reason
 

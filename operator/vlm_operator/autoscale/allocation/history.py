@@ -97,8 +97,3 @@ class ScalingMemory:
 
     pools: Mapping[Role, ScalingHistory] = dataclasses.field(default_factory=dict)
     strained_at: float | None = None
-
-    def grown_at(self) -> float:
-        """When a pool of the service last grew; minus infinity where none is known."""
-        times = [change.at for pool in self.pools.values() for change in pool.changes if change.up]
-        return max(times, default=float("-inf"))

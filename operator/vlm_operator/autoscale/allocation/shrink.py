@@ -1,7 +1,7 @@
 """When a pool of mode Auto may shrink: all rules must hold, and the first that does not is named.
 
-Pods without a node go first, and soon. Everything else waits until a whole window has said that
-fewer are enough, no target was close, nothing has just grown or rolls, and nearly all pods answer.
+A pool waits until a whole window has said that fewer are enough, no target was close, nothing rolls
+out, and nearly all pods answer.
 
 dead zone   one replica too many stays for LONG_WINDOWS; two or more go after one window, at once
 falling     while the need still falls nothing goes, so that a pool shrinks once and not in steps
@@ -22,9 +22,6 @@ def shrink(context: PoolContext, need: Need) -> ReplicaBounds:
     """Let a pool that has enough stand, or go down by what is not needed."""
     if context.before == 0:
         return context.bounds(Reason.AT_ZERO, need.message or "nothing asks for the pool")
-    cancelled = _cancel(context, need)
-    if cancelled is not None:
-        return cancelled
     room = context.before - context.policy.minimum
     surplus = _removable(context, least_units(need))
     text = need.message or f"{need.units:.2f} units needed, {context.supply:.2f} stand"
@@ -82,27 +79,6 @@ def least_units(need: Need) -> float:
     return max(need.units, need.least_units)
 
 
-def _cancel(context: PoolContext, need: Need) -> ReplicaBounds | None:
-    """Give up pods on no node that are not needed; they serve nobody, so they wait for no window.
-
-    What the last moments needed counts, too, so that noise does not cancel and ask again.
-    """
-    pending = context.capacity.pending
-    count = min(context.before - max(context.policy.minimum, 1), sum(pending.values()))
-    if count <= 0:
-        return None
-    units = _most_wanted(context, need, context.service.constants.after_growth_seconds)
-    if not any(context.supply - _counted(context, name) >= units - EPSILON for name in pending):
-        return None
-    text = f"{need.units:.2f} units needed: pods that wait for a node are not"
-    return context.bounds(Reason.CANCEL_PENDING, text, shrink=count, need=units, shrinkable=pending)
-
-
-def _counted(context: PoolContext, name: str) -> float:
-    """What one pending replica of a variant counts in the supply."""
-    return 0.0 if context.capacity.stuck.get(name, 0) else context.speeds[name]
-
-
 def _removable(context: PoolContext, units: float) -> bool:
     """Whether the smallest replica is beyond what shrinking must leave."""
     smallest = _smallest(context)
@@ -134,7 +110,7 @@ def _taken(context: PoolContext) -> int:
 
 def _blocked(context: PoolContext, need: Need) -> tuple[Bound, str] | None:
     """The first rule for shrinking that does not hold, in words."""
-    now, window, constants = context.now, context.window, context.service.constants
+    now, window = context.now, context.window
     if now - context.pace.since < window:
         return Bound.WINDOW, f"one whole window of {window:.0f} s must say so"
     if any(pool.rolling for pool in context.view.pools.values()):
@@ -142,10 +118,8 @@ def _blocked(context: PoolContext, need: Need) -> tuple[Bound, str] | None:
     ready = context.pool.of("ready")
     heard = context.view.samples.keys() - set(context.estimate.absurd)
     answered = sum(pod.uid in heard for pod in ready)
-    if answered < constants.fresh_down_share * len(ready):
+    if answered < context.service.constants.fresh_down_share * len(ready):
         return Bound.FRESHNESS, f"{answered} of {len(ready)} ready pods answered"
-    if now - context.memory.grown_at() < constants.after_growth_seconds:
-        return Bound.RECENT_GROWTH, "a pool of the service has just grown"
     strained = context.memory.strained_at
     if strained is not None and now - strained < window:
         return Bound.SLO_MARGIN, "a target has been close within the window"

@@ -3,10 +3,7 @@
 A_s = Σ t_s(r) / Σ TTFT(r)    over requests r beyond the target, within the window W
 Δ   = p95(TTFT) - target      A_s · Δ is the part of stage s in it
 
-Percentiles do not add, conditional means do. Fewer than min_requests widen W threefold. Fewer than
-min_misses are made up to the slowest tenth: of requests that met the target only sums and each
-stage's own buckets are known, so they enter with the mean of each stage's slowest, then all is
-scaled to 1.
+Percentiles do not add, conditional means do. If no request missed the target, r are all requests.
 
 stage            remedy
 encoder_queue    encoder pool +
@@ -22,6 +19,8 @@ floor(s) = p95(t_s) · alone(s)
 alone(s) = Σ busy seconds / Σ seconds in the stage, at most 1: what is left of its time on an empty
            replica; 1 where workers do not say
 Σ floor ≥ target, and the target is missed: no number of replicas meets it.
+
+B(pool) = max(wait_floor, target - Σ floor(s)) · w(pool): how long work may wait there; Σ w = 1
 """
 
 from __future__ import annotations
@@ -29,14 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vlm_operator.autoscale.estimating.calibrate import FitMemory, busy_seconds
-from vlm_operator.autoscale.estimating.window import (
-    ITL,
-    WIDEST,
-    Tally,
-    Window,
-    percentile,
-    tail_mean,
-)
+from vlm_operator.autoscale.estimating.window import ITL, Tally, Window, percentile
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import POOL_ROLES, Role
@@ -58,7 +50,8 @@ REMEDIES: Mapping[str, str] = {
     "gateway": "more gateway replicas",
     "other": "a faster network",
 }
-SLOWEST = 0.1  # of requests, where too few missed
+WEIGHTS: Mapping[Role, float] = {Role.ENCODER: 0.35, Role.PREFILL: 0.50, Role.DECODE: 0.15}
+IMAGES = frozenset({"image", "video"})  # modalities that pass the encoder
 LATELY_REQUESTS = 20  # of the last minute, before a percentile of it is one
 
 
@@ -79,23 +72,12 @@ def attribute(
         alone: by stage, the share of its mean time that is its own work; see above.
         now: seconds since the epoch.
     """
-    span = policy.window_seconds
-    found = []
-    lately = window.lately(now=now, window=span)
-    wide: dict[str, Tally] | None = None
-    for name in sorted(window.names()):
-        if name == ITL:
-            continue
-        tally = totals.get(name)
-        if tally is None or tally.count < policy.constants.min_requests:
-            if wide is None:
-                wide = window.total(now=now, window=span, windows=WIDEST)
-            tally = wide.get(name)
-        if tally is not None:
-            one = _attribution(policy, name, tally, window, alone, lately.get(name, {}))
-            if one is not None:
-                found.append(one)
-    return tuple(found)
+    lately = window.lately(now=now, window=policy.window_seconds)
+    found = [
+        _attribution(policy, name, totals[name], window, alone, lately.get(name, {}))
+        for name in sorted(totals.keys() - {ITL})
+    ]
+    return tuple(item for item in found if item is not None)
 
 
 def itl_p95(window: Window, totals: Mapping[str, Tally]) -> float | None:
@@ -104,15 +86,9 @@ def itl_p95(window: Window, totals: Mapping[str, Tally]) -> float | None:
     return percentile(tally.buckets, edges=window.edges(ITL)) if tally is not None else None
 
 
-def shares(tally: Tally, *, min_misses: int, edges: Sequence[float] = ()) -> dict[str, float]:
+def shares(tally: Tally) -> dict[str, float]:
     """A_s: of each stage in the time of the slow requests; they add up to 1, or there are none."""
-    spent = dict(tally.missed_seconds)
-    if tally.missed < min_misses:
-        wanted = max(min_misses, SLOWEST * tally.count)
-        lacking = min(wanted, tally.count) - tally.missed
-        for stage, seconds in tally.met.items():
-            mean = _slow(tally, stage, seconds, lacking, edges)
-            spent[stage] = spent.get(stage, 0.0) + lacking * mean
+    spent = tally.missed_seconds if tally.missed else tally.met
     total = sum(spent.values())
     if total <= 0:
         return {}
@@ -169,6 +145,35 @@ def alone_shares(
     return found
 
 
+def target_seconds(
+    policy: ServicePolicy, attributions: Sequence[Attribution], role: Role
+) -> float | None:
+    """The strictest target of the modalities that came and pass a role; of all, where none came."""
+    met = {item.modality for item in attributions} & policy.ttft_seconds.keys()
+    concerned = {name for name in policy.ttft_seconds if _passes(name, role)}
+    chosen = (met & concerned) or concerned
+    return min((policy.ttft_seconds[name] for name in chosen), default=None)
+
+
+def wait_budget(
+    policy: ServicePolicy,
+    attributions: Sequence[Attribution],
+    role: Role,
+) -> float | None:
+    """B in seconds; None where no target concerns the pool."""
+    least = policy.constants.wait_floor_seconds
+    weight = WEIGHTS[role]
+    left = [
+        max(least, item.target_seconds - sum(item.service_seconds.values()))
+        for item in attributions
+        if item.target_seconds is not None and item.attainable and _passes(item.modality, role)
+    ]
+    if not left:
+        target = target_seconds(policy, attributions, role)
+        return None if target is None else max(least, target) * weight
+    return max(least, min(left)) * weight
+
+
 def _attribution(
     policy: ServicePolicy,
     modality: str,
@@ -196,7 +201,7 @@ def _attribution(
         missed=tally.missed,
         p95_seconds=p95,
         target_seconds=target,
-        shares=shares(tally, min_misses=policy.constants.min_misses, edges=edges),
+        shares=shares(tally),
         service_seconds=dict(sorted(floors.items())),
         attainable=not (missed and target is not None and sum(floors.values()) >= target),
         lately_seconds=percentile(lately, edges=window.edges(modality))
@@ -213,17 +218,5 @@ def _floor(tally: Tally, stage: str, edges: Sequence[float]) -> float:
     return found if found is not None else spent / tally.count
 
 
-def _slow(
-    tally: Tally, stage: str, met_seconds: float, lacking: float, edges: Sequence[float]
-) -> float:
-    """Mean time in a stage of those that met the target and were the slowest in it."""
-    met = tally.count - tally.missed
-    if met <= 0:
-        return 0.0
-    mean = met_seconds / met
-    buckets = tally.stage_buckets.get(stage)
-    if not buckets:
-        return mean
-    found = tail_mean(buckets, min(1.0, (tally.missed + lacking) / tally.count), edges=edges)
-    # all of them together cannot have taken longer than those that met the target did
-    return mean if found is None else min(max(found, mean), met_seconds / max(lacking, 1.0))
+def _passes(modality: str, role: Role) -> bool:
+    return role is not Role.ENCODER or modality in IMAGES

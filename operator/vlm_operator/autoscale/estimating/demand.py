@@ -10,9 +10,6 @@ decode             D = Σ running + flow · (reserved + queued tokens)        KV
                    above that, what is beyond NOISE · s: answers of a few seconds come and go
                    faster than pods
 s                  = √(SPREAD · D · tokens of a mean request): as many requests as by chance
-variability        φ = Var(work of a tick) / (2 · S · mean(work of a tick))
-                   which is (Ca² + Cs²)/2 for work that comes in items of S seconds; 1, that of
-                   Poisson arrivals of exponential items, until enough ticks are known
 
 Work seconds are the workers' own predictions, of which a pod of speed 0.5 has twice as many for the
 same item. A pod that has been silent for a few ticks counts with what it last said.
@@ -27,8 +24,6 @@ from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role
 
-PHI_LEAST, PHI_MOST = 0.25, 4.0
-PHI_TICKS = 12  # before a variance is believed
 NOISE = 2.0  # standard deviations of the KV in use that are nothing but chance
 SPREAD = 1.5  # mean square of the KV of one request, over the square of the mean
 TREND_SECONDS = 60.0  # over which a slope is taken
@@ -45,9 +40,6 @@ class DemandMemory:
         encode_erlangs: the same of images alone.
         tokens: KV tokens in use or asked for, smoothed.
         waiting: work seconds that wait, of decode KV tokens, smoothed.
-        tick_mean, tick_variance: of work seconds a second at single ticks, over a window; the
-            variance is around the smoothed load.
-        ticks: that these know.
         trend: (when, load) of the last minute, oldest first.
         worked_at: when anything last came or was there; the first tick counts as such.
         silent_since: since when too few pods answer, None while they do.
@@ -58,9 +50,6 @@ class DemandMemory:
     encode_erlangs: float = 0.0
     tokens: float | None = None
     waiting: float | None = None
-    tick_mean: float = 0.0
-    tick_variance: float = 0.0
-    ticks: int = 0
     trend: tuple[tuple[float, float], ...] = ()
     worked_at: float | None = None
     silent_since: float | None = None
@@ -77,7 +66,6 @@ class Demand:
         tokens: KV tokens in use or asked for, chance apart; `queued_tokens` of them wait.
         tokens_each: of them, those of a mean request.
         tokens_per_unit: KV capacity of a unit, None where no pod reports one.
-        variability: φ.
         piling: what waits is no less than it was lately; what shrinks is being served.
         idle_seconds: since anything came or was there.
         ratio: measured over predicted seconds, which `erlangs` are multiplied by.
@@ -89,7 +77,6 @@ class Demand:
     tokens: float
     queued_tokens: float
     tokens_per_unit: float | None
-    variability: float
     idle_seconds: float
     tokens_each: float = 0.0
     piling: bool = True
@@ -110,7 +97,6 @@ def demand_of(
     pool: PoolReading,
     memory: DemandMemory,
     *,
-    service_seconds: float | None,
     now: float,
     known: bool | None = None,
     elsewhere: float = 0.0,
@@ -123,7 +109,6 @@ def demand_of(
         policy: the service's.
         pool: what its pods said.
         memory: what the last call returned.
-        service_seconds: mean work of one item, S, None where unknown.
         now: seconds since the epoch.
         known: enough is known of it; None is what the pool itself says.
         elsewhere: work seconds a second that other pools do in its stead.
@@ -137,9 +122,7 @@ def demand_of(
     encode_rate = sum((last.encode_rate * pod.speed for pod, last in loads), 0.0)
     elapsed = 0.0 if memory.at is None else max(0.0, now - memory.at)
     weight = _weight(elapsed, policy.constants.smoothing_seconds)
-    # a tick does not weigh upon itself: more work at it must never look like less variance
     ratio = _ratio(pool)
-    variability = _variability(memory, service_seconds, policy.interval_seconds, ratio=ratio)
     tokens, waiting, each = _tokens(pool, held, flow)
     queued = sum((last.queued_seconds * pod.unit_seconds for pod, last in loads), 0.0)
     sized = [(last.capacity, pod.speed) for pod, last in loads if last.capacity > 0]
@@ -159,9 +142,6 @@ def demand_of(
         worked_at=worked_at,
         silent_since=None if known or not pool.pods else silent,
     )
-    if rate is not None and elapsed > 0:
-        level = rate if memory.erlangs is None else memory.erlangs
-        found = _moments(found, rate, _weight(elapsed, policy.window_seconds), level=level)
     level = found.tokens or 0.0
     demand = Demand(
         erlangs=max(0.0, found.erlangs or 0.0) * ratio,
@@ -174,7 +154,6 @@ def demand_of(
             if sized
             else None
         ),
-        variability=variability,
         idle_seconds=max(0.0, now - worked_at),
         tokens_each=each,
         piling=behind >= (memory.waiting or 0.0),
@@ -221,33 +200,7 @@ def _smoothed(before: float | None, value: float | None, weight: float) -> float
     return value if before is None else before + weight * (value - before)
 
 
-def _moments(memory: DemandMemory, rate: float, weight: float, *, level: float) -> DemandMemory:
-    if memory.ticks == 0:
-        return dataclasses.replace(memory, tick_mean=rate, tick_variance=0.0, ticks=1)
-    weight = max(weight, 1.0 / (memory.ticks + 1))
-    # around the smoothed load: a level that changes is no variability
-    gap = rate - level
-    return dataclasses.replace(
-        memory,
-        tick_mean=memory.tick_mean + weight * (rate - memory.tick_mean),
-        tick_variance=memory.tick_variance + weight * (gap * gap - memory.tick_variance),
-        ticks=min(memory.ticks + 1, 1_000_000),
-    )
-
-
 def _ratio(pool: PoolReading) -> float:
     """Measured over predicted seconds of the pods that count, the faster ones counting for more."""
     speeds = sum(pod.speed for pod, _ in pool.loads)
     return sum(pod.unit_seconds for pod, _ in pool.loads) / speeds if speeds else 1.0
-
-
-def _variability(
-    memory: DemandMemory, service_seconds: float | None, interval_seconds: float, *, ratio: float
-) -> float:
-    """Of rates: Var(work)/(2·S·mean(work)) = tick · Var(rate)/(2·S·mean(rate))."""
-    if memory.ticks < PHI_TICKS or not service_seconds or memory.tick_mean <= 0:
-        return 1.0
-    found = (
-        interval_seconds * memory.tick_variance / (2.0 * service_seconds * memory.tick_mean) * ratio
-    )
-    return min(max(found, PHI_LEAST), PHI_MOST)

@@ -3,8 +3,8 @@
 samples ─▶ readings ─▶ calibrate ─▶ demand ─▶ horizon ─┐
         └▶ window   ─▶ attribute ─▶ budget ────────────┴▶ size ─▶ zero ─▶ Need of each pool
 
-Every tick adds counters and loads; fits move on the slow tick. What is remembered is
-bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20 starts.
+What is remembered is bounded: pods that live, twelve slots of a window, 64 rows of a fit, 20
+starts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from vlm_operator.autoscale.estimating.attribute import alone_shares, attribute, itl_p95
-from vlm_operator.autoscale.estimating.calibrate import (
-    Fit,
-    FitMemory,
-    fitted,
-    with_rows,
-)
+from vlm_operator.autoscale.estimating.calibrate import Fit, FitMemory, calibrated
 from vlm_operator.autoscale.estimating.correct import Measured, corrected, measured
 from vlm_operator.autoscale.estimating.demand import Demand, DemandMemory
 from vlm_operator.autoscale.estimating.horizon import (
@@ -59,7 +54,6 @@ class EstimateMemory:
         window: what gateways counted.
         fits: by "role/variant/kind".
         demands: by role.
-        slow_at: when the last slow tick was.
         measured: how long work took, and was predicted to take, by "role/variant".
     """
 
@@ -68,7 +62,6 @@ class EstimateMemory:
     fits: Mapping[str, FitMemory] = dataclasses.field(default_factory=dict)
     demands: Mapping[Role, DemandMemory] = dataclasses.field(default_factory=dict)
     startups: StartupMemory = dataclasses.field(default_factory=StartupMemory)
-    slow_at: float | None = None
     measured: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
 
     @property
@@ -78,7 +71,11 @@ class EstimateMemory:
         Counters and loads are not in it: they are known again after two ticks, and would change
         at each.
         """
-        fits = {key: FitMemory((), item.fit) for key, item in self.fits.items() if item.fit}
+        fits = {
+            key: dataclasses.replace(item, rows=())
+            for key, item in self.fits.items()
+            if item.fit or item.credible
+        }
         starts = dataclasses.replace(self.startups, starting={})
         return EstimateMemory(fits=fits, startups=starts)
 
@@ -98,7 +95,7 @@ class Estimate:
         signals: what needs follow from, by role.
         absurd: uids of pods whose answers at this tick had numbers that nobody believes.
         counted: requests ended since the last tick.
-        fits: service times by "role/variant/kind".
+        fits: times of decode steps by "role/variant/kind".
     """
 
     attributions: tuple[Attribution, ...]
@@ -138,21 +135,12 @@ def estimate(
     pools = corrected(readings.pools, memory.measured)
     gateways = readings.gateways
     window = memory.window.advance(gateways, now=now, window=policy.window_seconds)
-    fits = with_rows(policy, readings.pools.values(), memory.fits, now=now)
+    fits = calibrated(policy, readings.pools.values(), memory.fits, now=now)
     startups = time_startups(policy, view, memory.startups)
     present = frozenset(role for role, pool in readings.pools.items() if pool.pods)
     totals = window.total(now=now, window=policy.window_seconds)
     alone = alone_shares(policy, totals, memory.fits, now=now)
     attributions = attribute(policy, window, totals, alone, now=now)
-    slow_at = memory.slow_at
-    if slow_at is None or not 0 <= now - slow_at < policy.constants.slow_seconds:
-        last, slow_at = slow_at, now
-        fits = {
-            key: fitted(policy.constants, item, key.rpartition("/")[2], now=now)
-            if item.rows and (last is None or item.rows[-1].at > last)
-            else item
-            for key, item in fits.items()
-        }
     startup = startup_seconds(policy, startups)
     turn = PoolInputs(
         policy=policy,
@@ -189,7 +177,6 @@ def estimate(
         fits=fits,
         demands=turn.memories_after,
         startups=startups,
-        slow_at=slow_at,
         measured=taken,
     )
 

@@ -9,8 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.estimating.attribute import bottleneck_share
-from vlm_operator.autoscale.estimating.budget import target_seconds, wait_budget
+from vlm_operator.autoscale.estimating.attribute import (
+    bottleneck_share,
+    target_seconds,
+    wait_budget,
+)
 from vlm_operator.autoscale.estimating.calibrate import (
     FitMemory,
     credible,
@@ -100,7 +103,6 @@ class PoolInputs:
             self.policy,
             pool,
             self.memories.get(pool.role, DemandMemory()),
-            service_seconds=self._each(pool.role),
             now=self.now,
             known=known,
             elsewhere=elsewhere + (self.held.get(Role.ENCODER, 0) if encoder else 0),
@@ -155,7 +157,7 @@ class PoolInputs:
             demand=demand,
             planned=ahead,
             chance=chance,
-            credible=credible(policy.constants, self.fits, role, ITEMS[role]),
+            credible=credible(self.fits, role, ITEMS[role]),
             planned_work=demand.erlangs,
             service_seconds=self._each(role),
             budget_seconds=wait_budget(policy, self.attributions, role),
@@ -169,7 +171,7 @@ class PoolInputs:
         if role is Role.DECODE:
             return NOISE * demand.spread(load) / 2  # requests of seconds, smoothed over more
         seconds, each = self.policy.constants.smoothing_seconds, self._each(role) or 0.0
-        return NOISE * math.sqrt(demand.variability * each * load / seconds)
+        return NOISE * math.sqrt(each * load / seconds)
 
     def _itl_tokens(self, pool: PoolReading) -> float | None:
         """KV tokens of a unit at which the time between tokens meets its target."""
@@ -178,12 +180,10 @@ class PoolInputs:
             return None
         margin, tokens, units = self.policy.constants.itl_margin, 0.0, 0.0
         for pod in pool.pods:
-            fit = fit_of(self.policy, self.fits, Role.DECODE, pod.variant, "decode")
+            fit = fit_of(self.policy, self.fits, pod.variant)
             if fit is None or not fit.confident or fit.base >= margin * target:
                 continue  # a guess, or a step without any KV takes too long: no replica helps
-            room = fit.size_within(target)
-            if room is not None:
-                tokens, units = tokens + room, units + pod.speed
+            tokens, units = tokens + fit.tokens_within(target), units + pod.speed
         return tokens / units if units else None
 
     def _inline(self, demands: Mapping[Role, Demand]) -> Inline | None:

@@ -178,12 +178,8 @@ def _token_needs(
     ]
     if signals.itl_tokens is not None:
         fast = max(signals.itl_tokens, 1.0)
-        margin = policy.constants.consolidation
-        signal_needs.append(
-            SignalNeed(
-                "itl", planned / fast, planned / (fast * margin), fires=planned > fast * there
-            )
-        )
+        itl = planned / fast
+        signal_needs.append(SignalNeed("itl", itl, itl, fires=planned > fast * there))
     if demand.piling and demand.queued_tokens > 0:
         signal_needs.append(_overrun(pool))
     return signal_needs

@@ -22,7 +22,6 @@ Key = TypeVar("Key")
 Number = TypeVar("Number", int, float)
 QUANTILE = 0.95
 SLOTS = 12  # of one window
-WIDEST = 3  # windows that are kept
 ITL = "itl"  # the times between tokens, kept beside the modalities
 LATELY_SECONDS = 60.0  # that a moment is judged by: an overrun that is over is no reason to grow
 MAX_GATEWAYS = 256  # whose last counters are kept
@@ -71,7 +70,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The last readings of all gateways, and what came within three windows.
+    """The last readings of all gateways, and what came within the window.
 
     Attributes:
         counters: the last reading by boot id and modality, None before the first.
@@ -107,12 +106,12 @@ class Window:
             closed = Slot(slots[-1].number, _total(slots[:-1], slots[-1].number - SLOTS))
         return Window(last, slots, closed)
 
-    def total(self, *, now: float, window: float, windows: int = 1) -> dict[str, Tally]:
-        """Everything within the last so many windows, by modality."""
+    def total(self, *, now: float, window: float) -> dict[str, Tally]:
+        """Everything within the last window, by modality."""
         number = _number(now, window)
-        if windows == 1 and self.closed is not None and self.closed.number == number:
+        if self.closed is not None and self.closed.number == number:
             return _total((self.closed, self.slots[-1]), number - SLOTS)
-        return _total(self.slots, number - SLOTS * windows)
+        return _total(self.slots, number - SLOTS)
 
     def lately(self, *, now: float, window: float) -> dict[str, Mapping[float, int]]:
         """The buckets of the slots of the last minute, at least of the newest one."""
@@ -124,10 +123,6 @@ class Window:
                 for name, tally in slot.tallies.items():
                     found[name] = _sum(found.get(name, {}), tally.buckets)
         return found
-
-    def names(self) -> set[str]:
-        """The modalities that were counted within three windows."""
-        return {name for slot in self.slots for name in slot.tallies}
 
     def edges(self, name: str) -> tuple[float, ...]:
         """The bounds by which any gateway counts a modality now, ascending."""
@@ -145,7 +140,7 @@ class Window:
 
     def _with(self, grown: Mapping[str, Tally], *, now: float, window: float) -> tuple[Slot, ...]:
         number = _number(now, window)
-        kept = [slot for slot in self.slots if number - WIDEST * SLOTS < slot.number < number]
+        kept = [slot for slot in self.slots if number - SLOTS < slot.number < number]
         # a clock that was put back adds to the newest slot
         same = [slot for slot in self.slots if slot.number >= number][:1]
         tallies = dict(same[0].tallies) if same else {}
@@ -211,25 +206,6 @@ def percentile(
             return lower + (bound - lower) * (rank - below) / inside
         below += inside
     return bounds[-1] if bounds else None
-
-
-def tail_mean(
-    buckets: Mapping[float, int], share: float, *, edges: Iterable[float] = ()
-) -> float | None:
-    """The mean of the slowest `share`, each at the middle of its bucket; None of none."""
-    wanted = share * sum(buckets.values())
-    if wanted <= 0:
-        return None
-    bounds = sorted({*buckets, *edges})
-    left, spent = wanted, 0.0
-    for index in reversed(range(len(bounds))):
-        lower, bound = bounds[index - 1] if index else 0.0, bounds[index]
-        taken = min(left, buckets.get(bound, 0))
-        spent += taken * (lower if math.isinf(bound) else (lower + bound) / 2)
-        left -= taken
-        if left <= 0:
-            break
-    return spent / wanted
 
 
 def _total(slots: Iterable[Slot], after: int) -> dict[str, Tally]:

@@ -159,9 +159,7 @@ def test_what_stands_is_not_taken_from_one_pool_for_another():
 
 
 def test_growth_waits_for_the_devices_of_pods_that_still_drain():
-    constants = Constants(after_growth_seconds=0)
     world = shared(4, budget=Budget(accelerators=8))
-    world.policy = dataclasses.replace(world.policy, constants=constants)
     while world.replicas(PREFILL) == 4:
         world.tick([need(1.0, PREFILL), need(4.0)])
     waiting = world.tick([need(1.0, PREFILL), need(5.0)])[DECODE]

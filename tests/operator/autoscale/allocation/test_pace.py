@@ -146,18 +146,6 @@ def test_no_shrinking_while_pods_roll_or_many_are_silent():
     assert ask(found, 1.0).to == 3
 
 
-def test_no_shrinking_just_after_another_pool_grew():
-    two = service(pool(), pool(Role.PREFILL))
-    found = World(two, {DECODE: {"a": 4}, Role.PREFILL: {"a": 1}})
-    for _ in range(60):
-        found.tick([need(4.0), need(0.5, Role.PREFILL)])
-    found.now += 300
-    found.tick([need(4.0), need(1.5, Role.PREFILL)])
-    for _ in range(11):
-        decisions = found.tick([need(1.0), need(1.5, Role.PREFILL)])
-    assert decisions[DECODE].to == 4
-
-
 def test_a_pool_that_is_not_a_bottleneck_does_not_grow():
     found = ask(world(), 5, bottleneck=False)
     assert (found.to, found.reason, found.recommendation) == (2, "NotBottleneck", 5)
@@ -176,26 +164,6 @@ def test_little_known_holds_and_the_fallback_comes_after_long_if_it_is_more():
         assert ask(found, 0.0, fresh=False, missing=299.0).to == 4
         late = ask(found, 0.0, fresh=False, missing=300.0)
         assert (late.to, late.reason) == (to, "Fallback")
-
-
-@pytest.mark.parametrize("startup", [30.0, 600.0])
-def test_a_pod_without_a_node_that_nothing_needs_is_cancelled_without_a_window(startup):
-    slow = variant(startup_seconds=startup)
-    found = World(service(pool(DECODE, slow)), {DECODE: {"a": 2}})
-    found.nodes = {"a": 3}
-    assert ask(found, 5).to == 5
-    last = wait(found, 2.0, 110)
-    assert (last.to, found.replicas(DECODE)) == (3, 3)
-    reasons = [item.reason for item in found.memory.pools[DECODE].decisions]
-    assert reasons == ["ScaleUp", "CancelPending"]
-
-
-def test_a_pod_without_a_node_goes_before_all_that_serve_even_dearer_ones():
-    types = variant("cheap", startup_seconds=600.0), variant("dear", cost_per_hour=3.0)
-    found = World(service(pool(DECODE, *types)), {DECODE: {"dear": 3}})
-    found.nodes = {"cheap": 0}
-    assert ask(found, 3.5).variants == {"cheap": 1, "dear": 3}
-    assert wait(found, 1.0, 110).variants == {"cheap": 0, "dear": 3}
 
 
 def test_bounds_that_move_past_the_pool_move_it_at_once():

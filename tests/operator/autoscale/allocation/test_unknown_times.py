@@ -4,16 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.sizing import World, need, pool, service
-from vlm_operator.autoscale.constants import Constants
 from vlm_operator.names import Role
 
 DECODE = Role.DECODE
-HASTY = Constants(after_growth_seconds=0)
 
 
 def world(size: int) -> World:
     rules = pool(maximum=40, up_pods=9, down_pods=9, down_seconds=10.0)
-    return World(service(rules, constants=HASTY), {DECODE: {"a": size}})
+    return World(service(rules), {DECODE: {"a": size}})
 
 
 @given(st.integers(1, 9), st.floats(0, 60))

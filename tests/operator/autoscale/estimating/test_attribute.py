@@ -17,9 +17,8 @@ from support.estimates import (
     policy,
     ttft,
 )
-from vlm_operator.autoscale.constants import Constants
 from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, bottleneck_share, owner
-from vlm_operator.autoscale.estimating.window import Tally, Window, percentile, tail_mean
+from vlm_operator.autoscale.estimating.window import Tally, Window, percentile
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Ttft
@@ -72,19 +71,6 @@ def test_a_percentile_lies_in_the_bucket_of_the_true_one(values):
     assert lower <= found <= (upper if upper < math.inf else 10)
 
 
-@given(st.lists(st.floats(0.01, 9), min_size=1, max_size=50), st.floats(0.01, 1))
-def test_the_mean_of_the_slowest_is_no_less_than_that_of_all(values, share):
-    buckets = cumulative(values)
-    single = {
-        bound: buckets[bound] - (buckets[BOUNDS[index - 1]] if index else 0)
-        for index, bound in enumerate(BOUNDS)
-    }
-    some, everything = tail_mean(single, share), tail_mean(single, 1.0)
-    assert some is not None
-    assert everything is not None
-    assert some >= everything - 1e-9
-
-
 def test_missed_requests_alone_say_where_the_time_went():
     slow = {"prefill_queue": 3.0, "prefill": 1.0}
     fast = {"gateway": 0.5}
@@ -95,24 +81,19 @@ def test_missed_requests_alone_say_where_the_time_went():
     assert found.overrun_seconds > 0
 
 
-def test_too_few_misses_are_made_up_from_the_slowest_tenth():
-    slow = {"encoder_queue": 4.0}
-    middling = {"prefill": 1.4}
-    fast = {"prefill": 0.05}
-    requests = [slow] * 2 + [middling] * 30 + [fast] * 168
-    window, now = after({"image": ttft([], 2.5)}, {"image": ttft(requests, 2.5)})
-    found = said(policy(), window, now)["image"]
-    # of the 20 slowest, 2 waited for the encoder 4 s, 18 were in prefill for about 1.25 s
-    assert found.shares["prefill"] == pytest.approx(18 * 1.25 / (18 * 1.25 + 8), abs=0.02)
-    assert sum(found.shares.values()) == pytest.approx(1)
+def test_if_no_request_missed_the_shares_are_those_of_all():
+    requests = [{"prefill": 0.9, "gateway": 0.1}] * 200
+    window, now = after({"text": ttft([], 1.5)}, {"text": ttft(requests, 1.5)})
+    found = said(policy(), window, now)["text"]
+    assert found.missed == 0
+    assert found.shares == pytest.approx({"prefill": 0.9, "gateway": 0.1})
 
 
-def test_few_requests_widen_the_window_threefold():
+def test_requests_leave_with_the_window():
     asked = policy()
     window, now = after({"text": ttft([], 1.5)}, {"text": ttft([{"prefill": 1.0}] * 60, 1.5)})
     assert said(asked, window, now)["text"].count == 60
-    assert said(asked, window, now + 2 * WINDOW)["text"].count == 60
-    assert said(asked, window, now + 4 * WINDOW) == {}, "no traffic is no percentile"
+    assert said(asked, window, now + 2 * WINDOW) == {}, "no traffic is no percentile"
 
 
 def test_a_gateway_that_restarts_counts_from_zero_and_one_that_vanishes_keeps_its_part():
@@ -157,7 +138,7 @@ def test_the_window_is_the_sum_of_its_growth(counts, step):
     within = sum(count for at, count in grown[1:] if at > now - WINDOW + slot)
     around = sum(count for at, count in grown[1:] if at > now - WINDOW - slot)
     assert within <= got <= around
-    assert len(window.slots) <= 36
+    assert len(window.slots) <= 12
 
 
 def test_the_remedy_of_waiting_for_a_promise_is_decode():
@@ -200,7 +181,7 @@ def test_a_target_below_the_service_time_is_unattainable_and_says_what_is_missin
 
 
 def test_attributions_reach_the_estimate_and_disappear_with_the_traffic():
-    service = Service(policy(Constants(min_requests=5)))
+    service = Service(policy())
     service.tick()
     service.finish("image", 40, encode=0.2, prefill=0.1)
     found = service.tick()

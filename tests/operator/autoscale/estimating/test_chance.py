@@ -47,7 +47,7 @@ def test_kv_that_swings_by_chance_alone_asks_for_no_pod(seed, pods):
 
 
 def test_an_overrun_that_is_over_makes_nothing_grow():
-    service = Service(policy(Constants(min_requests=10)), prefill=2)
+    service = Service(policy(), prefill=2)
     busy(service, Role.PREFILL, 0.3)
     for pod in service.of(Role.PREFILL):
         pod.queued = 2.0
@@ -64,7 +64,7 @@ def test_an_overrun_that_is_over_makes_nothing_grow():
 
 
 def test_a_backlog_that_is_being_worked_off_asks_for_no_further_pod():
-    service = Service(policy(Constants(min_requests=10)), prefill=2)
+    service = Service(policy(), prefill=2)
     busy(service, Role.PREFILL, 0.3)
     asked = []
     for queued in [*range(0, 12, 2), *range(12, 0, -2)]:

@@ -40,7 +40,7 @@ def service(found, requests, *, ticks: int, zero: bool = False, bottleneck: bool
     """A service that has lived for some ticks under such loads."""
     encoder = {"zero": ZERO, "minimum": 0} if zero else {}
     living = Service(
-        policy(Constants(min_requests=5), encoder=encoder),
+        policy(encoder=encoder),
         **{role.value: len(items) for role, items in found.items()},
     )
     for role, items in found.items():
@@ -147,7 +147,7 @@ class Chaos:
         self._draw = random.Random(seed)
         slow = VariantPolicy("slow", speed=0.4, cost_per_hour=1.0)
         self.policy = policy(
-            Constants(min_requests=5, fit_points=3, stale_ticks=2),
+            Constants(fit_points=3, stale_ticks=2),
             encoder={"zero": ZERO, "minimum": 0, "variants": (VariantPolicy("plain"), slow)},
             itl_seconds=0.05,
         )
