@@ -72,14 +72,14 @@ def _first(value: Any, *_args: Any, **_kwargs: Any) -> Any:
 
 
 def _empty_need(*_args: Any) -> Any:
-    need = importlib.import_module("vlm_operator.autoscale.estimating.size").SignalNeed
+    need = importlib.import_module("vlm_operator.autoscale.size").SignalNeed
     return need("overrun", 0.0, 0.0, bottleneck_only=True)
 
 
 def _greedy(problem: Any) -> Any:
     """Counts of the greedy fill; None if they do not meet every need."""
-    fill = importlib.import_module("vlm_operator.autoscale.allocation.fill").fill
-    holds = importlib.import_module("vlm_operator.autoscale.allocation.solve").holds
+    fill = importlib.import_module("vlm_operator.autoscale.solve").fill
+    holds = importlib.import_module("vlm_operator.autoscale.solve").holds
     found = fill(dataclasses.replace(problem, ratios=()))
     totals = {role: sum(counts) for role, counts in found.items()}
     met = all(
@@ -93,45 +93,37 @@ def _target_bands(_policy: Any, target: float, _neutral: float) -> tuple[float, 
     return target, target
 
 
-_SOLVER = {"allocation.allocate:solve": _greedy}
-_OVERRUN = {"estimating.size:_overrun": _empty_need}
+_SOLVER = {"allocate:solve": _greedy}
+_OVERRUN = {"size:_overrun": _empty_need}
 
 ROWS: Mapping[str, Row] = {
     "wait-budget": Row(
         "no waiting budgets, and nothing that uses one",
-        functions={"estimating.needs:wait_budget": _always(None)},
+        functions={"estimate:wait_budget": _always(None)},
     ),
     "solver": Row("greedy allocation", functions=_SOLVER),
     "unknown-times": Row(
-        "service times are always credible", functions={"estimating.needs:credible": _always(True)}
+        "service times are always credible", functions={"estimate:credible": _always(True)}
     ),
     "overrun": Row("no signal for an unexplained queue", functions=_OVERRUN),
     "slope": Row("no growth from a slope", constants={"growth_cap": 0.0}),
     "chance": Row(
         "no allowance for chance in the slope and before shrinking",
-        functions={"estimating.needs:PoolInputs._chance": _always(0.0)},
+        functions={"estimate:PoolInputs._chance": _always(0.0)},
     ),
-    "flow": Row(
-        "all promised KV counts", functions={"estimating.needs:PoolInputs._flow": _always(1.0)}
-    ),
-    "kv-noise": Row(
-        "KV in use is not smoothed against chance", functions={"estimating.demand:NOISE": 0.0}
-    ),
-    "bands": Row(
-        "grow and shrink at the target", functions={"estimating.size:bands": _target_bands}
-    ),
+    "flow": Row("all promised KV counts", functions={"estimate:PoolInputs._flow": _always(1.0)}),
+    "kv-noise": Row("KV in use is not smoothed against chance", functions={"demand:NOISE": 0.0}),
+    "bands": Row("grow and shrink at the target", functions={"size:bands": _target_bands}),
     "attribution-gate": Row("every pool may grow", constants={"bottleneck_share": 0.0}),
     "ttft-margin": Row("shrinks however close TTFT is", constants={"ttft_margin": 1e9}),
     "window-starts": Row("window without start-ups", constants={"window_starts": 0.0}),
-    "dead-zone": Row("no dead zone", functions={"allocation.shrink:DEAD_ZONE": 0.0}),
-    "falling": Row("shrinks while the need falls", functions={"allocation.shrink:CALM_SHARE": 1.0}),
+    "dead-zone": Row("no dead zone", functions={"pace:DEAD_ZONE": 0.0}),
+    "falling": Row("shrinks while the need falls", functions={"pace:CALM_SHARE": 1.0}),
     "shared-exhaustion": Row(
         "pools of a node class share nothing",
-        functions={"allocation.decide_replicas:_nodes_lacking": _always({})},
+        functions={"decide:_nodes_lacking": _always({})},
     ),
-    "correction": Row(
-        "predictions are not corrected", functions={"estimating.estimate:corrected": _first}
-    ),
+    "correction": Row("predictions are not corrected", functions={"estimate:corrected": _first}),
 }
 
 

@@ -1,10 +1,15 @@
 """Decides how many replicas each pool has, and why. Pure: no clock, no I/O.
 
-policy.py view.py    inputs of a decision                inputs.py    built from manifests and pods
-constants.py         constants of the method             outcome.py   its results and reasons
-decide.py            one tick: estimate, then allocate   explain.py   reasons and numbers as text
-estimating/          the need of each pool               allocation/  the replicas of each pool
-
-memory.py            state that survives a restart
-record.py            one tick as JSON, for replay
+inputs     policy.py view.py constants.py, built by inputs.py from manifests and pods
+estimate   estimate.py: readings.py window.py  samples ─▶ counters, windows
+                        calibrate.py           how long work takes
+                        attribute.py           where TTFT goes, how long a queue may take
+                        demand.py horizon.py   load, growth within a start-up time
+                        size.py zero.py        units by every signal; the encoder at zero
+allocate   capacity.py bounds.py               present replicas; bounds for this tick
+           ownership.py pace.py                who decides the size; how fast it changes
+           allocate.py solve.py                all pools together: node types, ratios, budget
+decide.py  one tick: all of the above          outcome.py  its results and reasons
+memory.py history.py  what the next tick, or the next process, needs
+record.py  one tick as JSON, for replay        explain.py  reasons and numbers as text
 """

@@ -17,10 +17,10 @@ import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlm_operator.autoscale.estimating.attribute import REMEDIES
-from vlm_operator.autoscale.estimating.size import LoadSignals
+from vlm_operator.autoscale.attribute import REMEDIES
 from vlm_operator.autoscale.outcome import Attribution, Bound, Decision, Reason
 from vlm_operator.autoscale.record import Record
+from vlm_operator.autoscale.size import LoadSignals
 from vlm_operator.names import POOL_ROLES, Role
 
 # What would change a pool's size, by the bound that limits it.

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from vlm_operator.autoscale.allocation.history import Change, ScalingHistory, ScalingMemory
 from vlm_operator.autoscale.decide import Memory
-from vlm_operator.autoscale.estimating.estimate import EstimateMemory
+from vlm_operator.autoscale.estimate import EstimateMemory
+from vlm_operator.autoscale.history import Change, ScalingHistory, ScalingMemory
 
 VERSION = 4
 _MEMORY = TypeAdapter(Memory)

@@ -1,4 +1,4 @@
-"""The results of `estimating` and `allocation`: values, and the closed lists of their reasons."""
+"""The results of `estimate` and `decide`: values, and the closed lists of their reasons."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.random_services import OURS, made_up_policy, start_of, within_budget
 from support.sizing import TICK, World, attribution, need, pool, service
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.allocation.decide_replicas import decide_replicas
-from vlm_operator.autoscale.decide import Memory
+from vlm_operator.autoscale.decide import Memory, decide_replicas
 from vlm_operator.autoscale.memory import dump, load
 from vlm_operator.autoscale.policy import ServicePolicy
 from vlm_operator.names import Role

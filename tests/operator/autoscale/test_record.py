@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 
 from support.samples import Reports
 from support.sizing import NOW, World, attribution, need, pool, service, variant
-from vlm_operator.autoscale.allocation.history import ExternalWrite, ScalingMemory
 from vlm_operator.autoscale.decide import Memory, decide
-from vlm_operator.autoscale.estimating.estimate import EstimateMemory
+from vlm_operator.autoscale.estimate import EstimateMemory
 from vlm_operator.autoscale.explain import BOUND_NEXT, REASON_NEXT, explain, explain_status
+from vlm_operator.autoscale.history import ExternalWrite, ScalingMemory
 from vlm_operator.autoscale.memory import dump, load, worth_writing
 from vlm_operator.autoscale.outcome import Attribution, Bound, Candidate, Reason
 from vlm_operator.autoscale.policy import Budget

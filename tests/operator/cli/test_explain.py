@@ -11,8 +11,8 @@ import pytest
 from support.sizing import World, need, pool, service
 from vlm_cli.output import CliError
 from vlm_cli.why import explain_records, explain_services, memory_notes
-from vlm_operator.autoscale.allocation.history import Exhausted
 from vlm_operator.autoscale.decide import Memory, decide
+from vlm_operator.autoscale.history import Exhausted
 from vlm_operator.autoscale.memory import dump
 from vlm_operator.autoscale.record import Record
 from vlm_operator.names import Role

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from vlm_operator.api import ScalingMode
 from vlm_operator.api.enums import WhileAtZero
 from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
+from vlm_operator.autoscale.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.outcome import Need
 from vlm_operator.autoscale.policy import (
     PoolPolicy,

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from support.estimates import NOW, TICK, sample
 from vlm_operator import names
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.allocation.decide_replicas import decide_replicas
-from vlm_operator.autoscale.allocation.history import ScalingMemory
-from vlm_operator.autoscale.estimating.estimate import Estimate
-from vlm_operator.autoscale.estimating.horizon import Phases
+from vlm_operator.autoscale.decide import decide_replicas
+from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.history import ScalingMemory
+from vlm_operator.autoscale.horizon import Phases
 from vlm_operator.autoscale.outcome import Attribution, Candidate, Decision, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, VariantPolicy
 from vlm_operator.autoscale.view import PodView, PoolView, View

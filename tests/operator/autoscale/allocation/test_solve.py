@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_operator.autoscale.allocation.fill import fill
-from vlm_operator.autoscale.allocation.solve import Choice, PoolProblem, Problem, holds, solve
 from vlm_operator.autoscale.policy import Ratio
+from vlm_operator.autoscale.solve import Choice, PoolProblem, Problem, fill, holds, solve
 from vlm_operator.names import POOL_ROLES, Role
 
 

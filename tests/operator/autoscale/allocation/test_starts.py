@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from support.sizing import NOW, TICK, World, need, pool, service, variant
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.allocation.capacity import (
+from vlm_operator.autoscale.capacity import (
     PoolCapacity,
     count_capacity,
     exhausted,
     unschedulable_timeout,
 )
-from vlm_operator.autoscale.allocation.history import Exhausted, ScalingHistory, ScalingMemory
 from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.estimating.estimate import Estimate
-from vlm_operator.autoscale.estimating.horizon import Phases
+from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.history import Exhausted, ScalingHistory, ScalingMemory
+from vlm_operator.autoscale.horizon import Phases
 from vlm_operator.autoscale.policy import Budget
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import Role

@@ -17,9 +17,9 @@ from support.estimates import (
     policy,
     ttft,
 )
-from vlm_operator.autoscale.estimating.attribute import REMEDIES, attribute, bottleneck_share, owner
-from vlm_operator.autoscale.estimating.window import Tally, Window, percentile
+from vlm_operator.autoscale.attribute import REMEDIES, attribute, bottleneck_share, owner
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.window import Tally, Window, percentile
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import Ttft
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.estimates import NOW, PLAIN, Pod, Service, policy, rules
-from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.estimating.calibrate import (
+from vlm_operator.autoscale.calibrate import (
     MAX_ROWS,
     Fit,
     FitMemory,
@@ -18,6 +17,7 @@ from vlm_operator.autoscale.estimating.calibrate import (
     service_seconds,
     with_row,
 )
+from vlm_operator.autoscale.constants import Constants
 from vlm_operator.names import Role
 
 CONSTANTS = Constants()

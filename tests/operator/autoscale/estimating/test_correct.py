@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.estimates import Service, busy, policy
-from vlm_operator.autoscale.estimating.correct import LEAST, MOST, Measured
+from vlm_operator.autoscale.readings import LEAST, MOST, Measured
 from vlm_operator.names import Role
 
 KIND = {Role.ENCODER: "encode", Role.PREFILL: "prefill"}

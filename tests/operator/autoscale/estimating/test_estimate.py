@@ -6,10 +6,10 @@ import random
 import pytest
 
 from support.estimates import NOW, Pod, Service, busy, policy, signals
-from vlm_operator.autoscale.estimating.demand import DemandMemory, demand_of
-from vlm_operator.autoscale.estimating.estimate import EstimateMemory, estimate
-from vlm_operator.autoscale.estimating.readings import LastAnswer, PodReading, PoolReading
+from vlm_operator.autoscale.demand import DemandMemory, demand_of
+from vlm_operator.autoscale.estimate import EstimateMemory, estimate
 from vlm_operator.autoscale.policy import VariantPolicy
+from vlm_operator.autoscale.readings import LastAnswer, PodReading, PoolReading
 from vlm_operator.names import POOL_ROLES, Role
 
 

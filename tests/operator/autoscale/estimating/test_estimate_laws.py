@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.estimates import BOUNDS, NOW, TICK, ZERO, Pod, Service, gateway, policy
 from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.estimating.estimate import Estimate, EstimateMemory, estimate
+from vlm_operator.autoscale.estimate import Estimate, EstimateMemory, estimate
 from vlm_operator.autoscale.policy import VariantPolicy
 from vlm_operator.autoscale.view import PodView, PoolView, View
 from vlm_operator.names import POOL_ROLES, Role

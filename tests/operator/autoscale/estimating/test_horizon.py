@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.estimates import NOW, PLAIN, Pod, Service, policy
-from vlm_operator.autoscale.estimating.horizon import (
+from vlm_operator.autoscale.horizon import (
     StartupMemory,
     percentile_90,
     planned,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from support.estimates import TICK, Pod, Service, busy, policy
-from vlm_operator.autoscale.estimating.estimate import EstimateMemory, estimate
+from vlm_operator.autoscale.estimate import EstimateMemory, estimate
 from vlm_operator.names import Role
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 
 from vlm_operator import names
-from vlm_operator.autoscale.allocation.bounds import PoolContext, ReplicaBounds
-from vlm_operator.autoscale.allocation.history import ExternalWrite
+from vlm_operator.autoscale.bounds import PoolContext, ReplicaBounds
+from vlm_operator.autoscale.history import ExternalWrite
 from vlm_operator.autoscale.outcome import Bound, Reason
 
 # Somebody else's number stands at least this long, however short the window is.

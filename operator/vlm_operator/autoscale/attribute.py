@@ -27,10 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from vlm_operator.autoscale.estimating.calibrate import FitMemory, busy_seconds
-from vlm_operator.autoscale.estimating.window import ITL, Tally, Window, percentile
+from vlm_operator.autoscale.calibrate import FitMemory, busy_seconds
 from vlm_operator.autoscale.outcome import Attribution
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.window import ITL, Tally, Window, percentile
 from vlm_operator.names import POOL_ROLES, Role
 
 QUEUES: Mapping[str, Role] = {

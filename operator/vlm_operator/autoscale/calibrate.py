@@ -18,8 +18,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.readings import PoolReading
 from vlm_operator.names import POOL_ROLES, Role
 from vlm_operator.state import WorkCounters
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from vlm_operator.autoscale.estimating.demand import Demand
-from vlm_operator.autoscale.estimating.readings import PoolReading
+from vlm_operator.autoscale.demand import Demand
 from vlm_operator.autoscale.outcome import Candidate, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
+from vlm_operator.autoscale.readings import PoolReading
 from vlm_operator.names import Role
 
 NEUTRAL_UTILIZATION = 0.75  # the target that the bands are drawn around

@@ -18,10 +18,10 @@ from __future__ import annotations
 import dataclasses
 
 from vlm_operator.api.enums import WhileAtZero
-from vlm_operator.autoscale.estimating.demand import Demand
-from vlm_operator.autoscale.estimating.readings import PoolReading
+from vlm_operator.autoscale.demand import Demand
 from vlm_operator.autoscale.outcome import Candidate, Need
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy, ZeroPolicy
+from vlm_operator.autoscale.readings import PoolReading
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from vlm_operator.autoscale.allocation.capacity import PoolCapacity, startup_seconds
-from vlm_operator.autoscale.allocation.history import ScalingHistory, ScalingMemory
-from vlm_operator.autoscale.estimating.estimate import Estimate
+from vlm_operator.autoscale.capacity import PoolCapacity, startup_seconds
+from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.history import ScalingHistory, ScalingMemory
 from vlm_operator.autoscale.outcome import Bound, Need, Reason
 from vlm_operator.autoscale.policy import PoolPolicy, ServicePolicy
 from vlm_operator.autoscale.view import PoolView, View

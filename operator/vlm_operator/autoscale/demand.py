@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from vlm_operator.autoscale.estimating.readings import PoolReading
 from vlm_operator.autoscale.policy import ServicePolicy
+from vlm_operator.autoscale.readings import PoolReading
 from vlm_operator.names import Role
 
 NOISE = 2.0  # standard deviations of the KV in use that are nothing but chance

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from vlm_operator.api import ScalingMode
-from vlm_operator.autoscale.allocation.history import Exhausted, ScalingHistory
 from vlm_operator.autoscale.constants import Constants
-from vlm_operator.autoscale.estimating.estimate import Estimate
+from vlm_operator.autoscale.estimate import Estimate
+from vlm_operator.autoscale.history import Exhausted, ScalingHistory
 from vlm_operator.autoscale.policy import PoolPolicy, VariantPolicy
 from vlm_operator.autoscale.view import PodView, PoolView
 from vlm_operator.names import MANAGER_AUTOSCALER, Role
