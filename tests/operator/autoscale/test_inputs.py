@@ -8,6 +8,7 @@ import pytest
 
 from support.fakes import settle
 from support.world import World, body, external, pool, service
+from vlm_operator.__main__ import _options
 from vlm_operator.api import parse, resolve
 from vlm_operator.autoscale.constants import CONSTANTS, Constants, parse_constants
 from vlm_operator.autoscale.inputs import service_policy, service_view
@@ -15,6 +16,7 @@ from vlm_operator.names import Role
 from vlm_operator.observe import node_class, observe, pod_states, seconds
 from vlm_operator.pods.worker import place
 from vlm_operator.rollout.revisions import current_revisions, keep_defaults
+from vlm_operator.settings import Settings
 
 AUTO: dict[str, Any] = {"mode": "Auto", "minReplicas": 1, "maxReplicas": 6}
 ZERO: dict[str, Any] = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3}
@@ -47,6 +49,14 @@ def test_a_file_replaces_the_constants_that_it_names():
 def test_a_file_of_unknown_constants_is_refused(text):
     with pytest.raises(ValueError, match="Constants"):
         parse_constants(text)
+
+
+def test_the_operator_takes_its_constants_from_a_file(tmp_path):
+    file = tmp_path / "constants.json"
+    file.write_text('{"stale_ticks": 5}')
+    found = _options(Settings.read([f"--autoscaler-constants={file}"], {}))
+    assert found.constants == dataclasses.replace(CONSTANTS, stale_ticks=5)
+    assert _options(Settings.read([], {})).constants == CONSTANTS
 
 
 def test_a_service_has_the_constants_of_its_operator():
