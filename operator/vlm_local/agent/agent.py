@@ -2,9 +2,13 @@
 
 import asyncio
 import dataclasses
+import errno
+import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import random
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,9 @@ from typing import Any
 import aiohttp
 
 from vlm_local.client import Access, Client, Object
+from vlm_local.errors import StartError
 from vlm_local.pki import Authority
 
-from .addresses import KUBELET_PORT, Addresses
 from .cgroups import Cgroups
 from .command import Facts, Images
 from .container import Backoff
@@ -27,6 +31,8 @@ from .process import no_identities
 from .script import ScriptedPod
 
 logger = logging.getLogger(__name__)
+KUBELET_PORT = 10250
+_NETWORKS = range(16, 256)
 
 SHARED_NETWORK = (
     "pods share this machine's network namespace, as on no real cluster: "
@@ -172,3 +178,46 @@ class Agent:
             ):
                 return runner
         return None
+
+
+class Addresses:
+    """Loopback addresses of one agent: a 127.x.0.0/16, claimed by listening in it.
+
+    127.x.0.n    node n, its kubelet API on port 10250          127.x.y.z    pods, y ≥ 1
+
+    Two agents on a machine never share a network.
+    """
+
+    def __init__(self) -> None:
+        networks = random.sample(_NETWORKS, len(_NETWORKS))
+        for network in networks:
+            try:
+                self._claim = socket.create_server((f"127.{network}.0.1", KUBELET_PORT))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                break
+        else:
+            raise StartError("All 127.x.0.0/16 networks are in use.", "Stop other local clusters.")
+        self._network = network
+        self._pods = _cycle(network)
+
+    def take_node_socket(self, index: int) -> socket.socket:
+        """Return the listening socket of node `index`, counted from 0."""
+        if index == 0:
+            return self._claim
+        return socket.create_server((self.node(index), KUBELET_PORT))
+
+    def node(self, index: int) -> str:
+        """Return the address of node `index`. Nodes from 254 on have no server, and share one."""
+        return f"127.{self._network}.0.{min(index + 1, 254)}"
+
+    def pod(self) -> str:
+        """Return the address of the next pod. An address is reused after 64,000 others."""
+        return next(self._pods)
+
+
+def _cycle(network: int) -> Iterator[str]:
+    pairs = itertools.product(range(1, 255), range(1, 255))
+    return itertools.cycle(f"127.{network}.{high}.{low}" for high, low in pairs)

@@ -8,12 +8,19 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from math import ceil
 from typing import Any
-
-from . import quantity
 
 Images = Mapping[str, Sequence[str]]
 IMAGE_USER = 65532  # of both Dockerfiles
+_QUANTITY = re.compile(
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)(m|k|Ki|[MGTPE]i?|)"
+)
+
+_SUFFIXES = {"m": Decimal("0.001"), "": Decimal(1)}
+_SUFFIXES |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTPE", start=1)}
+_SUFFIXES |= {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", start=1)}
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
 _EVERY_ADDRESS = ("--bind=::", "--bind=0.0.0.0")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
@@ -168,7 +175,7 @@ def container_resource(reference: Mapping[str, Any], container: Mapping[str, Any
     """Return one of the container's own requests or limits, in units of `divisor`."""
     kind, _, name = reference["resource"].partition(".")
     value = container.get("resources", {}).get(kind, {}).get(name, "0")
-    return str(quantity.in_units(value, reference.get("divisor", "1")))
+    return str(_in_units(value, reference.get("divisor", "1")))
 
 
 def executable(argv: Sequence[str], path: str) -> bool:
@@ -203,3 +210,20 @@ def _value_from(
 def _missing(kind: str, name: str) -> str:
     """Return the error in the kubelet's words, which the operator parses."""
     return f'{kind.lower()} "{name}" not found'
+
+
+def parse_quantity(quantity: str | int) -> Decimal:
+    """Return a quantity such as `250m`, `4` or `1.5Gi` as a number.
+
+    Raises:
+        ValueError: Not a quantity.
+    """
+    match = _QUANTITY.fullmatch(str(quantity))
+    if match is None:
+        raise ValueError(f"{quantity!r} is not a quantity")
+    return Decimal(match[1]) * _SUFFIXES[match[2]]
+
+
+def _in_units(quantity: str | int, divisor: str | int) -> int:
+    """Return how many divisors a quantity has, rounded up, as the downward API does."""
+    return ceil(parse_quantity(quantity) / (parse_quantity(divisor) or Decimal(1)))

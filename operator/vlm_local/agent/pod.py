@@ -21,12 +21,12 @@ from . import command, probes, status
 from .cgroups import Cgroups
 from .container import Backoff, Container
 from .events import Recorder
-from .objects import RETRY_SECONDS, delete_ended, path_of
 from .process import Process
 from .runs import RunMaker
 from .volumes import VolumeError, Volumes
 
 logger = logging.getLogger(__name__)
+RETRY_SECONDS = 0.2
 LONGEST_RETRY_SECONDS = 5.0
 HOOK_SECONDS = (
     2.5  # the time for SIGTERM after a preStop hook that used the whole grace, and some slack
@@ -270,3 +270,24 @@ def _earlier_restarts(pod: Mapping[str, Any], name: str) -> int:
         if one["name"] == name and one.get("containerID"):
             return int(one["restartCount"]) + 1
     return 0
+
+
+def path_of(pod: Object) -> str:
+    """Return the path of a pod."""
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+
+
+async def delete_ended(client: Client, pod: Object) -> None:
+    """Delete the object of a pod that has ended, but not a newer one of the same name."""
+    body = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
+    while True:
+        try:
+            await client.delete(path_of(pod), body)
+        except ApiError as error:
+            if error.status in (404, 409):
+                return
+            logger.info("pod not deleted", extra={"pod": path_of(pod), "error": str(error)})
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            return

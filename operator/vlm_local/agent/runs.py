@@ -1,10 +1,11 @@
 """Prepares everything that one run of a container needs, again for each run."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import code_mounts, command, quantity
+from . import command
 from .cgroups import Cgroups
 from .container import CannotStartError, Prepared
 from .logs import ContainerLog
@@ -68,8 +69,10 @@ class RunMaker:
         name = f"{pod['metadata']['uid']}-{container['name']}-{number}"
         cgroup = self._cgroups.create(
             name,
-            memory_bytes=int(quantity.parse(limits["memory"])) if "memory" in limits else None,
-            cpus=float(quantity.parse(limits["cpu"])) if "cpu" in limits else None,
+            memory_bytes=int(command.parse_quantity(limits["memory"]))
+            if "memory" in limits
+            else None,
+            cpus=float(command.parse_quantity(limits["cpu"])) if "cpu" in limits else None,
         )
         process = ProcessSpec(
             argv=command.on_shared_network(
@@ -78,7 +81,7 @@ class RunMaker:
             env=env,
             cwd=container.get("workingDir") or "/",
             stage=self._folder / "roots" / f"{container['name']}-{number}",
-            mounts=code_mounts.keep(mounts, code_mounts.code()),
+            mounts=keep_code(mounts, code_folders()),
             read_only=container.get("securityContext", {}).get("readOnlyRootFilesystem", False),
             cgroups=cgroup.procs,
             user=command.identity(container, pod) if self._identities else None,
@@ -103,3 +106,30 @@ class RunMaker:
 
 def _mounts(container: Spec) -> list[Spec]:
     return list(container.get("volumeMounts") or [])
+
+
+def keep_code(binds: Sequence[Bind], needed: Iterable[Path]) -> list[Bind]:
+    """Return the binds, and one for each needed folder that they would hide, read-only.
+
+    Its place is made in the volume that hides it; in a read-only one, in the container alone.
+
+    A checkout below /tmp would vanish under the emptyDir that a worker mounts there.
+    """
+    shown: list[Bind] = []
+    for folder in needed:
+        hiding = [bind for bind in binds if folder.is_relative_to(bind.path)]
+        if not hiding or any(folder.is_relative_to(bind.path) for bind in shown):
+            continue
+        nearest = max(hiding, key=lambda bind: len(Path(bind.path).parts))
+        if nearest.source.is_dir() and not nearest.read_only:
+            inside = nearest.source / folder.relative_to(nearest.path)
+            inside.mkdir(parents=True, exist_ok=True)
+        shown.append(Bind(folder, str(folder), read_only=True))
+    return [*binds, *shown]
+
+
+def code_folders() -> list[Path]:
+    """Return the folders of this interpreter and of everything that it may import."""
+    entries = [sys.prefix, sys.base_prefix, *(entry for entry in sys.path if entry)]
+    folders = {Path(entry).resolve() for entry in entries}
+    return sorted(folder for folder in folders if folder.is_dir())

@@ -16,7 +16,7 @@ from vlm_local.client import STRATEGIC, ApiError, Client, Object
 from vlm_operator import names
 
 from . import status
-from .objects import RETRY_SECONDS, delete_ended, path_of
+from .pod import RETRY_SECONDS, delete_ended, path_of
 from .status import ContainerView, PodView, Running, Terminated
 
 logger = logging.getLogger(__name__)

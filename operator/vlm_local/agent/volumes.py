@@ -17,9 +17,9 @@ from typing import Any
 from vlm_local.client import ApiError, Client
 
 from . import command
-from .atomic import Files, write_atomically
 
 logger = logging.getLogger(__name__)
+Files = dict[str, bytes]
 TOKEN_SECONDS = 3607
 RENEW_AFTER = 0.8  # of a token's life
 _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets"}
@@ -276,3 +276,41 @@ def _made(folder: Path, *, mode: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(mode)
     return folder
+
+
+def write_atomically(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make `folder` hold `files`, all at once, through the link `..data` as a kubelet does.
+
+    key ─▶ ..data/key          ..data ─▶ ..<version>/       a new version is one rename of ..data
+    """
+    link = folder / "..data"
+    before = link.readlink().name if link.is_symlink() else None
+    if before is not None and _read(folder / before) == dict(files):
+        return
+    version = folder / f"..{time.time_ns()}"
+    for name, content in files.items():
+        path = version / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    version.mkdir(exist_ok=True)
+    fresh = folder / "..data_tmp"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(version.name)
+    fresh.rename(link)
+    tops = {name.split("/")[0] for name in files}
+    for top in tops:
+        if not (folder / top).is_symlink():
+            (folder / top).symlink_to(f"..data/{top}")
+    for entry in folder.iterdir():
+        if entry.is_symlink() and not entry.name.startswith("..") and entry.name not in tops:
+            entry.unlink()
+    if before is not None:
+        shutil.rmtree(folder / before, ignore_errors=True)
+
+
+def _read(folder: Path) -> Files:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from vlm_local.agent import code_mounts
 from vlm_local.agent.process import Bind
+from vlm_local.agent.runs import code_folders, keep_code
 
 
 def test_code_below_a_mount_path_is_shown_again_read_only(tmp_path: Path):
@@ -13,7 +13,7 @@ def test_code_below_a_mount_path_is_shown_again_read_only(tmp_path: Path):
     code.mkdir(parents=True)
     scratch = Bind(volume, str(tmp_path / "tmp"))
 
-    kept = code_mounts.keep([scratch], [code, Path("/usr")])
+    kept = keep_code([scratch], [code, Path("/usr")])
 
     assert kept == [scratch, Bind(code, str(code), read_only=True)]
     assert (volume / "checkout" / ".venv").is_dir()
@@ -21,10 +21,10 @@ def test_code_below_a_mount_path_is_shown_again_read_only(tmp_path: Path):
 
 def test_a_folder_inside_one_that_is_shown_needs_no_place_of_its_own(tmp_path: Path):
     scratch = Bind(tmp_path, "/data")
-    kept = code_mounts.keep([scratch], [Path("/data/code"), Path("/data/code/lib")])
+    kept = keep_code([scratch], [Path("/data/code"), Path("/data/code/lib")])
     assert [bind.path for bind in kept] == ["/data", "/data/code"]
 
 
 def test_nothing_is_added_where_nothing_is_hidden(tmp_path: Path):
     binds = [Bind(tmp_path, "/somewhere/else")]
-    assert code_mounts.keep(binds, code_mounts.code()) == binds
+    assert keep_code(binds, code_folders()) == binds

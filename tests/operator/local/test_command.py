@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_local.agent import quantity
 from vlm_local.agent.command import (
     ConfigError,
     Facts,
@@ -14,6 +13,7 @@ from vlm_local.agent.command import (
     expand,
     identity,
     on_shared_network,
+    parse_quantity,
 )
 
 FACTS = Facts(pod_ip="127.9.1.1", host_ip="127.9.0.1", node="n")
@@ -114,7 +114,7 @@ def test_a_limit_is_told_in_units_of_its_divisor():
 @given(st.integers(0, 10**6), st.sampled_from(["", "m", "k", "Ki", "Mi", "Gi"]))
 def test_quantities_are_numbers_times_their_unit(number: int, unit: str):
     factor = {"": 1, "m": 0.001, "k": 1000, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[unit]
-    assert float(quantity.parse(f"{number}{unit}")) == pytest.approx(number * factor)
+    assert float(parse_quantity(f"{number}{unit}")) == pytest.approx(number * factor)
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_an_address_that_a_pod_is_given_stays():
 @pytest.mark.parametrize("text", ["", "x", "1x", "Gi", "1 Gi"])
 def test_what_is_no_quantity_is_refused(text: str):
     with pytest.raises(ValueError, match="is not a quantity"):
-        quantity.parse(text)
+        parse_quantity(text)

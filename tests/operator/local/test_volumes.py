@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_local.agent.atomic import write_atomically
 from vlm_local.agent.command import Facts
-from vlm_local.agent.volumes import Volumes
+from vlm_local.agent.volumes import Volumes, write_atomically
 from vlm_local.client import Client
 from vlm_local.waiting import until
 
