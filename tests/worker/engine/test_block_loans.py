@@ -9,7 +9,7 @@ import pytest
 from worker.engine.talk import events, text, tokens
 
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.kv_handoff import ReceiveResult
+from vlm_worker.engine.sequences import ReceiveResult
 from vlm_worker.errors import CorruptTransferError, GoneError, OverloadedError
 from vlm_worker.testing import ChecksumRunner, answer_alone
 from vlm_worker.types import Request, TokenEvent

@@ -11,7 +11,7 @@ from worker.engine.talk import IMAGE, about_image, error, events, text, tokens
 
 from vlm_worker.engine.engine import Engine
 from vlm_worker.engine.events import NeedItems
-from vlm_worker.engine.kv_handoff import ReceiveResult
+from vlm_worker.engine.sequences import ReceiveResult
 from vlm_worker.errors import (
     CorruptTransferError,
     GoneError,
@@ -136,7 +136,7 @@ def test_a_reservation_too_small_for_its_prompt_is_given_back() -> None:
     pool = engine.state.sequences.pool
     for name, num_tokens, num_reserved in (("large", 12, 3), ("small", 8, 0)):
         request = text(name, length=12)
-        engine.state.handoff.reserve(request.key, num_tokens)
+        engine.state.sequences.reserve(request.key, num_tokens)
         engine.submit(request)
         assert pool.num_reserved == num_reserved
         while engine.turn():

@@ -28,7 +28,7 @@ def held(engine: ByHand) -> dict[str, int]:
 def test_whoever_waits_for_blocks_asks_for_no_embedding_and_holds_none(num_waiting: int) -> None:
     engine = ByHand(17, embedding_cache_bytes=100, max_image_tokens=NUM_TOKENS)
     engine.submit(prompt("holder", [], first=9), for_peer=True)
-    engine.state.handoff.reserve(RequestKey("holder 2", 0), 60)  # nothing is left
+    engine.state.sequences.reserve(RequestKey("holder 2", 0), 60)  # nothing is left
     todo = {}
     for number in range(num_waiting):
         images = [prepared_image(10 * number), prepared_image(10 * number + 1)]

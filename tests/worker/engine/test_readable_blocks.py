@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from worker.engine.talk import events, text, tokens
 
+from vlm_worker.engine.attempts import ReadableBlocks
 from vlm_worker.engine.engine import Engine
-from vlm_worker.engine.readable_blocks import ReadableBlocks
 from vlm_worker.errors import GoneError, InvalidRequestError
 from vlm_worker.testing import ChecksumRunner, answer_alone
 from vlm_worker.types import BlocksReady, RequestKey

@@ -5,10 +5,9 @@
                                   │
     encoder_batches  one encoder call                  encode_requests    encode calls, pinned items
     step_loop        one step of the language model    prompt_embeddings  embeddings for prompts
-    embedding_cache  buffers of the encoder cache      sequences          submit, find, end
-                                                       kv_handoff         KV to and from peers
-                                                       readable_blocks    blocks that peers read
+    embedding_cache  buffers of the encoder cache      sequences          submit, receive, end
 
-`attempts` records what each request holds, and frees it. `runner` is the interface to a model.
-`settings` has the settings and the statistics. `core/` decides what to compute.
+`attempts` records what each request holds, blocks that peers read included, and frees it. `runner`
+is the interface to a model. `settings` has the settings and the statistics. `core/` decides what to
+compute.
 """

@@ -44,9 +44,8 @@ from vlm_worker.engine.events import (
     PrefillEvent,
     deliver,
 )
-from vlm_worker.engine.kv_handoff import ReceiveResult
 from vlm_worker.engine.runner import Runner
-from vlm_worker.engine.sequences import Positions
+from vlm_worker.engine.sequences import Positions, ReceiveResult
 from vlm_worker.engine.settings import EngineSettings, EngineStats
 from vlm_worker.engine.state import State
 from vlm_worker.errors import DrainingError, EngineError, WorkerError
@@ -271,7 +270,7 @@ class Engine:
             OverloadedError: too few blocks are available now.
             ContextTooLongError: the cache is too small.
         """
-        await self._call(lambda state: state.handoff.reserve(key, num_tokens))
+        await self._call(lambda state: state.sequences.reserve(key, num_tokens))
 
     async def receive(self, request: Request, *, in_place: bool = False) -> ReceiveResult:
         """Turn the reservation into blocks; returns the first block that a peer has to deliver.
@@ -285,7 +284,7 @@ class Engine:
             GoneError: no such reservation.
             OverloadedError: the reservation was too small, and too few blocks are available.
         """
-        return await self._call(lambda state: state.handoff.receive(request, in_place=in_place))
+        return await self._call(lambda state: state.sequences.receive(request, in_place=in_place))
 
     async def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
         """Write whole blocks `first_block ...` that a peer sent; in any order.
@@ -295,7 +294,7 @@ class Engine:
             CorruptTransferError: not whole blocks, or not blocks of this request.
         """
         await self._call(
-            lambda state: state.handoff.import_blocks(key, first_block, data),
+            lambda state: state.sequences.import_blocks(key, first_block, data),
             num_bytes=data.nbytes,
         )
 
@@ -306,14 +305,14 @@ class Engine:
             GoneError: nothing is being received under this key.
             CorruptTransferError: not blocks of this request, or confirmed before.
         """
-        await self._call(lambda state: state.handoff.confirm_blocks(key, first_block, num_blocks))
+        await self._call(lambda state: state.sequences.confirm_blocks(key, first_block, num_blocks))
 
     def return_blocks(self, key: RequestKey) -> None:
         """Return the loan of this key: no thread writes into its blocks. Idempotent.
 
         Until then the blocks are not reused, even if the request has ended.
         """
-        self._post(lambda state: state.handoff.return_loan(key))
+        self._post(lambda state: state.sequences.return_loan(key))
 
     async def start_decode(self, key: RequestKey, first_token_id: int) -> EventStream[PrefillEvent]:
         """Begin decoding after the last block: tokens from index `num_delivered_tokens + 1` on.
@@ -323,7 +322,7 @@ class Engine:
             CorruptTransferError: blocks are missing, with their numbers.
         """
         stream: EventStream[PrefillEvent] = EventStream(key)
-        await self._call(lambda state: state.handoff.start_decode(key, first_token_id, stream))
+        await self._call(lambda state: state.sequences.start_decode(key, first_token_id, stream))
         return stream
 
     def adopt_local(self, request: Request) -> EventStream[PrefillEvent]:
@@ -334,7 +333,7 @@ class Engine:
         """
         stream: EventStream[PrefillEvent] = EventStream(request.key)
         self._post(
-            lambda state: state.handoff.adopt(request, stream),
+            lambda state: state.sequences.adopt(request, stream),
             refuse=lambda error: stream.close_with(FailedEvent(error)),
         )
         return stream

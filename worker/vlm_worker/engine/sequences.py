@@ -1,7 +1,7 @@
-"""The sequences of the engine thread: submit, find, end.
+"""The sequences of the engine thread: submit, receive from a peer, adopt, end.
 
-    submit --> waiting --> prefill --> [held --> adopt] --> decode --> finished     (here)
-    reserve --> receive --> import_blocks --> start_decode ----^                    (`kv_handoff`)
+    submit --> waiting --> prefill --> [held --> adopt] --> decode --> finished
+    reserve --> receive --> import_blocks or confirm_blocks --> start_decode --^
 
 `finish` or `fail` frees everything that a sequence holds and sends its last event.
 """
@@ -18,34 +18,52 @@ from vlm_worker.core.admission import MAX_CANDIDATES
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.limits import Demand, Limits, QueueLimit
 from vlm_worker.core.measurements import KVUsage
-from vlm_worker.core.persistent_batch import PersistentBatch
-from vlm_worker.core.request_validation import validate_request
+from vlm_worker.core.persistent_batch import PersistentBatch, max_total_tokens, stop_ids
+from vlm_worker.core.request_validation import validate_request, validate_reservation
 from vlm_worker.core.scheduler import Scheduler
 from vlm_worker.core.sequence import Lane, Sequence, Status
 from vlm_worker.core.step_time import StepTimeModel, retry_after
 from vlm_worker.engine.attempts import (
     Attempt,
     AttemptTable,
+    BlockLoan,
+    ReadableBlocks,
+    ReadableResource,
     ReservedBlocks,
     ResourceKind,
     Track,
 )
 from vlm_worker.engine.events import EventBuffer, EventStream, PrefillEvent
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
-from vlm_worker.engine.readable_blocks import ReadableBlocks, ReadableResource
-from vlm_worker.engine.runner import Runner
+from vlm_worker.engine.runner import Runner, run_device_copy
 from vlm_worker.engine.settings import EngineSettings
 from vlm_worker.errors import (
+    CorruptTransferError,
     DrainingError,
     DuplicateError,
     EngineError,
     GoneError,
+    OverloadedError,
     WorkerError,
 )
 from vlm_worker.types import FinishedEvent, FinishReason, ImageItem, Request, RequestKey
 
 Positions = Callable[[Seq[int], Seq[ImageItem]], tuple[np.ndarray, int]]
 """`(token_ids, items) -> ([P, T] positions, delta)`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """The result of `receive`.
+
+    Attributes:
+        first_block: first block that the peer delivers; earlier ones are in the prefix cache.
+        memory: of each block from `first_block` on, lent to the receiver until `return_blocks`;
+            None if the engine writes the blocks (`import_blocks`).
+    """
+
+    first_block: int
+    memory: Seq[memoryview] | None = None
 
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
@@ -106,7 +124,7 @@ class Sequences:
         self.work = StepTimeModel()
         self._limits = limits
         self._positions = positions
-        self._vocab_size = runner.vocab_size
+        self._runner = runner
         self._prompt_embeddings = prompt_embeddings
         self._events = events
         self._clock = clock
@@ -183,7 +201,7 @@ class Sequences:
             request,
             max_model_len=settings.max_model_len,
             max_image_tokens=settings.min_prompt_tokens if settings.whole_images else None,
-            vocab_size=self._vocab_size,
+            vocab_size=self._runner.vocab_size,
         )
         try:
             positions, delta = self._positions(request.token_ids, request.items)
@@ -262,6 +280,132 @@ class Sequences:
         else:
             self.finish(sequence, FinishReason.DRAINED)
 
+    # ---- KV from a peer, or from prefill here ----------------------------------------------------
+    def reserve(self, key: RequestKey, num_tokens: int) -> None:
+        """See `Engine.reserve`."""
+        attempt = self.attempts.get(key)
+        if attempt is not None and (attempt.sequence is not None or attempt.of(ReservedBlocks)):
+            return
+        self.check_new(key)
+        validate_reservation(num_tokens, max_model_len=self.settings.max_model_len)
+        count = self.pool.blocks_for(num_tokens)
+        available = self.pool.num_available
+        if not self.pool.reserve(count, keep=self.scheduler.withheld_blocks):
+            raise OverloadedError(
+                f"{num_tokens} tokens need {count} KV blocks; {available} are available",
+                retry_after_seconds=self.retry_after_seconds(),
+            )
+        self.attempts.open(key).acquire(ReservedBlocks(self.pool, count))
+
+    def receive(self, request: Request, *, in_place: bool) -> ReceiveResult:
+        """See `Engine.receive`."""
+        key, pool = request.key, self.pool
+        reservations = self.attempts.of(key, ReservedBlocks)
+        if not reservations:
+            raise GoneError(f"{key.request_id} attempt {key.attempt} has no reservation here")
+        [reserved] = reservations
+        sequence = self.make(request, for_peer=False)
+        num_tokens = sequence.num_tokens
+        self.scheduler.look_up(sequence)
+        # the first token is known already, so that a hit may cover the whole prompt here
+        shared = pool.match(sequence.hashes)
+        needed = pool.blocks_for(num_tokens)
+        blocks = pool.take(needed - len(shared), shared=shared, reserved=reserved.num_blocks)
+        if blocks is None:
+            raise OverloadedError(
+                f"{reserved.num_blocks} KV blocks are reserved, the request needs {needed}",
+                retry_after_seconds=self.retry_after_seconds(),
+            )
+        sequence.status = Status.RECEIVING
+        sequence.blocks = shared + blocks
+        sequence.num_computed_tokens = num_tokens
+        attempt = self.start(sequence)
+        attempt.missing_blocks = set(range(len(shared), needed))
+        attempt.confirm(reserved)  # the sequence has them now
+        memory = self._runner.block_memory(blocks, to_write=True) if in_place else None
+        if memory is not None:
+            self.pool.take(0, shared=blocks)
+            attempt.acquire(BlockLoan(self.pool, blocks))
+        return ReceiveResult(len(shared), memory)
+
+    def return_loan(self, key: RequestKey) -> None:
+        """See `Engine.return_blocks`."""
+        for loan in self.attempts.of(key, BlockLoan):
+            loan.is_returned = True
+            self.attempts.by_key[key].release(loan)
+
+    def import_blocks(self, key: RequestKey, first_block: int, data: memoryview) -> None:
+        """See `Engine.import_blocks`."""
+        sequence = self.get(key, status=Status.RECEIVING)
+        layout = self._runner.kv_layout
+        assert layout is not None
+        count, rest = divmod(data.nbytes, layout.block_bytes)
+        numbers = range(first_block, first_block + count)
+        if rest:
+            raise CorruptTransferError(
+                f"{data.nbytes} bytes came; a block has {layout.block_bytes}"
+            )
+        _check_missing(sequence, numbers)
+        blocks = [sequence.blocks[number] for number in numbers]
+        run_device_copy("writing KV blocks", lambda: self._runner.import_blocks(blocks, data))
+        self._note(sequence, numbers)
+
+    def confirm_blocks(self, key: RequestKey, first_block: int, num_blocks: int) -> None:
+        """See `Engine.confirm_blocks`."""
+        sequence = self.get(key, status=Status.RECEIVING)
+        numbers = range(first_block, first_block + num_blocks)
+        _check_missing(sequence, numbers)
+        self._note(sequence, numbers)
+
+    def start_decode(
+        self, key: RequestKey, first_token_id: int, stream: EventStream[PrefillEvent]
+    ) -> None:
+        """See `Engine.start_decode`."""
+        sequence = self.get(key, status=Status.RECEIVING)
+        if sequence.output.stream is not None:
+            raise DuplicateError(f"{key.request_id} attempt {key.attempt} decodes already")
+        if sequence.output.missing_blocks:
+            raise CorruptTransferError(
+                f"blocks {sorted(sequence.output.missing_blocks)} never came"
+            )
+        if not 0 <= first_token_id < self._runner.vocab_size:
+            raise CorruptTransferError(
+                f"the first token is {first_token_id}; the model's ids are below "
+                f"{self._runner.vocab_size}"
+            )
+        sequence.output.stream = stream
+        sequence.token_ids = np.append(sequence.token_ids, np.int32(first_token_id))
+        if first_token_id in stop_ids(sequence, eos_token_ids=self.settings.eos_token_ids):
+            self.finish(sequence, FinishReason.STOP)
+        elif sequence.num_tokens >= max_total_tokens(
+            sequence, max_model_len=self.settings.max_model_len
+        ):
+            self.finish(sequence, FinishReason.LENGTH)
+        else:
+            self.scheduler.resume(sequence)
+
+    def _note(self, sequence: Sequence, numbers: range) -> None:
+        """Mark blocks as complete and publish them in the prefix cache."""
+        sequence.output.missing_blocks.difference_update(numbers)
+        for number in numbers:
+            if number < len(sequence.hashes):
+                self.pool.publish(sequence.blocks[number], sequence.hashes[number])
+
+    def adopt(self, request: Request, stream: EventStream[PrefillEvent]) -> None:
+        """See `Engine.adopt_local`."""
+        attempt = self.attempts.get(request.key)
+        sequence = attempt.sequence if attempt is not None else None
+        if sequence is None or not sequence.for_peer:
+            self._events.fail(stream, GoneError(f"{request.key.request_id} is not held here"))
+            return
+        sequence.for_peer = False
+        self.scheduler.pending_transfers.discard(sequence)
+        if sequence.status is Status.HELD:
+            sequence.output.stream = stream
+            self.scheduler.resume(sequence)
+        else:
+            sequence.output.successor_stream = stream
+
     # ---- out -------------------------------------------------------------------------------------
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence with FinishedEvent."""
@@ -330,3 +474,11 @@ def _make_pool(runner: Runner, settings: EngineSettings) -> BlockPool:
             f"({settings.max_model_len}): give it more memory, or lower max_model_len"
         )
     return pool
+
+
+def _check_missing(sequence: Sequence, numbers: range) -> None:
+    missing = sequence.output.missing_blocks
+    if not numbers or not missing.issuperset(numbers):
+        raise CorruptTransferError(
+            f"blocks {numbers.start} to {numbers.stop} came, and {sorted(missing)} are missing"
+        )

@@ -16,7 +16,6 @@ from vlm_worker.core.sequence import Lane
 from vlm_worker.engine.attempts import AttemptTable, ResourceKind, Track
 from vlm_worker.engine.encode_requests import EncodeRequests
 from vlm_worker.engine.events import EventBuffer, OutputEvent
-from vlm_worker.engine.kv_handoff import KVHandoff
 from vlm_worker.engine.prompt_embeddings import PromptEmbeddings
 from vlm_worker.engine.runner import Runner
 from vlm_worker.engine.sequences import Positions, Sequences
@@ -72,7 +71,6 @@ class State:
             events=self.events,
             clock=clock,
         )
-        self.handoff = KVHandoff(runner, self.sequences, events=self.events)
         self.step_loop = StepLoop(
             runner,
             self.sequences,
