@@ -9,12 +9,12 @@ from worker.core.test_admission_queue import waiting_sequence
 
 from vlm_worker.core.admission_policy import (
     AdmissionPolicy,
+    AdmissionQueue,
     AdmissionReason,
     AdmissionSettings,
     lane_quotas,
     preemption_order,
 )
-from vlm_worker.core.admission_queue import AdmissionQueue
 from vlm_worker.core.sequence import Lane
 
 DUAL = AdmissionSettings(AdmissionPolicy.DUAL_QUEUE)

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vlm_worker.core.admission_policy import (
+    MAX_UNFIT,
     AdmissionPolicy,
+    AdmissionQueue,
     AdmissionReason,
     AdmissionSettings,
     lane_quotas,
 )
-from vlm_worker.core.admission_queue import MAX_UNFIT, AdmissionQueue
 from vlm_worker.core.sequence import Lane, Sequence
 from vlm_worker.types import Request, RequestKey, SamplingParams
 

@@ -31,8 +31,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Final
 
-from vlm_worker.core.admission_policy import AdmissionReason, AdmissionSettings
-from vlm_worker.core.admission_queue import AdmissionQueue, AdmissionRound
+from vlm_worker.core.admission_policy import (
+    AdmissionQueue,
+    AdmissionReason,
+    AdmissionRound,
+    AdmissionSettings,
+)
 from vlm_worker.core.chunks import TokenBudget
 from vlm_worker.core.kv_cache import BlockPool
 from vlm_worker.core.limits import fits

@@ -1,4 +1,12 @@
-"""Admission order: priority, age, and the quotas of two lanes. Pure.
+"""Admission order: priority, age, the quotas of two lanes, and the queue that follows them. Pure.
+
+    lanes       candidates: one `WaitingQueue` under `fcfs`, text and vision under `dual_queue`
+    reserved    candidates of both lanes with reserved blocks, the oldest first
+    awaiting    requested embeddings: not examined until one arrives
+    blocked     may not request embeddings until more blocks are free
+
+A step opens an `AdmissionRound` over the queue, takes candidates one by one, admits some and closes
+it. A candidate that was not admitted keeps its position.
 
 One step runs one admission round. Under `dual_queue`, the backlog sets the round's quotas. A lane
 is backed up if more than twice its bound wait:
@@ -13,11 +21,14 @@ the oldest before the others, with the top priority of the batch: no sequence st
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Final, Self
 
 from vlm_worker.core.sequence import Lane, Sequence
+from vlm_worker.core.waiting_queue import LazyHeap, WaitingQueue
 
 
 class AdmissionPolicy(enum.StrEnum):
@@ -112,3 +123,195 @@ def lane_quotas(
 
 def _other(lane: Lane) -> Lane:
     return Lane.TEXT if lane is Lane.VISION else Lane.VISION
+
+
+MAX_UNFIT: Final = 2
+"""Candidates of one lane that do not fit in one round; then the other lane is next."""
+
+
+LANES: Final = tuple(Lane)  # iterating over an Enum class is slow
+
+
+class AdmissionQueue:
+    """The sequences that wait to be admitted. Only the scheduler writes it.
+
+    Attributes:
+        settings: the order.
+        num_tokens: tokens of all sequences.
+        num_changes: number of times that a sequence was added, removed, or unblocked.
+        num_admitted: sequences admitted so far, by reason.
+    """
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self.settings = settings
+        self.num_tokens = 0
+        self.num_changes = 0
+        self.num_admitted: collections.Counter[AdmissionReason] = collections.Counter()
+        self._lanes = _lanes(settings)
+        self._queues = tuple(dict.fromkeys(self._lanes.values()))
+        self._reserved: LazyHeap[Sequence] = LazyHeap()
+        self._awaiting: LazyHeap[Sequence] = LazyHeap()
+        self._blocked = _queue(settings)
+        self._count = dict.fromkeys(LANES, 0)
+        self._last_first = Lane.VISION
+
+    def __len__(self) -> int:
+        return sum(self._count.values())
+
+    def count(self, lane: Lane) -> int:
+        """Waiting sequences of a lane, blocked ones included."""
+        return self._count[lane]
+
+    @property
+    def oldest(self) -> Sequence | None:
+        """The sequence that arrived first."""
+        heads = (*(queue.oldest for queue in (*self._queues, self._blocked)), self._awaiting.first)
+        return min((s for s in heads if s is not None), key=_arrival, default=None)
+
+    def add(self, sequence: Sequence) -> None:
+        self.num_changes += 1
+        self._count[sequence.lane] += 1
+        self.num_tokens += sequence.num_tokens
+        sequence.on_unblock = self._unblocked
+        self._put(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; not within a round."""
+        self._out(sequence)
+        self._forget(sequence)
+
+    @property
+    def num_blocked(self) -> int:
+        """Sequences that are blocked on the encoder."""
+        return len(self._blocked)
+
+    def next_blocked(self, *, now: float, before: Sequence | None) -> Sequence | None:
+        """The next to unblock: `before` if blocked, the oldest if aged, else by order."""
+        return before if before in self._blocked else self._blocked.next(now=now)
+
+    def block_on_encoder(self, sequence: Sequence) -> None:
+        """Move a blocked sequence to those that may not request embeddings; not within a round."""
+        self._out(sequence)
+        self._put(sequence)
+
+    def begin_round(self, *, now: float) -> AdmissionRound:
+        return AdmissionRound(self, now=now)
+
+    # ---- for rounds ------------------------------------------------------------------------------
+
+    def _put(self, sequence: Sequence) -> None:
+        if sequence.is_blocked_on_encoder:
+            self._blocked.push(sequence)
+        elif sequence.is_blocked:
+            self._awaiting.push(sequence.arrival, sequence)
+        else:
+            self._lanes[sequence.lane].push(sequence)
+            if sequence.reserved_blocks:
+                self._reserved.push(sequence.arrival, sequence)
+
+    def _out(self, sequence: Sequence) -> None:
+        self._awaiting.discard(sequence)
+        self._blocked.discard(sequence)
+        self._reserved.discard(sequence)
+        self._lanes[sequence.lane].discard(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.num_changes += 1
+        self._count[sequence.lane] -= 1
+        self.num_tokens -= sequence.num_tokens
+        sequence.on_unblock = None
+
+    def _unblocked(self, sequence: Sequence) -> None:
+        self.num_changes += 1
+        self._out(sequence)
+        self._put(sequence)
+
+
+class AdmissionRound:
+    """One step's admissions. At the context's end, candidates that were not admitted wait again."""
+
+    def __init__(self, waiting: AdmissionQueue, *, now: float) -> None:
+        self._waiting = waiting
+        self._now = now
+        self._entered = dict.fromkeys(LANES, 0)
+        self._seen: list[Sequence] = []
+        self._reason = AdmissionReason.ORDER
+        self._quotas: tuple[LaneQuota, ...] = ()
+        if waiting.settings.policy is AdmissionPolicy.DUAL_QUEUE:
+            backlog = {lane: len(queue) for lane, queue in waiting._lanes.items()}
+            self._quotas = lane_quotas(backlog, waiting.settings, last_first=waiting._last_first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put back the candidates that were not admitted."""
+        for sequence in self._seen:
+            self._waiting._put(sequence)
+
+    def next(self) -> Sequence | None:
+        """The next candidate, each once a round; None if no other may be admitted now."""
+        choice = self._choose()
+        return None if choice is None else self._see(*choice)
+
+    def next_reserved(self) -> Sequence | None:
+        """The oldest remaining candidate with reserved blocks, whatever its lane."""
+        sequence = self._waiting._reserved.first
+        return None if sequence is None else self._see(sequence, AdmissionReason.RESERVED)
+
+    def admit(self, sequence: Sequence) -> AdmissionReason:
+        """Admit the last candidate: it leaves the queue; returns why it was chosen."""
+        assert self._seen[-1] is sequence
+        self._seen.pop()
+        self._entered[sequence.lane] += 1
+        self._waiting._forget(sequence)
+        self._waiting.num_admitted[self._reason] += 1
+        if self._reason in {quota.reason for quota in self._quotas}:
+            self._waiting._last_first = self._quotas[0].lane
+        return self._reason
+
+    def _see(self, sequence: Sequence, reason: AdmissionReason) -> Sequence:
+        self._reason = reason
+        self._waiting._out(sequence)
+        self._seen.append(sequence)
+        return sequence
+
+    def _choose(self) -> tuple[Sequence, AdmissionReason] | None:
+        if not self._quotas:
+            [queue] = self._waiting._queues
+            if (sequence := queue.aged(now=self._now)) is not None:
+                return sequence, AdmissionReason.AGED
+            return None if queue.first is None else (queue.first, AdmissionReason.ORDER)
+        settings, lanes = self._waiting.settings, self._waiting._lanes
+        open_lanes = [lane for lane in LANES if self._has_quota(lane, settings.bound(lane))]
+        aged = [s for lane in open_lanes if (s := lanes[lane].aged(now=self._now)) is not None]
+        if aged:
+            return min(aged, key=_arrival), AdmissionReason.AGED
+        for quota in self._quotas:
+            head = lanes[quota.lane].first
+            if head is None or not self._has_quota(quota.lane, quota.count):
+                continue
+            if self._num_unfit(quota.lane) < MAX_UNFIT:
+                return head, quota.reason
+        return None
+
+    def _num_unfit(self, lane: Lane) -> int:
+        """Candidates of a lane that lack no embedding and were not admitted."""
+        return sum(sequence.lane is lane and not sequence.is_blocked for sequence in self._seen)
+
+    def _has_quota(self, lane: Lane, bound: int) -> bool:
+        return self._entered[lane] < bound
+
+
+def _lanes(settings: AdmissionSettings) -> dict[Lane, WaitingQueue[Sequence]]:
+    if settings.policy is AdmissionPolicy.FCFS:
+        return dict.fromkeys(LANES, _queue(settings))
+    return {lane: _queue(settings) for lane in LANES}
+
+
+def _queue(settings: AdmissionSettings) -> WaitingQueue[Sequence]:
+    return WaitingQueue(ageing_seconds=settings.ageing_seconds)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

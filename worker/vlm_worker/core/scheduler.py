@@ -11,7 +11,7 @@ budget. The order:
     4  waiting sequences enter if the whole prompt fits; if not, a few others may bypass them
 
 `admission` implements 1 and 4, and decides which sequences may request embeddings.
-`admission_queue` orders the waiting sequences.
+`admission_policy` orders the waiting sequences.
 """
 
 from __future__ import annotations
