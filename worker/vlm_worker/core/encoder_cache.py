@@ -27,7 +27,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 
 class Tier(enum.Enum):
@@ -50,6 +50,7 @@ class Entry:
         num_bytes: of its buffer; 0 until it is ready.
         expires: seconds on the clock of `now`.
         pins: the owners that use it.
+        waiters: called once when the entry is ready (None) or has failed.
     """
 
     id: int
@@ -60,6 +61,7 @@ class Entry:
     expires: float = 0.0
     tier: Tier = Tier.HOT
     pins: set[Hashable] = dataclasses.field(default_factory=set)
+    waiters: list[Callable[[Exception | None], None]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

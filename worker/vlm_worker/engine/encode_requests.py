@@ -289,7 +289,7 @@ class EncodeRequests:
             return
         if found is Lookup.MISS:
             self.queue.push(entry, image, attempt.key, priority=call.priority)
-        self.queue.on_filled(entry, lambda error: self._item_filled(call, item, entry, now, error))
+        entry.waiters.append(lambda error: self._item_filled(call, item, entry, now, error))
 
     def _item_filled(
         self,

@@ -35,9 +35,6 @@ from vlm_worker.types import PreparedImage, RequestKey
 ENOUGH_TOKENS: Final = 256
 """Visual tokens of a call that uses the device well: 1,024 patches if four are merged."""
 
-OnFilled = Callable[[Exception | None], None]
-"""Called once when an entry is filled (None) or has failed."""
-
 
 class EncoderQueue:
     """Fills entries of the cache. Engine thread only.
@@ -72,7 +69,6 @@ class EncoderQueue:
         self._queue = ImageQueue(ageing_seconds=settings.admission.ageing_seconds)
         self._num_pushed = 0
         self._async_batch: tuple[list[EncodeTask], Future[tuple[list[Any], float]]] | None = None
-        self._waiters: dict[int, list[OnFilled]] = {}
 
     def __len__(self) -> int:
         """Images in the queue."""
@@ -101,10 +97,6 @@ class EncoderQueue:
         """Queue the encoding of an entry, for a request."""
         self._num_pushed += 1
         self._queue.push(EncodeTask(entry, image, key, priority, self._num_pushed, self._clock()))
-
-    def on_filled(self, entry: Entry, on_filled: OnFilled) -> None:
-        """Call `on_filled` when a pending entry is READY or has failed."""
-        self._waiters.setdefault(entry.id, []).append(on_filled)
 
     def abandon(self, entry: Entry) -> None:
         """Remove an entry from the queue: no call waits for it."""
@@ -199,5 +191,6 @@ class EncoderQueue:
         self._notify(entry, error)
 
     def _notify(self, entry: Entry, error: Exception | None) -> None:
-        for on_filled in self._waiters.pop(entry.id, []):
+        waiters, entry.waiters = entry.waiters, []
+        for on_filled in waiters:
             on_filled(error)

@@ -133,7 +133,7 @@ class PromptEmbeddings:
         if entry.ready:
             sequence.embeddings[number] = self._encode_requests.cache.get(entry)
         else:
-            self._encode_requests.queue.on_filled(entry, self._on_filled(sequence, number, entry))
+            entry.waiters.append(self._on_filled(sequence, number, entry))
         return True
 
     def _on_filled(

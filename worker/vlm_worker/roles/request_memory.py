@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from vlm_worker.core.limits import fits
 from vlm_worker.core.request_memory import (
     Claim,
     ImageMemory,
@@ -70,7 +71,7 @@ class RequestMemory:
     def check_embeddings(self, stats: EngineStats, num_bytes: int) -> None:
         """Raise OverloadedError if embeddings that peers have not fetched leave no memory."""
         held, most = stats.held_embedding_bytes, stats.max_held_embedding_bytes
-        if held and held + num_bytes > most:
+        if not fits(held, num_bytes, maximum=most):
             self.num_early_refusals += 1
             raise OverloadedError(
                 f"embeddings of {held} bytes are queued or held for peers, {most} may be",
