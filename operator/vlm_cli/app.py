@@ -21,9 +21,12 @@ from vlm_cli.output import (
     Url,
 )
 from vlm_cli.output import run as run_command
-from vlm_cli.planning import render, rollout
-from vlm_cli.repair import doctor, release_finalizers
 from vlm_cli.target import Options
+
+WorkerImage = Annotated[
+    str | None,
+    typer.Option(metavar="IMAGE", help="The operator's default image; default: its own default."),
+]
 
 app = typer.Typer(
     name="vlm",
@@ -213,10 +216,102 @@ def why(
     run_command(explain_services(name, namespace=namespace, kubeconfig=kubeconfig, context=context))
 
 
-app.command("rollout-plan")(rollout)
-app.command()(render)
-app.command()(doctor)
-app.command()(release_finalizers)
+@app.command("rollout-plan")
+def rollout(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; left out with --from.")] = None,
+    old: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="The manifest that runs.")
+    ] = None,
+    new: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="The manifest to apply.")
+    ] = None,
+    worker_image: WorkerImage = None,
+    namespace: Namespace = None,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Print the steps from one manifest to another, offline; or where a service's rollout is."""
+    if (old is None) != (new is None) or (old is None) == (name is None):
+        raise typer.BadParameter("give the NAME of a service, or both --from and --to")
+    if old is not None and new is not None:
+        from vlm_cli.offline import show_rehearsal
+
+        run_command(show_rehearsal(old, new, worker_image=worker_image, form=output))
+        return
+    from vlm_cli.revisions import show_rollout
+
+    assert name is not None
+    run_command(
+        show_rollout(name, namespace=namespace, kubeconfig=kubeconfig, context=context, form=output)
+    )
+
+
+@app.command()
+def render(
+    manifest: Annotated[
+        Path,
+        typer.Option("-f", "--filename", metavar="PATH", help="A file or folder; - reads stdin."),
+    ],
+    worker_image: WorkerImage = None,
+    namespace: Namespace = None,
+) -> None:
+    """Print the objects that the operator makes of a manifest, as YAML, without a cluster."""
+    from vlm_cli.offline import show_children
+
+    run_command(show_children(manifest, worker_image=worker_image, namespace=namespace))
+
+
+@app.command()
+def doctor(
+    namespace: Annotated[
+        str | None,
+        typer.Option("-n", "--namespace", metavar="NS", help="Services of one; default: all."),
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also fetch the metrics of one gateway.")
+    ] = False,
+    output: Output = Format.TABLE,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Say what is missing in this cluster, and what to do; status 1 where something fails."""
+    from vlm_cli.doctor.command import examine_cluster
+
+    run_command(
+        examine_cluster(
+            namespace=namespace,
+            kubeconfig=kubeconfig,
+            context=context,
+            form=output,
+            now=datetime.datetime.now(datetime.UTC).timestamp(),
+            probe=probe,
+        )
+    )
+
+
+@app.command()
+def release_finalizers(
+    name: Annotated[str | None, typer.Argument(help="A VLMService; without it, all.")] = None,
+    namespace: Namespace = None,
+    everywhere: Annotated[
+        bool, typer.Option("-A", "--all-namespaces", help="Services of all namespaces.")
+    ] = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+) -> None:
+    """Let deleted services go when the operator is gone: without it nobody ends their drain."""
+    from vlm_cli.release import release
+
+    run_command(
+        release(
+            name,
+            namespace=namespace,
+            everywhere=everywhere,
+            kubeconfig=kubeconfig,
+            context=context,
+        )
+    )
 
 
 def run() -> None:

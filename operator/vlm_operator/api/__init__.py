@@ -1,8 +1,8 @@
 """The Kubernetes API as Python types. crds/ and docs/api.md are generated from them.
 
-service  VLMServiceSpec ── model  pool (placement scaling pod)  gateway  policy
+service  VLMServiceSpec ── model  pool (placement scaling pod; topology)  gateway  policy
 kinds    VLMPool, VLMNodeClass               status    fields that the operator writes
-parse    body -> VLMService -> resolved      topology  stages that each pool runs
+parse    body -> VLMService -> resolved
 """
 
 from vlm_operator.api.enums import (
@@ -27,11 +27,10 @@ from vlm_operator.api.parse import VLMService, effective, parse, resolve
 from vlm_operator.api.placement import Placement, ResourceRequirements, Toleration, Variant
 from vlm_operator.api.pod import Engine, EnvVar, PodOverlay, Volume, VolumeMount
 from vlm_operator.api.policy import Slo
-from vlm_operator.api.pool import Drain, KvCache, Pool, Pools
+from vlm_operator.api.pool import Drain, KvCache, Pool, Pools, stages, topology
 from vlm_operator.api.scaling import Scaling
 from vlm_operator.api.service import VLMServiceSpec
 from vlm_operator.api.status import CONDITIONS, Condition, Decision, VLMServiceStatus
-from vlm_operator.api.topology import stages, topology
 
 __all__ = [
     "CONDITIONS",

@@ -14,7 +14,7 @@ from vlm_operator.api.base import (
     field,
     not_built,
 )
-from vlm_operator.api.enums import DisruptionPolicy
+from vlm_operator.api.enums import DisruptionPolicy, Topology
 from vlm_operator.api.placement import Variant
 from vlm_operator.api.pod import Engine, PodOverlay
 from vlm_operator.api.scaling import Scaling
@@ -275,3 +275,38 @@ class Pools(Model):
         """The pools of the service, in the order in which a request passes them."""
         pools = {role: self.of(role) for role in POOL_ROLES}
         return {role: pool for role, pool in pools.items() if pool is not None}
+
+
+def topology(pools: Pools) -> Topology:
+    """Return the topology of a service's pools.
+
+    If a stage has no pool, the pool of the next role runs it.
+
+    pools                       encoder   prefill            decode
+    encoder, prefill, decode    encoder   prefill            decode
+    prefill, decode             -         encoder, prefill   decode
+    encoder, decode             encoder   -                  prefill, decode
+    decode                      -         -                  encoder, prefill, decode
+    """
+    return {
+        (True, True): Topology.ENCODER_PREFILL_DECODE,
+        (True, False): Topology.ENCODER_DECODE,
+        (False, True): Topology.PREFILL_DECODE,
+        (False, False): Topology.DECODE,
+    }[pools.encoder is not None, pools.prefill is not None]
+
+
+def stages(pools: Pools, role: Role) -> tuple[Role, ...]:
+    """Return the stages that workers of `role` load, in the order in which a request passes them.
+
+    Raises:
+        KeyError: the service has no pool of that role.
+    """
+    pool = pools.present[role]
+    if role is Role.ENCODER:
+        return (Role.ENCODER,)
+    if role is Role.DECODE and pools.prefill is not None:
+        return (Role.DECODE,)
+    encodes = pools.encoder is None or pool.encode_inline
+    own = (Role.PREFILL,) if role is Role.PREFILL else (Role.PREFILL, Role.DECODE)
+    return (Role.ENCODER, *own) if encodes else own
